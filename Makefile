@@ -1,0 +1,87 @@
+# The one door for people. `make` alone lists what it opens.
+#
+# PYTHON  the interpreter that makes .venv, and that gpu-check runs on; 3.11 or newer
+# ARGS    handed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x"
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Written last, so that a set-up that was broken off is taken up again.
+STAMP := $(VENV)/.set-up
+
+# Every pip below obeys these pins, also in the environments in which packages are built
+# (older pips read the first name for that, newer ones the second).
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test bench lint format docs wheel gpu-check constraints clean distclean
+
+help: ## list what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install swpipe and all it needs (once)
+
+$(STAMP): pyproject.toml constraints.txt requirements-torchrec-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "swpipe needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
+	@echo "Setting up $(VENV); this takes a few minutes, once."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar off --editable '.[dev]'
+	$(BIN)/python -m pip install --progress-bar off --no-deps -r requirements-torchrec-cpu.txt
+	@touch $@
+
+demo: $(STAMP) ## train a click model serially and pipelined, compare, break down, draw
+	@$(BIN)/swpipe demo $(ARGS)
+
+test: $(STAMP) ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP) ## measure the engine's costs beside a stand-in's, in one run
+	@$(BIN)/python -m tests.bench $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(STAMP) ## let ruff mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(STAMP) ## build the site into docs/_build/html; warnings are errors
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs: open docs/_build/html/index.html"
+
+wheel: $(STAMP) ## build the wheel into dist/
+	@rm -rf build dist
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+gpu-check: ## CUDA tests and bench, on PYTHON's own packages; elsewhere says that it skips
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	  export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	  $(PYTHON) -m pytest tests/gpu -m gpu -W ignore::pytest.PytestConfigWarning $(ARGS) \
+	    && $(PYTHON) -m tests.bench.gpu; \
+	else \
+	  echo "gpu-check: skipped: $(PYTHON) finds no torch with a CUDA device" \
+	    "(make PYTHON=... gpu-check names another interpreter)"; \
+	fi
+
+constraints: $(STAMP) ## write constraints.txt anew from what .venv holds
+	@{ sed -n '/^#/p' constraints.txt; \
+	   $(BIN)/python -m pip freeze --all --exclude-editable \
+	     | grep -v -E '^(pip|swpipe)[= ]' | sed 's/+cpu$$//' | LC_ALL=C sort -f; \
+	 } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## remove what was built, the caches and the demo's files
+	@rm -rf build dist *.egg-info docs/_build out .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## and .venv
+	@rm -rf $(VENV)
