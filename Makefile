@@ -62,10 +62,12 @@ wheel: $(STAMP) ## build the wheel into dist/
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
+# The interpreter's own packages may lack a pytest plug-in that pyproject.toml has settings for.
 gpu-check: ## CUDA tests and bench, on PYTHON's own packages; elsewhere says that it skips
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	  $(PYTHON) -m pytest tests/gpu -m gpu -W ignore::pytest.PytestConfigWarning $(ARGS) \
+	  $(PYTHON) -m pytest tests/gpu -m gpu -o addopts=--import-mode=importlib \
+	      -W ignore::pytest.PytestConfigWarning $(ARGS) \
 	    && $(PYTHON) -m tests.bench.gpu; \
 	else \
 	  echo "gpu-check: skipped: $(PYTHON) finds no torch with a CUDA device" \

@@ -1,0 +1,62 @@
+"""What every test stands on: one intra-op thread, and no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+if find_spec("hypothesis"):  # a GPU machine's own packages may lack it; its tests do without
+    from hypothesis import HealthCheck, settings
+
+    # Random plans run real threads: how long one example takes says nothing about its worth.
+    settings.register_profile(
+        "swpipe",
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+    settings.load_profile("swpipe")
+
+# Two cores are shared by the tests' own threads; and sums must not depend on how many help.
+torch.set_num_threads(1)
+
+GRACE_S = 2.0
+"""Seconds that a thread which is on its way out has to get there."""
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all of tests/gpu with ``gpu``."""
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)
+
+
+def left_behind(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads that began after ``before`` was taken and that a test must have ended.
+
+    These are swpipe's own, and all that would keep the interpreter from ending. Other daemon threads
+    (a progress bar's monitor, a library's pool) live as long as their owners like.
+    """
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and (not thread.daemon or thread.name.startswith("swpipe-"))
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Fail a test that leaves a thread of its own running."""
+    before = set(threading.enumerate())
+    yield
+    for thread in left_behind(before):
+        thread.join(GRACE_S)
+    if names := sorted(thread.name for thread in left_behind(before)):
+        pytest.fail(f"the test left threads running: {', '.join(names)}", pytrace=False)
