@@ -1,0 +1,45 @@
+"""Software pipelining for PyTorch training loops: tasks say what to compute, plans how to overlap."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from swpipe.context import IterContext
+from swpipe.errors import InternalError, PlanError, StallError
+from swpipe.pipeline import RunReport, SWPipeline
+from swpipe.plan import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.task import DeclaredIO, PipelineTask
+from swpipe.trace import Trace
+
+if TYPE_CHECKING:
+    from swpipe.profiler import ProfileResult, TaskProfiler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DeclaredIO",
+    "InternalError",
+    "IterContext",
+    "PipelinePlan",
+    "PipelineTask",
+    "PlanError",
+    "ProfileResult",
+    "RunReport",
+    "SWPipeline",
+    "StallError",
+    "StreamSpec",
+    "TaskProfiler",
+    "TaskSchedule",
+    "Trace",
+]
+
+_FROM_PROFILER = ("ProfileResult", "TaskProfiler")
+
+
+def __getattr__(name: str) -> Any:
+    """The profiler's names, loaded when first asked for: the framework does not import its rooms."""
+    if name in _FROM_PROFILER:
+        from swpipe import profiler
+
+        return getattr(profiler, name)
+    raise AttributeError(f"module 'swpipe' has no attribute {name!r}")

@@ -1,0 +1,177 @@
+"""Streams and events behind one small interface, so that nothing else asks what the device is.
+
+Three devices stand behind it: ``CpuDevice`` has no streams, and a plan's streams then mean nothing;
+``AcceleratorDevice`` is CUDA or any other accelerator that torch knows; ``swpipe.virtual.VirtualDevice``
+runs streams as late and in as odd an order as the events allow, for tests.
+
+The engine calls what concerns streams only where ``has_streams`` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+
+from swpipe.errors import InternalError
+from swpipe.plan import StreamSpec
+from swpipe.tree import record_stream, tensors_in
+
+Stream = Any
+"""A device's stream; opaque to the engine, equal to itself alone."""
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: Stream) -> None:
+        """Mark the end of what ``stream`` has been given so far; what was marked before is forgotten."""
+
+    def wait(self, stream: Stream) -> None:
+        """Let nothing given to ``stream`` from now on start before the point that is marked now."""
+
+    def query(self) -> bool:
+        """Whether the device has reached the point."""
+
+
+class Device(Protocol):
+    """What the engine asks of a device."""
+
+    type: str
+    has_streams: bool
+
+    def new_stream(self, spec: StreamSpec) -> Stream:
+        """A stream of its own."""
+
+    def current_stream(self) -> Stream:
+        """The stream that is current on this thread."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make ``stream`` current on this thread within the block."""
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        """An event that has marked nothing yet."""
+
+    def holds_work(self, value: Any) -> bool:
+        """Whether ``value`` has tensors on this device, which may still be under way."""
+
+    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
+        """Let no memory in ``values`` be used anew before what ``streams`` have been given is done."""
+
+    def use_on_this_thread(self) -> None:
+        """Make this the current device of the calling thread."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+
+
+class CpuDevice:
+    """The host itself: work is done when the function returns."""
+
+    type = "cpu"
+    has_streams = False
+
+    def new_stream(self, spec: StreamSpec) -> Stream:
+        raise InternalError("a stream was asked for on a device that has none")
+
+    def current_stream(self) -> Stream:
+        return None
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return ExitStack()
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        raise InternalError("an event was asked for on a device that has no streams")
+
+    def holds_work(self, value: Any) -> bool:
+        return False
+
+    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
+        return None
+
+    def use_on_this_thread(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+class _CurrentStream:
+    """A stream is current within the block.
+
+    A ``torch.Stream`` can do this itself, but keeps what was current before in the stream object, which
+    several threads share here.
+    """
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *failure: object) -> None:
+        torch.accelerator.set_stream(self._before)
+
+
+class AcceleratorDevice:
+    """CUDA, or another accelerator with streams and events."""
+
+    has_streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self.type = device.type
+
+    def new_stream(self, spec: StreamSpec) -> Stream:
+        return torch.Stream(device=self.device, priority=spec.priority)
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return _CurrentStream(stream)
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        event: Event = torch.Event(device=self.device, enable_timing=timing)
+        return event
+
+    def holds_work(self, value: Any) -> bool:
+        return any(tensor.device.type == self.type for tensor in tensors_in(value))
+
+    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
+        # The allocator keeps a block that was recorded on a stream until that stream's work is done;
+        # recording it on the stream that it was made on costs nothing.
+        streams = tuple(streams)
+        for value in values:
+            for stream in streams:
+                record_stream(value, stream)
+
+    def use_on_this_thread(self) -> None:
+        torch.accelerator.set_device_index(self.device.index)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+
+def resolve(device: Device | torch.device | str | None) -> Device:
+    """The device that a pipeline runs on; None is the machine's accelerator, or else the CPU.
+
+    Raises:
+        ValueError: The device is neither the CPU nor this machine's accelerator.
+    """
+    if device is not None and not isinstance(device, str | torch.device):
+        return device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    wanted = torch.device(device) if device is not None else accelerator or torch.device("cpu")
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if accelerator is None or wanted.type != accelerator.type:
+        have = accelerator.type if accelerator else "no accelerator"
+        raise ValueError(f"device {str(wanted)!r} is not on this machine, which has {have}; give 'cpu'")
+    return AcceleratorDevice(wanted)

@@ -1,0 +1,57 @@
+"""Three kinds of error: the value is wrong, the call is wrong, we are wrong.
+
+- ``PlanError`` (a ``ValueError``): a plan, or a plan together with its tasks, cannot be run. It lists
+  everything that is wrong at once.
+- ``RuntimeError``: a call that does not fit the moment (``progress`` after ``close``). Plain Python.
+- ``InternalError``: a rule of swpipe's own was broken; please report it.
+
+``StallError`` is what the watchdog raises when nothing has moved for the set time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a plan.
+
+    Attributes:
+        text: What is wrong: the task, the value, the rule and the mend.
+        tasks: Names of the tasks concerned; their cells are marked in the grid.
+    """
+
+    text: str
+    tasks: tuple[str, ...] = ()
+
+
+class PlanError(ValueError):
+    """A plan that cannot be run, with all its problems and the period x task grid.
+
+    Attributes:
+        problems: Everything that is wrong, in the order in which it was found.
+        grid: The plan's grid with the tasks at fault marked, or "" where none can be drawn.
+    """
+
+    def __init__(self, problems: Sequence[Problem], grid: str = "") -> None:
+        self.problems = tuple(problems)
+        self.grid = grid
+        count = len(self.problems)
+        head = "the plan cannot run: " + ("one problem" if count == 1 else f"{count} problems")
+        lines = [head, *(f"  {n}. {p.text}" for n, p in enumerate(self.problems, start=1))]
+        if grid:
+            lines += ["", grid]
+        super().__init__("\n".join(lines))
+
+
+class StallError(RuntimeError):
+    """Nothing moved for longer than ``stall_timeout_s``; the message says who waits for whom."""
+
+
+class InternalError(RuntimeError):
+    """A rule of swpipe's own was broken."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. This is a fault in swpipe, not in your code: please report it.")

@@ -1,0 +1,368 @@
+"""Run a compiled program over one iterator: lanes, failure, cancellation.
+
+    caller's thread                          one thread per worker group
+    progress()                               _work()
+      advance()                                while data may come:
+        turn: <admit> a b <retire>  <--(1)-->    turn: c d
+      retired context --> user                 (2) failure anywhere: every wait raises Cancelled
+
+Guarantees
+    - A lane passes its instructions in order, period by period; between lanes the program's host waits
+      hold (1). A lane that has passed an instruction for which others wait says so after the
+      task has returned and its event is recorded, never before.
+    - The first failure of any lane ends the run (2): it is kept, every signal is cancelled, no lane begins
+      another task, and the caller gets the failure itself, with a note that names task, iteration and group.
+    - ``total``, the number of iterations, is set before ``<admit>`` publishes that the data has ended; every task
+      comes after ``<admit>`` of its iteration, and so knows whether that iteration exists.
+    - A context is handed out by ``<retire>`` and forgotten in the same step.
+
+Assumptions
+    - One thread at a time drives a run; the pipeline sees to that.
+    - A task's function returns in the end. Python cannot end a thread from outside: one that does not return is
+      left behind, named in the failure's note, and ends at its next instruction.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from swpipe.context import IterContext
+from swpipe.device import Device, Event, Stream
+from swpipe.program import ADMIT, RETIRE, Instruction, Lane, Program
+from swpipe.randomness import Draws
+from swpipe.shortcut import Shortcuts
+from swpipe.signal import Cancelled, Host, HostThread, Signal
+from swpipe.steps import Flight, Observer, Step, build_step, dress, observe, wait_for_events
+from swpipe.task import PipelineTask
+from swpipe.torch_state import TorchState, Wardrobe
+
+FOREVER = sys.maxsize
+JOIN_GRACE_S = 0.25
+"""How long a failing or closing run waits, in all, for tasks that are still inside their functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What all runs of a pipeline share.
+
+    Attributes:
+        program: The compiled plan.
+        tasks: Task name to task.
+        device: Where streams and events come from.
+        streams: The plan's streams, made.
+        host: Where threads and signals come from.
+        shortcuts: Which tasks are replayed instead of run.
+        draws: Seeds of tasks that draw.
+        observers: Who is to be told of tasks that run; empty when nobody is.
+    """
+
+    program: Program
+    tasks: dict[str, PipelineTask]
+    device: Device
+    streams: dict[Any, Stream]
+    host: Host
+    shortcuts: Shortcuts
+    draws: Draws
+    observers: Callable[[], tuple[Observer, ...]]
+
+
+class _HostWait(NamedTuple):
+    signal: Signal
+    size: int  # instructions in the lane that is waited for
+    base: int  # its progress within a period once it has passed the instruction
+
+
+class _Op(NamedTuple):
+    """One instruction, bound: what ``turn`` walks over."""
+
+    waits: tuple[_HostWait, ...]
+    stage: int
+    step: Step
+    publish: bool
+    ins: Instruction
+
+
+class LaneRunner:
+    """A lane at work. ``period`` and ``position`` say where it is, for reports and the watchdog."""
+
+    def __init__(self, lane: Lane, signal: Signal) -> None:
+        self.group = lane.group
+        self.instructions = lane.instructions
+        self.size = len(lane.instructions)
+        self.signal = signal
+        self.period = 0
+        self.position = 0
+        self.ops: tuple[_Op, ...] = ()
+        self.observed_ops: tuple[_Op, ...] = ()
+        self.wardrobe: Wardrobe | None = None
+        self.thread: HostThread | None = None
+
+    @property
+    def instruction(self) -> Instruction:
+        """Where the lane is."""
+        return self.instructions[self.position]
+
+
+class Run:
+    """One trip over one iterator: from the fill to the last retirement, or to the first failure."""
+
+    def __init__(self, engine: Engine, iterator: Iterator[Any], first_iteration: int) -> None:
+        self.engine = engine
+        self.iterator = iterator
+        self.first_iteration = first_iteration
+        program = engine.program
+        self.total = FOREVER
+        self.admitted = 0
+        self.retired = 0
+        self.period = 0
+        self.state: TorchState | None = None
+        self.flights: list[Any] = [None] * program.depth
+        self.failure: BaseException | None = None
+        self.stopping = False
+        self.driving = False
+        self.lock = threading.Lock()
+        self._handed_out: IterContext | None = None
+        self._any_draws = any(task.random for task in engine.tasks.values())
+        self.caller_stream = engine.device.current_stream()
+        self.events = self._make_events()
+        self._done: list[Event | None] = [None] * program.depth
+        self.lanes = tuple(LaneRunner(lane, engine.host.signal()) for lane in program.lanes)
+        for lane in self.lanes:
+            self._bind(lane)
+        self._start()
+
+    # ------------------------------------------------------------------ making
+
+    def _make_events(self) -> dict[str, list[Event]]:
+        program, device = self.engine.program, self.engine.device
+        return {
+            name: [device.new_event() for _ in range(program.ring)]
+            for name, ins in program.instructions.items()
+            if ins.record and name != ADMIT
+        }
+
+    def _bind(self, lane: LaneRunner) -> None:
+        wardrobe = lane.wardrobe = None if lane is self.lanes[0] else Wardrobe()
+        lane.ops = tuple(self._op(ins, wardrobe, observed=False) for ins in lane.instructions)
+        lane.observed_ops = tuple(self._op(ins, wardrobe, observed=True) for ins in lane.instructions)
+
+    def _op(self, ins: Instruction, wardrobe: Wardrobe | None, *, observed: bool) -> _Op:
+        waits = []
+        for wait in ins.host_waits:
+            other = self.lanes[wait.lane]
+            waits.append(
+                _HostWait(other.signal, other.size, wait.position + 1 - wait.lag * other.size)
+            )
+        if ins.task in (ADMIT, RETIRE):
+            step: Step = self._admit if ins.task == ADMIT else self._retire_step(ins)
+            if observed:
+                step = observe(self, ins, step)
+        else:
+            step = build_step(self, ins, self.engine.tasks[ins.task], observed=observed)
+        if wardrobe is not None:
+            step = dress(self, wardrobe, step)
+        return _Op(tuple(waits), ins.stage, step, ins.publish, ins)
+
+    def stream_of(self, ins: Instruction) -> Stream:
+        """The device's stream that an instruction submits to."""
+        return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
+
+    def _start(self) -> None:
+        if self.engine.device.has_streams:
+            # What the caller has queued so far (a model's initialisation) comes before all of the run.
+            begin = self.engine.device.new_event()
+            begin.record(self.caller_stream)
+            for stream in self.engine.streams.values():
+                begin.wait(stream)
+        for lane in self.lanes[1:]:
+            context = contextvars.copy_context()
+            lane.thread = self.engine.host.start(
+                f"swpipe-{lane.group}", lambda lane=lane, context=context: context.run(self._work, lane)
+            )
+
+    # ----------------------------------------------------------------- driving
+
+    @property
+    def finished(self) -> bool:
+        """Whether every iteration that the data has was handed out."""
+        return self.retired >= self.total
+
+    @property
+    def in_flight(self) -> int:
+        """Iterations that were admitted and not handed out."""
+        return self.admitted - self.retired
+
+    def advance(self) -> IterContext | None:
+        """One period of the default lane, on the calling thread; the context that it retired, if any.
+
+        Raises:
+            BaseException: The run's first failure, as itself. The run is over then, and its threads are gone.
+        """
+        self.driving = True
+        try:
+            self._turn(self.lanes[0], self.period)
+            self.period += 1
+        except BaseException as error:
+            self.fail(error, self.lanes[0])
+        with self.lock:  # the watchdog interrupts the caller only while it holds this, and only if driving
+            self.driving = False
+        if self.failure is not None or self.finished:
+            self.end()
+        if self.failure is not None:
+            raise self.failure
+        handed_out, self._handed_out = self._handed_out, None
+        return handed_out
+
+    def stop_pulling(self) -> None:
+        """Take what has been admitted for all that there is."""
+        self.total = min(self.total, self.admitted)
+
+    def _turn(self, lane: LaneRunner, period: int) -> None:
+        lane.period = period
+        observers = self.engine.observers()
+        base = period * lane.size
+        ops = lane.observed_ops if observers else lane.ops
+        for position, (waits, stage, step, publish, ins) in enumerate(ops):
+            lane.position = position
+            if observers:
+                for observer in observers:
+                    observer.arrive(ins, self.first_iteration + period - stage)
+            for signal, size, offset in waits:
+                signal.wait(period * size + offset)  # (1)
+            if 0 <= period - stage < self.total:
+                if self.stopping:
+                    raise Cancelled
+                step(period - stage)
+            if publish:
+                lane.signal.advance(base + position + 1)
+
+    def _work(self, lane: LaneRunner) -> None:
+        last_stage = max(ins.stage for ins in lane.instructions)
+        try:
+            self.engine.device.use_on_this_thread()
+            period = 0
+            while period - last_stage < self.total:
+                self._turn(lane, period)
+                period += 1
+        except BaseException as error:
+            self.fail(error, lane)  # (2)
+        else:
+            # What is left to this lane are iterations that do not exist: nobody need wait for those.
+            lane.signal.advance(FOREVER)
+        finally:
+            if lane.wardrobe is not None:
+                lane.wardrobe.off()
+
+    # ------------------------------------------------- swpipe's own two instructions
+
+    def _admit(self, i: int) -> None:
+        depth, device = self.engine.program.depth, self.engine.device
+        done = self._done[i % depth]
+        if done is not None:
+            self._await_device(done)
+        try:
+            if self._any_draws:
+                with self.engine.draws.lock:
+                    batch = next(self.iterator)
+            else:
+                batch = next(self.iterator)
+        except StopIteration:
+            self.total = i
+            return
+        source = None
+        if device.has_streams and device.holds_work(batch):
+            # Only then: waiting for the caller's stream means waiting for all the work queued on it.
+            source = device.new_event()
+            source.record(self.caller_stream)
+        ctx = IterContext(batch, self.first_iteration + i)
+        self.flights[i % depth] = Flight(ctx, self.state, source)
+        self.admitted += 1
+
+    def _await_device(self, event: Event) -> None:
+        """Keep the host from running further ahead of the device than ``depth`` iterations."""
+        pause_s = 20e-6
+        while not event.query():
+            if self.stopping:
+                raise Cancelled
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 500e-6)
+
+    def _retire_step(self, ins: Instruction) -> Step:
+        device, depth = self.engine.device, self.engine.program.depth
+        wait = wait_for_events(self, ins, self.caller_stream) if device.has_streams else None
+
+        def retire(i: int) -> None:
+            flight: Flight = self.flights[i % depth]
+            if wait is not None:
+                wait(i)  # the caller's stream, for all sinks
+                self._hold(flight)
+                done = self._done[i % depth] or device.new_event()
+                done.record(self.caller_stream)
+                self._done[i % depth] = done
+            self.flights[i % depth] = None
+            self.retired += 1
+            self._handed_out = flight.ctx
+
+        return retire
+
+    def _hold(self, flight: Flight) -> None:
+        self.engine.device.hold(
+            (*vars(flight.ctx).values(), *flight.held),
+            (self.caller_stream, *self.engine.streams.values()),
+        )
+
+    # ------------------------------------------------------------------ ending
+
+    def fail(self, error: BaseException, lane: LaneRunner) -> None:
+        """Keep the first failure, with a note of where it happened, and wake everyone."""
+        if isinstance(error, Cancelled):
+            return
+        where = (
+            f"at task {lane.instruction.task!r}, iteration "
+            f"{self.first_iteration + lane.period - lane.instruction.stage}, thread group {lane.group!r}"
+        )
+        if lane.instruction.task == ADMIT:
+            where = f"pulling the batch of iteration {self.first_iteration + self.admitted}"
+        if isinstance(error, StopIteration):
+            # Out of progress() it would read as the end of the data (compare PEP 479).
+            mended = RuntimeError("a task raised StopIteration, which only the user's iterator may")
+            mended.__cause__ = error
+            error = mended
+        self.stop(error, f"swpipe: {where}")
+
+    def stop(self, error: BaseException | None = None, note: str = "") -> None:
+        """End the run; the first error given is the one that the caller gets."""
+        with self.lock:
+            if error is not None and self.failure is None and not self.stopping:
+                self.failure = error
+                if note:
+                    error.add_note(note)
+            self.stopping = True
+        for lane in self.lanes:
+            lane.signal.cancel()
+
+    def end(self) -> None:
+        """Stop the threads, wait for them, and let go of what is in flight."""
+        if not self.finished:
+            self.stop()
+        self.lanes[0].signal.advance(FOREVER)
+        deadline = time.monotonic() + JOIN_GRACE_S
+        for lane in self.lanes[1:]:
+            if lane.thread is None:
+                continue
+            lane.thread.join(None if self.finished else max(0.0, deadline - time.monotonic()))
+            if lane.thread.is_alive() and self.failure is not None:
+                self.failure.add_note(
+                    f"swpipe: thread group {lane.group!r} is still inside task {lane.instruction.task!r}; "
+                    "its thread ends when that returns"
+                )
+        for slot, flight in enumerate(self.flights):
+            if flight is not None and self.engine.device.has_streams:
+                self._hold(flight)
+            self.flights[slot] = None

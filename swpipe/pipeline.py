@@ -1,0 +1,413 @@
+"""What the user holds: tasks and a plan, run together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from swpipe.context import IterContext
+from swpipe.dependence import period_order, serial_order
+from swpipe.device import Device, resolve
+from swpipe.executor import Engine, Run
+from swpipe.grid import format_grid, format_stages
+from swpipe.observers import active_observers
+from swpipe.plan import PipelinePlan, StreamSpec
+from swpipe.program import compile_plan
+from swpipe.randomness import Draws
+from swpipe.ranks import check_same_plan
+from swpipe.shortcut import Shortcuts
+from swpipe.signal import Host
+from swpipe.stall import Watchdog
+from swpipe.task import PipelineTask, TaskRef, names_of
+from swpipe.torch_state import TorchState
+from swpipe.trace import Trace
+from swpipe.verify import check
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What ``run`` and ``run_serial`` did.
+
+    Attributes:
+        iterations: How many iterations went through all tasks.
+        seconds: Wall time from the first pull to the end of the device's work.
+    """
+
+    iterations: int
+    seconds: float
+
+    @property
+    def iterations_per_s(self) -> float:
+        """Iterations per second; 0 where there was none."""
+        return self.iterations / self.seconds if self.seconds else 0.0
+
+
+class SWPipeline:
+    """Runs tasks under a plan.
+
+    Use it as a context manager, or call ``close``.
+
+    Args:
+        plan: How to overlap.
+        tasks: What to compute; may be left out where the plan's schedule has the tasks themselves as keys.
+            Their order is that of a serial run, as far as the dependences allow.
+        device: Where device work goes: None for the machine's accelerator, or else the CPU.
+        seed: What the draws of tasks with ``random=True`` derive from; None for ``torch.initial_seed()``.
+        stall_timeout_s: Seconds without any movement after which ``progress`` raises ``StallError``;
+            None to wait for ever. Longer than the longest task.
+        record_all_events: Record the device event of every task, needed or not, for hunting trouble.
+        check_ranks: With torch.distributed initialised, compare plans across ranks at the first fill.
+        host: Where threads come from; for tests.
+
+    Raises:
+        PlanError: The plan cannot run; lists everything that is wrong with it.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        tasks: Iterable[PipelineTask] | None = None,
+        *,
+        device: Device | torch.device | str | None = None,
+        seed: int | None = None,
+        stall_timeout_s: float | None = 600.0,
+        record_all_events: bool = False,
+        check_ranks: bool = True,
+        host: Host | None = None,
+    ) -> None:
+        given = tuple(plan.tasks if tasks is None else tasks)
+        self.plan = plan
+        self.device = resolve(device)
+        check(plan, given, self.device.type)
+        by_name = {task.name: task for task in given}
+        self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
+        self._check_ranks = check_ranks
+        self._stall_timeout_s = stall_timeout_s
+        self._trace: Trace | None = None
+        self._engine = Engine(
+            program=compile_plan(plan, streams=self.device.has_streams, record_all=record_all_events),
+            tasks=by_name,
+            device=self.device,
+            streams=self._make_streams(),
+            host=host or Host(),
+            shortcuts=Shortcuts(),
+            draws=Draws(seed, self.device.type),
+            observers=lambda: active_observers(self.device.type, self._trace),
+        )
+        self._run: Run | None = None
+        self._watchdog: Watchdog | None = None
+        self._next_iteration = 0
+        self._closed = False
+        self._driver = threading.Lock()
+
+    def _make_streams(self) -> dict[Any, Any]:
+        if not self.device.has_streams:
+            return {}
+        used = dict.fromkeys(s.stream for s in self.plan.schedule.values() if s.stream is not None)
+        return {
+            ref: ref
+            if isinstance(ref, torch.Stream)
+            else self.device.new_stream(self.plan.streams.get(ref, StreamSpec()))
+            for ref in used
+        }
+
+    # ---------------------------------------------------------------- pipelined
+
+    @property
+    def in_flight(self) -> int:
+        """How many iterations have been pulled and not been handed out."""
+        return 0 if self._run is None else self._run.in_flight
+
+    def fill_pipeline(self, iterator: Iterator[Any]) -> None:
+        """Run the prologue: pull ``depth - 1`` batches, or as many as there are. The first ``progress``
+        does it where this was not called.
+
+        Raises:
+            RuntimeError: Iterations are in flight already, or the pipeline is closed or in use elsewhere.
+            BaseException: Whatever a task or the iterator raised.
+        """
+        with self._driving():
+            if self._run is not None:
+                raise RuntimeError(
+                    f"the pipeline is full: {self.in_flight} iterations are in flight. Call progress() "
+                    "with the iterator that it was filled from, or drain() first"
+                )
+            run = self._begin(iterator)
+            self._prepare(run)
+            while run.period < self._engine.program.depth - 1 and not run.finished:
+                self._advance(run)
+
+    def progress(self, iterator: Iterator[Any]) -> IterContext:
+        """One period: admit a batch, run every task once, hand out the oldest iteration.
+
+        Args:
+            iterator: Gives the batches; the same one until it is drained.
+
+        Returns:
+            The context of the oldest iteration. The caller's stream waits for all of its device work.
+
+        Raises:
+            StopIteration: All batches of the iterator have been handed out.
+            RuntimeError: Misuse: closed, in use by another thread, or another iterator while iterations are in
+                flight.
+            StallError: Nothing moved for ``stall_timeout_s``.
+            BaseException: Whatever a task or the iterator raised first, with a note of where. What was in flight
+                is dropped, and the pipeline can be filled again.
+        """
+        with self._driving():
+            run = self._run or self._begin(iterator)
+            if run.iterator is not iterator:
+                raise RuntimeError(
+                    f"{run.in_flight} iterations of another iterator are in flight: finish it, or call drain() "
+                    "to get them, before giving progress() a new one"
+                )
+            self._prepare(run)
+            return self._next(run)
+
+    def drain(self) -> list[IterContext]:
+        """Finish what is in flight without pulling more, and hand it out, oldest first.
+
+        The iterator's further batches stay in it. With nothing in flight, the list is empty.
+        """
+        with self._driving():
+            contexts: list[IterContext] = []
+            run = self._run
+            if run is not None:
+                run.stop_pulling()
+                self._prepare(run)
+                while not run.finished:
+                    contexts.append(self._next(run))
+            return contexts
+
+    def iterate(self, loader: Iterable[Any]) -> Iterator[IterContext]:
+        """Yield the context of every iteration over ``loader``, in order."""
+        iterator = iter(loader)
+        while True:
+            try:
+                ctx = self.progress(iterator)
+            except StopIteration:
+                return
+            yield ctx
+            del ctx  # what the user lets go of must not live on in this frame
+
+    def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
+        """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
+        return self._timed(self.iterate(loader), loader, verbose, "pipelined")
+
+    # ------------------------------------------------------------------- serial
+
+    def run_one_serial_iter(self, batch: Any, iter_idx: int = 0) -> IterContext:
+        """Run every task on one batch, one by one, on this thread and the caller's stream."""
+        with self._driving():
+            self._check_idle()
+            return self._one_serial(IterContext(batch, iter_idx))
+
+    def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
+        """Run all of ``loader`` serially; the same numbers as ``run`` gives."""
+        return self._timed(self._iterate_serially(loader), loader, verbose, "serial")
+
+    def _iterate_serially(self, loader: Iterable[Any]) -> Iterator[IterContext]:
+        for batch in loader:
+            with self._driving():
+                self._check_idle()
+                ctx = self._one_serial(IterContext(batch, self._next_iteration))
+                self._next_iteration += 1
+            del batch
+            yield ctx
+            del ctx
+
+    def _one_serial(self, ctx: IterContext) -> IterContext:
+        shortcuts, draws = self._engine.shortcuts, self._engine.draws
+        observers = self._engine.observers()
+        instructions = self._engine.program.instructions if observers else {}
+        for task in self.tasks:
+            try:
+                for observer in observers:
+                    observer.arrive(instructions[task.name], ctx.iter_idx)
+                    observer.start(instructions[task.name], ctx.iter_idx)
+                if task.random:
+                    with draws.of(task.name, ctx.iter_idx):
+                        shortcuts.run(task, ctx) if task.name in shortcuts.names else task.fn(ctx)
+                elif task.name in shortcuts.names:
+                    shortcuts.run(task, ctx)
+                else:
+                    task.fn(ctx)
+                for observer in reversed(observers):
+                    observer.stop(instructions[task.name], ctx.iter_idx)
+            except BaseException as error:
+                error.add_note(f"swpipe: at task {task.name!r}, iteration {ctx.iter_idx}, serially")
+                raise
+        return ctx
+
+    # ----------------------------------------------------------------- shortcut
+
+    def enable_shortcut(self, *tasks: TaskRef) -> None:
+        """From its next run on, keep what a task produced; after that, put it back instead of running it.
+
+        On several ranks, enable the same tasks on all of them.
+
+        Raises:
+            ValueError: A task that this pipeline does not have.
+        """
+        self._engine.shortcuts.enable(self._known(tasks))
+
+    def disable_shortcut(self, *tasks: TaskRef) -> None:
+        """Run tasks as usual again, and let go of what was kept; without arguments, all of them."""
+        self._engine.shortcuts.disable(self._known(tasks or self.tasks))
+
+    @contextmanager
+    def shortcut(self, *tasks: TaskRef) -> Iterator[None]:
+        """Shortcut tasks within the block."""
+        self.enable_shortcut(*tasks)
+        try:
+            yield
+        finally:
+            if tasks:
+                self.disable_shortcut(*tasks)
+
+    def _known(self, tasks: Sequence[TaskRef]) -> tuple[str, ...]:
+        names = names_of(tasks)
+        for name in names:
+            if name not in self._engine.tasks:
+                raise ValueError(
+                    f"this pipeline has no task {name!r}; it has {', '.join(t.name for t in self.tasks)}"
+                )
+        return names
+
+    # ------------------------------------------------------------------ looking
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record who runs when, within the block, whatever runs in it.
+
+        Raises:
+            RuntimeError: A trace is being recorded already.
+        """
+        if self._trace is not None:
+            raise RuntimeError("a trace is being recorded already: leave its block first")
+        trace = self._trace = Trace(self._engine.program, self.device, self._engine.streams)
+        try:
+            yield trace
+        finally:
+            self._trace = None
+            trace.finish()
+
+    def format_schedule(self, periods: int) -> str:
+        """The iteration that each task works on in each of the first ``periods`` periods."""
+        return format_grid(self.plan, period_order(self.plan), periods)
+
+    def format_stage_analysis(self) -> str:
+        """Each stage's tasks, where they run and what they wait for."""
+        return format_stages(self.plan, period_order(self.plan))
+
+    # ------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Stop the threads and drop what is in flight. The pipeline cannot be used any more."""
+        self._closed = True
+        run, self._run = self._run, None
+        if run is not None:
+            run.end()
+        self._end_watch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ private
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        if self._closed:
+            raise RuntimeError("the pipeline is closed: make a new one")
+        if not self._driver.acquire(blocking=False):
+            raise RuntimeError(
+                "the pipeline is being driven already, by another thread or by one of its own tasks: "
+                "one call at a time"
+            )
+        try:
+            yield
+        finally:
+            self._driver.release()
+
+    def _check_idle(self) -> None:
+        if self._run is not None:
+            raise RuntimeError(
+                f"{self.in_flight} iterations are in flight: finish their iterator, or call drain(), "
+                "before running serially"
+            )
+
+    def _begin(self, iterator: Iterator[Any]) -> Run:
+        if not hasattr(iterator, "__next__"):
+            raise TypeError(
+                f"progress() takes an iterator, not {type(iterator).__name__}: pass iter(loader), "
+                "and the same one each time"
+            )
+        if self._check_ranks:
+            check_same_plan(self.plan.digest())
+            self._check_ranks = False
+        run = self._run = Run(self._engine, iterator, self._next_iteration)
+        if self._stall_timeout_s is not None:
+            self._watchdog = Watchdog(run, self._stall_timeout_s)
+        return run
+
+    def _prepare(self, run: Run) -> None:
+        if self.device.has_streams and run.caller_stream != self.device.current_stream():
+            raise RuntimeError(
+                "another stream is current than when the pipeline was filled: call drain() before switching, "
+                "or make the same stream current"
+            )
+        if len(run.lanes) > 1:
+            state = TorchState.of_this_thread(self.device.type)
+            if state != run.state:  # workers tell a change by identity
+                run.state = state
+        if self._watchdog is not None:
+            self._watchdog.drive_from_here()
+
+    def _next(self, run: Run) -> IterContext:
+        while not run.finished:
+            ctx = self._advance(run)
+            if ctx is not None:
+                return ctx
+        raise StopIteration
+
+    def _advance(self, run: Run) -> IterContext | None:
+        try:
+            return run.advance()
+        finally:
+            if run.failure is not None or run.finished:
+                self._next_iteration = run.first_iteration + run.admitted
+                self._run = None
+                self._end_watch()
+
+    def _end_watch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+    def _timed(
+        self, contexts: Iterator[IterContext], loader: Iterable[Any], verbose: bool, what: str
+    ) -> RunReport:
+        if verbose:
+            from tqdm import tqdm
+
+            total = len(loader) if hasattr(loader, "__len__") else None
+            contexts = tqdm(contexts, total=total, desc=what, unit="step")
+        begin = time.perf_counter()
+        iterations = sum(1 for _ in contexts)
+        self.device.synchronize()
+        return RunReport(iterations, time.perf_counter() - begin)

@@ -1,0 +1,111 @@
+"""Waiting, all of it: counters that only grow, and the threads that wait for them.
+
+    writer (one lane)                 waiters (any number)
+    advance(5) --- count: 5 --------> wait(4) returns at once
+                                      wait(7) sleeps until advance(7) or cancel()
+
+Guarantees
+    - ``wait(n)`` returns once ``advance(m)``, m >= n, was called; all that the writer did before that call
+      is visible to the waiter.
+    - After ``cancel()`` every present and later ``wait`` that is not satisfied raises ``Cancelled``.
+    - No wake-up is lost: count, cancellation and the list of waiters change only under the lock, and a
+      waiter joins the list in the same critical section in which it found the count too low.
+
+Assumptions
+    - One thread advances a signal, to ever greater counts.
+    - Nothing is assumed of the interpreter lock: a look at ``count`` outside the lock is for reports only.
+
+A waiter sleeps without a deadline of its own: the watchdog of the run cancels every signal when nothing has
+moved for the set time, and so does a failure anywhere.
+
+``Host`` is the one door through which the engine gets threads and signals, so that a test can put a scheduler
+in its place which explores interleavings.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Cancelled(BaseException):
+    """The run has failed or was closed elsewhere: unwind. Never leaves the engine."""
+
+
+class Signal:
+    """A counter with one writer that only grows, and that any thread can wait for."""
+
+    __slots__ = ("_cancelled", "_lock", "_waiters", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+        self._waiters: list[tuple[int, threading.Lock]] = []
+        self._cancelled = False
+
+    def advance(self, count: int) -> None:
+        """Set the counter and wake whoever waits for no more than that."""
+        with self._lock:
+            self.count = count
+            if self._waiters:
+                self._wake(lambda target: target <= count)
+
+    def wait(self, count: int) -> None:
+        """Sleep until the counter has reached ``count``.
+
+        Raises:
+            Cancelled: ``cancel`` was called before it did.
+        """
+        with self._lock:
+            if self.count >= count:
+                return
+            if self._cancelled:
+                raise Cancelled
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiters.append((count, gate))
+        gate.acquire()
+        with self._lock:
+            if self.count < count:
+                raise Cancelled
+
+    def cancel(self) -> None:
+        """Wake everyone; whoever is not satisfied gets ``Cancelled``."""
+        with self._lock:
+            self._cancelled = True
+            self._wake(lambda target: True)
+
+    def _wake(self, served: Callable[[int], bool]) -> None:
+        left = []
+        for target, gate in self._waiters:
+            if served(target):
+                gate.release()
+            else:
+                left.append((target, gate))
+        self._waiters = left
+
+
+class HostThread(Protocol):
+    """What the engine needs of a thread."""
+
+    @property
+    def ident(self) -> int | None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def is_alive(self) -> bool: ...
+
+
+class Host:
+    """Threads and signals of the operating system."""
+
+    def signal(self) -> Signal:
+        """A new signal at count 0."""
+        return Signal()
+
+    def start(self, name: str, target: Callable[[], None]) -> HostThread:
+        """Run ``target`` on a new thread, which does not keep the interpreter alive."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread

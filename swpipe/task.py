@@ -1,0 +1,77 @@
+"""What to compute: a name, a function of the iteration's context, and its declared outside effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from swpipe.context import IterContext
+
+TaskFn: TypeAlias = Callable[[IterContext], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredIO:
+    """An effect of a task outside its context, told as a pair of functions.
+
+    A shortcut task does not run; ``capture`` and ``restore`` let swpipe put such an effect back all the
+    same. A one-shot value (the handle of a collective, say) must come out of ``capture`` in a form that can
+    be handed out again and again: wait for it once, and hand out the result.
+
+    Attributes:
+        capture: Called right after the task ran; returns the state to keep.
+        restore: Called instead of the task, with what ``capture`` returned (tensors come back detached).
+    """
+
+    capture: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTask:
+    """One named unit of work. Tasks are equal when their names are.
+
+    Attributes:
+        name: Unique among the tasks of a pipeline; not empty, and not in angle brackets.
+        fn: Reads and writes attributes of the context; its return value is ignored.
+        io: Effects outside the context.
+        random: The task draws from torch's default generators. Each of its runs is then seeded from the
+            pipeline's seed, its name and the iteration, so that every plan draws the same numbers; such
+            tasks run one at a time, since the generators are shared by all threads.
+
+    Raises:
+        TypeError: ``name`` is not a string or ``fn`` cannot be called.
+        ValueError: ``name`` is empty or in angle brackets.
+    """
+
+    name: str
+    fn: TaskFn = field(compare=False)
+    io: Sequence[DeclaredIO] = field(default=(), compare=False)
+    random: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a task's name is a string, not {self.name!r}")
+        if not self.name or self.name.startswith("<"):
+            raise ValueError(
+                f"task name {self.name!r}: names are not empty and do not begin with '<', "
+                "which swpipe keeps for its own steps; choose another"
+            )
+        if not callable(self.fn):
+            raise TypeError(f"task {self.name!r}: fn must be callable with a context, not {self.fn!r}")
+        object.__setattr__(self, "io", tuple(self.io))
+
+
+TaskRef: TypeAlias = str | PipelineTask
+"""A task, or its name: whatever names a task takes either."""
+
+
+def name_of(ref: TaskRef) -> str:
+    """The name of a task given as itself or by name."""
+    return ref if isinstance(ref, str) else ref.name
+
+
+def names_of(refs: Iterable[TaskRef]) -> tuple[str, ...]:
+    """The names of several tasks, each given as itself or by name."""
+    return tuple(name_of(ref) for ref in refs)

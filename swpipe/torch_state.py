@@ -1,0 +1,89 @@
+"""What a thread knows of torch: taken from the caller, put on in workers.
+
+Some of torch's settings belong to the process (default dtype, deterministic algorithms) and need no
+carrying; the rest belongs to a thread, and a new thread starts with torch's defaults. A snapshot is taken at
+every ``progress()``; an iteration carries the one under which it was admitted, and a worker puts it on
+when it differs from the one that it wears.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchState:
+    """The settings of one thread: grad mode, inference mode, autocast, default device, intra-op threads."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device | None
+    threads: int
+
+    @classmethod
+    def of_this_thread(cls, device_type: str) -> TorchState:
+        """The settings of the calling thread, as far as they bear on the CPU and ``device_type``."""
+        kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=_default_device(),
+            threads=torch.get_num_threads(),
+        )
+
+
+def _default_device() -> torch.device | None:
+    """The default device that the calling thread has set; None for torch's own."""
+    # Asking for the device walks the stack of modes in Python; nearly always there is none.
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+class Wardrobe:
+    """Puts snapshots on the thread that it is made on; ``off`` before the thread ends."""
+
+    def __init__(self) -> None:
+        self._worn: TorchState | None = None
+        self._inference: torch.autograd.grad_mode.inference_mode | None = None
+        self._device: torch.device | None = None
+
+    def wear(self, state: TorchState) -> None:
+        """Make the thread's settings those of ``state``; costs nothing where it wears them already."""
+        if state is self._worn:
+            return
+        if state == self._worn:
+            self._worn = state
+            return
+        # Inference mode carries a grad mode of its own, so it goes first.
+        self.off()
+        if state.inference:
+            self._inference = torch.inference_mode()
+            self._inference.__enter__()
+        torch.set_grad_enabled(state.grad)
+        for kind, enabled, dtype in state.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(state.autocast_cache)
+        if state.default_device is not None:
+            self._device = state.default_device
+            self._device.__enter__()
+        # The count is remembered per thread by the OpenMP runtime, so that each thread has to set it.
+        torch.set_num_threads(state.threads)
+        self._worn = state
+
+    def off(self) -> None:
+        """Leave the modes that were entered."""
+        if self._device is not None:
+            self._device.__exit__(None, None, None)
+            self._device = None
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
+            self._inference = None
+        self._worn = None

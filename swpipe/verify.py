@@ -1,0 +1,174 @@
+"""Everything about a plan that can be refused before the first batch, all of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from swpipe.dependence import CycleError, dependences, lag, period_order, serial_order
+from swpipe.errors import PlanError, Problem
+from swpipe.grid import format_grid
+from swpipe.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.task import PipelineTask
+
+
+def check(plan: PipelinePlan, tasks: Sequence[PipelineTask], device_type: str = "cpu") -> None:
+    """Refuse what cannot run.
+
+    Args:
+        plan: The plan.
+        tasks: The tasks that it is to run.
+        device_type: Kind of device that the pipeline uses, such as "cpu" or "cuda".
+
+    Raises:
+        PlanError: Lists all that is wrong, with the period x task grid.
+    """
+    problems = [*_tasks(plan, tasks), *_entries(plan, device_type), *_names(plan)]
+    if not problems:  # what follows needs sound entries and known names
+        problems = [*_future_reads(plan), *_cycles(plan)]
+    if problems:
+        raise PlanError(problems, _faulty_grid(plan, problems))
+
+
+def _tasks(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator[Problem]:
+    if not plan.schedule:
+        yield Problem("the plan is empty: schedule at least one task")
+    names = [task.name for task in tasks]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield Problem(f"task {name!r} is given {names.count(name)} times: names are unique", (name,))
+        if name not in plan.schedule:
+            yield Problem(f"task {name!r} has no schedule: add it to the plan, or leave the task out")
+    for name in plan.schedule:
+        if name not in names:
+            known = ", ".join(names) or "none"
+            yield Problem(
+                f"the plan schedules {name!r}, which is not among the tasks ({known}): "
+                "correct the name, or take it out of the schedule",
+                (name,),
+            )
+
+
+def _entries(plan: PipelinePlan, device_type: str) -> Iterator[Problem]:
+    for name, entry in plan.schedule.items():
+        yield from _entry(name, entry, device_type)
+    used = {entry.stream for entry in plan.schedule.values()}
+    for stream, spec in plan.streams.items():
+        if not isinstance(spec, StreamSpec) or type(spec.priority) is not int:
+            yield Problem(f"stream {stream!r}: its description is {spec!r}; give a StreamSpec")
+        elif stream not in used:
+            named = ", ".join(sorted(s for s in used if isinstance(s, str))) or "none"
+            yield Problem(f"streams has {stream!r}, but no task names it (named are: {named})")
+    stages = [e.stage for e in plan.schedule.values() if type(e.stage) is int]
+    least = max(stages, default=0) + 1
+    if type(plan.depth) is not int or plan.depth < least:
+        last = [n for n, e in plan.schedule.items() if e.stage == least - 1]
+        yield Problem(
+            f"pipeline_depth is {plan.depth!r}, but stage {least - 1} of {_quoted(last)} needs {least} "
+            f"iterations in flight: set it to {least} or more, or leave it out",
+            tuple(last),
+        )
+
+
+def _entry(name: str, entry: TaskSchedule, device_type: str) -> Iterator[Problem]:
+    if type(entry.stage) is not int or entry.stage < 0:
+        yield Problem(f"task {name!r}: stage is {entry.stage!r}; stages are integers from 0", (name,))
+    if not isinstance(entry.thread_group, str) or not entry.thread_group:
+        yield Problem(
+            f"task {name!r}: thread_group is {entry.thread_group!r}; give a name, "
+            f"{DEFAULT_GROUP!r} for the caller's own thread",
+            (name,),
+        )
+    stream = entry.stream
+    if isinstance(stream, torch.Stream):
+        if stream.device.type != device_type:
+            yield Problem(
+                f"task {name!r}: its stream belongs to {stream.device}, unknown to the pipeline's device "
+                f"({device_type}): name the stream instead, or give SWPipeline that device",
+                (name,),
+            )
+    elif stream is not None and not (isinstance(stream, str) and stream):
+        yield Problem(
+            f"task {name!r}: stream is {stream!r}; give a name, a torch.Stream, or None", (name,)
+        )
+
+
+def _names(plan: PipelinePlan) -> Iterator[Problem]:
+    pairs = [("deps", pair) for pair in plan.deps]
+    pairs += [("cross_iter_deps", (c, p)) for c, p, _ in plan.cross_iter_deps]
+    pairs += [("same_period_deps", pair) for pair in plan.same_period_deps]
+    pairs += [("order", (name,)) for name in plan.order]
+    for source, names in pairs:
+        for name in names:
+            if name not in plan.schedule:
+                yield Problem(
+                    f"{source} names {name!r}, which the schedule does not have "
+                    f"(it has: {', '.join(plan.schedule)})",
+                    tuple(n for n in names if n in plan.schedule),
+                )
+    for name in dict.fromkeys(plan.order):
+        if plan.order.count(name) > 1:
+            yield Problem(f"order names {name!r} {plan.order.count(name)} times: once is enough", (name,))
+
+
+def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
+    for dep in dependences(plan):
+        if (periods := lag(plan, dep)) < 0:
+            s_c, s_p = plan.schedule[dep.consumer].stage, plan.schedule[dep.producer].stage
+            yield Problem(
+                f"future read: {dep}: {dep.consumer!r} (stage {s_c}) runs {-periods} period(s) before "
+                f"{dep.producer!r} (stage {s_p}) has: move {dep.consumer!r} to stage {s_c - periods} or "
+                f"later, or {dep.producer!r} to stage {max(0, s_p + periods)} or earlier",
+                (dep.consumer, dep.producer),
+            )
+
+
+def _cycles(plan: PipelinePlan) -> Iterator[Problem]:
+    """Cycles at lag 0, cycles within an iteration (these run across stages too), and a contrary order."""
+    within = [d for d in dependences(plan) if d.distance == 0]
+    try:
+        serial_order(plan, list(plan.schedule))
+    except CycleError as error:
+        yield Problem(
+            f"the dependences within an iteration form a cycle: {_cycle(error)}; none of these tasks "
+            f"can be first: take out one of these dependences ({'; '.join(map(str, within))})",
+            error.cycle,
+        )
+        return
+    unordered = PipelinePlan(
+        plan.schedule, plan.deps, plan.cross_iter_deps, plan.same_period_deps
+    )
+    try:
+        period_order(unordered)
+    except CycleError as error:
+        yield Problem(
+            f"the dependences within a period form a cycle: {_cycle(error)}; take one out, or move a task "
+            "to another stage",
+            error.cycle,
+        )
+        return
+    try:
+        period_order(plan)
+    except CycleError as error:
+        yield Problem(
+            f"order contradicts the dependences: {_cycle(error)}; swap these names in order, "
+            "or leave them out of it",
+            error.cycle,
+        )
+
+
+def _cycle(error: CycleError) -> str:
+    return " after ".join(repr(name) for name in error.cycle)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _faulty_grid(plan: PipelinePlan, problems: Sequence[Problem]) -> str:
+    """The grid, as far as one can be drawn: tasks whose stage is no number have no row."""
+    rows = [n for n, e in plan.schedule.items() if type(e.stage) is int and e.stage >= 0]
+    faulty = {name for problem in problems for name in problem.tasks}
+    last = max((plan.schedule[name].stage for name in rows), default=0)
+    return format_grid(plan, rows, min(last, 20) + 3, faulty=faulty) if rows else ""
