@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def left_behind(before: set[threading.Thread]) -> list[threading.Thread]:
     """Threads that began after ``before`` was taken and that a test must have ended.
 
-    These are swpipe's own, and all that would keep the interpreter from ending. Other daemon threads
+    These are swpipe's own, and all that would keep the interpreter from ending. Other daemons
     (a progress bar's monitor, a library's pool) live as long as their owners like.
     """
     return [

@@ -1,0 +1,24 @@
+"""Sphinx: pages in Markdown (MyST), API pages from the docstrings."""
+
+import swpipe
+
+project = "swpipe"
+author = "swpipe authors"
+copyright = "2026, swpipe authors"
+version = release = swpipe.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build", "examples"]
+
+autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_typehints = "signature"
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# Fields of dataclasses are described in the class's docstring; this keeps them from showing twice.
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = f"swpipe {version}"

@@ -1,0 +1,30 @@
+"""A plan is data: it is drawn, written to a file and read back."""
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+
+
+def nothing(ctx):
+    """Any work."""
+
+
+tasks = [PipelineTask(name, nothing) for name in ("decode", "copy", "forward", "backward", "step")]
+plan = PipelinePlan(
+    schedule={
+        "decode": TaskSchedule(stage=0, thread_group="io"),
+        "copy": TaskSchedule(stage=1, stream="memcpy"),
+        "forward": TaskSchedule(stage=2),
+        "backward": TaskSchedule(stage=2),
+        "step": TaskSchedule(stage=2),
+    },
+    deps=[("copy", "decode"), ("forward", "copy"), ("backward", "forward"), ("step", "backward")],
+    cross_iter_deps=[("forward", "step")],
+)
+
+with SWPipeline(plan, tasks) as pipe:
+    print(pipe.format_schedule(6))
+    print(pipe.format_stage_analysis())
+
+text = plan.to_toml()
+print(text)
+assert PipelinePlan.from_toml(text) == plan
+assert PipelinePlan.from_json(plan.to_json()) == plan

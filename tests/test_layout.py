@@ -1,0 +1,203 @@
+"""The house keeps its plan: who may import whom, what loading swpipe loads, how long a module is.
+
+The rooms and the directions between them (an arrow reads "imports from")::
+
+    tasks ──> plans ──┐
+      └───────────────┼──> the framework (swpipe/*.py) ──> torch
+    profiler ─────────┘
+    swpipe/cli.py ──> everything; swpipe/__init__.py names what the rooms offer, and loads it late
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import swpipe
+
+PACKAGE = Path(swpipe.__file__).parent
+ROOT = Path(__file__).parent.parent
+
+ROOMS = ("plans", "tasks", "profiler")
+MAY_USE = {"plans": (), "tasks": ("plans",), "profiler": ()}
+"""Room to the other rooms it may import."""
+
+EDGE = ("cli", "__init__")
+"""Modules of the framework that may name the rooms."""
+
+WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
+"""What the framework never imports."""
+
+LATE = ("matplotlib", "tabulate", "tomli_w", "tqdm")
+"""What the framework imports inside the functions that need it."""
+
+MAX_MODULE_LINES = 450
+MAX_FUNCTION_LINES = 50
+
+
+class Import(NamedTuple):
+    """One imported module: its dotted name, the line, and whether loading the file runs it."""
+
+    name: str
+    line: int
+    at_load: bool
+
+
+def imports(tree: ast.AST, package: str, at_load: bool = True) -> Iterator[Import]:
+    """Every import below ``tree``, those inside functions and for type checkers included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, at_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: -(node.level - 1) or None] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            # `from swpipe import plans` names a room as surely as `from swpipe.plans import x`.
+            yield from (
+                Import(f"{base}.{alias.name}", node.lineno, at_load) for alias in node.names
+            )
+        else:
+            runs = at_load and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                runs = False
+            yield from imports(node, package, runs)
+
+
+def wrong_imports(package: Path) -> list[str]:
+    """The imports under ``package`` that go against these directions, as ``file:line: why``."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        room = parts[0] if parts[0] in ROOMS else None
+        others = [other for other in ROOMS if other != room]
+        if room is not None:
+            barred = [other for other in others if other not in MAY_USE[room]]
+        else:
+            barred = [] if parts[0] in EDGE else others
+        for name, line, at_load in imports(
+            ast.parse(path.read_text(encoding="utf-8")), ".".join(["swpipe", *parts[:-1]])
+        ):
+            top, *rest = name.split(".")
+            if top == "swpipe" and rest and rest[0] in barred:
+                why = f"{room or 'the framework'} must not import swpipe.{rest[0]}"
+            elif room is None and top in WORKLOADS:
+                why = f"the framework does not know {top}"
+            elif room is None and at_load and top in LATE:
+                why = f"{top} is imported inside the function that needs it"
+            else:
+                continue
+            found.append(f"{path.relative_to(package)}:{line}: {why}")
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    """The framework imports no room and no workload; each room imports only what it may."""
+    assert wrong_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("executor.py", "import swpipe.plans"),
+        ("executor.py", "from swpipe import tasks"),
+        ("executor.py", "from . import profiler"),
+        ("lookahead/ring.py", "from ..plans import anything"),
+        ("executor.py", "def f():\n    from swpipe.tasks.clicks import anything"),
+        ("executor.py", "def f():\n    import torchrec"),
+        ("cli.py", "import polars as pl"),
+        ("trace.py", "import matplotlib.pyplot"),
+        ("plans/greedy.py", "from swpipe.tasks import anything"),
+        ("plans/greedy.py", "from swpipe.profiler import anything"),
+        ("profiler/report.py", "from ..plans import anything"),
+        ("tasks/clicks.py", "import swpipe.profiler"),
+    ],
+)
+def test_an_import_that_goes_the_wrong_way_is_seen(tmp_path: Path, file: str, line: str) -> None:
+    """Each forbidden direction, planted alone, is found."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(line)
+    assert len(wrong_imports(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("executor.py", "from swpipe.plan import PipelinePlan"),
+        ("executor.py", "from . import plan"),
+        ("trace.py", "def draw():\n    import matplotlib.pyplot"),
+        ("cli.py", "def train():\n    from swpipe.tasks import clicks"),
+        ("tasks/clicks.py", "from swpipe.plans import anything"),
+        ("tasks/clicks.py", "import torchrec"),
+    ],
+)
+def test_an_import_that_goes_the_right_way_passes(tmp_path: Path, file: str, line: str) -> None:
+    """What the directions allow is not reported."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(line)
+    assert wrong_imports(tmp_path) == []
+
+
+def test_importing_swpipe_loads_nothing_optional() -> None:
+    """``import swpipe`` loads no room, no workload's library and no plotting."""
+    banned = (*WORKLOADS, *LATE, "typer", *(f"swpipe.{room}" for room in ROOMS), "swpipe.cli")
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"  # torch itself may load what it likes
+        "import swpipe\n"
+        f"print(*sorted((set(sys.modules) - before) & set({banned!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_all_public_names_load() -> None:
+    """Each name in ``swpipe.__all__`` is there, and the list is sorted."""
+    assert list(swpipe.__all__) == sorted(swpipe.__all__)
+    assert [name for name in swpipe.__all__ if not hasattr(swpipe, name)] == []
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the repository")
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_links_at_the_top_open_the_rooms(room: str) -> None:
+    """plans, tasks and profiler at the top level are relative links into the package."""
+    link = ROOT / room
+    if not (ROOT / "swpipe").exists():
+        pytest.skip("runs against an installed swpipe")
+    assert link.readlink() == Path("swpipe", room)
+    assert (link / "__init__.py").is_file()
+
+
+def sources() -> list[Path]:
+    """All modules of the package, and the tests beside this one."""
+    return sorted([*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")])
+
+
+def test_no_module_is_too_long() -> None:
+    """A module that passes 450 lines holds two ideas: split it."""
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert {name: n for name, n in lengths.items() if n > MAX_MODULE_LINES} == {}
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function from its ``def`` to its end, the docstring not counted."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def test_no_function_is_too_long() -> None:
+    """A function of the package that passes 50 lines of code wants splitting."""
+    long = {
+        f"{path.relative_to(PACKAGE)}:{node.name}": code_lines(node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: n for name, n in long.items() if n > MAX_FUNCTION_LINES} == {}
