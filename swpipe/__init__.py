@@ -1,4 +1,4 @@
-"""Software pipelining for PyTorch training loops: tasks say what to compute, plans how to overlap."""
+"""Software pipelining for PyTorch: tasks say what to compute, plans how to overlap."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FROM_PROFILER = ("ProfileResult", "TaskProfiler")
 
 
 def __getattr__(name: str) -> Any:
-    """The profiler's names, loaded when first asked for: the framework does not import its rooms."""
+    """The profiler's names, loaded when asked for: the framework imports none of its rooms."""
     if name in _FROM_PROFILER:
         from swpipe import profiler
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class IterContext:
@@ -17,12 +17,15 @@ class IterContext:
         self.batch = batch
         self.iter_idx = iter_idx
 
-    # For type checkers: tasks set attributes freely.
+    if TYPE_CHECKING:  # tasks set attributes freely
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
-            f"(it has: {', '.join(sorted(self.__dict__))}). The task that sets it has not run before this "
-            "one: add the dependence to the plan, or set the attribute in an earlier task"
+            f"(it has: {', '.join(sorted(self.__dict__))}). The task that sets it has not run "
+            "before this one: add the dependence to the plan, or set it in an earlier task"
         )
 
     def __repr__(self) -> str:

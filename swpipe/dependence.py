@@ -73,9 +73,10 @@ def lag(plan: PipelinePlan, dep: Dependence) -> int:
 def period_order(plan: PipelinePlan) -> list[str]:
     """One order of the tasks within a period, in which every edge of lag 0 points backwards.
 
-    Ties: ``plan.order`` first; then tasks of worker groups before those of the default group, so that a
-    collective of the next batch takes its turn before this batch's backward; then higher stages, so that
-    the oldest iteration is not stuck behind a newer one; then declaration.
+    Ties: ``plan.order`` first; then tasks of worker groups before those of the default group, so
+        that a
+    collective of the next batch takes its turn before this batch's backward; then higher stages, so
+    that the oldest iteration is not stuck behind a newer one; then declaration.
 
     Raises:
         CycleError: The edges of lag 0, or these and ``plan.order``, form a cycle.
@@ -90,7 +91,7 @@ def period_order(plan: PipelinePlan) -> list[str]:
 
 
 def serial_order(plan: PipelinePlan, declared: Sequence[str]) -> list[str]:
-    """The order of a serial run: as declared, except where a dependence within an iteration forbids it.
+    """The order of a serial run: as declared, unless a dependence of distance 0 forbids it.
 
     Raises:
         CycleError: The dependences of distance 0 form a cycle.
@@ -99,10 +100,8 @@ def serial_order(plan: PipelinePlan, declared: Sequence[str]) -> list[str]:
     return topological({name: (i,) for i, name in enumerate(declared)}, edges)
 
 
-def topological(
-    rank: Mapping[str, tuple[int, ...]], edges: Iterable[tuple[str, str]]
-) -> list[str]:
-    """Kahn's algorithm over ``(consumer, producer)`` edges; the least rank among the ready goes first.
+def topological(rank: Mapping[str, tuple[int, ...]], edges: Iterable[tuple[str, str]]) -> list[str]:
+    """Kahn's algorithm over (consumer, producer) edges; the least rank among the ready is next.
 
     Raises:
         CycleError: There is no such order.

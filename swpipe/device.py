@@ -1,8 +1,9 @@
 """Streams and events behind one small interface, so that nothing else asks what the device is.
 
 Three devices stand behind it: ``CpuDevice`` has no streams, and a plan's streams then mean nothing;
-``AcceleratorDevice`` is CUDA or any other accelerator that torch knows; ``swpipe.virtual.VirtualDevice``
-runs streams as late and in as odd an order as the events allow, for tests.
+``AcceleratorDevice`` is CUDA or any other accelerator that torch knows;
+``swpipe.virtual.VirtualDevice`` runs streams as late and in as odd an order as the events allow,
+for tests.
 
 The engine calls what concerns streams only where ``has_streams`` says so.
 """
@@ -27,10 +28,10 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def record(self, stream: Stream) -> None:
-        """Mark the end of what ``stream`` has been given so far; what was marked before is forgotten."""
+        """Mark the end of what ``stream`` was given so far; an older mark is forgotten."""
 
     def wait(self, stream: Stream) -> None:
-        """Let nothing given to ``stream`` from now on start before the point that is marked now."""
+        """Let what ``stream`` is given from now on start only after the point marked now."""
 
     def query(self) -> bool:
         """Whether the device has reached the point."""
@@ -58,7 +59,7 @@ class Device(Protocol):
         """Whether ``value`` has tensors on this device, which may still be under way."""
 
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
-        """Let no memory in ``values`` be used anew before what ``streams`` have been given is done."""
+        """Keep the memory in ``values`` until what ``streams`` were given so far is done."""
 
     def use_on_this_thread(self) -> None:
         """Make this the current device of the calling thread."""
@@ -101,8 +102,8 @@ class CpuDevice:
 class _CurrentStream:
     """A stream is current within the block.
 
-    A ``torch.Stream`` can do this itself, but keeps what was current before in the stream object, which
-    several threads share here.
+    A ``torch.Stream`` can do this itself, but keeps what was current before in the stream object,
+    which several threads share here.
     """
 
     __slots__ = ("_before", "_stream")
@@ -145,8 +146,8 @@ class AcceleratorDevice:
         return any(tensor.device.type == self.type for tensor in tensors_in(value))
 
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
-        # The allocator keeps a block that was recorded on a stream until that stream's work is done;
-        # recording it on the stream that it was made on costs nothing.
+        # The allocator keeps a block that was recorded on a stream until that stream's work is
+        # done; recording it on the stream that it was made on costs nothing.
         streams = tuple(streams)
         for value in values:
             for stream in streams:
@@ -173,5 +174,7 @@ def resolve(device: Device | torch.device | str | None) -> Device:
         return CpuDevice()
     if accelerator is None or wanted.type != accelerator.type:
         have = accelerator.type if accelerator else "no accelerator"
-        raise ValueError(f"device {str(wanted)!r} is not on this machine, which has {have}; give 'cpu'")
+        raise ValueError(
+            f"device {str(wanted)!r} is not on this machine, which has {have}; give 'cpu'"
+        )
     return AcceleratorDevice(wanted)

@@ -1,8 +1,9 @@
 """Three kinds of error: the value is wrong, the call is wrong, we are wrong.
 
-- ``PlanError`` (a ``ValueError``): a plan, or a plan together with its tasks, cannot be run. It lists
-  everything that is wrong at once.
-- ``RuntimeError``: a call that does not fit the moment (``progress`` after ``close``). Plain Python.
+- ``PlanError`` (a ``ValueError``): a plan, or a plan together with its tasks, cannot be run. It
+  lists everything that is wrong at once.
+- ``RuntimeError``: a call that does not fit the moment (``progress`` after ``close``). Plain
+  Python.
 - ``InternalError``: a rule of swpipe's own was broken; please report it.
 
 ``StallError`` is what the watchdog raises when nothing has moved for the set time.

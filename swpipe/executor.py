@@ -7,24 +7,27 @@
       retired context --> user                 (2) failure anywhere: every wait raises Cancelled
 
 Guarantees
-    - A lane passes its instructions in order, period by period; between lanes the program's host waits
-      hold (1). A lane that has passed an instruction for which others wait says so after the
+    - A lane passes its instructions in order, period by period; between lanes the program's host
+      waits hold (1). A lane that has passed an instruction for which others wait says so after the
       task has returned and its event is recorded, never before.
-    - The first failure of any lane ends the run (2): it is kept, every signal is cancelled, no lane begins
-      another task, and the caller gets the failure itself, with a note that names task, iteration and group.
-    - ``total``, the number of iterations, is set before ``<admit>`` publishes that the data has ended; every task
-      comes after ``<admit>`` of its iteration, and so knows whether that iteration exists.
+    - The first failure of any lane ends the run (2): it is kept, every signal is cancelled, no lane
+      begins another task, and the caller gets the failure itself, with a note that names task,
+      iteration and group.
+    - ``total``, the number of iterations, is set before ``<admit>`` publishes that the data has
+      ended; every task comes after ``<admit>`` of its iteration, and so knows whether that
+      iteration exists.
     - A context is handed out by ``<retire>`` and forgotten in the same step.
 
 Assumptions
     - One thread at a time drives a run; the pipeline sees to that.
-    - A task's function returns in the end. Python cannot end a thread from outside: one that does not return is
-      left behind, named in the failure's note, and ends at its next instruction.
+    - A task's function returns in the end. Python cannot end a thread from outside: one that does
+      not return is left behind, named in the failure's note, and ends at its next instruction.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import sys
 import threading
 import time
@@ -44,7 +47,7 @@ from swpipe.torch_state import TorchState, Wardrobe
 
 FOREVER = sys.maxsize
 JOIN_GRACE_S = 0.25
-"""How long a failing or closing run waits, in all, for tasks that are still inside their functions."""
+"""How long a failing or closing run waits, in all, for tasks inside their functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,9 @@ class Run:
     def _bind(self, lane: LaneRunner) -> None:
         wardrobe = lane.wardrobe = None if lane is self.lanes[0] else Wardrobe()
         lane.ops = tuple(self._op(ins, wardrobe, observed=False) for ins in lane.instructions)
-        lane.observed_ops = tuple(self._op(ins, wardrobe, observed=True) for ins in lane.instructions)
+        lane.observed_ops = tuple(
+            self._op(ins, wardrobe, observed=True) for ins in lane.instructions
+        )
 
     def _op(self, ins: Instruction, wardrobe: Wardrobe | None, *, observed: bool) -> _Op:
         waits = []
@@ -175,16 +180,18 @@ class Run:
 
     def _start(self) -> None:
         if self.engine.device.has_streams:
-            # What the caller has queued so far (a model's initialisation) comes before all of the run.
+            # What the caller has queued so far (a model's initialisation) comes before the run.
             begin = self.engine.device.new_event()
             begin.record(self.caller_stream)
             for stream in self.engine.streams.values():
                 begin.wait(stream)
-        for lane in self.lanes[1:]:
-            context = contextvars.copy_context()
-            lane.thread = self.engine.host.start(
-                f"swpipe-{lane.group}", lambda lane=lane, context=context: context.run(self._work, lane)
-            )
+        try:
+            for lane in self.lanes[1:]:
+                target = functools.partial(contextvars.copy_context().run, self._work, lane)
+                lane.thread = self.engine.host.start(f"swpipe-{lane.group}", target)
+        except BaseException:
+            self.end()
+            raise
 
     # ----------------------------------------------------------------- driving
 
@@ -199,18 +206,22 @@ class Run:
         return self.admitted - self.retired
 
     def advance(self) -> IterContext | None:
-        """One period of the default lane, on the calling thread; the context that it retired, if any.
+        """One period of the default lane, on the calling thread; what it retired, if anything.
 
         Raises:
-            BaseException: The run's first failure, as itself. The run is over then, and its threads are gone.
+            BaseException: The run's first failure, as itself. The run is over then, and its threads
+                are gone.
         """
-        self.driving = True
         try:
+            self.driving = True
             self._turn(self.lanes[0], self.period)
             self.period += 1
-        except BaseException as error:
+            # The watchdog interrupts a driving caller while it holds this lock, so that the
+            # interrupt comes in here and nowhere else.
+            with self.lock:
+                self.driving = False
+        except BaseException as error:  # noqa: BLE001 - kept, and raised below
             self.fail(error, self.lanes[0])
-        with self.lock:  # the watchdog interrupts the caller only while it holds this, and only if driving
             self.driving = False
         if self.failure is not None or self.finished:
             self.end()
@@ -250,10 +261,10 @@ class Run:
             while period - last_stage < self.total:
                 self._turn(lane, period)
                 period += 1
-        except BaseException as error:
-            self.fail(error, lane)  # (2)
+        except BaseException as error:  # noqa: BLE001 - kept for the caller (2)
+            self.fail(error, lane)
         else:
-            # What is left to this lane are iterations that do not exist: nobody need wait for those.
+            # What is left to this lane are iterations that do not exist: nobody waits for those.
             lane.signal.advance(FOREVER)
         finally:
             if lane.wardrobe is not None:
@@ -277,7 +288,7 @@ class Run:
             return
         source = None
         if device.has_streams and device.holds_work(batch):
-            # Only then: waiting for the caller's stream means waiting for all the work queued on it.
+            # Only then: to wait for the caller's stream is to wait for all the work queued on it.
             source = device.new_event()
             source.record(self.caller_stream)
         ctx = IterContext(batch, self.first_iteration + i)
@@ -325,7 +336,8 @@ class Run:
             return
         where = (
             f"at task {lane.instruction.task!r}, iteration "
-            f"{self.first_iteration + lane.period - lane.instruction.stage}, thread group {lane.group!r}"
+            f"{self.first_iteration + lane.period - lane.instruction.stage}, "
+            f"thread group {lane.group!r}"
         )
         if lane.instruction.task == ADMIT:
             where = f"pulling the batch of iteration {self.first_iteration + self.admitted}"
@@ -359,8 +371,8 @@ class Run:
             lane.thread.join(None if self.finished else max(0.0, deadline - time.monotonic()))
             if lane.thread.is_alive() and self.failure is not None:
                 self.failure.add_note(
-                    f"swpipe: thread group {lane.group!r} is still inside task {lane.instruction.task!r}; "
-                    "its thread ends when that returns"
+                    f"swpipe: thread group {lane.group!r} is still inside task "
+                    f"{lane.instruction.task!r}; its thread ends when that returns"
                 )
         for slot, flight in enumerate(self.flights):
             if flight is not None and self.engine.device.has_streams:

@@ -18,7 +18,7 @@ def format_grid(
     iterations: int | None = None,
     faulty: Collection[str] = (),
 ) -> str:
-    """The iteration that each task works on in each period; rows in ``order``, cells ``.`` where none.
+    """The iteration that each task works on in each period; ``.`` where there is none.
 
     Args:
         plan: Stages and groups are read from it; it need not be a valid plan.
@@ -34,7 +34,7 @@ def format_grid(
         cells = []
         for period in range(periods):
             iteration = period - entry.stage
-            exists = 0 <= iteration and (iterations is None or iteration < iterations)
+            exists = iteration >= 0 and (iterations is None or iteration < iterations)
             cells.append((f"{iteration}" if exists else EMPTY) + ("!" if name in faulty else ""))
         rows.append([f"{name} [{entry.thread_group}]", *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(periods + 1)]
@@ -48,7 +48,7 @@ def format_grid(
 
 
 def format_stages(plan: PipelinePlan, order: Sequence[str]) -> str:
-    """Stage by stage: each task's group, stream and order, and what it waits for, with lags in periods."""
+    """Stage by stage: each task's group and stream, and what it waits for, with lags."""
     from tabulate import tabulate
 
     waits: dict[str, list[str]] = {name: [] for name in order}
@@ -65,7 +65,14 @@ def format_stages(plan: PipelinePlan, order: Sequence[str]) -> str:
         )
         for name in sorted(order, key=lambda n: plan.schedule[n].stage)
     ]
-    headers = ("stage", "task", "thread group", "stream", "globally ordered", "after (lag in periods)")
+    headers = (
+        "stage",
+        "task",
+        "thread group",
+        "stream",
+        "globally ordered",
+        "after (lag in periods)",
+    )
     return f"depth {plan.depth}\n" + tabulate(rows, headers=headers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -56,14 +56,17 @@ class SWPipeline:
 
     Args:
         plan: How to overlap.
-        tasks: What to compute; may be left out where the plan's schedule has the tasks themselves as keys.
-            Their order is that of a serial run, as far as the dependences allow.
+        tasks: What to compute; may be left out where the plan's schedule has the tasks themselves
+            as keys. Their order is that of a serial run, as far as the dependences allow.
         device: Where device work goes: None for the machine's accelerator, or else the CPU.
-        seed: What the draws of tasks with ``random=True`` derive from; None for ``torch.initial_seed()``.
-        stall_timeout_s: Seconds without any movement after which ``progress`` raises ``StallError``;
-            None to wait for ever. Longer than the longest task.
-        record_all_events: Record the device event of every task, needed or not, for hunting trouble.
-        check_ranks: With torch.distributed initialised, compare plans across ranks at the first fill.
+        seed: What the draws of tasks with ``random=True`` derive from; None for
+            ``torch.initial_seed()``.
+        stall_timeout_s: Seconds without any movement after which ``progress`` raises
+            ``StallError``; None to wait for ever. Longer than the longest task.
+        record_all_events: Record the device event of every task, needed or not, for hunting
+            trouble.
+        check_ranks: With torch.distributed initialised, compare plans across ranks at the first
+            fill.
         host: Where threads come from; for tests.
 
     Raises:
@@ -92,7 +95,9 @@ class SWPipeline:
         self._stall_timeout_s = stall_timeout_s
         self._trace: Trace | None = None
         self._engine = Engine(
-            program=compile_plan(plan, streams=self.device.has_streams, record_all=record_all_events),
+            program=compile_plan(
+                plan, streams=self.device.has_streams, record_all=record_all_events
+            ),
             tasks=by_name,
             device=self.device,
             streams=self._make_streams(),
@@ -126,18 +131,20 @@ class SWPipeline:
         return 0 if self._run is None else self._run.in_flight
 
     def fill_pipeline(self, iterator: Iterator[Any]) -> None:
-        """Run the prologue: pull ``depth - 1`` batches, or as many as there are. The first ``progress``
-        does it where this was not called.
+        """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
+
+        Optional: the first ``progress`` does it where this was not called.
 
         Raises:
-            RuntimeError: Iterations are in flight already, or the pipeline is closed or in use elsewhere.
+            RuntimeError: Iterations are in flight already, or the pipeline is closed or in use
+                elsewhere.
             BaseException: Whatever a task or the iterator raised.
         """
         with self._driving():
             if self._run is not None:
                 raise RuntimeError(
-                    f"the pipeline is full: {self.in_flight} iterations are in flight. Call progress() "
-                    "with the iterator that it was filled from, or drain() first"
+                    f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
+                    "progress() with the iterator that it was filled from, or drain() first"
                 )
             run = self._begin(iterator)
             self._prepare(run)
@@ -151,22 +158,23 @@ class SWPipeline:
             iterator: Gives the batches; the same one until it is drained.
 
         Returns:
-            The context of the oldest iteration. The caller's stream waits for all of its device work.
+            The context of the oldest iteration. The caller's stream waits for all of its device
+            work.
 
         Raises:
             StopIteration: All batches of the iterator have been handed out.
-            RuntimeError: Misuse: closed, in use by another thread, or another iterator while iterations are in
-                flight.
+            RuntimeError: Misuse: closed, in use by another thread, or another iterator while
+                iterations are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
-            BaseException: Whatever a task or the iterator raised first, with a note of where. What was in flight
-                is dropped, and the pipeline can be filled again.
+            BaseException: Whatever a task or the iterator raised first, with a note of where. What
+                was in flight is dropped, and the pipeline can be filled again.
         """
         with self._driving():
             run = self._run or self._begin(iterator)
             if run.iterator is not iterator:
                 raise RuntimeError(
-                    f"{run.in_flight} iterations of another iterator are in flight: finish it, or call drain() "
-                    "to get them, before giving progress() a new one"
+                    f"{run.in_flight} iterations of another iterator are in flight: finish it, or "
+                    "call drain() to get them, before giving progress() a new one"
                 )
             self._prepare(run)
             return self._next(run)
@@ -249,7 +257,7 @@ class SWPipeline:
     # ----------------------------------------------------------------- shortcut
 
     def enable_shortcut(self, *tasks: TaskRef) -> None:
-        """From its next run on, keep what a task produced; after that, put it back instead of running it.
+        """Keep what a task's next run produces; after that, put it back instead of running it.
 
         On several ranks, enable the same tasks on all of them.
 
@@ -277,7 +285,8 @@ class SWPipeline:
         for name in names:
             if name not in self._engine.tasks:
                 raise ValueError(
-                    f"this pipeline has no task {name!r}; it has {', '.join(t.name for t in self.tasks)}"
+                    f"this pipeline has no task {name!r}; "
+                    f"it has {', '.join(t.name for t in self.tasks)}"
                 )
         return names
 
@@ -336,8 +345,8 @@ class SWPipeline:
             raise RuntimeError("the pipeline is closed: make a new one")
         if not self._driver.acquire(blocking=False):
             raise RuntimeError(
-                "the pipeline is being driven already, by another thread or by one of its own tasks: "
-                "one call at a time"
+                "the pipeline is being driven already, by another thread or by one of its own "
+                "tasks: one call at a time"
             )
         try:
             yield
@@ -347,15 +356,15 @@ class SWPipeline:
     def _check_idle(self) -> None:
         if self._run is not None:
             raise RuntimeError(
-                f"{self.in_flight} iterations are in flight: finish their iterator, or call drain(), "
-                "before running serially"
+                f"{self.in_flight} iterations are in flight: finish their iterator, or call "
+                "drain(), before running serially"
             )
 
     def _begin(self, iterator: Iterator[Any]) -> Run:
         if not hasattr(iterator, "__next__"):
             raise TypeError(
-                f"progress() takes an iterator, not {type(iterator).__name__}: pass iter(loader), "
-                "and the same one each time"
+                f"progress() takes an iterator, not {type(iterator).__name__}: "
+                "pass iter(loader), and the same one each time"
             )
         if self._check_ranks:
             check_same_plan(self.plan.digest())
@@ -368,8 +377,8 @@ class SWPipeline:
     def _prepare(self, run: Run) -> None:
         if self.device.has_streams and run.caller_stream != self.device.current_stream():
             raise RuntimeError(
-                "another stream is current than when the pipeline was filled: call drain() before switching, "
-                "or make the same stream current"
+                "another stream is current than when the pipeline was filled: call drain() "
+                "before switching, or make the same stream current"
             )
         if len(run.lanes) > 1:
             state = TorchState.of_this_thread(self.device.type)
@@ -402,12 +411,19 @@ class SWPipeline:
     def _timed(
         self, contexts: Iterator[IterContext], loader: Iterable[Any], verbose: bool, what: str
     ) -> RunReport:
-        if verbose:
-            from tqdm import tqdm
-
-            total = len(loader) if hasattr(loader, "__len__") else None
-            contexts = tqdm(contexts, total=total, desc=what, unit="step")
+        iterations = 0
         begin = time.perf_counter()
-        iterations = sum(1 for _ in contexts)
+        with _progress_bar(loader, what, show=verbose) as bar:
+            for ctx in contexts:
+                iterations += 1
+                bar.update()
+                del ctx  # the loop's variable would keep it through the next iteration
         self.device.synchronize()
         return RunReport(iterations, time.perf_counter() - begin)
+
+
+def _progress_bar(loader: Iterable[Any], what: str, *, show: bool) -> Any:
+    from tqdm import tqdm
+
+    total = len(loader) if isinstance(loader, Sized) else None
+    return tqdm(total=total, desc=what, unit="step", disable=not show)

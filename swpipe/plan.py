@@ -29,11 +29,12 @@ class TaskSchedule:
 
     Attributes:
         stage: Periods after an iteration's entry in which the task runs on it; from 0.
-        stream: Name of an in-order queue of device work, or a ``torch.Stream``; None is the stream that is
-            current for the caller of ``progress()``. Without meaning on a device that has no streams.
+        stream: Name of an in-order queue of device work, or a ``torch.Stream``; None is the stream
+            that is current for the caller of ``progress()``. Without meaning on a device that has
+            no streams.
         thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
-        globally_ordered: The task is submitted in the same order on every rank, one such task at a time
-            (collectives, and what launches them: backward under DDP).
+        globally_ordered: The task is submitted in the same order on every rank, one such task at a
+            time (collectives, and what launches them: backward under DDP).
     """
 
     stage: int = 0
@@ -62,19 +63,22 @@ class PipelinePlan:
     Attributes:
         schedule: Task to ``TaskSchedule``, in declaration order.
         deps: (consumer, producer): on the same iteration.
-        cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i comes after the
-            producer on iteration i - distance; distance is 1 where left out.
-        same_period_deps: (consumer, producer): in the same period, whichever iterations the two are on.
-        order: Names that run in this order within a period; it decides ties, and must not contradict the
-            dependences. Need not name every task.
+        cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i comes after
+            the producer on iteration i - distance; distance is 1 where left out.
+        same_period_deps: (consumer, producer): in the same period, whichever iterations the two are
+            on.
+        order: Names that run in this order within a period; it decides ties, and must not
+            contradict the dependences. Need not name every task.
         streams: Stream name to ``StreamSpec``; a stream that is not listed has the default one.
-        pipeline_depth: How many iterations may be in flight; None is the least that works, max stage + 1.
-            Each iteration more lets worker groups run one period further ahead of the caller.
-        tasks: The tasks themselves, where ``schedule`` had them as keys. Not part of the plan's data.
+        pipeline_depth: How many iterations may be in flight; None is the least that works, max
+            stage + 1. Each iteration more lets worker groups run one period further ahead of the
+            caller.
+        tasks: The tasks themselves, where ``schedule`` had them as keys. Not part of the plan's
+            data.
 
     Raises:
-        PlanError: An entry that is not of the form above. What only shows together with the tasks and the
-            device is checked when a pipeline is built.
+        PlanError: An entry that is not of the form above. What only shows together with the tasks
+            and the device is checked when a pipeline is built.
     """
 
     schedule: Mapping[str, TaskSchedule]
@@ -114,7 +118,7 @@ class PipelinePlan:
 
     @classmethod
     def serial(cls, tasks: Iterable[PipelineTask]) -> Self:
-        """All tasks in one stage on the caller's thread, in the order given; one iteration at a time."""
+        """All tasks in one stage on the caller's thread, in the order given."""
         tasks = tuple(tasks)
         return cls(schedule={task: TaskSchedule() for task in tasks}, order=tasks, pipeline_depth=1)
 
@@ -201,7 +205,7 @@ class PipelinePlan:
             json.JSONDecodeError: The text is not JSON; the message has line and column.
             PlanError: It is JSON, but no plan.
         """
-        data = json.loads(text)
+        data: object = json.loads(text)
         if not isinstance(data, dict):
             raise PlanError([Problem(f"a plan is a JSON object, not {type(data).__name__}")])
         return cls.from_dict(data)
@@ -213,7 +217,7 @@ class PipelinePlan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan from a ``.toml`` or ``.json`` file; errors as in ``from_toml`` and ``from_json``."""
+        """Read a plan from a ``.toml`` or ``.json`` file; errors as for their texts."""
         path = Path(path)
         text = path.read_text()
         return cls.from_json(text) if path.suffix == ".json" else cls.from_toml(text)
@@ -232,9 +236,7 @@ class PipelinePlan:
 _KEYS = tuple(f.name for f in fields(PipelinePlan) if f.init)
 
 
-def _schedule(
-    schedule: Mapping[Any, TaskSchedule], problems: list[Problem]
-) -> dict[str, TaskSchedule]:
+def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str, TaskSchedule]:
     named: dict[str, TaskSchedule] = {}
     for key, entry in schedule.items():
         name = name_of(key) if isinstance(key, str | PipelineTask) else repr(key)
@@ -250,9 +252,7 @@ def _schedule(
     return named
 
 
-def _pairs(
-    what: str, pairs: Iterable[Sequence[TaskRef]], problems: list[Problem]
-) -> tuple[Pair, ...]:
+def _pairs(what: str, pairs: Iterable[Any], problems: list[Problem]) -> tuple[Pair, ...]:
     good: list[Pair] = []
     for pair in pairs:
         if (
@@ -266,9 +266,7 @@ def _pairs(
     return tuple(good)
 
 
-def _distant(
-    pairs: Iterable[Sequence[TaskRef | int]], problems: list[Problem]
-) -> tuple[DistantPair, ...]:
+def _distant(pairs: Iterable[Any], problems: list[Problem]) -> tuple[DistantPair, ...]:
     good: list[DistantPair] = []
     for entry in pairs:
         match entry:
@@ -318,13 +316,17 @@ def _table(
         for field_name, value in entry.items():
             if field_name not in known:
                 problems.append(
-                    Problem(f"{key}.{name}: unknown key {field_name!r}; known are {', '.join(known)}")
+                    Problem(
+                        f"{key}.{name}: unknown key {field_name!r}; known are {', '.join(known)}"
+                    )
                 )
                 continue
             wanted = str if known[field_name] is None else type(known[field_name])
             if type(value) is not wanted:
                 problems.append(
-                    Problem(f"{key}.{name}.{field_name} is {value!r}: it must be of type {wanted.__name__}")
+                    Problem(
+                        f"{key}.{name}.{field_name} is {value!r}: it must be a {wanted.__name__}"
+                    )
                 )
         made[name] = kind(**{k: v for k, v in entry.items() if k in known})
     return made

@@ -1,33 +1,36 @@
-"""Compile a plan into a short list of instructions per thread group.
+r"""Compile a plan into a short list of instructions per thread group.
 
                      period p                              period p + 1
     default  <admit> . forward . backward . step . <retire> | <admit> . forward ...
-                 \\        ^                                      \\
+                 \        ^                                      \
     io            `-> h2d -'                                       `-> h2d ...
 
-A *lane* is one thread group's instructions, run over and over, once per period. Two instructions are
-swpipe's own and frame the default lane: ``<admit>`` pulls a batch and waits until the iteration ``depth``
-before it is done; ``<retire>`` comes after all other tasks of an iteration and hands its context out. With
-them, everything that orders anything is a dependence with a distance:
+A *lane* is one thread group's instructions, run over and over, once per period. Two instructions
+are swpipe's own and frame the default lane: ``<admit>`` pulls a batch and waits until the iteration
+``depth`` before it is done; ``<retire>`` comes after all other tasks of an iteration and hands its
+context out. With them, everything that orders anything is a dependence with a distance:
 
 - what the plan declares;
 - every task comes after ``<admit>`` of its iteration, and ``<retire>`` after every task;
-- globally ordered tasks form a chain in period order, and so do tasks that name the same stream. Such a
-  chain binds periods, not iterations, and needs the host only.
+- globally ordered tasks form a chain in period order, and so do tasks that name the same stream.
+  Such a chain binds periods, not iterations, and needs the host only.
 
-Stages are shifted so that ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1: where a plan's depth is
-more than its last stage + 1, its tasks move back by the difference, and worker lanes may run that far ahead.
+Stages are shifted so that ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1: where a plan's
+depth is more than its last stage + 1, its tasks move back by the difference, and worker lanes may
+run that far ahead.
 
-**Two kinds of wait.** A *host wait* keeps a lane until another lane has passed an instruction; it is needed
-where an edge crosses lanes. An *event wait* makes a stream wait for work on another stream; it is needed
-where an edge crosses streams. An edge implied by others is dropped, in each kind on its own:
+**Two kinds of wait.** A *host wait* keeps a lane until another lane has passed an instruction; it
+is needed where an edge crosses lanes. An *event wait* makes a stream wait for work on another
+stream; it is needed where an edge crosses streams. An edge implied by others is dropped, in each
+kind on its own:
 
-- Host waits are a graph over (period, position): a wait is implied by a path of no greater lag. Lanes do
-  their host waits even for iterations that do not exist, so prologue and epilogue need no case of their own.
-- Event waits are a graph over iterations: a wait is implied by a path of no greater distance through event
-  waits and stream order. All distances on such a path are >= 0, so an iteration on it exists whenever
-  the two at its ends do. Edges of negative distance (some ``same_period_deps``) are neither dropped nor used
-  to drop others.
+- Host waits are a graph over (period, position): a wait is implied by a path of no greater lag.
+  Lanes do their host waits even for iterations that do not exist, so prologue and epilogue need no
+  case of their own.
+- Event waits are a graph over iterations: a wait is implied by a path of no greater distance
+  through event waits and stream order. All distances on such a path are >= 0, so an iteration on it
+  exists whenever the two at its ends do. Edges of negative distance (some ``same_period_deps``) are
+  neither dropped nor used to drop others.
 
 No cycle can exist: every host wait points backwards in (period, order).
 """
@@ -38,6 +41,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from swpipe.dependence import Dependence, dependences, period_order
@@ -48,7 +52,7 @@ RETIRE = "<retire>"
 
 
 class HostWait(NamedTuple):
-    """Keep this lane until ``lane`` has passed the instruction at ``position``, ``lag`` periods ago."""
+    """Keep this lane until ``lane`` has passed ``position`` in the period ``lag`` before."""
 
     lane: int
     position: int
@@ -167,7 +171,9 @@ def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False)
             lane=lane,
             position=position,
             stream=layout.stream[name],
-            host_waits=tuple(HostWait(*place[h.producer], h.weight, h.producer) for h in waits[name]),
+            host_waits=tuple(
+                HostWait(*place[h.producer], h.weight, h.producer) for h in waits[name]
+            ),
             event_waits=tuple(EventWait(h.producer, h.weight) for h in events.get(name, ())),
             record=name in recorded or (streams and record_all and name != ADMIT),
             publish=name in published,
@@ -192,8 +198,16 @@ def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
     return _Layout(
         order=(ADMIT, *period_order(plan), RETIRE),
         stage={ADMIT: 0, RETIRE: plan.depth - 1, **{n: e.stage + ahead for n, e in entries}},
-        group={ADMIT: DEFAULT_GROUP, RETIRE: DEFAULT_GROUP, **{n: e.thread_group for n, e in entries}},
-        stream={ADMIT: None, RETIRE: None, **{n: e.stream if streams else None for n, e in entries}},
+        group={
+            ADMIT: DEFAULT_GROUP,
+            RETIRE: DEFAULT_GROUP,
+            **{n: e.thread_group for n, e in entries},
+        },
+        stream={
+            ADMIT: None,
+            RETIRE: None,
+            **{n: e.stream if streams else None for n, e in entries},
+        },
         deps=(*dependences(plan), *frame),
     )
 
@@ -210,7 +224,9 @@ def _host_waits(layout: _Layout, plan: PipelinePlan) -> dict[str, list[_Hop]]:
     }
     ordered = [n for n in layout.order if n in plan.schedule and plan.schedule[n].globally_ordered]
     for chain in (ordered, *_by_stream(layout).values()):
-        crossing |= {h for h in _ring(chain) if layout.group[h.producer] != layout.group[h.consumer]}
+        crossing |= {
+            h for h in _ring(chain) if layout.group[h.producer] != layout.group[h.consumer]
+        }
     members: dict[str, list[str]] = defaultdict(list)
     for name in layout.order:
         members[layout.group[name]].append(name)
@@ -230,7 +246,7 @@ def _ring(chain: Sequence[str]) -> list[_Hop]:
     """A chain within a period, closed from its last task to its first of the period after."""
     if not chain:
         return []
-    hops = [_Hop(a, b, 0) for a, b in zip(chain, chain[1:], strict=False)]
+    hops = [_Hop(a, b, 0) for a, b in pairwise(chain)]
     return [*hops, _Hop(chain[-1], chain[0], 1)]
 
 
@@ -249,8 +265,8 @@ def _event_waits(layout: _Layout) -> dict[str, list[_Hop]]:
             fixed.append(hop)
     for chain in _fifo_chains(layout):
         for hop in _ring(chain):
-            # The later task on iteration i runs after the sooner one on i - distance; where that lies in
-            # the future, a weaker truth will do: stream order holds from one iteration to the next as well.
+            # The later task on iteration i runs after the sooner one on i - distance; where that
+            # lies in the future, a weaker truth will do: stream order holds between iterations.
             distance = hop.weight + layout.stage[hop.producer] - layout.stage[hop.consumer]
             fixed.append(_Hop(hop.producer, hop.consumer, max(0, distance)))
     return _by_consumer(layout, _reduce(crossing, fixed))
@@ -259,8 +275,8 @@ def _event_waits(layout: _Layout) -> dict[str, list[_Hop]]:
 def _fifo_chains(layout: _Layout) -> list[list[str]]:
     """Tasks whose device work is known to be queued in period order on one stream.
 
-    Tasks that name a stream are submitted in that order. Those on the caller's stream are only where one
-    thread submits them.
+    Tasks that name a stream are submitted in that order. Those on the caller's stream are only
+    where one thread submits them.
     """
     chains: dict[object, list[str]] = defaultdict(list)
     for name in layout.order:
@@ -304,7 +320,7 @@ def _reduce(edges: Iterable[_Hop], fixed: Iterable[_Hop]) -> set[_Hop]:
 
 
 def _reaches(out: dict[str, set[_Hop]], edge: _Hop) -> bool:
-    """Whether a path of at least one hop and at most the edge's weight leads along the edge's way."""
+    """Whether a path of no more than the edge's weight leads from its producer to its consumer."""
     best: dict[str, int] = {}
     heap = [(0, edge.producer)]
     while heap:

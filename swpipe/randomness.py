@@ -1,9 +1,9 @@
 """The same draws under every plan.
 
-torch's default generators are shared by all threads, so two tasks that draw at the same time get numbers
-that depend on timing. A task with ``random=True`` therefore runs under a lock, with the generators seeded
-from (pipeline's seed, task, iteration), and they are put back afterwards, so that draws outside the pipeline
-(a data loader's shuffling) do not depend on the plan either.
+torch's default generators are shared by all threads, so two tasks that draw at the same time get
+numbers that depend on timing. A task with ``random=True`` therefore runs under a lock, with the
+generators seeded from (pipeline's seed, task, iteration), and they are put back afterwards, so that
+draws outside the pipeline (a data loader's shuffling) do not depend on the plan either.
 
 Assumption: every task that draws says so. The user's iterator is pulled under the same lock.
 """

@@ -21,6 +21,7 @@ def check_same_plan(digest: str) -> None:
         groups = {d: [rank for rank, other in enumerate(digests) if other == d] for d in digests}
         held = "; ".join(f"ranks {ranks} hold plan {d[:12]}" for d, ranks in groups.items())
         raise RuntimeError(
-            f"the ranks hold different plans, and would wait for each other's collectives forever: {held}. "
+            "the ranks hold different plans, and would wait for each other's collectives for ever: "
+            f"{held}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
         )

@@ -5,21 +5,23 @@
                                       wait(7) sleeps until advance(7) or cancel()
 
 Guarantees
-    - ``wait(n)`` returns once ``advance(m)``, m >= n, was called; all that the writer did before that call
-      is visible to the waiter.
-    - After ``cancel()`` every present and later ``wait`` that is not satisfied raises ``Cancelled``.
-    - No wake-up is lost: count, cancellation and the list of waiters change only under the lock, and a
-      waiter joins the list in the same critical section in which it found the count too low.
+    - ``wait(n)`` returns once ``advance(m)``, m >= n, was called; all that the writer did before
+      that call is visible to the waiter.
+    - After ``cancel()`` every present and later ``wait`` that is not satisfied raises
+      ``Cancelled``.
+    - No wake-up is lost: count, cancellation and the list of waiters change only under the lock,
+      and a waiter joins the list in the same critical section in which it found the count too low.
 
 Assumptions
     - One thread advances a signal, to ever greater counts.
-    - Nothing is assumed of the interpreter lock: a look at ``count`` outside the lock is for reports only.
+    - Nothing is assumed of the interpreter lock: a look at ``count`` outside the lock is for
+      reports only.
 
-A waiter sleeps without a deadline of its own: the watchdog of the run cancels every signal when nothing has
-moved for the set time, and so does a failure anywhere.
+A waiter sleeps without a deadline of its own: the watchdog of the run cancels every signal when
+nothing has moved for the set time, and so does a failure anywhere.
 
-``Host`` is the one door through which the engine gets threads and signals, so that a test can put a scheduler
-in its place which explores interleavings.
+``Host`` is the one door through which the engine gets threads and signals, so that a test can put a
+scheduler in its place which explores interleavings.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Notice that nothing moves, and say who waits for whom.
 
-One thread per run looks at where the lanes are, a few times per ``timeout_s``. When no lane has moved for that
-long while the caller is inside ``progress()``, the run fails with a ``StallError`` whose message names, for each
-thread group, the task that it is inside of or the edge that it waits for, with all stacks.
+One thread per run looks at where the lanes are, a few times per ``timeout_s``. When no lane has
+moved for that long while the caller is inside ``progress()``, the run fails with a ``StallError``
+whose message names, for each thread group, the task that it is inside of or the edge that it waits
+for, with all stacks.
 
-A caller who waits for another lane wakes through its signal. One who is stuck inside a task of its own
-is interrupted: on the main thread by SIGINT, which ends blocking calls too; on another thread by an asynchronous
-exception, which comes through as soon as Python code runs there.
+A caller who waits for another lane wakes through its signal. One who is stuck inside a task of its
+own is interrupted: on the main thread by SIGINT, which ends blocking calls too; on another thread
+by an asynchronous exception, which comes through as soon as Python code runs there.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def _doing(run: Run, lane: LaneRunner) -> str:
     producer = other.instructions[wait.position]
     of = run.first_iteration + lane.period - wait.lag - producer.stage
     return (
-        f"task {ins.task!r} of iteration {iteration} waits for task {wait.producer!r} of iteration {of} "
-        f"(thread group {other.group!r})"
+        f"task {ins.task!r} of iteration {iteration} waits for task {wait.producer!r} "
+        f"of iteration {of} (thread group {other.group!r})"
     )
 
 
@@ -113,4 +114,6 @@ def _interrupt(ident: int) -> None:
     if ident == main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.pthread_kill(ident, signal.SIGINT)
     else:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(StallError))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(ident), ctypes.py_object(StallError)
+        )

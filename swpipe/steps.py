@@ -9,12 +9,13 @@
         keep what the task dropped
         record the task's event
 
-Each layer is a function of the iteration that calls the one below; a layer that a task does not need is not
-there. Numbers in ``with_stream`` refer to this list of guards:
+Each layer is a function of the iteration that calls the one below; a layer that a task does not
+need is not there. Numbers in ``with_stream`` refer to this list of guards:
 
     (1) event wait: work on another stream that this task reads must be done first;
-    (2) hold: a value that the task deleted or overwrote may still be read by another stream, and its memory
-        would go back to the stream that it was made on; it is kept until the iteration retires;
+    (2) hold: a value that the task deleted or overwrote may still be read by another stream, and
+        its memory would go back to the stream that it was made on; it is kept until the iteration
+        retires;
     (3) record: after the task's work, and before the lane's progress is published.
 """
 
@@ -57,7 +58,8 @@ class Flight:
     Attributes:
         ctx: Its context.
         state: The caller's torch settings when it was admitted.
-        source: Event after which the batch may be read on other streams; None where the batch is on the host.
+        source: Event after which the batch may be read on other streams; None where the batch is on
+            the host.
         held: Values that tasks dropped from the context.
     """
 
@@ -140,10 +142,12 @@ def dress(run: Run, wardrobe: Wardrobe, step: Step) -> Step:
 
 
 def wait_for_events(run: Run, ins: Instruction, stream: Stream) -> Step:
-    """Make ``stream`` wait for the events that the instruction names, where their iterations exist."""
+    """Make ``stream`` wait for the instruction's events, where their iterations exist."""
     flights, depth, ring = run.flights, run.engine.program.depth, run.engine.program.ring
     waits = tuple(
-        (run.events[wait.producer], wait.distance) for wait in ins.event_waits if wait.producer != ADMIT
+        (run.events[wait.producer], wait.distance)
+        for wait in ins.event_waits
+        if wait.producer != ADMIT
     )
     reads_batch = any(wait.producer == ADMIT for wait in ins.event_waits)
 

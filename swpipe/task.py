@@ -1,4 +1,4 @@
-"""What to compute: a name, a function of the iteration's context, and its declared outside effects."""
+"""What to compute: a name, a function of the iteration's context, its declared outside effects."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ TaskFn: TypeAlias = Callable[[IterContext], None]
 class DeclaredIO:
     """An effect of a task outside its context, told as a pair of functions.
 
-    A shortcut task does not run; ``capture`` and ``restore`` let swpipe put such an effect back all the
-    same. A one-shot value (the handle of a collective, say) must come out of ``capture`` in a form that can
-    be handed out again and again: wait for it once, and hand out the result.
+    A shortcut task does not run; ``capture`` and ``restore`` let swpipe put such an effect back all
+    the same. A one-shot value (the handle of a collective, say) must come out of ``capture`` in a
+    form that can be handed out again and again: wait for it once, and hand out the result.
 
     Attributes:
         capture: Called right after the task ran; returns the state to keep.
-        restore: Called instead of the task, with what ``capture`` returned (tensors come back detached).
+        restore: Called instead of the task, with what ``capture`` returned (tensors come back
+            detached).
     """
 
     capture: Callable[[], Any]
@@ -36,9 +37,9 @@ class PipelineTask:
         name: Unique among the tasks of a pipeline; not empty, and not in angle brackets.
         fn: Reads and writes attributes of the context; its return value is ignored.
         io: Effects outside the context.
-        random: The task draws from torch's default generators. Each of its runs is then seeded from the
-            pipeline's seed, its name and the iteration, so that every plan draws the same numbers; such
-            tasks run one at a time, since the generators are shared by all threads.
+        random: The task draws from torch's default generators. Each of its runs is then seeded from
+            the pipeline's seed, its name and the iteration, so that every plan draws the same
+            numbers; such tasks run one at a time, since the generators are shared by all threads.
 
     Raises:
         TypeError: ``name`` is not a string or ``fn`` cannot be called.
@@ -59,7 +60,9 @@ class PipelineTask:
                 "which swpipe keeps for its own steps; choose another"
             )
         if not callable(self.fn):
-            raise TypeError(f"task {self.name!r}: fn must be callable with a context, not {self.fn!r}")
+            raise TypeError(
+                f"task {self.name!r}: fn must be callable with a context, not {self.fn!r}"
+            )
         object.__setattr__(self, "io", tuple(self.io))
 
 

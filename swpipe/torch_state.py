@@ -1,9 +1,9 @@
 """What a thread knows of torch: taken from the caller, put on in workers.
 
 Some of torch's settings belong to the process (default dtype, deterministic algorithms) and need no
-carrying; the rest belongs to a thread, and a new thread starts with torch's defaults. A snapshot is taken at
-every ``progress()``; an iteration carries the one under which it was admitted, and a worker puts it on
-when it differs from the one that it wears.
+carrying; the rest belongs to a thread, and a new thread starts with torch's defaults. A snapshot is
+taken at every ``progress()``; an iteration carries the one under which it was admitted, and a
+worker puts it on when it differs from the one that it wears.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TorchState:
-    """The settings of one thread: grad mode, inference mode, autocast, default device, intra-op threads."""
+    """The settings of one thread that tasks can feel."""
 
     grad: bool
     inference: bool
@@ -26,13 +26,14 @@ class TorchState:
 
     @classmethod
     def of_this_thread(cls, device_type: str) -> TorchState:
-        """The settings of the calling thread, as far as they bear on the CPU and ``device_type``."""
+        """The settings of the calling thread, for the CPU and ``device_type``."""
         kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in kinds
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=_default_device(),
@@ -41,7 +42,7 @@ class TorchState:
 
 
 def _default_device() -> torch.device | None:
-    """The default device that the calling thread has set; None for torch's own."""
+    """The default device that this thread has set; None for torch's own."""
     # Asking for the device walks the stack of modes in Python; nearly always there is none.
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
@@ -55,7 +56,7 @@ class Wardrobe:
         self._device: torch.device | None = None
 
     def wear(self, state: TorchState) -> None:
-        """Make the thread's settings those of ``state``; costs nothing where it wears them already."""
+        """Make the thread's settings those of ``state``; free where it wears them already."""
         if state is self._worn:
             return
         if state == self._worn:
@@ -74,7 +75,7 @@ class Wardrobe:
         if state.default_device is not None:
             self._device = state.default_device
             self._device.__enter__()
-        # The count is remembered per thread by the OpenMP runtime, so that each thread has to set it.
+        # The OpenMP runtime keeps the count per thread, so each thread has to set it.
         torch.set_num_threads(state.threads)
         self._worn = state
 

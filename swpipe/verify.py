@@ -37,9 +37,13 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator[Proble
     names = [task.name for task in tasks]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            yield Problem(f"task {name!r} is given {names.count(name)} times: names are unique", (name,))
+            yield Problem(
+                f"task {name!r} is given {names.count(name)} times: names are unique", (name,)
+            )
         if name not in plan.schedule:
-            yield Problem(f"task {name!r} has no schedule: add it to the plan, or leave the task out")
+            yield Problem(
+                f"task {name!r} has no schedule: add it to the plan, or leave the task out"
+            )
     for name in plan.schedule:
         if name not in names:
             known = ", ".join(names) or "none"
@@ -65,15 +69,17 @@ def _entries(plan: PipelinePlan, device_type: str) -> Iterator[Problem]:
     if type(plan.depth) is not int or plan.depth < least:
         last = [n for n, e in plan.schedule.items() if e.stage == least - 1]
         yield Problem(
-            f"pipeline_depth is {plan.depth!r}, but stage {least - 1} of {_quoted(last)} needs {least} "
-            f"iterations in flight: set it to {least} or more, or leave it out",
+            f"pipeline_depth is {plan.depth!r}, but stage {least - 1} of {_quoted(last)} needs "
+            f"{least} iterations in flight: set it to {least} or more, or leave it out",
             tuple(last),
         )
 
 
 def _entry(name: str, entry: TaskSchedule, device_type: str) -> Iterator[Problem]:
     if type(entry.stage) is not int or entry.stage < 0:
-        yield Problem(f"task {name!r}: stage is {entry.stage!r}; stages are integers from 0", (name,))
+        yield Problem(
+            f"task {name!r}: stage is {entry.stage!r}; stages are integers from 0", (name,)
+        )
     if not isinstance(entry.thread_group, str) or not entry.thread_group:
         yield Problem(
             f"task {name!r}: thread_group is {entry.thread_group!r}; give a name, "
@@ -84,8 +90,8 @@ def _entry(name: str, entry: TaskSchedule, device_type: str) -> Iterator[Problem
     if isinstance(stream, torch.Stream):
         if stream.device.type != device_type:
             yield Problem(
-                f"task {name!r}: its stream belongs to {stream.device}, unknown to the pipeline's device "
-                f"({device_type}): name the stream instead, or give SWPipeline that device",
+                f"task {name!r}: its stream belongs to {stream.device}, unknown to the pipeline's "
+                f"device ({device_type}): name the stream instead, or give SWPipeline that device",
                 (name,),
             )
     elif stream is not None and not (isinstance(stream, str) and stream):
@@ -95,7 +101,7 @@ def _entry(name: str, entry: TaskSchedule, device_type: str) -> Iterator[Problem
 
 
 def _names(plan: PipelinePlan) -> Iterator[Problem]:
-    pairs = [("deps", pair) for pair in plan.deps]
+    pairs: list[tuple[str, tuple[str, ...]]] = [("deps", pair) for pair in plan.deps]
     pairs += [("cross_iter_deps", (c, p)) for c, p, _ in plan.cross_iter_deps]
     pairs += [("same_period_deps", pair) for pair in plan.same_period_deps]
     pairs += [("order", (name,)) for name in plan.order]
@@ -109,7 +115,9 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
                 )
     for name in dict.fromkeys(plan.order):
         if plan.order.count(name) > 1:
-            yield Problem(f"order names {name!r} {plan.order.count(name)} times: once is enough", (name,))
+            yield Problem(
+                f"order names {name!r} {plan.order.count(name)} times: once is enough", (name,)
+            )
 
 
 def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
@@ -117,34 +125,33 @@ def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
         if (periods := lag(plan, dep)) < 0:
             s_c, s_p = plan.schedule[dep.consumer].stage, plan.schedule[dep.producer].stage
             yield Problem(
-                f"future read: {dep}: {dep.consumer!r} (stage {s_c}) runs {-periods} period(s) before "
-                f"{dep.producer!r} (stage {s_p}) has: move {dep.consumer!r} to stage {s_c - periods} or "
-                f"later, or {dep.producer!r} to stage {max(0, s_p + periods)} or earlier",
+                f"future read: {dep}: {dep.consumer!r} (stage {s_c}) runs {-periods} period(s) "
+                f"before {dep.producer!r} (stage {s_p}) has: move {dep.consumer!r} to stage "
+                f"{s_c - periods} or later, or {dep.producer!r} to stage "
+                f"{max(0, s_p + periods)} or earlier",
                 (dep.consumer, dep.producer),
             )
 
 
 def _cycles(plan: PipelinePlan) -> Iterator[Problem]:
-    """Cycles at lag 0, cycles within an iteration (these run across stages too), and a contrary order."""
+    """Cycles within an iteration (across stages too), within a period, and a contrary order."""
     within = [d for d in dependences(plan) if d.distance == 0]
     try:
         serial_order(plan, list(plan.schedule))
     except CycleError as error:
         yield Problem(
-            f"the dependences within an iteration form a cycle: {_cycle(error)}; none of these tasks "
-            f"can be first: take out one of these dependences ({'; '.join(map(str, within))})",
+            f"the dependences within an iteration form a cycle: {_cycle(error)}; none of these "
+            f"tasks can be first: take out one of {'; '.join(map(str, within))}",
             error.cycle,
         )
         return
-    unordered = PipelinePlan(
-        plan.schedule, plan.deps, plan.cross_iter_deps, plan.same_period_deps
-    )
+    unordered = PipelinePlan(plan.schedule, plan.deps, plan.cross_iter_deps, plan.same_period_deps)
     try:
         period_order(unordered)
     except CycleError as error:
         yield Problem(
-            f"the dependences within a period form a cycle: {_cycle(error)}; take one out, or move a task "
-            "to another stage",
+            f"the dependences within a period form a cycle: {_cycle(error)}; take one out, or "
+            "move a task to another stage",
             error.cycle,
         )
         return
