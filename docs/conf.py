@@ -22,3 +22,23 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"swpipe {version}"
+
+
+def show_drawings(app, what, name, obj, options, lines):
+    """Keep what a module's docstring sets apart by indentation as it stands: the drawings."""
+    if what != "module":
+        return
+    shown, at_margin = [], True
+    for line, before in zip(lines, ["", *lines], strict=False):
+        starts_block = line.startswith("    ") and not before.strip()
+        if starts_block and at_margin and not (shown[-2:] and shown[-2].endswith("::")):
+            shown += ["::", ""]
+        if line.strip():
+            at_margin = not line.startswith(" ")
+        shown.append(line)
+    lines[:] = shown
+
+
+def setup(app):
+    """Run ahead of napoleon, which has the default priority of 500."""
+    app.connect("autodoc-process-docstring", show_drawings, priority=400)

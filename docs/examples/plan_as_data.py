@@ -21,10 +21,9 @@ plan = PipelinePlan(
 )
 
 with SWPipeline(plan, tasks) as pipe:
-    print(pipe.format_schedule(6))
+    print(pipe.format_schedule(6), end="\n\n")
     print(pipe.format_stage_analysis())
 
-text = plan.to_toml()
-print(text)
-assert PipelinePlan.from_toml(text) == plan
+plan.save("plan.toml")
+assert PipelinePlan.load("plan.toml") == plan
 assert PipelinePlan.from_json(plan.to_json()) == plan
