@@ -201,3 +201,15 @@ def test_no_function_is_too_long() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: n for name, n in long.items() if n > MAX_FUNCTION_LINES} == {}
+
+
+def test_every_test_says_what_holds() -> None:
+    """Each test has a docstring."""
+    silent = [
+        f"{path.name}:{node.name}"
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if ast.get_docstring(node) is None
+    ]
+    assert silent == []

@@ -20,7 +20,7 @@ _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def modules() -> set[str]:
-    """Dotted names of the package's modules; private ones, and those that only gather, are left out."""
+    """Dotted names of the package's modules, without private ones and those that only gather."""
     paths = (path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
     return {".".join(path.parts) for path in paths if not path.name.startswith("_")}
 
