@@ -1,0 +1,36 @@
+"""Ready-made plans of the click job (``swpipe.tasks.clicks``), by name."""
+
+from __future__ import annotations
+
+from swpipe.plan import PipelinePlan, TaskSchedule
+from swpipe.plans.prefetch import prefetch_plan
+
+FEED = ("read", "decode", "hash", "copy")
+"""Tasks that bring a batch from the file to the device."""
+
+COMPUTE = ("forward", "backward", "step", "auc")
+"""Tasks that train on it."""
+
+TASKS = (*FEED, *COMPUTE)
+
+
+def serial() -> PipelinePlan:
+    """One task after the other on the caller's thread: what a plain loop does."""
+    return PipelinePlan(
+        schedule={name: TaskSchedule() for name in TASKS}, order=TASKS, pipeline_depth=1
+    )
+
+
+def pipelined() -> PipelinePlan:
+    """The next batches are read, decoded, hashed and copied while this one is computed.
+
+    Reading and decoding keep the host busy, so they earn a thread of their own. Polars and torch
+    both work without the interpreter lock: on two cores the two threads really run side by side.
+    A depth of 3 lets the feeding thread be late for once.
+    """
+    return prefetch_plan(
+        FEED, COMPUTE, carried=[("forward", "step")], depth=3, streams={"copy": "memcpy"}
+    )
+
+
+PLANS = {"serial": serial, "pipelined": pipelined}

@@ -1,0 +1,62 @@
+"""The plan for a loop that waits for its data: prepare batches ahead while one is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from swpipe.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
+from swpipe.task import PipelineTask, TaskRef, name_of
+
+
+def prefetch_plan(
+    feed: Sequence[TaskRef],
+    compute: Sequence[TaskRef],
+    *,
+    carried: Iterable[tuple[TaskRef, TaskRef]] = (),
+    group: str = "io",
+    depth: int = 3,
+    streams: Mapping[TaskRef, StreamRef] | None = None,
+) -> PipelinePlan:
+    """Prepare batches on a thread of their own, a stage ahead of the tasks that use them.
+
+    ::
+
+        thread    period 0    period 1    period 2
+        io        feed 0      feed 1      feed 2
+        caller                compute 0   compute 1
+
+    Each list runs in its order, and ``compute`` after ``feed``. A depth of 2 keeps the two side by
+    side; each iteration more lets the feeding thread run one batch further ahead, and so evens out
+    batches that take longer than others.
+
+    Args:
+        feed: Tasks that prepare a batch, in order.
+        compute: Tasks that use it, in order; they run on the caller's thread.
+        carried: (consumer, producer): the consumer on one iteration needs what the producer did on
+            the one before, such as ("forward", "step") where the step updates what forward reads.
+        group: Name of the feeding thread.
+        depth: How many iterations may be in flight; 2 or more.
+        streams: Tasks whose device work goes into a queue of its own, such as a copy.
+
+    Raises:
+        ValueError: A list is empty, or the depth is below 2.
+    """
+    if not feed or not compute:
+        raise ValueError("prefetch_plan needs a task to feed with and one to compute; name both")
+    if depth < 2:
+        raise ValueError(f"depth is {depth}: to prefetch takes 2 iterations in flight or more")
+    queues = {name_of(task): stream for task, stream in (streams or {}).items()}
+    schedule: dict[str | PipelineTask, TaskSchedule] = {
+        task: TaskSchedule(stage=0, stream=queues.get(name_of(task)), thread_group=group)
+        for task in feed
+    }
+    schedule |= {task: TaskSchedule(stage=1, stream=queues.get(name_of(task))) for task in compute}
+    named = [stream for stream in queues.values() if isinstance(stream, str)]
+    return PipelinePlan(
+        schedule=schedule,
+        deps=[(after, before) for before, after in pairwise([*feed, *compute])],
+        cross_iter_deps=carried,
+        streams=dict.fromkeys(named, StreamSpec()),
+        pipeline_depth=depth,
+    )

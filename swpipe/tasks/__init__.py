@@ -1,0 +1,1 @@
+"""Ready-made task sets for real workloads."""

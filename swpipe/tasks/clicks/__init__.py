@@ -1,0 +1,31 @@
+"""A DLRM-style click model on click logs in the Criteo TSV format: the project's main job.
+
+Needs the extra ``swpipe[clicks]`` and TorchRec; the README says how to install it with and without
+a GPU.
+"""
+
+import os
+
+# Polars parses on threads of its own, as many as there are cores, and torch computes on as many:
+# they would fight. One each is enough, since the plan is what brings them side by side. It has to
+# be said before Polars is first imported; a value that the user has set stands.
+os.environ.setdefault("POLARS_MAX_THREADS", "1")
+
+from swpipe.tasks.clicks.config import ClickConfig, ModelConfig
+from swpipe.tasks.clicks.decode import MalformedRowError, RejectedRow
+from swpipe.tasks.clicks.job import ClickJob, Evaluation
+from swpipe.tasks.clicks.log import BatchSpec, ClickDataError, ClickLog
+from swpipe.tasks.clicks.metrics import TrainingDivergedError
+
+__all__ = [
+    "BatchSpec",
+    "ClickConfig",
+    "ClickDataError",
+    "ClickJob",
+    "ClickLog",
+    "Evaluation",
+    "MalformedRowError",
+    "ModelConfig",
+    "RejectedRow",
+    "TrainingDivergedError",
+]

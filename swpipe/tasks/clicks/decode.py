@@ -1,0 +1,161 @@
+"""From bytes to typed columns; rows that do not keep to the format are set aside.
+
+A row is malformed when it has not 40 fields, its label is neither 0 nor 1, an integer does not
+parse, or an id is not a hexadecimal number of at most 32 bits. The search for such rows is
+vectorised, and costs a comparison of two counts when there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from swpipe.tasks.clicks.log import COLUMNS, IDS, INTEGERS, LABEL, ClickDataError, RowRange
+
+_TYPED = (
+    pl.when(pl.col(LABEL) == "1")
+    .then(1)
+    .when(pl.col(LABEL) == "0")
+    .then(0)
+    .cast(pl.UInt8)
+    .alias(LABEL),
+    pl.col(INTEGERS).cast(pl.Int64, strict=False),
+    pl.col(IDS).str.to_integer(base=16, dtype=pl.UInt32, strict=False),
+)
+_TEXT = "text of "  # prefix of the columns as they stood in the file
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRow:
+    """A malformed row.
+
+    Attributes:
+        path: Its file.
+        line: Its line, from 1.
+        reason: What is wrong with it, in words.
+    """
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+class MalformedRowError(ClickDataError):
+    """The first malformed row, where none are tolerated.
+
+    Attributes:
+        row: The row.
+    """
+
+    def __init__(self, row: RejectedRow) -> None:
+        super().__init__(f"{row}. Mend the row; without strict such rows are dropped and counted")
+        self.row = row
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The rows of one batch.
+
+    Attributes:
+        frame: One row per good row: ``label`` (u8), ``I1``..``I13`` (i64), ``C1``..``C26`` (u32); a
+            missing value is null.
+        rejected: The malformed rows, in file order.
+    """
+
+    frame: pl.DataFrame
+    rejected: tuple[RejectedRow, ...]
+
+
+def decode(data: bytes, ranges: Sequence[RowRange], strict: bool = False) -> Decoded:
+    """Parse the lines that ``ranges`` name.
+
+    Args:
+        data: The bytes of all ranges, one after the other, each ending in a line end.
+        ranges: Where they came from, for reporting.
+        strict: Raise at the first malformed row instead of setting it aside.
+
+    Raises:
+        MalformedRowError: ``strict``, and a row is malformed.
+    """
+    data, lines, rejected = _whole_rows(data.replace(b"\r\n", b"\n"))
+    text = pl.read_csv(
+        data,
+        has_header=False,
+        separator="\t",
+        quote_char=None,
+        schema=dict.fromkeys(COLUMNS, pl.String),
+        encoding="utf8-lossy",
+    ) if data else pl.DataFrame(schema=dict.fromkeys(COLUMNS, pl.String))  # fmt: skip
+    frame = text.select(_TYPED)
+    if _nulls(frame) != _nulls(text) or frame[LABEL].null_count():
+        reasons = _reasons(text, frame)
+        bad = reasons.is_not_null()
+        rejected |= dict(zip(lines[bad.to_numpy()].tolist(), reasons.filter(bad), strict=True))
+        frame = frame.filter(~bad)
+    named = tuple(_place(ranges, line, rejected[line]) for line in sorted(rejected))
+    if strict and named:
+        raise MalformedRowError(named[0])
+    return Decoded(frame, named)
+
+
+def _whole_rows(data: bytes) -> tuple[bytes, NDArray[np.int64], dict[int, str]]:
+    """Keep the lines with the right number of fields.
+
+    Returns:
+        Those lines; each one's number in ``data``, from 0; number and reason of the others.
+    """
+    bytes_ = np.frombuffer(data, dtype=np.uint8)
+    ends = np.flatnonzero(bytes_ == ord("\n"))
+    separators = np.flatnonzero((bytes_ == ord("\t")) | (bytes_ == ord("\n")))
+    width = len(COLUMNS)
+    lines = np.arange(len(ends))
+    if len(separators) == width * len(ends) and np.array_equal(
+        separators[width - 1 :: width], ends
+    ):
+        return data, lines, {}
+    fields = np.diff(np.searchsorted(separators, ends, side="right"), prepend=0)
+    good = fields == width
+    kept = bytes_[np.repeat(good, np.diff(ends, prepend=-1))].tobytes()
+    rejected = {int(k): f"{fields[k]} fields; a row has {width}" for k in np.flatnonzero(~good)}
+    return kept, lines[good], rejected
+
+
+def _nulls(frame: pl.DataFrame) -> tuple[int, ...]:
+    return frame.null_count().row(0) if frame.height else ()
+
+
+def _reasons(text: pl.DataFrame, frame: pl.DataFrame) -> pl.Series:
+    """What is wrong with each row, in words; null where nothing is."""
+
+    def complaint(name: str, rule: str) -> pl.Expr:
+        return pl.format(
+            "{} {} is not {}", pl.lit(name), pl.col(_TEXT + name).fill_null("(empty)"), pl.lit(rule)
+        )
+
+    def lost(name: str) -> pl.Expr:
+        return pl.col(_TEXT + name).is_not_null() & pl.col(name).is_null()
+
+    checks = [
+        pl.when(pl.col(LABEL).is_null()).then(complaint(LABEL, "0 or 1")),
+        *(pl.when(lost(name)).then(complaint(name, "an integer of 64 bits")) for name in INTEGERS),
+        *(pl.when(lost(name)).then(complaint(name, "a hexadecimal id of 32 bits")) for name in IDS),
+    ]
+    both = frame.hstack(text.rename(lambda name: _TEXT + name))
+    return both.select(pl.coalesce(checks).alias("reason"))["reason"]
+
+
+def _place(ranges: Sequence[RowRange], line: int, reason: str) -> RejectedRow:
+    """``line`` counts from 0 through all ranges."""
+    for part in ranges:
+        if line < part.rows:
+            return RejectedRow(part.path, part.first_line + line, reason)
+        line -= part.rows
+    raise IndexError(f"line {line} lies behind the last of the ranges")

@@ -1,0 +1,173 @@
+"""A click log made up from a planted model, for trying things out without data of one's own.
+
+Ids follow Zipf's law, as in real logs: few are seen all the time, most hardly ever. Whether a row
+was clicked is drawn from a logistic model over weights of the ids, the integers, and products of
+pairs of ids, so that there is something to learn, and a limit to how well it can be learned.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from swpipe.tasks.clicks.log import IDS, INTEGERS, LABEL
+
+Floats = NDArray[np.float64]
+
+_CARDINALITIES = (
+    10, 500, 3000, 2500, 60, 12, 4000, 80, 3, 3500, 2000, 3000, 1800,
+    26, 3500, 3000, 10, 2500, 1200, 4, 3000, 12, 15, 3000, 60, 2500,
+)  # fmt: skip
+_ID_MISSING = (0.0, 0.0, 0.03, 0.03, 0.0, 0.12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.03, 0.0,
+               0.0, 0.0, 0.03, 0.0, 0.0, 0.4, 0.4, 0.03, 0.7, 0.0, 0.03, 0.4, 0.4)  # fmt: skip
+_INTEGER_MISSING = (0.45, 0.0, 0.2, 0.2, 0.03, 0.2, 0.04, 0.0, 0.04, 0.45, 0.04, 0.75, 0.2)
+_ZIPF_EXPONENT = 1.1
+_PAIRS = ((0, 1), (4, 6), (7, 9), (13, 16), (17, 24), (19, 25))  # id features that interact
+_CHUNK = 50_000  # rows made together
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedLogs:
+    """Where the two parts of a made-up log lie.
+
+    Attributes:
+        train: To train on.
+        held_out: Drawn from the same model, to evaluate on.
+    """
+
+    train: Path
+    held_out: Path
+
+
+class PlantedModel:
+    """The hidden truth behind a made-up log.
+
+    Args:
+        seed: Two models of the same seed are the same.
+    """
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng([seed, 0])
+        self._arrivals = [_zipf(count) for count in _CARDINALITIES]
+        self._names = [_names(feature, count) for feature, count in enumerate(_CARDINALITIES)]
+        self._weights = [rng.normal(0.0, 0.45, count) for count in _CARDINALITIES]
+        self._factors = [rng.normal(0.0, 0.6, count) for count in _CARDINALITIES]
+        self._slopes = rng.normal(0.0, 0.2, len(INTEGERS))
+        self._scales = rng.uniform(0.5, 3.0, len(INTEGERS))
+
+    def rows(self, count: int, rng: np.random.Generator) -> pl.DataFrame:
+        """Draw rows: 40 columns of the log format, a missing value being null."""
+        ids = [np.searchsorted(arrivals, rng.random(count)) for arrivals in self._arrivals]
+        id_gone = [rng.random(count) < share for share in _ID_MISSING]
+        logs = rng.normal(self._scales, 1.0, (count, len(INTEGERS))).clip(-1.0)
+        integers = np.floor(np.expm1(logs)).astype(np.int64)  # -1 and up, as in the real log
+        integer_gone = rng.random(integers.shape) < _INTEGER_MISSING
+        clicked = rng.random(count) < self._probability(ids, id_gone, logs, integer_gone)
+        columns = [
+            pl.Series(LABEL, clicked.astype(np.uint8)),
+            *(
+                pl.Series(name, integers[:, k]).set(pl.Series(integer_gone[:, k]), None)
+                for k, name in enumerate(INTEGERS)
+            ),
+            *(
+                self._names[k]
+                .gather(pl.Series(ids[k]).set(pl.Series(id_gone[k]), None))
+                .alias(name)
+                for k, name in enumerate(IDS)
+            ),
+        ]
+        return pl.DataFrame(columns)
+
+    def _probability(
+        self,
+        ids: list[NDArray[np.int64]],
+        id_gone: list[NDArray[np.bool_]],
+        logs: Floats,
+        integer_gone: NDArray[np.bool_],
+    ) -> Floats:
+        logit = np.full(len(logs), -1.3)
+        for feature, weights in enumerate(self._weights):
+            logit += np.where(id_gone[feature], 0.0, weights[ids[feature]])
+        for a, b in _PAIRS:
+            product = self._factors[a][ids[a]] * self._factors[b][ids[b]]
+            logit += np.where(id_gone[a] | id_gone[b], 0.0, product)
+        logit += np.where(integer_gone, 0.0, (logs - self._scales) * self._slopes).sum(axis=1)
+        probability: Floats = 1.0 / (1.0 + np.exp(-logit))
+        return probability
+
+
+def click_logs(
+    directory: str | Path,
+    *,
+    train_rows: int = 300_000,
+    held_out_rows: int = 50_000,
+    seed: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> GeneratedLogs:
+    """The made-up log in ``directory``, generated if it is not there yet.
+
+    A file appears under its name only when it is complete, so an interrupted run leaves nothing to
+    mistake for one.
+
+    Args:
+        directory: Made if need be.
+        train_rows: Rows to train on.
+        held_out_rows: Rows to evaluate on.
+        seed: Of the planted model and of the draws.
+        progress: Called with the number of rows just written; never called if all is there.
+    """
+    directory = Path(directory)
+    logs = GeneratedLogs(
+        train=directory / f"train-{train_rows}-{seed}.tsv",
+        held_out=directory / f"held-out-{held_out_rows}-{seed}.tsv",
+    )
+    wanted = ((logs.train, train_rows, 1), (logs.held_out, held_out_rows, 2))
+    missing = [part for part in wanted if not part[0].exists()]
+    if missing:
+        directory.mkdir(parents=True, exist_ok=True)
+        planted = PlantedModel(seed)
+        for path, rows, part in missing:
+            _write(path, planted, rows, np.random.default_rng([seed, part]), progress)
+    return logs
+
+
+def _write(
+    path: Path,
+    planted: PlantedModel,
+    rows: int,
+    rng: np.random.Generator,
+    progress: Callable[[int], object] | None,
+) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
+        try:
+            for first in range(0, rows, _CHUNK):
+                count = min(_CHUNK, rows - first)
+                planted.rows(count, rng).write_csv(file, include_header=False, separator="\t")
+                if progress:
+                    progress(count)
+            file.flush()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink()
+            raise
+
+
+def _zipf(count: int) -> Floats:
+    """Cumulative probabilities of the ids 0 to count - 1."""
+    share = np.arange(1, count + 1, dtype=np.float64) ** -_ZIPF_EXPONENT
+    total: Floats = share.cumsum() / share.sum()
+    total[-1] = 1.0  # rounding must not leave a gap at the top
+    return total
+
+
+def _names(feature: int, count: int) -> pl.Series:
+    """Each id's 8 hexadecimal digits; an odd factor makes them distinct within a feature."""
+    return pl.Series(
+        [f"{(id_ * 0x9E3779B1 + feature * 0x85EBCA6B) % 2**32:08x}" for id_ in range(count)]
+    )
