@@ -46,7 +46,7 @@ from swpipe.task import PipelineTask
 from swpipe.torch_state import TorchState, Wardrobe
 
 FOREVER = sys.maxsize
-JOIN_GRACE_S = 0.25
+JOIN_GRACE_S = 0.1
 """How long a failing or closing run waits, in all, for tasks inside their functions."""
 
 
@@ -223,10 +223,10 @@ class Run:
         except BaseException as error:  # noqa: BLE001 - kept, and raised below
             self.fail(error, self.lanes[0])
             self.driving = False
-        if self.failure is not None or self.finished:
-            self.end()
         if self.failure is not None:
             raise self.failure
+        if self.stopping:
+            raise RuntimeError("the pipeline was closed by another thread during this call")
         handed_out, self._handed_out = self._handed_out, None
         return handed_out
 

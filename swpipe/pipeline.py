@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,16 +20,21 @@ from swpipe.executor import Engine, Run
 from swpipe.grid import format_grid, format_stages
 from swpipe.observers import active_observers
 from swpipe.plan import PipelinePlan, StreamSpec
-from swpipe.program import compile_plan
+from swpipe.program import Instruction, compile_plan
 from swpipe.randomness import Draws
 from swpipe.ranks import check_same_plan
 from swpipe.shortcut import Shortcuts
+from swpipe.recorder import Recorder
 from swpipe.signal import Host
 from swpipe.stall import Watchdog
+from swpipe.steps import told
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
-from swpipe.trace import Trace
+from swpipe.trace import Trace, arrows_of
 from swpipe.verify import check
+
+
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class SWPipeline:
         self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
         self._check_ranks = check_ranks
         self._stall_timeout_s = stall_timeout_s
-        self._trace: Trace | None = None
+        self._recorder: Recorder | None = None
         self._engine = Engine(
             program=compile_plan(
                 plan, streams=self.device.has_streams, record_all=record_all_events
@@ -104,7 +110,7 @@ class SWPipeline:
             host=host or Host(),
             shortcuts=Shortcuts(),
             draws=Draws(seed, self.device.type),
-            observers=lambda: active_observers(self.device.type, self._trace),
+            observers=lambda: active_observers(self.device.type, self._recorder),
         )
         self._run: Run | None = None
         self._watchdog: Watchdog | None = None
@@ -192,6 +198,7 @@ class SWPipeline:
                 self._prepare(run)
                 while not run.finished:
                     contexts.append(self._next(run))
+                self._forget_if_over(run)
             return contexts
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[IterContext]:
@@ -234,25 +241,22 @@ class SWPipeline:
     def _one_serial(self, ctx: IterContext) -> IterContext:
         shortcuts, draws = self._engine.shortcuts, self._engine.draws
         observers = self._engine.observers()
-        instructions = self._engine.program.instructions if observers else {}
         for task in self.tasks:
+            name, i = task.name, ctx.iter_idx
+            seeded = draws.of(name, i) if task.random else _AS_IT_IS
+            observed = told(observers, self._serial[name], i) if observers else _AS_IT_IS
             try:
-                for observer in observers:
-                    observer.arrive(instructions[task.name], ctx.iter_idx)
-                    observer.start(instructions[task.name], ctx.iter_idx)
-                if task.random:
-                    with draws.of(task.name, ctx.iter_idx):
-                        shortcuts.run(task, ctx) if task.name in shortcuts.names else task.fn(ctx)
-                elif task.name in shortcuts.names:
-                    shortcuts.run(task, ctx)
-                else:
-                    task.fn(ctx)
-                for observer in reversed(observers):
-                    observer.stop(instructions[task.name], ctx.iter_idx)
+                with seeded, observed:
+                    shortcuts.run(task, ctx) if name in shortcuts.names else task.fn(ctx)
             except BaseException as error:
                 error.add_note(f"swpipe: at task {task.name!r}, iteration {ctx.iter_idx}, serially")
                 raise
         return ctx
+
+    @cached_property
+    def _serial(self) -> dict[str, Instruction]:
+        """What observers of a serial run are told: all is on the caller's thread and stream."""
+        return compile_plan(PipelinePlan.serial(self.tasks), streams=False).instructions
 
     # ----------------------------------------------------------------- shortcut
 
@@ -299,14 +303,16 @@ class SWPipeline:
         Raises:
             RuntimeError: A trace is being recorded already.
         """
-        if self._trace is not None:
+        if self._recorder is not None:
             raise RuntimeError("a trace is being recorded already: leave its block first")
-        trace = self._trace = Trace(self._engine.program, self.device, self._engine.streams)
+        program = self._engine.program
+        recorder = self._recorder = Recorder(program, self.device, self._engine.streams)
+        trace = Trace(arrows=arrows_of(program))
         try:
             yield trace
         finally:
-            self._trace = None
-            trace.finish()
+            self._recorder = None
+            trace.spans = recorder.finish()
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""
@@ -398,10 +404,14 @@ class SWPipeline:
         try:
             return run.advance()
         finally:
-            if run.failure is not None or run.finished:
-                self._next_iteration = run.first_iteration + run.admitted
-                self._run = None
-                self._end_watch()
+            self._forget_if_over(run)
+
+    def _forget_if_over(self, run: Run) -> None:
+        if run.stopping or run.finished:
+            run.end()
+            self._next_iteration = run.first_iteration + run.admitted
+            self._run = None
+            self._end_watch()
 
     def _end_watch(self) -> None:
         if self._watchdog is not None:

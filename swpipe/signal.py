@@ -31,6 +31,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 
+PULSE_S = 0.2
+"""A sleeper turns over this often: a Ctrl-C that arrives just before the sleep begins does not end the
+sleep, and would otherwise be seen only after it."""
+
+
 class Cancelled(BaseException):
     """The run has failed or was closed elsewhere: unwind. Never leaves the engine."""
 
@@ -67,7 +72,8 @@ class Signal:
             gate = threading.Lock()
             gate.acquire()
             self._waiters.append((count, gate))
-        gate.acquire()
+        while not gate.acquire(timeout=PULSE_S):
+            pass  # a signal handler that was due has had its turn now
         with self._lock:
             if self.count < count:
                 raise Cancelled

@@ -64,8 +64,12 @@ def _entries(plan: PipelinePlan, device_type: str) -> Iterator[Problem]:
         elif stream not in used:
             named = ", ".join(sorted(s for s in used if isinstance(s, str))) or "none"
             yield Problem(f"streams has {stream!r}, but no task names it (named are: {named})")
-    stages = [e.stage for e in plan.schedule.values() if type(e.stage) is int]
-    least = max(stages, default=0) + 1
+    if all(type(e.stage) is int for e in plan.schedule.values()):
+        yield from _depth(plan)
+
+
+def _depth(plan: PipelinePlan) -> Iterator[Problem]:
+    least = max(plan.max_stage, 0) + 1
     if type(plan.depth) is not int or plan.depth < least:
         last = [n for n, e in plan.schedule.items() if e.stage == least - 1]
         yield Problem(

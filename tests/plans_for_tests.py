@@ -1,0 +1,55 @@
+"""The plan of the design's example, and tasks that show what ran, for tests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
+
+NAMES = ("h2d", "dist", "forward", "backward", "step")
+
+
+def piped(depth: int | None = 3) -> PipelinePlan:
+    """Three stages on two thread groups."""
+    return PipelinePlan(
+        schedule={
+            "h2d": TaskSchedule(stage=0, stream="memcpy", thread_group="io"),
+            "dist": TaskSchedule(stage=1, stream="dist", thread_group="io", globally_ordered=True),
+            "forward": TaskSchedule(stage=2),
+            "backward": TaskSchedule(stage=2, globally_ordered=True),
+            "step": TaskSchedule(stage=2),
+        },
+        deps=[("dist", "h2d"), ("forward", "dist"), ("backward", "forward"), ("step", "backward")],
+        cross_iter_deps=[("forward", "step")],
+        streams={"memcpy": StreamSpec(priority=-1)},
+        pipeline_depth=depth,
+    )
+
+
+def spread(groups: Iterable[str] = ("io", "dist", "default", "default", "late")) -> PipelinePlan:
+    """The same tasks, one chain over four stages, on the thread groups given."""
+    stages = (0, 1, 2, 2, 3)
+    return PipelinePlan(
+        schedule={
+            name: TaskSchedule(stage=stage, thread_group=group)
+            for name, stage, group in zip(NAMES, stages, groups, strict=True)
+        },
+        deps=list(zip(NAMES[1:], NAMES[:-1], strict=True)),
+    )
+
+
+def task(name: str, fn: Callable[[IterContext], Any] | None = None, **options: Any) -> PipelineTask:
+    """A task that runs ``fn``, if given, and sets the attribute of its own name to the batch."""
+
+    def run(ctx: IterContext) -> None:
+        if fn is not None:
+            fn(ctx)
+        setattr(ctx, name, ctx.batch)
+
+    return PipelineTask(name, run, **options)
+
+
+def tasks(**fns: Callable[[IterContext], Any]) -> list[PipelineTask]:
+    """The five tasks; those named run the function given for them first."""
+    return [task(name, fns.get(name)) for name in NAMES]

@@ -1,0 +1,310 @@
+"""Failure is loud and clean: whatever goes wrong anywhere reaches the caller, and nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from swpipe import IterContext, PipelinePlan, StallError, SWPipeline
+from tests.plans_for_tests import NAMES, piped, spread, tasks
+from tests.sequencer import await_event
+
+SOON_S = 1.0
+"""Within this time the caller must hear of a failure."""
+
+PLANS = {
+    "serial": PipelinePlan.serial(tasks()),
+    "two groups": piped(),
+    "two groups, deep": piped(depth=5),
+    "four groups": spread(),
+    "all on workers": spread(("a", "b", "c", "a", "b")),
+}
+
+
+class Planted(Exception):
+    """What tests plant."""
+
+
+def at(iteration: int, act: Callable[[], Any]) -> Callable[[IterContext], None]:
+    """Do something in one iteration only."""
+
+    def run(ctx: IterContext) -> None:
+        if ctx.batch == iteration:
+            act()
+
+    return run
+
+
+def throw(error: BaseException) -> Any:
+    """Raise, where only an expression may stand."""
+    raise error
+
+
+def swpipe_threads() -> list[str]:
+    """Threads of swpipe's that are alive."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("swpipe-")]
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 4, 9])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("kind", [Planted, KeyboardInterrupt])
+def test_a_failure_in_any_task_reaches_the_caller_as_itself(
+    kind: type[BaseException], plan: PipelinePlan, name: str, iteration: int
+) -> None:
+    """With a note of task, iteration and group; soon; no thread is left; and the pipeline runs on."""
+    planted = kind("planted")
+    armed = [planted]
+    failing = at(iteration, lambda: throw(armed.pop()) if armed else None)
+    with SWPipeline(plan, tasks(**{name: failing})) as pipe:
+        begin = time.perf_counter()
+        with pytest.raises(kind) as caught:
+            pipe.run(range(10))
+        assert time.perf_counter() - begin < SOON_S
+        assert caught.value is planted
+        group = plan.schedule[name].thread_group
+        assert planted.__notes__ == [
+            f"swpipe: at task {name!r}, iteration {iteration}, thread group {group!r}"
+        ]
+        assert swpipe_threads() == []
+        assert pipe.in_flight == 0
+        assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
+
+
+@pytest.mark.parametrize("iteration", [0, 3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_a_hang_in_any_task_is_told_soon(plan: PipelinePlan, name: str, iteration: int) -> None:
+    """The stall's report says who is inside what; the pipeline runs on once the task returns."""
+    release = threading.Event()
+    hanging = [True]
+
+    def hang() -> None:
+        if hanging:
+            hanging.clear()
+            release.wait()
+
+    with SWPipeline(plan, tasks(**{name: at(iteration, hang)}), stall_timeout_s=0.1) as pipe:
+        begin = time.perf_counter()
+        with pytest.raises(StallError) as caught:
+            pipe.run(range(10))
+        assert time.perf_counter() - begin < SOON_S
+        assert f"inside task {name!r} of iteration {iteration}" in str(caught.value)
+        release.set()
+        assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
+
+
+def test_a_stall_names_the_unmet_edge_and_shows_all_stacks() -> None:
+    """Who waits for which task of which iteration on which group, with the line that hangs."""
+    release = threading.Event()
+    plan = spread(("io", "default", "default", "default", "default"))
+    hang = at(3, lambda: release.wait())
+    with SWPipeline(plan, tasks(h2d=hang), stall_timeout_s=0.1) as pipe:
+        with pytest.raises(StallError) as caught:
+            pipe.run(range(10))
+        release.set()
+    text = str(caught.value)
+    assert "nothing has moved for 0." in text
+    assert (
+        "thread group 'default': task 'dist' of iteration 3 waits for task 'h2d' of iteration 3 "
+        "(thread group 'io')" in text
+    )
+    assert "thread group 'io': inside task 'h2d' of iteration 3" in text
+    assert "hang = at(3, lambda: release.wait())" in text
+    assert caught.value.__notes__ == [
+        "swpipe: thread group 'io' is still inside task 'h2d'; its thread ends when that returns"
+    ]
+
+
+def test_a_hanging_iterator_is_told() -> None:
+    """Pulling a batch that never comes is a stall as well."""
+    release = threading.Event()
+
+    def data() -> Iterator[int]:
+        yield 0
+        release.wait()
+
+    with SWPipeline(piped(), tasks(), stall_timeout_s=0.1) as pipe:
+        with pytest.raises(StallError, match="pulling the batch of iteration 1"):
+            pipe.run(data())
+
+
+def test_a_caller_on_another_thread_hears_of_a_stall_as_soon_as_its_task_runs_python() -> None:
+    """Off the main thread there is no signal: an asynchronous exception ends Python code."""
+    caught: list[BaseException] = []
+    give_up = time.monotonic() + 20
+
+    def spin() -> None:
+        while time.monotonic() < give_up:
+            pass
+
+    def drive() -> None:
+        with SWPipeline(piped(), tasks(step=at(2, spin)), stall_timeout_s=0.1) as pipe:
+            try:
+                pipe.run(range(5))
+            except StallError as error:
+                caught.append(error)
+
+    caller = threading.Thread(target=drive)
+    caller.start()
+    caller.join(10)
+    assert "inside task 'step' of iteration 2" in str(caught[0])
+
+
+def test_time_between_calls_is_no_stall() -> None:
+    """Only the time inside ``progress`` counts: the user may take as long as they like."""
+    looked = threading.Event()
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks(), stall_timeout_s=0.05) as pipe:
+        pipe.fill_pipeline(data)
+        assert not looked.wait(0.3)  # several time-outs long, outside of any call
+        assert pipe.progress(data).batch == 0
+
+
+def test_an_error_of_the_iterator_reaches_the_caller_as_itself() -> None:
+    """The user's data is theirs to fail, and the note says which batch was pulled."""
+    planted = Planted("no more")
+
+    def data() -> Iterator[int]:
+        yield from range(5)
+        raise planted
+
+    with SWPipeline(piped(), tasks()) as pipe:
+        with pytest.raises(Planted) as caught:
+            pipe.run(data())
+        assert caught.value is planted
+        assert planted.__notes__ == ["swpipe: pulling the batch of iteration 5"]
+        assert swpipe_threads() == []
+        assert pipe.run(range(5)).iterations == 5
+
+
+@pytest.mark.parametrize("name", ["h2d", "forward"])
+def test_stop_iteration_out_of_a_task_does_not_end_the_data(name: str) -> None:
+    """It would end training in silence; it comes out as an error instead."""
+    with SWPipeline(piped(), tasks(**{name: at(2, lambda: throw(StopIteration()))})) as pipe:
+        with pytest.raises(RuntimeError, match="only the user's iterator may") as caught:
+            pipe.run(range(9))
+        assert isinstance(caught.value.__cause__, StopIteration)
+        assert f"at task {name!r}, iteration 2" in caught.value.__notes__[0]
+
+
+def test_a_failures_own_context_is_kept() -> None:
+    """What the task was handling when it failed still shows in the traceback."""
+
+    def fail() -> None:
+        try:
+            throw(KeyError("first"))
+        except KeyError:
+            throw(Planted("second"))
+
+    for name in ("h2d", "forward"):
+        with SWPipeline(piped(), tasks(**{name: at(1, fail)})) as pipe:
+            with pytest.raises(Planted) as caught:
+                pipe.run(range(5))
+            assert isinstance(caught.value.__context__, KeyError)
+            assert not caught.value.__suppress_context__
+
+
+def test_the_first_of_two_failures_is_the_one_told() -> None:
+    """A second lane that fails while the run comes down does not replace the cause."""
+    forward_is_in, first_is_out = threading.Event(), threading.Event()
+
+    def fail_first() -> None:
+        await_event(forward_is_in, "forward")
+        first_is_out.set()
+        raise Planted("first")
+
+    def fail_second() -> None:
+        forward_is_in.set()
+        await_event(first_is_out, "the first failure")
+        while not runs[0]().stopping:  # type: ignore[union-attr]
+            threading.Event().wait(0.001)
+        raise Planted("second")
+
+    runs: list[Any] = []
+    plan = piped()
+    with SWPipeline(plan, tasks(h2d=at(2, fail_first), forward=at(0, fail_second))) as pipe:
+        data = iter(range(9))
+        pipe.fill_pipeline(data)
+        runs.append(weakref.ref(pipe._run))
+        with pytest.raises(Planted, match="first"):
+            pipe.progress(data)
+
+
+def test_ctrl_c_while_waiting_for_a_worker_comes_through() -> None:
+    """SIGINT on the main thread ends ``progress`` though it sleeps on a lock, and cleans up."""
+    release = threading.Event()
+
+    def interrupt() -> None:
+        if not release.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await_event(release, "the end of the interrupted call")
+
+    with SWPipeline(piped(), tasks(dist=at(2, interrupt))) as pipe:
+        with pytest.raises(KeyboardInterrupt):
+            pipe.run(range(9))
+        release.set()
+        assert pipe.run(range(9)).iterations == 9
+
+
+def test_closing_in_mid_flight_ends_the_threads_and_drops_the_contexts() -> None:
+    """Leaving the block with iterations in flight is clean."""
+    contexts: list[weakref.ref[IterContext]] = []
+    with SWPipeline(piped(), tasks(h2d=lambda ctx: contexts.append(weakref.ref(ctx)))) as pipe:
+        pipe.fill_pipeline(iter(range(9)))
+        assert swpipe_threads()
+    assert swpipe_threads() == []
+    del pipe
+    assert [ref() for ref in contexts] == [None] * len(contexts)
+
+
+def test_closing_from_another_thread_ends_a_call_in_progress() -> None:
+    """The caller of ``progress`` is told, and does not wait for ever."""
+    inside, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        await_event(release, "the close")
+
+    with SWPipeline(piped(), tasks(dist=at(1, wait))) as pipe:
+
+        def close() -> None:
+            await_event(inside, "dist")
+            pipe.close()
+            release.set()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        with pytest.raises(RuntimeError, match="closed"):
+            pipe.run(range(9))
+        closer.join()
+
+
+def test_a_failing_serial_run_names_the_task() -> None:
+    """The same note, without a thread group."""
+    with SWPipeline(piped(), tasks(dist=at(1, lambda: throw(Planted())))) as pipe:
+        with pytest.raises(Planted) as caught:
+            pipe.run_serial(range(3))
+    assert caught.value.__notes__ == ["swpipe: at task 'dist', iteration 1, serially"]
+
+
+def test_a_thread_that_cannot_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the system refuses a thread, those started before it end."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "swpipe-late":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with SWPipeline(spread(), tasks()) as pipe:
+        with pytest.raises(RuntimeError, match="can't start"):
+            pipe.run(range(3))
+        assert swpipe_threads() == []

@@ -1,0 +1,330 @@
+"""The driver: every batch once and in order, however the data ends, and misuse told plainly."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from tests.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.sequencer import await_event
+
+PLANS = {
+    "serial": PipelinePlan.serial(tasks()),
+    "two groups": piped(),
+    "two groups, deep": piped(depth=6),
+    "four groups": spread(),
+    "all on workers": spread(("a", "b", "a", "b", "c")),
+}
+
+
+@pytest.fixture(params=PLANS, name="plan")
+def any_plan(request: pytest.FixtureRequest) -> PipelinePlan:
+    """Each plan in turn."""
+    return PLANS[request.param]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 20])
+def test_each_batch_comes_out_once_in_order_with_all_tasks_done(
+    plan: PipelinePlan, count: int
+) -> None:
+    """Whether the data is empty, shorter than the depth, or longer."""
+    with SWPipeline(plan, tasks()) as pipe:
+        for ctx, batch in zip(pipe.iterate(range(count)), range(count), strict=True):
+            assert ctx.batch == batch
+            assert [getattr(ctx, name) for name in NAMES] == [batch] * len(NAMES)
+
+
+def test_none_is_a_batch_like_any_other(plan: PipelinePlan) -> None:
+    """Only StopIteration ends the data."""
+    with SWPipeline(plan, tasks()) as pipe:
+        assert [ctx.batch for ctx in pipe.iterate([None, 1, None])] == [None, 1, None]
+
+
+def test_one_iterator_after_another_counts_iterations_on(plan: PipelinePlan) -> None:
+    """Train, then eval, then train: each iterator is emptied, numbers go on."""
+    with SWPipeline(plan, tasks()) as pipe:
+        seen = [(ctx.batch, ctx.iter_idx) for data in ("ab", "", "c") for ctx in pipe.iterate(data)]
+    assert seen == [("a", 0), ("b", 1), ("c", 2)]
+
+
+def test_progress_says_stop_as_often_as_it_is_asked(plan: PipelinePlan) -> None:
+    """An exhausted iterator stays exhausted."""
+    data = iter([1])
+    with SWPipeline(plan, tasks()) as pipe:
+        assert pipe.progress(data).batch == 1
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                pipe.progress(data)
+
+
+def test_no_batch_is_pulled_further_ahead_than_the_depth(plan: PipelinePlan) -> None:
+    """Filling pulls depth - 1 batches, and each progress one more."""
+    pulled: list[int] = []
+
+    def data() -> Iterator[int]:
+        for batch in range(20):
+            pulled.append(batch)
+            yield batch
+
+    source = data()
+    with SWPipeline(plan, tasks()) as pipe:
+        pipe.fill_pipeline(source)
+        assert len(pulled) == pipe.in_flight == plan.depth - 1
+        for done in range(1, 5):
+            pipe.progress(source)
+            assert len(pulled) == plan.depth - 1 + done
+            assert pipe.in_flight == plan.depth - 1
+
+
+def test_draining_hands_out_what_is_in_flight_and_leaves_the_rest(plan: PipelinePlan) -> None:
+    """No batch is lost: those pulled come out, the others stay in the iterator."""
+    data = iter(range(20))
+    with SWPipeline(plan, tasks()) as pipe:
+        first = pipe.progress(data).batch
+        drained = [ctx.batch for ctx in pipe.drain()]
+        assert [first, *drained] == list(range(plan.depth))
+        assert pipe.in_flight == 0
+        assert pipe.drain() == []
+        assert [ctx.batch for ctx in pipe.iterate(data)] == list(range(plan.depth, 20))
+
+
+def test_a_retired_context_is_the_users_alone(plan: PipelinePlan) -> None:
+    """Once the user lets go of it, nothing holds a context any more."""
+    data = iter(range(20))
+    with SWPipeline(plan, tasks()) as pipe:
+        for _ in range(4):
+            gone = weakref.ref(pipe.progress(data))
+            gc.collect()
+            assert gone() is None
+
+
+def test_running_reports_iterations_and_seconds(plan: PipelinePlan) -> None:
+    """``run`` and ``run_serial`` go to the end and say how far that was."""
+    with SWPipeline(plan, tasks()) as pipe:
+        for report in (pipe.run(range(7)), pipe.run_serial(range(7))):
+            assert report.iterations == 7
+            assert report.seconds > 0
+            assert report.iterations_per_s == pytest.approx(7 / report.seconds)
+
+
+def test_running_can_show_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    """``verbose`` draws on standard error, and nothing is drawn otherwise."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.run(range(3))
+        assert capsys.readouterr().err == ""
+        pipe.run(range(3), verbose=True)
+        assert "3/3" in capsys.readouterr().err
+
+
+def test_serial_order_is_as_declared_except_where_dependences_forbid_it() -> None:
+    """Tasks given in the wrong order run in the right one."""
+    with SWPipeline(piped(), list(reversed(tasks()))) as pipe:
+        assert [t.name for t in pipe.tasks] == list(NAMES)
+
+
+def test_a_plan_made_of_tasks_needs_no_list_of_them() -> None:
+    """The keys of the schedule are the tasks."""
+    plan = PipelinePlan(schedule={task("a"): TaskSchedule(), task("b"): TaskSchedule(stage=1)})
+    with SWPipeline(plan) as pipe:
+        assert [ctx.b for ctx in pipe.iterate([4, 5])] == [4, 5]
+
+
+def test_groups_run_on_their_own_threads_and_the_default_on_the_callers() -> None:
+    """One worker thread a group, named after it."""
+    seen: dict[str, set[str]] = {name: set() for name in NAMES}
+
+    def note(name: str) -> Any:
+        return lambda ctx: seen[name].add(threading.current_thread().name)
+
+    with SWPipeline(spread(), tasks(**{name: note(name) for name in NAMES})) as pipe:
+        pipe.run(range(5))
+    caller = threading.current_thread().name
+    assert list(seen.values()) == [
+        {"swpipe-io"}, {"swpipe-dist"}, {caller}, {caller}, {"swpipe-late"}
+    ]  # fmt: skip
+
+
+def test_stages_overlap() -> None:
+    """While one iteration is in forward, the next is already in h2d on another thread."""
+    in_forward, in_h2d = threading.Event(), threading.Event()
+
+    def forward(ctx: IterContext) -> None:
+        if ctx.iter_idx == 0:
+            in_forward.set()
+            await_event(in_h2d, "h2d of a later iteration while forward runs")
+
+    def h2d(ctx: IterContext) -> None:
+        if ctx.iter_idx == 2:
+            await_event(in_forward, "forward of iteration 0")
+            in_h2d.set()
+
+    with SWPipeline(piped(), tasks(forward=forward, h2d=h2d)) as pipe:
+        assert pipe.run(range(5)).iterations == 5
+
+
+def test_globally_ordered_tasks_run_one_at_a_time_in_one_order() -> None:
+    """Across threads they take turns, in the period order of the plan."""
+    order: list[tuple[str, int]] = []
+    inside = threading.Lock()
+
+    def turn(name: str) -> Any:
+        def run(ctx: IterContext) -> None:
+            assert inside.acquire(blocking=False), "two globally ordered tasks at once"
+            order.append((name, ctx.iter_idx))
+            inside.release()
+
+        return run
+
+    with SWPipeline(piped(), tasks(dist=turn("dist"), backward=turn("backward"))) as pipe:
+        pipe.run(range(4))
+    assert order == [
+        ("dist", 0),
+        ("dist", 1), ("backward", 0),
+        ("dist", 2), ("backward", 1),
+        ("dist", 3), ("backward", 2),
+        ("backward", 3),
+    ]  # fmt: skip
+
+
+def test_a_missing_attribute_is_explained() -> None:
+    """Reading what no task has set names the iteration and the mend."""
+    with (
+        SWPipeline(piped(), tasks(forward=lambda ctx: ctx.embeddings)) as pipe,
+        pytest.raises(AttributeError, match=r"no attribute 'embeddings'.*add the dependence"),
+    ):
+        pipe.run(range(3))
+
+
+# ------------------------------------------------------------------------------------------ misuse
+
+
+def test_a_closed_pipeline_refuses_to_run() -> None:
+    """After ``close``, every call that would run something says so; closing again is fine."""
+    pipe = SWPipeline(piped(), tasks())
+    pipe.fill_pipeline(iter(range(9)))
+    pipe.close()
+    pipe.close()
+    for call in (
+        lambda: pipe.progress(iter([1])),
+        lambda: pipe.fill_pipeline(iter([1])),
+        lambda: pipe.run_one_serial_iter(1),
+        lambda: pipe.run([1]),
+        pipe.drain,
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_filling_twice_is_refused() -> None:
+    """A full pipeline says what to do instead."""
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.fill_pipeline(data)
+        with pytest.raises(RuntimeError, match="2 iterations are in flight.*drain"):
+            pipe.fill_pipeline(data)
+
+
+def test_another_iterator_in_mid_flight_is_refused() -> None:
+    """Otherwise batches would be mixed up; the advice is to drain."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.fill_pipeline(iter(range(9)))
+        with pytest.raises(RuntimeError, match="another iterator.*drain"):
+            pipe.progress(iter(range(9)))
+        for serial in (lambda: pipe.run_one_serial_iter(0), lambda: pipe.run_serial([0])):
+            with pytest.raises(RuntimeError, match="in flight.*drain"):
+                serial()
+        assert [ctx.batch for ctx in pipe.drain()] == [0, 1]
+
+
+def test_what_is_no_iterator_is_refused() -> None:
+    """A list would start anew at each call."""
+    with (
+        SWPipeline(piped(), tasks()) as pipe,
+        pytest.raises(TypeError, match=r"an iterator, not list: pass iter\(loader\)"),
+    ):
+        pipe.progress([1, 2, 3])  # type: ignore[arg-type]
+
+
+def test_a_second_thread_cannot_drive() -> None:
+    """While one thread is inside ``progress``, another is told so."""
+    inside, told = threading.Event(), threading.Event()
+    refusals: list[BaseException] = []
+
+    def forward(_: IterContext) -> None:
+        inside.set()
+        await_event(told, "the refusal")
+
+    with SWPipeline(piped(), tasks(forward=forward)) as pipe:
+
+        def intrude() -> None:
+            await_event(inside, "progress")
+            try:
+                pipe.progress(iter([1]))
+            except RuntimeError as error:
+                refusals.append(error)
+            told.set()
+
+        intruder = threading.Thread(target=intrude)
+        intruder.start()
+        pipe.run(range(2))
+        intruder.join()
+    assert "driven already, by another thread" in str(refusals[0])
+
+
+def test_a_task_cannot_drive_its_own_pipeline() -> None:
+    """The same from inside."""
+    with SWPipeline(piped(), tasks(forward=lambda ctx: pipe.drain())) as pipe:
+        with pytest.raises(RuntimeError, match="by one of its own tasks"):
+            pipe.run(range(2))
+
+
+def test_an_unknown_task_cannot_be_shortcut() -> None:
+    """The error lists those that can."""
+    with (
+        SWPipeline(piped(), tasks()) as pipe,
+        pytest.raises(ValueError, match="no task 'fwd'; it has h2d, dist, forward"),
+    ):
+        pipe.enable_shortcut("fwd")
+
+
+def test_an_unknown_device_is_refused() -> None:
+    """The error says what the machine has."""
+    with pytest.raises(ValueError, match="'xpu' is not on this machine"):
+        SWPipeline(piped(), tasks(), device="xpu")
+
+
+# ----------------------------------------------------------------------------------------- pictures
+
+
+def test_the_schedule_prints_as_a_grid() -> None:
+    """Rows are tasks in period order, cells the iteration each works on."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        assert pipe.format_schedule(4).splitlines() == [
+            "                    p0  p1  p2  p3",
+            "dist [io]            .   0   1   2",
+            "h2d [io]             0   1   2   3",
+            "forward [default]    .   .   0   1",
+            "backward [default]   .   .   0   1",
+            "step [default]       .   .   0   1",
+        ]
+
+
+def test_the_stages_print_with_what_each_task_waits_for() -> None:
+    """One row a task, with its place and the lag of each wait."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        lines = pipe.format_stage_analysis().splitlines()
+    assert lines[0] == "depth 3"
+    assert "dist (1), step (1)" in next(line for line in lines if "forward" in line)
+
+
+def test_tasks_keep_their_own_hash_in_plans_with_functions_swapped() -> None:
+    """The same plan runs other functions under the same names."""
+    doubled = [PipelineTask(name, lambda ctx: setattr(ctx, "x", ctx.batch * 2)) for name in NAMES]
+    with SWPipeline(piped(), doubled) as pipe:
+        assert [ctx.x for ctx in pipe.iterate([1, 2])] == [2, 4]

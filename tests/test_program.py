@@ -1,0 +1,169 @@
+"""A compiled plan waits where it must, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.dependence import dependences, lag, period_order
+from swpipe.program import ADMIT, RETIRE, EventWait, Instruction, Program, compile_plan
+from tests.plans_for_tests import piped, spread
+
+
+def lanes(program: Program) -> dict[str, list[str]]:
+    """Group to task names, in lane order."""
+    return {lane.group: [ins.task for ins in lane.instructions] for lane in program.lanes}
+
+
+def host_waits(ins: Instruction) -> set[tuple[str, int]]:
+    """(producer, lag) of an instruction's host waits."""
+    return {(wait.producer, wait.lag) for wait in ins.host_waits}
+
+
+def test_every_kind_of_ordering_is_a_dependence_with_a_distance() -> None:
+    """``deps`` have distance 0, ``cross_iter_deps`` their own, ``same_period_deps`` the stages' difference."""
+    plan = PipelinePlan(
+        schedule={"a": TaskSchedule(stage=2), "b": TaskSchedule(stage=0)},
+        deps=[("a", "b")],
+        cross_iter_deps=[("a", "b", 3)],
+        same_period_deps=[("a", "b")],
+    )
+    assert [(dep.distance, lag(plan, dep)) for dep in dependences(plan)] == [
+        (0, 2),
+        (3, 5),
+        (-2, 0),
+    ]
+
+
+def test_doubles_count_once() -> None:
+    """The same dependence said twice is one."""
+    plan = PipelinePlan(
+        schedule={"a": TaskSchedule(), "b": TaskSchedule()}, deps=[("a", "b"), ("a", "b")],
+        same_period_deps=[("a", "b")],
+    )  # fmt: skip
+    assert len(dependences(plan)) == 1
+
+
+def test_ties_go_to_worker_groups_then_higher_stages_then_declaration() -> None:
+    """Without edges of lag 0, the order within a period follows the rules of the design."""
+    plan = PipelinePlan(
+        schedule={
+            "main0": TaskSchedule(stage=0),
+            "main2": TaskSchedule(stage=2),
+            "io0": TaskSchedule(stage=0, thread_group="io"),
+            "io1b": TaskSchedule(stage=1, thread_group="io"),
+            "io1c": TaskSchedule(stage=1, thread_group="io"),
+        }
+    )
+    assert period_order(plan) == ["io1b", "io1c", "io0", "main2", "main0"]
+
+
+def test_the_plans_own_order_decides_first() -> None:
+    """``order`` outranks group, stage and declaration."""
+    plan = PipelinePlan(
+        schedule={
+            "a": TaskSchedule(),
+            "b": TaskSchedule(thread_group="io"),
+            "c": TaskSchedule(stage=1),
+        },
+        order=["a", "b"],
+    )
+    assert period_order(plan) == ["c", "a", "b"]
+
+
+def test_the_default_lane_is_framed_by_admission_and_retirement() -> None:
+    """Worker lanes hold their tasks alone; the default lane has swpipe's own two at its ends."""
+    assert lanes(compile_plan(piped(), streams=False)) == {
+        "default": [ADMIT, "forward", "backward", "step", RETIRE],
+        "io": ["dist", "h2d"],
+    }
+
+
+def test_no_wait_is_left_that_others_imply() -> None:
+    """Of the example's edges between threads, one wait each way and one for the batch remain."""
+    program = compile_plan(piped(), streams=True).instructions
+    assert host_waits(program["dist"]) == {("backward", 1)}  # its turn among collectives
+    assert host_waits(program["h2d"]) == {(ADMIT, 0)}
+    assert host_waits(program["backward"]) == {("dist", 0)}  # likewise, and so after forward's data
+    assert host_waits(program["forward"]) == set()
+    assert program["dist"].event_waits == (EventWait("h2d", 0),)
+    assert program["forward"].event_waits == (EventWait("dist", 0),)
+    assert program["backward"].event_waits == ()  # behind forward on the same stream
+    assert program[RETIRE].event_waits == ()  # all work leads to the caller's stream
+
+
+def test_only_what_is_waited_for_is_recorded_and_published() -> None:
+    """Events and progress nobody waits for cost nothing."""
+    program = compile_plan(piped(), streams=True).instructions
+    assert {name for name, ins in program.items() if ins.record} == {ADMIT, "h2d", "dist"}
+    assert {name for name, ins in program.items() if ins.publish} == {ADMIT, "dist", "backward"}
+
+
+def test_every_event_can_be_recorded_for_hunting_trouble() -> None:
+    """``record_all`` records each task, needed or not."""
+    program = compile_plan(piped(), streams=True, record_all=True).instructions
+    assert all(program[name].record for name in piped().schedule)
+
+
+def test_without_streams_there_are_no_events_and_no_stream_order() -> None:
+    """On a CPU, tasks that name one stream from two threads do not wait for each other."""
+    plan = PipelinePlan(
+        schedule={
+            "a": TaskSchedule(stream="s", thread_group="one"),
+            "b": TaskSchedule(stream="s", thread_group="two"),
+        },
+        pipeline_depth=2,
+    )
+    on_cpu = compile_plan(plan, streams=False).instructions
+    assert host_waits(on_cpu["a"]) == host_waits(on_cpu["b"]) == {(ADMIT, 1)}
+    assert not any(ins.event_waits or ins.record for ins in on_cpu.values() if ins.task != ADMIT)
+    on_device = compile_plan(plan, streams=True).instructions
+    assert host_waits(on_device["b"]) == {("a", 0)}
+    assert host_waits(on_device["a"]) == {("b", 1), (ADMIT, 1)}
+
+
+def test_more_depth_lets_workers_run_ahead_of_the_caller() -> None:
+    """Each iteration more moves the tasks one period behind their admission."""
+    plan = replace(spread(), pipeline_depth=6)
+    program = compile_plan(plan, streams=False).instructions
+    assert host_waits(program["h2d"]) == {(ADMIT, 2)}
+    assert program[RETIRE].stage == program["step"].stage == 5
+
+
+def test_events_are_held_as_long_as_some_dependence_can_ask_for_them() -> None:
+    """The ring has room for the depth and the largest distance."""
+    plan = PipelinePlan(
+        schedule={"a": TaskSchedule(stream="s"), "b": TaskSchedule()},
+        cross_iter_deps=[("b", "a", 7)],
+        pipeline_depth=2,
+    )
+    assert compile_plan(plan, streams=True).ring == 9
+
+
+@pytest.mark.parametrize("distance", [1, 3])
+def test_an_older_iteration_is_implied_by_a_newer_one(distance: int) -> None:
+    """Waiting for a producer's work on this iteration covers its work on earlier ones."""
+    plan = PipelinePlan(
+        schedule={"a": TaskSchedule(stream="s", thread_group="io"), "b": TaskSchedule()},
+        deps=[("b", "a")],
+        cross_iter_deps=[("b", "a", distance)],
+    )
+    b = compile_plan(plan, streams=True).instructions["b"]
+    assert host_waits(b) == {("a", 0)}
+    assert b.event_waits == (EventWait("a", 0),)
+
+
+def test_a_wait_for_the_future_of_another_iteration_is_never_dropped() -> None:
+    """An edge of negative distance binds iterations that others do not, so it stays."""
+    plan = PipelinePlan(
+        schedule={
+            "prefetch": TaskSchedule(stage=0, stream="s"),
+            "backward": TaskSchedule(stage=1),
+        },
+        deps=[("backward", "prefetch")],
+        same_period_deps=[("backward", "prefetch")],
+    )
+    backward = compile_plan(plan, streams=True).instructions["backward"]
+    assert set(backward.event_waits) == {EventWait("prefetch", 0), EventWait("prefetch", -1)}
