@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from swpipe.containers import has_record_stream
-from swpipe.tree import Node, nodes_in, open_node, tensors_in
+from swpipe.tree import Node, nodes_in, open_node, parts_of, tensors_in
 
 
 class Changes(NamedTuple):
@@ -119,11 +119,10 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.layout is not torch.strided:
-        return torch.equal(a, b)
-    return torch.equal(_bytes(a), _bytes(b))  # NaN equals itself here
+    return a.shape == b.shape and all(
+        x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))  # bytes: NaN is the same as NaN
+        for x, y in zip(parts_of(a), parts_of(b), strict=True)
+    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ Guarantees
       modified in place (``swpipe.changes`` tells how that is seen), with tensors in any nesting
       (``swpipe.tree``), and what each ``DeclaredIO`` captured. What they shared is shared again.
     - It copies no tensor: what it puts back shares memory with the cache. Should someone modify
-      that in place, the next replay refuses and names the attribute. Only ``.grad`` is copied, since
-      autograd itself adds to it in place.
+      that in place, the next replay refuses and names the attribute. Only ``.grad`` is copied,
+      since autograd itself adds to it in place.
     - Containers are built anew each time. Parameters, and all that is no tensor, come back as the
       very objects that they were.
     - A tensor that was the result of a graph comes back as one (``swpipe.graft``): the upstream
@@ -281,15 +281,15 @@ class _Cache:
                     raise RuntimeError(
                         f"task {task!r} cannot be replayed: {place} holds a container that makes "
                         "tensors of its own when it is built anew, so those put into it are lost. "
-                        "Use a dataclass instead, or keep it out of the context and declare it as io"
+                        "Use a dataclass, or keep it out of the context and declare it as io"
                     )
 
     def _check_whole(self, task: str) -> None:
         for kept in self._kept.values():
             if kept.tensor._version != kept.version:
                 raise RuntimeError(
-                    f"task {task!r} cannot be replayed: {kept.where} was modified in place after it "
-                    "was put back, and what is put back shares memory with the cache. Clone it "
+                    f"task {task!r} cannot be replayed: {kept.where} was modified in place after "
+                    "it was put back, and what is put back shares memory with the cache. Clone it "
                     "before modifying it, or shortcut the task that modifies it too; "
                     f"disable_shortcut({task!r}) drops the cache"
                 )

@@ -85,15 +85,16 @@ def open_node(container: Any) -> Node:
 def record_stream(value: Any, *streams: Any) -> None:
     """Let no memory of ``value`` be used anew before what each of ``streams`` was given is done.
 
-    Calls ``Tensor.record_stream`` for every tensor in ``value`` that lies on an accelerator, and an
-    object's own ``record_stream`` where no tensor can be seen in the object.
+    Calls ``Tensor.record_stream`` for every tensor in ``value`` that lies on an accelerator, for
+    its ``.grad`` too, and an object's own ``record_stream`` where no tensor is seen in it.
     """
     found: list[Tensor] = []
     blind: list[Any] = []
     _collect(value, {}, found, blind)
+    found += [t.grad for t in found if t.requires_grad and t.is_leaf and t.grad is not None]
     for tensor in found:
         if not (tensor.is_cpu or tensor.is_meta):
-            for part in _parts(tensor):
+            for part in parts_of(tensor):
                 for stream in streams:
                     part.record_stream(stream)
     for owner in blind:
@@ -101,11 +102,11 @@ def record_stream(value: Any, *streams: Any) -> None:
             owner.record_stream(stream)
 
 
-def _parts(tensor: Any) -> Iterator[Tensor]:
+def parts_of(tensor: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that ``tensor`` is made of; itself as a rule."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+            yield from parts_of(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,0 +1,198 @@
+"""What a task did to its context is seen, however deep it lies, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe.changes import Changes, Watch
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    label: str = "l"
+
+
+class Lazy:
+    """Works out its length when asked, as torchrec's jagged tensors do."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.name: str | None = None
+        self._length: int | None = None
+
+    def length(self) -> int:
+        if self._length is None:
+            self._length = len(self.x)
+        return self._length
+
+    def record_stream(self, stream: object) -> None: ...
+
+
+def x() -> Tensor:
+    return torch.ones(3)
+
+
+def context() -> SimpleNamespace:
+    return SimpleNamespace(
+        iter_idx=3,
+        tensor=x(),
+        leaf=x().requires_grad_(),
+        listing=[x(), [x()]],
+        mapping={"a": x(), "b": 1},
+        batch=Batch(x()),
+        lazy=Lazy(x()),
+        parameter=torch.nn.Parameter(x()),
+        pair=(x(), 1.5),
+    )
+
+
+def changes(task: Callable[[Any], object], ctx: Any = None) -> Changes:
+    ctx = context() if ctx is None else ctx
+    watch = Watch(vars(ctx))
+    task(ctx)
+    return watch.changes(vars(ctx))
+
+
+def set_item(ctx: Any) -> None:
+    ctx.mapping["b"] = 2
+
+
+def rename_item(ctx: Any) -> None:
+    ctx.mapping["c"] = ctx.mapping.pop("b")
+
+
+def set_attribute(ctx: Any) -> None:
+    ctx.batch.label = "m"
+
+
+def set_gradient(ctx: Any) -> None:
+    ctx.leaf.grad = x()
+
+
+def name_lazy(ctx: Any) -> None:
+    ctx.lazy.name = "n"
+
+
+@pytest.mark.parametrize(
+    ("task", "produced"),
+    [
+        (lambda ctx: setattr(ctx, "new", 1), "new"),
+        (lambda ctx: setattr(ctx, "tensor", x()), "tensor"),
+        (lambda ctx: ctx.tensor.add_(1), "tensor"),
+        (lambda ctx: ctx.tensor[1:].add_(1), "tensor"),
+        (lambda ctx: ctx.tensor.detach().add_(1), "tensor"),
+        (lambda ctx: ctx.tensor.requires_grad_(), "tensor"),
+        (lambda ctx: ctx.listing.append(1), "listing"),
+        (lambda ctx: ctx.listing[1].append(1), "listing"),
+        (lambda ctx: ctx.listing[1][0].add_(1), "listing"),
+        (lambda ctx: ctx.listing.reverse(), "listing"),
+        (lambda ctx: ctx.mapping["a"].add_(1), "mapping"),
+        (set_item, "mapping"),
+        (rename_item, "mapping"),
+        (lambda ctx: ctx.batch.x.add_(1), "batch"),
+        (set_attribute, "batch"),
+        (lambda ctx: ctx.pair[0].add_(1), "pair"),
+        (lambda ctx: ctx.lazy.x.add_(1), "lazy"),
+        (name_lazy, "lazy"),
+        (set_gradient, "leaf"),
+        (lambda ctx: (ctx.leaf * 2).sum().backward(), "leaf"),
+    ],
+)
+def test_each_change_is_seen_and_no_other(task: Callable[[Any], object], produced: str) -> None:
+    """One attribute was added, rebound or modified in place: that one is told."""
+    assert changes(task) == ((produced,), ())
+
+
+def test_deleted_attributes_are_told() -> None:
+    """What is gone is told by name."""
+    assert changes(lambda ctx: delattr(ctx, "batch")) == ((), ("batch",))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        lambda ctx: None,
+        lambda ctx: (ctx.tensor * 2, ctx.listing[0].sum(), ctx.mapping["a"].view(-1)),
+        lambda ctx: setattr(ctx, "tensor", ctx.tensor),
+        lambda ctx: ctx.lazy.length(),
+        lambda ctx: ctx.parameter.data.add_(1),
+        lambda ctx: setattr(ctx.parameter, "grad", x()),
+    ],
+)
+def test_reading_is_no_change(task: Callable[[Any], object]) -> None:
+    """Reads, lazily kept results and the content of parameters are not counted."""
+    assert changes(task) == ((), ())
+
+
+def test_a_gradient_that_is_added_to_is_seen() -> None:
+    """A second backward modifies the gradient of the first in place."""
+    ctx = context()
+    ctx.leaf.grad = x()
+    assert changes(lambda ctx: (ctx.leaf * 2).sum().backward(), ctx) == (("leaf",), ())
+
+
+def test_an_optimizer_step_changes_parameters_alone() -> None:
+    """A parameter's version moves with every step, which is not the context's affair."""
+
+    def step(ctx: Any) -> None:
+        with torch.no_grad():
+            ctx.parameter.add_(1)
+
+    assert changes(step) == ((), ())
+
+
+@torch.inference_mode()
+def test_tensors_without_version_counters_are_compared() -> None:
+    """In inference mode numbers tell, NaN included; what was only read is unchanged."""
+    ctx = SimpleNamespace(a=x(), b=torch.tensor([float("nan"), 1.0]), c=x().to_sparse())
+    assert changes(lambda ctx: ctx.a.add_(1), ctx) == (("a",), ())
+    assert changes(lambda ctx: ctx.b + 1, ctx) == ((), ())
+    assert changes(lambda ctx: ctx.b[1:].zero_(), ctx) == (("b",), ())
+    assert changes(lambda ctx: ctx.c.mul_(2), ctx) == (("c",), ())
+
+
+def test_an_id_that_comes_back_is_not_taken_for_the_old_object() -> None:
+    """Values are held while they are watched, so a new one never has an old one's id."""
+    ctx = SimpleNamespace(thing=[object()])
+    for _ in range(50):
+
+        def swap(ctx: Any) -> None:
+            ctx.thing[0] = None
+            ctx.thing[0] = object()
+
+        assert changes(swap, ctx) == (("thing",), ())
+
+
+def test_a_gradient_of_an_inner_tensor_is_read_without_a_warning() -> None:
+    """Tensors that are no leaves are watched too, without the warning about their .grad."""
+    ctx = context()
+    ctx.inner = ctx.leaf * 2
+    ctx.inner.retain_grad()
+    assert changes(lambda ctx: ctx.inner.sum().backward(), ctx) == (("leaf", "inner"), ())
+
+
+def test_lookups_in_a_keyed_jagged_tensor_are_no_change() -> None:
+    """Offsets, lengths and the dictionary that a KJT keeps for itself do not count."""
+    torchrec = pytest.importorskip("torchrec")
+    kjt = torchrec.KeyedJaggedTensor(
+        keys=["f", "g"], values=torch.arange(5), lengths=torch.tensor([1, 2, 0, 2])
+    )
+    ctx = SimpleNamespace(kjt=kjt)
+
+    def read(ctx: Any) -> None:
+        ctx.kjt.offsets()
+        ctx.kjt.length_per_key()
+        ctx.kjt.to_dict()
+        ctx.kjt["f"].offsets()
+
+    assert changes(read, ctx) == ((), ())
+    assert kjt._jt_dict is not None
+    assert changes(lambda ctx: ctx.kjt.values().add_(1), ctx) == (("kjt",), ())

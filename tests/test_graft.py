@@ -1,0 +1,183 @@
+"""Kept tensors stand in the autograd graph where a task's outputs would have stood."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe.graft import Zeros, edges_of, graft, reached
+
+
+def x(value: float = 1.0) -> Tensor:
+    return torch.full((3,), float(value))
+
+
+def weight() -> Tensor:
+    return x(2).requires_grad_()
+
+
+def test_values_pass_unchanged_and_without_a_copy() -> None:
+    """What comes out shares memory with what was kept."""
+    kept = x(5)
+    (output,) = graft([kept], [], [])
+    assert torch.equal(output, x(5))
+    assert output.data_ptr() == kept.data_ptr()
+
+
+def test_gradients_go_on_to_the_kept_tensor() -> None:
+    """The incoming gradient arrives at the leaf under the output, unchanged."""
+    (output,) = graft([x(5)], [], [])
+    (output * 3).sum().backward()
+    assert output.grad_fn is not None
+    leaf = output.grad_fn.next_functions[-1][0].variable  # type: ignore[union-attr]
+    assert torch.equal(leaf.grad, x(3))
+
+
+def test_upstream_gets_zeros() -> None:
+    """Every upstream tensor gets a gradient of zeros, and so do the parameters behind it."""
+    first, second = weight(), weight()
+    upstream = [first * 2, second * 3]
+    (output,) = graft([x(5)], upstream, Zeros().like(upstream, None))
+    output.sum().backward()
+    for parameter in (first, second):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, x(0))
+
+
+def test_upstream_gets_zeros_when_one_output_of_several_is_used() -> None:
+    """An output that nobody uses neither fails nor gets a gradient."""
+    parameter = weight()
+    upstream = [parameter * 2]
+    used, unused = graft([x(5), x(6)], upstream, Zeros().like(upstream, None))
+    used.sum().backward()
+    assert unused.requires_grad
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, x(0))
+
+
+def test_types_and_shapes_may_differ() -> None:
+    """Half, double and complex outputs stand beside upstream tensors of other shapes."""
+    parameter = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    upstream = [parameter * 2]
+    kept = [x().half(), x().double(), x().to(torch.complex64)]
+    outputs = graft(kept, upstream, Zeros().like(upstream, None))
+    assert [output.dtype for output in outputs] == [torch.half, torch.double, torch.complex64]
+    sum(output.abs().sum().double() for output in outputs).backward()  # type: ignore[union-attr]
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == torch.bfloat16
+    assert not parameter.grad.any()
+
+
+def test_an_output_may_be_modified_in_place() -> None:
+    """As the task's own output might; autograd does not take it for a view."""
+    parameter = weight()
+    upstream = [parameter * 2]
+    (output,) = graft([x(5)], upstream, Zeros().like(upstream, None))
+    output.mul_(2).sum().backward()
+    assert parameter.grad is not None
+
+
+def test_backward_twice_through_a_retained_graph_gives_zeros_twice() -> None:
+    """The zeros are not used up by the first backward."""
+    parameter = weight()
+    upstream = [parameter * 2]
+    (output,) = graft([x(5)], upstream, Zeros().like(upstream, None))
+    output.sum().backward(retain_graph=True)
+    output.sum().backward()
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, x(0))
+
+
+# ------------------------------------------------------------------------------ zeros
+
+
+def test_zeros_are_made_once() -> None:
+    """For as long as shape, type and device agree, the same tensors are handed out."""
+    zeros = Zeros()
+    first = zeros.like([weight(), weight()], None)
+    assert list(map(id, zeros.like([weight(), weight()], None))) == list(map(id, first))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(4), torch.ones(3, 1), x().double(), torch.ones(3, device="meta"), x().to_sparse()],
+)
+def test_zeros_that_do_not_fit_are_made_anew(other: Tensor) -> None:
+    """Another shape, type, device or layout gets zeros of its own."""
+    zeros = Zeros()
+    (first,) = zeros.like([x()], None)
+    (second,) = zeros.like([other], None)
+    assert second is not first
+    assert (second.shape, second.dtype, second.device) == (other.shape, other.dtype, other.device)
+    assert second.layout is other.layout
+
+
+def test_zeros_from_another_stream_are_made_anew() -> None:
+    """The stream that they were made on may be late."""
+    zeros = Zeros()
+    (first,) = zeros.like([x()], "stream a")
+    (second,) = zeros.like([x()], "stream b")
+    assert second is not first
+
+
+def test_zeros_that_a_hook_modified_are_made_anew() -> None:
+    """A gradient hook that writes into the gradient spoils it for that backward only."""
+    zeros = Zeros()
+    for _ in range(2):
+        parameter = weight()
+        inner = parameter * 1
+        upstream = [inner]
+        inner.register_hook(lambda gradient: gradient.add_(7))
+        given = zeros.like(upstream, None)
+        assert not given[0].any()
+        graft([x()], upstream, given)[0].sum().backward()
+
+
+def test_gradients_do_not_share_memory_with_the_zeros() -> None:
+    """An optimizer that modifies .grad in place leaves the zeros as they are."""
+    parameter = weight()
+    zeros = Zeros()
+    (given,) = zeros.like([parameter], None)
+    graft([x()], [parameter], [given])[0].sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.data_ptr() != given.data_ptr()
+
+
+# ------------------------------------------------------------- what outputs come from
+
+
+def test_only_what_outputs_were_computed_from_is_reached() -> None:
+    """A tensor that the task did not use is not; one that it detached is not either."""
+    used, unused, cut = weight() * 2, weight() * 2, weight() * 2
+    edges = edges_of({"used": [used], "unused": unused, "cut": cut, "plain": x()})
+    output = (used + cut.detach()).sum()
+    assert reached([output], edges) == {"used"}
+
+
+def test_the_search_ends_at_what_is_reached_first() -> None:
+    """Behind an attribute lies what it came from; that is reached through it."""
+    early = weight() * 2
+    late = early * 3
+    edges = edges_of({"early": early, "late": late})
+    assert reached([late.exp()], edges) == {"late"}
+    assert reached([late.exp() + early], edges) == {"early", "late"}
+
+
+def test_leaves_views_and_one_of_several_results_are_reached() -> None:
+    """Parameters, views, tensors modified in place and parts of a split are told apart."""
+    leaf, whole = weight(), torch.ones(4, requires_grad=True) * 2
+    left, right = whole.split(2)
+    modified = weight() * 2
+    edges = edges_of({"leaf": leaf, "left": left, "right": right, "modified": modified})
+    assert reached([leaf.view(3, 1).sum()], edges) == {"leaf"}
+    assert reached([right.sum()], edges) == {"right"}
+    modified.mul_(2)
+    assert reached([modified], edges) == {"modified"}
+
+
+def test_an_upstream_tensor_handed_on_as_it_is_is_reached() -> None:
+    """An output may be an input."""
+    upstream = weight() * 2
+    assert reached([upstream], edges_of({"upstream": upstream})) == {"upstream"}
+    assert reached([x()], edges_of({"upstream": upstream})) == frozenset()

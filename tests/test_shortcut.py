@@ -1,0 +1,830 @@
+"""A replayed task leaves behind what its cached run left behind, and runs nothing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from swpipe.context import IterContext
+from swpipe.shortcut import Shortcuts
+from swpipe.task import DeclaredIO, PipelineTask
+from swpipe.tree import map_tensors
+
+Fn = Callable[[Any], object]
+
+
+def x(value: float = 1.0) -> Tensor:
+    return torch.full((3,), float(value))
+
+
+def weight(value: float = 2.0) -> Tensor:
+    return x(value).requires_grad_()
+
+
+class Shortcut:
+    """One task, shortcut from the start, that counts how often its function runs."""
+
+    def __init__(
+        self, fn: Fn, io: Sequence[DeclaredIO] = (), shortcuts: Shortcuts | None = None
+    ) -> None:
+        self.runs = 0
+        self._fn = fn
+        self.task = PipelineTask("t", self._counted, io=io)
+        self.shortcuts = shortcuts or Shortcuts()
+        self.shortcuts.enable(["t"])
+
+    def _counted(self, ctx: Any) -> None:
+        self.runs += 1
+        self._fn(ctx)
+
+    def __call__(self, **attributes: Any) -> Any:
+        """One iteration with these attributes set by tasks before."""
+        ctx = SimpleNamespace(**attributes)
+        self.shortcuts.run(self.task, ctx)
+        return ctx
+
+    def twice(self, make: Callable[[], dict[str, Any]] = dict) -> Any:
+        """A cached run, then a replay on a context of its own; the context of the replay."""
+        self(**make())
+        assert self.runs == 1
+        ctx = self(**make())
+        assert self.runs == 1
+        return ctx
+
+
+def assign(**attributes: Any) -> Fn:
+    return lambda ctx: vars(ctx).update(attributes)
+
+
+def written_out(tensor: Tensor) -> tuple[torch.dtype, bool, list[float]]:
+    return tensor.dtype, tensor.requires_grad, tensor.tolist()
+
+
+# ----------------------------------------------------------------------------- modes
+
+
+def test_a_task_runs_once_and_is_replayed_from_then_on() -> None:
+    """Enabled: one cached run, then replays; disabled and enabled again: one more run."""
+    shortcut = Shortcut(assign(y=x(5)))
+    for _ in range(3):
+        assert torch.equal(shortcut().y, x(5))
+    assert shortcut.runs == 1
+    shortcut.shortcuts.disable(["t"])
+    assert "t" not in shortcut.shortcuts.names
+    shortcut.shortcuts.enable(["t"])
+    shortcut()
+    assert shortcut.runs == 2
+
+
+def test_enabling_again_keeps_the_cache() -> None:
+    """A task that is enabled already goes on with its cache."""
+    shortcut = Shortcut(assign(y=x()))
+    shortcut()
+    shortcut.shortcuts.enable(["t"])
+    shortcut()
+    assert shortcut.runs == 1
+
+
+def test_names_is_one_set_that_follows() -> None:
+    """The engine looks tasks up in one set object, which changes in place."""
+    shortcuts = Shortcuts()
+    names = shortcuts.names
+    shortcuts.enable(["a", "b"])
+    assert names == {"a", "b"}
+    shortcuts.disable(["a", "c"])
+    assert names == {"b"}
+    assert names is shortcuts.names
+
+
+def test_a_task_that_is_not_enabled_just_runs() -> None:
+    """As one that was disabled between the engine's look-up and the run."""
+    shortcut = Shortcut(assign(y=x()))
+    shortcut.shortcuts.disable(["t"])
+    shortcut()
+    shortcut()
+    assert shortcut.runs == 2
+
+
+def test_the_cached_run_is_the_task_s_own() -> None:
+    """The iteration whose outputs are kept goes on with the very objects that the task made."""
+    made = x(5)
+    ctx = Shortcut(assign(y=made))()
+    assert ctx.y is made
+
+
+def test_a_failing_task_leaves_no_cache() -> None:
+    """The next run tries again."""
+
+    def fail(ctx: Any) -> None:
+        raise ValueError("no")
+
+    shortcut = Shortcut(fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            shortcut()
+    assert shortcut.runs == 2
+
+
+def test_disabling_lets_go_of_the_cache() -> None:
+    """Nothing of what was produced is held after that."""
+    thing = type("Thing", (), {})()
+    gone = weakref.ref(thing)
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", things.pop()))
+    things = [thing]
+    del thing
+    shortcut()
+    shortcut()
+    assert gone() is not None
+    shortcut.shortcuts.disable(["t"])
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_cached_run_s_context_is_not_held() -> None:
+    """Neither its tensors nor what came before the task stay alive with the cache."""
+    upstream = weight() * 2
+    gone = weakref.ref(upstream)
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * 2))
+    produced = weakref.ref(shortcut(x=upstream).y)
+    del upstream
+    gc.collect()
+    assert gone() is None
+    assert produced() is None
+
+
+def test_any_context_will_do() -> None:
+    """The engine's own contexts are replayed like any other."""
+    shortcuts = Shortcuts()
+    task = PipelineTask("t", lambda ctx: setattr(ctx, "y", ctx.batch + 1))
+    shortcuts.enable(["t"])
+    for i in range(2):
+        ctx = IterContext(x(i), i)
+        shortcuts.run(task, ctx)
+        assert torch.equal(ctx.y, x(1))
+        assert ctx.iter_idx == i
+        assert torch.equal(ctx.batch, x(i))
+
+
+# ------------------------------------------------------------------ what is put back
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    flag: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    name: str
+
+
+@dataclass
+class Batch:
+    dense: Tensor
+    more: dict[str, list[Tensor]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        x(5),
+        torch.arange(3),
+        torch.tensor(True),
+        x(5).half(),
+        [x(1), (x(2), {"a": x(3)})],
+        (x(5), True),
+        [(x(5), False), (x(6), True)],
+        (x(5), 0, None),
+        Pair(x(5), True),
+        Frozen(x(5), "n"),
+        Batch(x(1), {"a": [x(2), x(3)]}),
+        {"nested": [Batch(x(1), {}), Pair(x(2), False)]},
+        "text",
+        None,
+        3,
+    ],
+    ids=str,
+)
+def test_any_value_comes_back_as_it_was(value: Any) -> None:
+    """Tensors of any type, nestings, and tuples that look like entries of a cache."""
+    back = Shortcut(assign(y=value)).twice().y
+    assert type(back) is type(value)
+    assert map_tensors(back, written_out) == map_tensors(value, written_out)
+
+
+def test_a_tuple_that_looks_like_a_cache_entry_stays_a_tuple() -> None:
+    """(tensor, True) is a user's value like any other, and its tensor requires no grad."""
+    back = Shortcut(assign(y=(x(5), True))).twice().y
+    assert type(back) is tuple
+    assert back[1] is True
+    assert not back[0].requires_grad
+
+
+def test_added_and_rebound_attributes_come_back() -> None:
+    """What the task did not touch is the present iteration's own."""
+    own = x(9)
+    ctx = Shortcut(assign(old=x(2), new=x(3))).twice(lambda: {"old": x(1), "other": own})
+    assert torch.equal(ctx.old, x(2))
+    assert torch.equal(ctx.new, x(3))
+    assert ctx.other is own
+
+
+def test_changes_in_place_come_back() -> None:
+    """A tensor modified in place, alone or deep in a container, comes back modified."""
+
+    def modify(ctx: Any) -> None:
+        ctx.a.add_(1)
+        ctx.b["c"][0].mul_(3)
+        ctx.d.append(x(4))
+
+    ctx = Shortcut(modify).twice(lambda: {"a": x(1), "b": {"c": [x(2)]}, "d": []})
+    assert torch.equal(ctx.a, x(2))
+    assert torch.equal(ctx.b["c"][0], x(6))
+    assert torch.equal(ctx.d[0], x(4))
+
+
+@torch.inference_mode()
+def test_changes_in_place_come_back_in_inference_mode() -> None:
+    """There tensors have no version counters, and are compared."""
+    ctx = Shortcut(lambda ctx: ctx.a.add_(1)).twice(lambda: {"a": x(1), "b": x(7)})
+    assert torch.equal(ctx.a, x(2))
+
+
+def test_deleted_attributes_are_deleted() -> None:
+    """Replay deletes what the task deleted; where it is absent already, that is fine."""
+    shortcut = Shortcut(lambda ctx: vars(ctx).pop("a", None))
+    shortcut(a=1, b=2)
+    assert vars(shortcut(a=1, b=2)) == {"b": 2}
+    assert vars(shortcut(b=2)) == {"b": 2}
+
+
+def test_an_attribute_deleted_and_set_again_is_set() -> None:
+    """Only what is gone in the end counts as deleted."""
+
+    def swap(ctx: Any) -> None:
+        del ctx.a
+        ctx.a = x(5)
+
+    assert torch.equal(Shortcut(swap).twice(lambda: {"a": x(1)}).a, x(5))
+
+
+def test_what_was_shared_comes_back_shared() -> None:
+    """One tensor under two attributes, and in an io's state, is one tensor after replay."""
+    shared = x(5)
+    restored: list[Any] = []
+    io = DeclaredIO(capture=lambda: {"s": shared}, restore=restored.append)
+    ctx = Shortcut(assign(a=shared, b=[shared]), [io]).twice()
+    assert ctx.a is ctx.b[0] is restored[0]["s"]
+    assert ctx.a is not shared
+
+
+def test_parameters_come_back_by_reference() -> None:
+    """A parameter is its module's: no clone, and no graft."""
+    parameter = torch.nn.Parameter(x())
+    ctx = Shortcut(assign(p=parameter, q=[parameter])).twice()
+    assert ctx.p is parameter
+    assert ctx.q[0] is parameter
+
+
+def test_other_objects_come_back_by_reference() -> None:
+    """Modules, handles and functions are handed out as they are."""
+    thing = object()
+    assert Shortcut(assign(y=[thing])).twice().y[0] is thing
+
+
+def test_each_replay_builds_containers_anew() -> None:
+    """Who appends to a replayed list or sets an item leaves the cache as it was."""
+    shortcut = Shortcut(assign(y=[1], z={"a": [x()]}))
+    shortcut()
+    for _ in range(2):
+        ctx = shortcut()
+        assert ctx.y == [1]
+        assert len(ctx.z["a"]) == 1
+        ctx.y.append(2)
+        ctx.z["a"].append(3)
+        ctx.z["b"] = 4
+
+
+def test_what_downstream_does_in_the_cached_iteration_is_not_kept() -> None:
+    """The cache is made right after the task, from clones."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", [x(5)]))
+    ctx = shortcut()
+    ctx.y[0].zero_()
+    ctx.y.append(1)
+    (back,) = shortcut().y
+    assert torch.equal(back, x(5))
+
+
+def test_replay_copies_nothing() -> None:
+    """Two replays share one memory, which is not the cached run's."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
+    cached, first, second = (shortcut().y.data_ptr() for _ in range(3))
+    assert first == second != cached
+
+
+def test_a_container_that_makes_its_own_tensors_is_refused() -> None:
+    """What cannot be put back is said so at once, with attribute and mend."""
+
+    class Copying:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x.clone()
+
+    pytree.register_pytree_node(Copying, lambda v: ([v.x], None), lambda c, _: Copying(*c))
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "odd", [Copying(x())]))
+    with pytest.raises(RuntimeError, match=r"'t'.*ctx\.odd.*dataclass"):
+        shortcut()
+
+
+# ---------------------------------------------------------- a cache that was modified
+
+
+@pytest.mark.parametrize(
+    ("value", "modify", "where"),
+    [
+        (x(5), lambda ctx: ctx.y.add_(1), r"ctx\.y"),
+        ({"a": [x(5)]}, lambda ctx: ctx.y["a"][0].zero_(), r"ctx\.y"),
+        (x(5), lambda ctx: ctx.y[1:].add_(1), r"ctx\.y"),
+        (torch.arange(3), lambda ctx: ctx.y.add_(1), r"ctx\.y"),
+    ],
+)
+def test_a_modified_cache_is_noticed(value: Any, modify: Fn, where: str) -> None:
+    """The next replay names the task, the attribute and both mends."""
+    shortcut = Shortcut(assign(y=value))
+    shortcut()
+    modify(shortcut())
+    with pytest.raises(RuntimeError, match=rf"'t'.*{where} was modified in place.*Clone it"):
+        shortcut()
+    with pytest.raises(RuntimeError, match=r"shortcut the task that.*disable_shortcut\('t'\)"):
+        shortcut()
+    shortcut.shortcuts.disable(["t"])
+    shortcut.shortcuts.enable(["t"])
+    shortcut()
+
+
+def test_a_modified_io_state_is_noticed() -> None:
+    """A restored tensor that someone modifies is named by its io."""
+    states: list[Tensor] = []
+    io = [
+        DeclaredIO(capture=lambda: None, restore=lambda _: None),
+        DeclaredIO(capture=lambda: x(5), restore=states.append),
+    ]
+    shortcut = Shortcut(assign(), io)
+    shortcut()
+    shortcut()
+    states[0].add_(1)
+    with pytest.raises(RuntimeError, match=r"state of io\[1\] was modified"):
+        shortcut()
+
+
+@torch.inference_mode()
+def test_a_modified_cache_is_noticed_in_inference_mode() -> None:
+    """The cache itself has version counters even there."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
+    shortcut()
+    shortcut().y.add_(1)
+    with pytest.raises(RuntimeError, match="was modified in place"):
+        shortcut()
+
+
+def test_a_grafted_output_may_be_modified_but_is_noticed() -> None:
+    """Autograd lets it be modified, as it would the task's own output; the next replay refuses."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * 2))
+    shortcut(x=weight())
+    ctx = shortcut(x=weight() * 1)
+    ctx.y.relu_().sum().backward()
+    with pytest.raises(RuntimeError, match="was modified in place"):
+        shortcut(x=weight())
+
+
+# -------------------------------------------------------------------------------- io
+
+
+class Outside:
+    """State outside of the context, with its declaration."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[str, Any] = {}
+        self.io = DeclaredIO(
+            capture=lambda: dict(self.buffer), restore=lambda state: self.buffer.update(state)
+        )
+
+
+def test_declared_state_is_captured_and_restored() -> None:
+    """What the task did outside of its context is put back, tensors and all."""
+    outside = Outside()
+
+    def fill(ctx: Any) -> None:
+        outside.buffer["emb"] = x(5)
+        outside.buffer["n"] = 3
+
+    shortcut = Shortcut(fill, [outside.io])
+    shortcut()
+    for _ in range(2):
+        outside.buffer.clear()
+        shortcut()
+        assert torch.equal(outside.buffer["emb"], x(5))
+        assert outside.buffer["n"] == 3
+    assert shortcut.runs == 1
+
+
+def test_all_io_is_restored_in_order_after_the_attributes() -> None:
+    """Each restore gets its own state, and may count on the one before."""
+    order: list[Any] = []
+    io = [DeclaredIO(capture=lambda k=k: k, restore=order.append) for k in range(3)]
+    Shortcut(assign(), io).twice()
+    assert order == [0, 1, 2]
+
+
+def test_state_that_required_grad_is_grafted_with_the_attributes() -> None:
+    """A backward from restored state goes on to the upstream tensors as well."""
+    outside = Outside()
+    shortcut = Shortcut(lambda ctx: outside.buffer.update(emb=ctx.x * 2), [outside.io])
+    shortcut(x=weight())
+    upstream = weight()
+    shortcut(x=upstream)
+    outside.buffer["emb"].sum().backward()
+    assert torch.equal(upstream.grad, x(0))
+
+
+def test_a_failing_capture_names_task_and_io() -> None:
+    """The failure stays itself, with a note; the run left no cache."""
+
+    def fail() -> None:
+        raise KeyError("buffer")
+
+    io = [DeclaredIO(lambda: None, lambda _: None), DeclaredIO(fail, lambda _: None)]
+    shortcut = Shortcut(assign(), io)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="buffer") as failure:
+            shortcut()
+        assert failure.value.__notes__ == ["swpipe: in the capture of io[1] of task 't'"]
+    assert shortcut.runs == 2
+
+
+def test_a_failing_restore_names_task_and_io() -> None:
+    """The failure stays itself, with a note."""
+
+    def fail(state: Any) -> None:
+        raise KeyError("buffer")
+
+    io = [DeclaredIO(lambda: None, lambda _: None), DeclaredIO(lambda: None, fail)]
+    shortcut = Shortcut(assign(), io)
+    shortcut()
+    with pytest.raises(KeyError, match="buffer") as failure:
+        shortcut()
+    assert failure.value.__notes__ == ["swpipe: in the restore of io[1] of task 't'"]
+
+
+# -------------------------------------------------------------------------- autograd
+
+
+def test_upstream_parameters_get_zeros_not_none() -> None:
+    """Through the replayed task the parameters upstream stay in the graph, with zero gradients."""
+    v = weight(3)
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * v))
+    for expected in (x(6), x(0)):
+        w = weight()
+        ctx = shortcut(x=w * 2)
+        (ctx.y * 1).sum().backward()
+        assert torch.equal(w.grad, expected)
+    assert shortcut.runs == 1
+
+
+def test_downstream_parameters_get_what_they_would_have_got() -> None:
+    """A gradient downstream depends on the outputs' values alone, and those are the same."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * 3))
+    gradients = []
+    for _ in range(2):
+        head = weight()
+        (shortcut(x=weight() * 1).y * head).sum().backward()
+        gradients.append(head.grad)
+    assert torch.equal(*gradients)
+    assert torch.equal(gradients[0], x(6))
+
+
+def test_every_nested_input_gets_zeros() -> None:
+    """Inputs deep in containers count as well as plain ones."""
+
+    def mix(ctx: Any) -> None:
+        ctx.y = ctx.a["k"][0] * ctx.b.dense
+
+    shortcut = Shortcut(mix)
+    for _ in range(2):
+        first, second = weight(), weight()
+        ctx = shortcut(a={"k": [first * 1]}, b=Batch(second * 1, {}))
+        ctx.y.sum().backward()
+    assert torch.equal(first.grad, x(0))
+    assert torch.equal(second.grad, x(0))
+
+
+def test_what_the_task_did_not_use_gets_none_as_ever() -> None:
+    """Grafting onto it could run a graph that another backward has freed."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.used * 2))
+    for _ in range(2):
+        used, unused = weight(), weight()
+        done = unused.exp()
+        done.sum().backward()
+        unused.grad = None
+        ctx = shortcut(used=used * 1, loss=done)
+        ctx.y.sum().backward()
+        assert unused.grad is None
+    assert torch.equal(used.grad, x(0))
+
+
+def test_two_outputs_of_which_one_is_used() -> None:
+    """The unused one neither fails nor keeps the zeros from upstream."""
+
+    def split(ctx: Any) -> None:
+        ctx.a, ctx.b = ctx.x * 2, ctx.x * 3
+
+    shortcut = Shortcut(split)
+    for _ in range(2):
+        w = weight()
+        shortcut(x=w * 1).b.sum().backward()
+    assert torch.equal(w.grad, x(0))
+
+
+def test_outputs_keep_their_own_need_for_grad() -> None:
+    """Integers, masks and detached outputs come back without grad, the others with it."""
+
+    def mixed(ctx: Any) -> None:
+        ctx.y = [ctx.x * 2, (ctx.x * 2).double(), ctx.x.detach(), ctx.x > 1, torch.arange(3)]
+
+    back = Shortcut(mixed).twice(lambda: {"x": weight() * 1}).y
+    assert [t.requires_grad for t in back] == [True, True, False, False, False]
+    assert [t.dtype for t in back][:2] == [torch.float, torch.double]
+
+
+def test_an_output_requires_grad_though_no_upstream_does() -> None:
+    """The task's own module made it so; downstream backward finds a graph."""
+    module = torch.nn.Linear(3, 3)
+    ctx = Shortcut(lambda ctx: setattr(ctx, "y", module(ctx.x))).twice(lambda: {"x": x()})
+    assert ctx.y.requires_grad
+    assert not ctx.y.is_leaf
+    ctx.y.sum().backward()
+    assert module.weight.grad is None
+
+
+def test_upstream_may_change_shape_between_replays() -> None:
+    """A shorter last batch gets zeros of its own length."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x.sum()))
+    for length in (3, 3, 2, 5):
+        w = torch.ones(length, requires_grad=True)
+        shortcut(x=w * 1).y.backward()
+        assert w.grad is not None
+        assert len(w.grad) == length
+
+
+def test_an_input_that_is_gone_is_left_out() -> None:
+    """Where the upstream attribute is absent, or requires no grad, outputs still require grad."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", weight() * getattr(ctx, "x", 1)))
+    shortcut(x=weight() * 1)
+    assert shortcut().y.requires_grad
+    assert shortcut(x=x()).y.requires_grad
+
+
+def test_a_leaf_comes_back_as_a_leaf() -> None:
+    """As where a graph is cut in two: downstream backward leaves its gradient in .grad."""
+
+    def cut(ctx: Any) -> None:
+        ctx.y = ctx.x.detach().requires_grad_()
+
+    w = weight()
+    ctx = Shortcut(cut).twice(lambda: {"x": w * 1})
+    (ctx.y * 3).sum().backward()
+    assert ctx.y.is_leaf
+    assert torch.equal(ctx.y.grad, x(3))
+    assert w.grad is None
+
+
+def test_gradients_that_the_task_left_come_back() -> None:
+    """A replayed backward leaves the .grad of the context's leaves, a fresh copy each time."""
+    shortcut = Shortcut(lambda ctx: (ctx.leaf * 3).sum().backward())
+    shortcut(leaf=weight())
+    for _ in range(2):
+        ctx = shortcut(leaf=weight())
+        assert torch.equal(ctx.leaf.grad, x(3))
+        (ctx.leaf * 2).sum().backward()
+        assert torch.equal(ctx.leaf.grad, x(5))
+    assert shortcut.runs == 1
+
+
+def test_a_retained_gradient_is_retained_in_replay() -> None:
+    """An output that was told to keep its gradient does so again."""
+
+    def keep(ctx: Any) -> None:
+        ctx.y = ctx.x * 2
+        ctx.y.retain_grad()
+
+    ctx = Shortcut(keep).twice(lambda: {"x": weight() * 1})
+    (ctx.y * 3).sum().backward()
+    assert torch.equal(ctx.y.grad, x(3))
+
+
+def test_a_tensor_modified_in_place_is_grafted_onto_what_it_was() -> None:
+    """Upstream of the modified attribute is the attribute itself as it comes in."""
+    shortcut = Shortcut(lambda ctx: ctx.x.mul_(2))
+    for _ in range(2):
+        w = weight()
+        shortcut(x=w * 1).x.sum().backward()
+    assert torch.equal(w.grad, x(0))
+
+
+def test_two_replayed_tasks_in_a_row_stay_connected() -> None:
+    """The second is grafted onto the first, and that onto what is upstream of both."""
+    shortcuts = Shortcuts()
+    tasks = [
+        PipelineTask("a", lambda ctx: setattr(ctx, "y", ctx.x * 2)),
+        PipelineTask("b", lambda ctx: setattr(ctx, "z", ctx.y * 3)),
+    ]
+    shortcuts.enable(["a", "b"])
+    for expected in (x(6), x(0)):
+        w = weight()
+        ctx = SimpleNamespace(x=w * 1)
+        for task in tasks:
+            shortcuts.run(task, ctx)
+        ctx.z.sum().backward()
+        assert torch.equal(w.grad, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_nothing_is_grafted(mode: Any) -> None:
+    """Under no_grad and in inference mode outputs come back plain."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * 2))
+    with mode():
+        for _ in range(2):
+            ctx = shortcut(x=x(2))
+            assert not ctx.y.requires_grad
+            assert torch.equal(ctx.y, x(4))
+    assert shortcut.runs == 1
+
+
+def test_grad_mode_on_and_off_have_caches_of_their_own() -> None:
+    """Outputs kept in evaluation do not cut the graph in training."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * 2))
+    with torch.inference_mode():
+        shortcut(x=x())
+    assert shortcut(x=weight() * 1).y.requires_grad
+    assert shortcut.runs == 2
+    with torch.no_grad():
+        assert not shortcut(x=weight() * 1).y.requires_grad
+    assert shortcut(x=weight() * 1).y.requires_grad
+    assert shortcut.runs == 2
+
+
+@torch.no_grad()
+def test_an_inner_tensor_handed_on_under_no_grad_comes_back_plain() -> None:
+    """Its graph cannot be restored there; its values can."""
+    with torch.enable_grad():
+        inner = weight() * 2
+    ctx = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x)).twice(lambda: {"x": inner})
+    assert torch.equal(ctx.y, inner)
+
+
+# -------------------------------------------------------------------------- torchrec
+
+
+def test_a_keyed_jagged_tensor_comes_back_whole() -> None:
+    """Keys, weights with grad, strides and lazily kept lists are as they were."""
+    torchrec = pytest.importorskip("torchrec")
+
+    def build(ctx: Any) -> None:
+        ctx.kjt = torchrec.KeyedJaggedTensor(
+            keys=["f", "g"],
+            values=torch.arange(5),
+            lengths=torch.tensor([1, 2, 0, 2]),
+            weights=ctx.w * 2,
+        )
+        ctx.kjt.offset_per_key()
+
+    ws = [torch.ones(5, requires_grad=True) for _ in range(2)]
+    back = Shortcut(build).twice(lambda: {"w": ws.pop(0) if len(ws) > 1 else ws[0]}).kjt
+    assert type(back) is torchrec.KeyedJaggedTensor
+    assert back._offset_per_key == [0, 3, 5]
+    assert back.stride() == 2
+    assert back["g"].values().tolist() == [3, 4]
+    back.weights().sum().backward()
+    assert torch.equal(ws[0].grad, torch.zeros(5))
+
+
+def test_reading_a_keyed_jagged_tensor_does_not_freeze_it() -> None:
+    """A task that only looks up offsets leaves later iterations their own ids."""
+    torchrec = pytest.importorskip("torchrec")
+
+    def kjt(first: int) -> Any:
+        return torchrec.KeyedJaggedTensor(
+            keys=["f"], values=torch.tensor([first, 1]), lengths=torch.tensor([1, 1])
+        )
+
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "n", ctx.kjt.offsets().sum()))
+    shortcut(kjt=kjt(7))
+    assert shortcut(kjt=kjt(9)).kjt.values().tolist() == [9, 1]
+
+
+# --------------------------------------------------------------------------- threads
+
+
+def test_a_cache_made_across_a_disabling_is_dropped() -> None:
+    """A run that began before the task was disabled leaves no cache to the next enabling."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(ctx: Any) -> None:
+        inside.set()
+        assert go_on.wait(10)
+        ctx.y = x()
+
+    shortcut = Shortcut(slow)
+    worker = threading.Thread(target=shortcut)
+    worker.start()
+    assert inside.wait(10)
+    shortcut.shortcuts.disable(["t"])
+    shortcut.shortcuts.enable(["t"])
+    go_on.set()
+    worker.join(10)
+    shortcut()
+    assert shortcut.runs == 2
+    shortcut()
+    assert shortcut.runs == 2
+
+
+def test_tasks_run_at_once_while_others_are_enabled() -> None:
+    """Threads replay their own tasks while the caller enables and disables; outputs stay right."""
+    shortcuts = Shortcuts()
+    tasks = [PipelineTask(f"t{k}", lambda ctx, k=k: setattr(ctx, "y", x(k))) for k in range(3)]
+    wrong: list[str] = []
+    barrier = threading.Barrier(len(tasks) + 1, timeout=10)
+
+    def work(k: int) -> None:
+        barrier.wait()
+        for _ in range(200):
+            ctx = SimpleNamespace()
+            shortcuts.run(tasks[k], ctx)
+            if not torch.equal(ctx.y, x(k)):
+                wrong.append(tasks[k].name)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    for _ in range(100):
+        shortcuts.enable(task.name for task in tasks)
+        shortcuts.disable(task.name for task in tasks[1:])
+    for thread in threads:
+        thread.join(10)
+    assert wrong == []
+    assert shortcuts.names == {"t0"}
+
+
+# --------------------------------------------------------------------------- streams
+
+
+class FakeEvent:
+    def __init__(self, log: list[tuple[str, str]]) -> None:
+        self.log = log
+
+    def record(self, stream: str) -> None:
+        self.log.append(("record", stream))
+
+    def wait(self, stream: str) -> None:
+        self.log.append(("wait", stream))
+
+
+class FakeDevice:
+    """A device whose events write down what they are told."""
+
+    type = "fake"
+    has_streams = True
+
+    def __init__(self) -> None:
+        self.stream = "a"
+        self.log: list[tuple[str, str]] = []
+
+    def current_stream(self) -> str:
+        return self.stream
+
+    def new_event(self, *, timing: bool = False) -> FakeEvent:
+        return FakeEvent(self.log)
+
+
+def test_a_replay_on_another_stream_waits_for_the_clones() -> None:
+    """A cache made in a serial run may be replayed on a stream; on its own stream nothing waits."""
+    device = FakeDevice()
+    shortcut = Shortcut(assign(y=x()), shortcuts=Shortcuts(device))  # type: ignore[arg-type]
+    shortcut()
+    assert device.log == [("record", "a")]
+    shortcut()
+    assert device.log == [("record", "a")]
+    device.stream = "b"
+    shortcut()
+    assert device.log == [("record", "a"), ("wait", "b")]
