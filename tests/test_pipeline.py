@@ -104,6 +104,26 @@ def test_a_retired_context_is_the_users_alone(plan: PipelinePlan) -> None:
             assert gone() is None
 
 
+@pytest.mark.parametrize("way", ["iterate", "run", "verbose"])
+def test_no_more_contexts_than_the_depth_are_alive(plan: PipelinePlan, way: str) -> None:
+    """Looping over the data keeps none longer: a new one comes when the oldest has gone."""
+    alive: weakref.WeakSet[IterContext] = weakref.WeakSet()
+    most = 0
+
+    def count(ctx: IterContext) -> None:
+        nonlocal most
+        alive.add(ctx)
+        most = max(most, len(alive))
+
+    with SWPipeline(plan, tasks(h2d=count)) as pipe:
+        if way == "iterate":
+            for ctx in pipe.iterate(range(20)):
+                del ctx
+        else:
+            pipe.run(range(20), verbose=way == "verbose")
+    assert most == plan.depth
+
+
 def test_running_reports_iterations_and_seconds(plan: PipelinePlan) -> None:
     """``run`` and ``run_serial`` go to the end and say how far that was."""
     with SWPipeline(plan, tasks()) as pipe:
