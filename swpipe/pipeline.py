@@ -19,18 +19,19 @@ from swpipe.device import Device, resolve
 from swpipe.executor import Engine, Run
 from swpipe.grid import format_grid, format_stages
 from swpipe.observers import active_observers
+from swpipe.perfetto import arrows_of
 from swpipe.plan import PipelinePlan, StreamSpec
 from swpipe.program import Instruction, compile_plan
 from swpipe.randomness import Draws
 from swpipe.ranks import check_same_plan
-from swpipe.shortcut import Shortcuts
 from swpipe.recorder import Recorder
+from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
 from swpipe.stall import Watchdog
 from swpipe.steps import told
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
-from swpipe.trace import Trace, arrows_of
+from swpipe.trace import Trace
 from swpipe.verify import check
 
 
@@ -108,7 +109,7 @@ class SWPipeline:
             device=self.device,
             streams=self._make_streams(),
             host=host or Host(),
-            shortcuts=Shortcuts(),
+            shortcuts=Shortcuts(self.device),
             draws=Draws(seed, self.device.type),
             observers=lambda: active_observers(self.device.type, self._recorder),
         )

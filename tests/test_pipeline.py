@@ -121,7 +121,7 @@ def test_no_more_contexts_than_the_depth_are_alive(plan: PipelinePlan, way: str)
                 del ctx
         else:
             pipe.run(range(20), verbose=way == "verbose")
-    assert most == plan.depth
+    assert 0 < most <= plan.depth
 
 
 def test_running_reports_iterations_and_seconds(plan: PipelinePlan) -> None:
