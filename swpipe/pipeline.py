@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ from swpipe.steps import told
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
 from swpipe.trace import Trace
+from swpipe.turnstile import Turnstile
 from swpipe.verify import check
 
 
@@ -116,8 +116,7 @@ class SWPipeline:
         self._run: Run | None = None
         self._watchdog: Watchdog | None = None
         self._next_iteration = 0
-        self._closed = False
-        self._driver = threading.Lock()
+        self._turnstile = Turnstile()
 
     def _make_streams(self) -> dict[Any, Any]:
         if not self.device.has_streams:
@@ -147,7 +146,7 @@ class SWPipeline:
                 elsewhere.
             BaseException: Whatever a task or the iterator raised.
         """
-        with self._driving():
+        with self._turnstile:
             if self._run is not None:
                 raise RuntimeError(
                     f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
@@ -176,7 +175,7 @@ class SWPipeline:
             BaseException: Whatever a task or the iterator raised first, with a note of where. What
                 was in flight is dropped, and the pipeline can be filled again.
         """
-        with self._driving():
+        with self._turnstile:
             run = self._run or self._begin(iterator)
             if run.iterator is not iterator:
                 raise RuntimeError(
@@ -191,7 +190,7 @@ class SWPipeline:
 
         The iterator's further batches stay in it. With nothing in flight, the list is empty.
         """
-        with self._driving():
+        with self._turnstile:
             contexts: list[IterContext] = []
             run = self._run
             if run is not None:
@@ -221,7 +220,7 @@ class SWPipeline:
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int = 0) -> IterContext:
         """Run every task on one batch, one by one, on this thread and the caller's stream."""
-        with self._driving():
+        with self._turnstile:
             self._check_idle()
             return self._one_serial(IterContext(batch, iter_idx))
 
@@ -231,7 +230,7 @@ class SWPipeline:
 
     def _iterate_serially(self, loader: Iterable[Any]) -> Iterator[IterContext]:
         for batch in loader:
-            with self._driving():
+            with self._turnstile:
                 self._check_idle()
                 ctx = self._one_serial(IterContext(batch, self._next_iteration))
                 self._next_iteration += 1
@@ -325,9 +324,14 @@ class SWPipeline:
 
     # ------------------------------------------------------------------- ending
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._turnstile.closed
+
     def close(self) -> None:
         """Stop the threads and drop what is in flight. The pipeline cannot be used any more."""
-        self._closed = True
+        self._turnstile.closed = True
         run, self._run = self._run, None
         if run is not None:
             run.end()
@@ -345,20 +349,6 @@ class SWPipeline:
         self.close()
 
     # ------------------------------------------------------------------ private
-
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        if self._closed:
-            raise RuntimeError("the pipeline is closed: make a new one")
-        if not self._driver.acquire(blocking=False):
-            raise RuntimeError(
-                "the pipeline is being driven already, by another thread or by one of its own "
-                "tasks: one call at a time"
-            )
-        try:
-            yield
-        finally:
-            self._driver.release()
 
     def _check_idle(self) -> None:
         if self._run is not None:
