@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from swpipe.context import IterContext
@@ -63,6 +63,8 @@ class Engine:
         shortcuts: Which tasks are replayed instead of run.
         draws: Seeds of tasks that draw.
         observers: Who is to be told of tasks that run; empty when nobody is.
+        ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth; kept
+            from one run to the next, so that a run of few iterations is held back as well.
     """
 
     program: Program
@@ -73,6 +75,7 @@ class Engine:
     shortcuts: Shortcuts
     draws: Draws
     observers: Callable[[], tuple[Observer, ...]]
+    ends: dict[int, Event] = field(default_factory=dict)
 
 
 class _HostWait(NamedTuple):
@@ -134,7 +137,6 @@ class Run:
         self._any_draws = any(task.random for task in engine.tasks.values())
         self.caller_stream = engine.device.current_stream()
         self.events = self._make_events()
-        self._done: list[Event | None] = [None] * program.depth
         self.lanes = tuple(LaneRunner(lane, engine.host.signal()) for lane in program.lanes)
         for lane in self.lanes:
             self._bind(lane)
@@ -254,17 +256,19 @@ class Run:
                 lane.signal.advance(base + position + 1)
 
     def _work(self, lane: LaneRunner) -> None:
-        last_stage = max(ins.stage for ins in lane.instructions)
+        last_stage = self.engine.program.depth - 1  # that of <retire>
         try:
             self.engine.device.use_on_this_thread()
             period = 0
+            # To the last period of the run, even where this lane has no task left by then: another
+            # lane's wait for an instruction of this one may stand for a wait for a third lane.
             while period - last_stage < self.total:
                 self._turn(lane, period)
                 period += 1
         except BaseException as error:  # noqa: BLE001 - kept for the caller (2)
             self.fail(error, lane)
         else:
-            # What is left to this lane are iterations that do not exist: nobody waits for those.
+            # The periods to come are not: nobody waits for those.
             lane.signal.advance(FOREVER)
         finally:
             if lane.wardrobe is not None:
@@ -274,9 +278,9 @@ class Run:
 
     def _admit(self, i: int) -> None:
         depth, device = self.engine.program.depth, self.engine.device
-        done = self._done[i % depth]
-        if done is not None:
-            self._await_device(done)
+        before = self.engine.ends.get((self.first_iteration + i) % depth)
+        if before is not None:
+            self._await_device(before)
         try:
             if self._any_draws:
                 with self.engine.draws.lock:
@@ -305,7 +309,7 @@ class Run:
             pause_s = min(2 * pause_s, 500e-6)
 
     def _retire_step(self, ins: Instruction) -> Step:
-        device, depth = self.engine.device, self.engine.program.depth
+        device, depth, ends = self.engine.device, self.engine.program.depth, self.engine.ends
         wait = wait_for_events(self, ins, self.caller_stream) if device.has_streams else None
 
         def retire(i: int) -> None:
@@ -313,9 +317,9 @@ class Run:
             if wait is not None:
                 wait(i)  # the caller's stream, for all sinks
                 self._hold(flight)
-                done = self._done[i % depth] or device.new_event()
-                done.record(self.caller_stream)
-                self._done[i % depth] = done
+                slot = (self.first_iteration + i) % depth
+                end = ends[slot] = ends.get(slot) or device.new_event()
+                end.record(self.caller_stream)
             self.flights[i % depth] = None
             self.retired += 1
             self._handed_out = flight.ctx
