@@ -58,7 +58,7 @@ docs: $(STAMP) ## build the site into docs/_build/html; warnings are errors
 	@echo "docs: open docs/_build/html/index.html"
 
 wheel: $(STAMP) ## build the wheel into dist/
-	@rm -rf build dist
+	@rm -rf build/lib build/bdist.* dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
@@ -81,7 +81,7 @@ constraints: $(STAMP) ## write constraints.txt anew from what .venv holds
 	 } > constraints.new
 	@mv constraints.new constraints.txt
 
-clean: ## remove what was built, the caches and the demo's files
+clean: ## remove what was built, the caches, and the demo's data and results
 	@rm -rf build dist *.egg-info docs/_build out .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

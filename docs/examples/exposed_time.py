@@ -22,11 +22,11 @@ plan = PipelinePlan(
     deps=[("compute", "read")],
 )
 
+counts = {"num_warmup": 2, "num_measure": 5, "num_rounds": 2}
 with SWPipeline(plan, tasks) as pipe:
-    serial = TaskProfiler(pipe).profile_many([None], num_warmup=1, num_measure=5, num_rounds=2)[0]
-    piped = TaskProfiler(pipe, pipelined=True).profile_many(
-        [None], num_warmup=1, num_measure=5, num_rounds=2
-    )[0]
+    profiler = TaskProfiler(pipe)
+    serial = profiler.profile_many([None], **counts)[0]
+    piped = profiler.profile_many([None], **counts, pipelined=True)[0]
 
 serial.print_report()
 piped.print_report()
