@@ -1,9 +1,10 @@
-"""Who is told of tasks that run: NVTX on a GPU, a torch profiler while one is on, a trace while one records."""
+"""Who is told of tasks that run: a tool that sees NVTX, a torch profiler, a trace that records."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
@@ -11,69 +12,80 @@ from swpipe.program import Instruction
 
 if TYPE_CHECKING:
     from swpipe.steps import Observer
-    from swpipe.trace import Trace
 
 
 class NvtxRanges:
-    """A range per task, with the iteration as its payload."""
+    """A range per task, with the iteration as its payload.
 
-    def __init__(self) -> None:
-        import nvtx
+    Args:
+        domain: An ``nvtx`` domain.
+    """
 
-        self._nvtx = nvtx.get_domain("swpipe")
-        self._attributes: dict[str, object] = {}
+    def __init__(self, domain: Any) -> None:
+        self._domain = domain
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
         return None
 
     def start(self, ins: Instruction, iteration: int) -> None:
-        attributes = self._nvtx.get_event_attributes(message=ins.task, payload=iteration)
-        self._nvtx.push_range(attributes)
+        attributes = self._domain.get_event_attributes(message=ins.task, payload=iteration)
+        self._domain.push_range(attributes)
 
-    def stop(self, ins: Instruction, iteration: int) -> None:
-        self._nvtx.pop_range()
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        self._domain.pop_range()
 
 
 class ProfilerRanges:
-    """A ``record_function`` per task: about 10 us each, so only while a torch profiler is on."""
+    """A ``record_function`` per task: about 10 us each, so only while a torch profiler is on.
+
+    The profiler sees the thread that started it; the ranges of worker groups are in its trace only
+    if it was told to profile all threads.
+    """
 
     def __init__(self) -> None:
-        self._open = threading.local()
+        self._local = threading.local()
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
         return None
 
     def start(self, ins: Instruction, iteration: int) -> None:
         block = profiler.record_function(f"{ins.task} [{iteration}]")
-        block.__enter__()
-        self._open.block = block
+        block.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(block)
 
-    def stop(self, ins: Instruction, iteration: int) -> None:
-        block = self._open.__dict__.pop("block", None)
-        if block is not None:
-            block.__exit__(None, None, None)
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    @property
+    def _open(self) -> list[profiler.record_function]:
+        """This thread's ranges, the innermost last: a task may drive a pipeline of its own."""
+        if not hasattr(self._local, "open"):
+            self._local.open = []
+        return self._local.open  # type: ignore[no-any-return]
 
 
 _profiler_ranges = ProfilerRanges()
-_nvtx_ranges: NvtxRanges | None = None
 
 
-def active_observers(device_type: str, trace: Trace | None) -> tuple[Observer, ...]:
+def active_observers(device_type: str, recorder: Observer | None) -> tuple[Observer, ...]:
     """Whoever is to be told now; usually nobody, and then an empty tuple."""
-    if device_type == "cpu" and trace is None and not profiler._is_profiler_enabled:
+    nvtx = nvtx_ranges() if device_type == "cuda" else None
+    if nvtx is None and recorder is None and not profiler._is_profiler_enabled:
         return ()
     found: list[Observer] = []
-    if device_type == "cuda":
-        found.append(_nvtx())
+    if nvtx is not None:
+        found.append(nvtx)
     if profiler._is_profiler_enabled:
         found.append(_profiler_ranges)
-    if trace is not None:
-        found.append(trace)
+    if recorder is not None:
+        found.append(recorder)
     return tuple(found)
 
 
-def _nvtx() -> NvtxRanges:
-    global _nvtx_ranges
-    if _nvtx_ranges is None:
-        _nvtx_ranges = NvtxRanges()
-    return _nvtx_ranges
+@cache
+def nvtx_ranges() -> NvtxRanges | None:
+    """Ranges in swpipe's own NVTX domain; None where no tool is attached that would see them."""
+    import nvtx
+
+    domain = nvtx.get_domain("swpipe")
+    return NvtxRanges(domain) if isinstance(domain, nvtx.Domain) else None

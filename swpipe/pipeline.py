@@ -34,7 +34,6 @@ from swpipe.trace import Trace
 from swpipe.turnstile import Turnstile
 from swpipe.verify import check
 
-
 _AS_IT_IS = nullcontext()
 
 

@@ -21,7 +21,8 @@ need is not there. Numbers in ``with_stream`` refer to this list of guards:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from swpipe.context import IterContext
@@ -48,8 +49,12 @@ class Observer(Protocol):
     def start(self, ins: Instruction, iteration: int) -> None:
         """The task starts; its stream is current."""
 
-    def stop(self, ins: Instruction, iteration: int) -> None:
-        """The task has returned; its stream is still current."""
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        """The task has returned or raised; its stream is still current.
+
+        ``exists`` is False where ``<admit>`` found that the data had ended: there is no such
+        iteration.
+        """
 
 
 class Flight:
@@ -113,9 +118,21 @@ def observe(run: Run, ins: Instruction, step: Step) -> Step:
             step(i)
         finally:
             for observer in reversed(observers):
-                observer.stop(ins, first + i)
+                observer.stop(ins, first + i, i < run.total)
 
     return observed
+
+
+@contextmanager
+def told(observers: Sequence[Observer], ins: Instruction, iteration: int) -> Iterator[None]:
+    """Tell the observers of a task that runs within the block, outside any lane."""
+    for observer in observers:
+        observer.start(ins, iteration)
+    try:
+        yield
+    finally:
+        for observer in reversed(observers):
+            observer.stop(ins, iteration)
 
 
 def _with_seed(run: Run, task: PipelineTask, step: Step) -> Step:

@@ -1,0 +1,175 @@
+"""A timeline as the JSON that chrome://tracing and the Perfetto UI open, and back.
+
+    process 1 "thread groups"   one track per group: tasks, and the waits before them
+    process 2 "streams"         one track per stream
+    arrows                      from a task to the one that waits for it on another thread
+
+Each task is a complete event (``"ph": "X"``) with its iteration and wait in ``args``. ``ts`` and
+``dur`` are microseconds, as the format has them, with three decimals: spans come back to the
+nanosecond. "Trace Event Format" (Nick Duca and Dan Sinclair, Google, 2016) describes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from swpipe.program import Program
+from swpipe.span import Kind, Row, Span, in_order, rows_of
+
+PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
+"""Kind of row to number and name of its process."""
+
+Event = dict[str, Any]
+
+
+class Arrow(NamedTuple):
+    """``consumer`` waits for ``producer``, on another thread and ``distance`` iterations before."""
+
+    producer: str
+    consumer: str
+    distance: int
+
+
+class Document(NamedTuple):
+    """What a file holds."""
+
+    spans: tuple[Span, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def arrows_of(program: Program) -> tuple[Arrow, ...]:
+    """The waits of a program between its threads."""
+    instructions = program.instructions
+    return tuple(
+        Arrow(wait.producer, ins.task, wait.lag + instructions[wait.producer].stage - ins.stage)
+        for ins in instructions.values()
+        for wait in ins.host_waits
+    )
+
+
+def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
+    """Write the file."""
+    document = {
+        "traceEvents": [*_tracks(spans), *_turns(spans), *_flows(spans, arrows)],
+        "displayTimeUnit": "ms",
+        "otherData": {"producer": "swpipe", "arrows": arrows},
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def load(path: Path) -> Document:
+    """Read a file that ``save`` wrote.
+
+    Raises:
+        ValueError: It is not such a file.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["otherData"]["producer"] != "swpipe":
+            raise ValueError("another program's trace")
+        events = document["traceEvents"]
+        rows = {
+            (event["pid"], event["tid"]): event["args"]["name"]
+            for event in events
+            if event["name"] == "thread_name"
+        }
+        kinds = {number: kind for kind, (number, _) in PROCESSES.items()}
+        return Document(
+            in_order(
+                _span(event, Row(kinds[event["pid"]], rows[event["pid"], event["tid"]]))
+                for event in events
+                if event.get("cat") == "task"
+            ),
+            tuple(Arrow(*arrow) for arrow in document["otherData"]["arrows"]),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is not a timeline that swpipe saved ({type(error).__name__}: {error}); "
+            "files that Trace.save() or --timeline wrote can be loaded"
+        ) from error
+
+
+def _span(event: Event, row: Row) -> Span:
+    start_ns = _ns(event["ts"])
+    args = event["args"]
+    return Span(
+        event["name"],
+        args["iteration"],
+        row,
+        start_ns,
+        start_ns + _ns(event["dur"]),
+        _ns(args["wait_us"]),
+    )
+
+
+def _us(ns: int) -> float:
+    return ns / 1000
+
+
+def _ns(us: float) -> int:
+    return round(us * 1000)
+
+
+def _places(spans: Iterable[Span]) -> dict[Row, Event]:
+    """Process and track of every row."""
+    return {
+        row: {"pid": PROCESSES[row.kind][0], "tid": tid}
+        for tid, row in enumerate(rows_of(spans), start=1)
+    }
+
+
+def _tracks(spans: Sequence[Span]) -> Iterator[Event]:
+    places = _places(spans)
+    for number, name in sorted({PROCESSES[row.kind] for row in places}):
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+        sort_index = {"sort_index": number}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": sort_index}
+    for row, place in places.items():
+        sort_index = {"sort_index": place["tid"]}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": row.name}}
+        yield {"ph": "M", "name": "thread_sort_index", **place, "args": sort_index}
+
+
+def _turns(spans: Sequence[Span]) -> Iterator[Event]:
+    places = _places(spans)
+    for span in spans:
+        if span.wait_ns:
+            yield {
+                "ph": "X",
+                "cat": "wait",
+                "name": "wait",
+                **places[span.row],
+                "ts": _us(span.start_ns - span.wait_ns),
+                "dur": _us(span.wait_ns),
+                "args": {"before": span.task, "iteration": span.iteration},
+            }
+        yield {
+            "ph": "X",
+            "cat": "task",
+            "name": span.task,
+            **places[span.row],
+            "ts": _us(span.start_ns),
+            "dur": _us(span.duration_ns),
+            "args": {"iteration": span.iteration, "wait_us": _us(span.wait_ns)},
+        }
+
+
+def _flows(spans: Sequence[Span], arrows: Iterable[Arrow]) -> Iterator[Event]:
+    places = _places(spans)
+    turns = {(span.task, span.iteration): span for span in spans if span.row.kind == "thread"}
+    waits = [
+        (turns[producer, after.iteration - distance], after)
+        for producer, consumer, distance in arrows
+        for after in turns.values()
+        if after.task == consumer and (producer, after.iteration - distance) in turns
+    ]
+    for number, (before, after) in enumerate(waits, start=1):
+        if before.end_ns <= after.start_ns:
+            flow = {"cat": "wait", "name": "dependence", "id": number}
+            # An arrow belongs to the slice that is open at its time: it leaves just before the end.
+            leaves_ns = max(before.start_ns, before.end_ns - 1)
+            yield {"ph": "s", **flow, **places[before.row], "ts": _us(leaves_ns)}
+            yield {"ph": "f", "bp": "e", **flow, **places[after.row], "ts": _us(after.start_ns)}
