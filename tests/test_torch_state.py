@@ -139,10 +139,6 @@ def test_wearing_the_same_settings_again_does_nothing() -> None:
     wardrobe.wear(state)
     with torch.no_grad():
         wardrobe.wear(state)
-        wardrobe.wear(TorchState.of_this_thread("cpu").__class__(**_fields(state)))
+        wardrobe.wear(state._replace())
         assert not torch.is_grad_enabled()
     wardrobe.off()
-
-
-def _fields(state: TorchState) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in TorchState.__slots__}
