@@ -46,6 +46,8 @@ class ClickModel(nn.Module):
 
     def forward(self, batch: ClickBatch) -> torch.Tensor:
         """The logit of a click for each row: [B] float32."""
+        if not len(batch.labels):  # TorchRec has no bags of no rows
+            return torch.zeros(0, device=batch.dense.device, requires_grad=True)
         logits: torch.Tensor = self.net(batch.dense, batch.ids)
         return logits.squeeze(1)
 

@@ -75,29 +75,35 @@ class TrainRun:
         name: What the plan is called.
         config: The job.
         plan: How to overlap its tasks.
-        steps: How many steps there are in all.
+        steps: How many steps there are in all; None for once through the data.
 
     Attributes:
+        name: As given.
+        plan: As given.
         job: The job.
+        steps: How many steps there are in all.
         pipe: The pipeline that runs it.
         losses: One per step so far; scalars on the job's device.
         chunks: What was run and timed so far.
         rows: Rows met so far.
     """
 
-    def __init__(self, name: str, config: ClickConfig, plan: PipelinePlan, steps: int) -> None:
+    def __init__(
+        self, name: str, config: ClickConfig, plan: PipelinePlan, steps: int | None = None
+    ) -> None:
         self.name = name
         self.plan = plan
         self.job = ClickJob(config)
+        self.steps = len(self.job.log) if steps is None else steps
         self._task_s: dict[str, float] = defaultdict(float)
         tasks = [self._clocked(task) for task in self.job.tasks()]
         self.pipe = SWPipeline(plan, tasks, device=config.device)
         self.losses: list[torch.Tensor] = []
         self.chunks: list[Chunk] = []
         self.rows = RowCount()
-        self._batches = self.job.batches(steps)
+        self._batches = self.job.batches(self.steps)
 
-    def advance(self, steps: int, on_step: Callable[[], object] | None = None) -> Chunk:
+    def advance(self, steps: int, on_step: Callable[[], object] | None = None) -> None:
         """Train on the next ``steps`` batches, or on as many as there are left.
 
         Args:
@@ -120,17 +126,22 @@ class TrainRun:
         self.pipe.device.synchronize()
         chunk = Chunk(len(self.losses) - before, time.perf_counter() - begin, dict(self._task_s))
         self.job.guard.check()
-        if self.rows.malformed == self.rows.lines:
+        if self.rows.lines and self.rows.malformed == self.rows.lines:
             raise ClickDataError(
                 f"not one good row among {self.rows.lines}; the first: {self.rows.examples[0]}"
             )
-        self.chunks.append(chunk)
-        return chunk
+        if chunk.steps:
+            self.chunks.append(chunk)
 
     @property
     def steps_per_s(self) -> float:
         """Steps per second: the median over the timed chunks."""
         return 1 / statistics.median(chunk.step_s for chunk in self.chunks)
+
+    @property
+    def timed_steps(self) -> int:
+        """Steps in the timed chunks."""
+        return sum(chunk.steps for chunk in self.chunks)
 
     @property
     def recent_loss(self) -> float:

@@ -1,0 +1,76 @@
+"""What came out of training, in words and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from swpipe.tasks.clicks.job import Evaluation
+from swpipe.tasks.clicks.train import Comparison, RowCount, Speed, TrainRun
+
+
+def format_runs(runs: Sequence[TrainRun]) -> str:
+    """A table with a line per run: speed, loss, and AUC over the rows trained on."""
+    from tabulate import tabulate
+
+    rows = [
+        (
+            run.name,
+            len(run.losses),
+            f"{run.steps_per_s:.1f}",
+            f"{run.steps_per_s * run.job.config.batch_size:,.0f}",
+            f"{run.recent_loss:.4f}",
+            _auc(run.job.auc.compute()),
+        )
+        for run in runs
+    ]
+    return tabulate(
+        rows,
+        headers=("plan", "steps", "steps/s", "rows/s", "loss", "AUC"),
+        colalign=("left", *["right"] * 5),
+        disable_numparse=True,
+    )
+
+
+def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
+    """Whether two runs came out alike, bit for bit."""
+    names = f"{a.name} and {b.name}"
+    if result.equal:
+        return (
+            f"{names}: bit-equal: {len(a.losses)} losses and "
+            f"{len(list(a.job.model.parameters()))} parameters"
+        )
+    losses = (
+        f"all {len(a.losses)} losses are equal"
+        if result.first_loss is None
+        else f"losses differ from step {result.first_loss} on"
+    )
+    return f"{names}: NOT EQUAL: {losses}; {len(result.parameters)} parameters differ"
+
+
+def format_speed(a: TrainRun, b: TrainRun, result: Speed) -> str:
+    """How much faster ``b`` is, and how much of what its plan allows that is."""
+    text = f"{b.name} over {a.name}: {result.ratio:.2f} times as many steps per second"
+    if math.isnan(result.allowed):
+        return text
+    return f"{text}; the task times allow {result.allowed:.2f}, and {result.reached:.0%} is reached"
+
+
+def format_rows(rows: RowCount) -> str:
+    """How many rows were met, and what was wrong with the malformed ones."""
+    if not rows.malformed:
+        return f"{rows.lines:,} rows, none malformed"
+    text = f"{rows.lines:,} rows, {rows.malformed:,} of them malformed and dropped:"
+    shown = [f"  {row}" for row in rows.examples]
+    if rows.malformed > len(shown):
+        shown.append(f"  ... and {rows.malformed - len(shown):,} more")
+    return "\n".join((text, *shown))
+
+
+def format_evaluation(result: Evaluation) -> str:
+    """How the model does on held-out rows."""
+    return f"held-out rows: AUC {_auc(result.auc)}, loss {result.loss:.4f}, {result.rows:,} rows"
+
+
+def _auc(value: float) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.4f}"

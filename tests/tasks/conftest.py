@@ -1,0 +1,19 @@
+"""Small click logs to test with; without the click job's libraries, this room is skipped."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.tasks.rows import write_log
+
+if find_spec("torchrec") is None or find_spec("polars") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def small_log(tmp_path: Path) -> Path:
+    """A log of 50 good rows."""
+    return write_log(tmp_path / "small.tsv", 50)
