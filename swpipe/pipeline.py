@@ -27,14 +27,12 @@ from swpipe.recorder import Recorder
 from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
 from swpipe.stall import Watchdog
-from swpipe.steps import told
+from swpipe.steps import Observer, told
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
 from swpipe.trace import Trace
 from swpipe.turnstile import Turnstile
 from swpipe.verify import check
-
-_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,19 +236,32 @@ class SWPipeline:
             del ctx
 
     def _one_serial(self, ctx: IterContext) -> IterContext:
-        shortcuts, draws = self._engine.shortcuts, self._engine.draws
         observers = self._engine.observers()
         for task in self.tasks:
-            name, i = task.name, ctx.iter_idx
-            seeded = draws.of(name, i) if task.random else _AS_IT_IS
-            observed = told(observers, self._serial[name], i) if observers else _AS_IT_IS
             try:
-                with seeded, observed:
-                    shortcuts.run(task, ctx) if name in shortcuts.names else task.fn(ctx)
+                if observers or task.random:
+                    self._call_told(task, ctx, observers)
+                else:
+                    self._call(task, ctx)
             except BaseException as error:
                 error.add_note(f"swpipe: at task {task.name!r}, iteration {ctx.iter_idx}, serially")
                 raise
         return ctx
+
+    def _call(self, task: PipelineTask, ctx: IterContext) -> None:
+        shortcuts = self._engine.shortcuts
+        if task.name in shortcuts.names:
+            shortcuts.run(task, ctx)
+        else:
+            task.fn(ctx)
+
+    def _call_told(
+        self, task: PipelineTask, ctx: IterContext, observers: Sequence[Observer]
+    ) -> None:
+        """Call a task that draws, or that somebody observes."""
+        seeded = self._engine.draws.of(task.name, ctx.iter_idx) if task.random else nullcontext()
+        with seeded, told(observers, self._serial[task.name], ctx.iter_idx):
+            self._call(task, ctx)
 
     @cached_property
     def _serial(self) -> dict[str, Instruction]:
@@ -413,17 +424,18 @@ class SWPipeline:
     ) -> RunReport:
         iterations = 0
         begin = time.perf_counter()
-        with _progress_bar(loader, what, show=verbose) as bar:
+        with _progress_bar(loader, what) if verbose else nullcontext() as bar:
             for ctx in contexts:
                 iterations += 1
-                bar.update()
+                if bar is not None:
+                    bar.update()
                 del ctx  # the loop's variable would keep it through the next iteration
         self.device.synchronize()
         return RunReport(iterations, time.perf_counter() - begin)
 
 
-def _progress_bar(loader: Iterable[Any], what: str, *, show: bool) -> Any:
+def _progress_bar(loader: Iterable[Any], what: str) -> Any:
     from tqdm import tqdm
 
     total = len(loader) if isinstance(loader, Sized) else None
-    return tqdm(total=total, desc=what, unit="step", disable=not show)
+    return tqdm(total=total, desc=what, unit="step")
