@@ -1,0 +1,66 @@
+"""What recording a trace costs, and what compiling a plan takes: told, with no bar."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from swpipe import PipelinePlan, SWPipeline, TaskSchedule
+from swpipe.program import compile_plan
+from tests.bench.dispatch import plan, us_per_task
+from tests.bench.measure import Row, Spread, interleaved, ratios
+
+
+def trace_row(rounds: int, iterations: int) -> Row:
+    """Dispatch with a trace being recorded, beside dispatch without."""
+    with SWPipeline(plan(("read", "copy", "default"), depth=5), device="cpu") as pipe:
+
+        def traced() -> float:
+            with pipe.trace():
+                return us_per_task(pipe, iterations)
+
+        on, off = interleaved(rounds, traced, lambda: us_per_task(pipe, iterations))
+    return Row(
+        what="recording a trace, 3 thread groups",
+        ours=f"{Spread.of(on).text()} us/task",
+        beside=f"off {Spread.of(off).text()} us/task",
+        ratio=ratios(on, off),
+    )
+
+
+def layered(tasks: int) -> PipelinePlan:
+    """A plan of many tasks: stages of ten, five groups, each task after two of the stage before."""
+    draw = random.Random(tasks)
+    names = [f"t{i:03}" for i in range(tasks)]
+    sooner = {i: names[10 * (i // 10 - 1) : 10 * (i // 10)] for i in range(10, tasks)}
+    groups = ("default", "read", "copy", "dist", "cache")
+    return PipelinePlan(
+        schedule={
+            name: TaskSchedule(i // 10, stream=f"s{i % 3}", thread_group=groups[i % 5])
+            for i, name in enumerate(names)
+        },
+        deps=[(names[i], producer) for i in sooner for producer in draw.sample(sooner[i], 2)],
+        cross_iter_deps=[(names[i], names[-1], tasks // 10 + 1) for i in range(0, tasks, 20)],
+    )
+
+
+def compile_row(tasks: int, rounds: int) -> Row:
+    """Time to compile a plan with streams, in ms."""
+    big = layered(tasks)
+
+    def ms() -> float:
+        begin = time.perf_counter()
+        compile_plan(big, streams=True)
+        return (time.perf_counter() - begin) * 1e3
+
+    (took,) = interleaved(rounds, ms)
+    return Row(what=f"compiling a plan of {tasks} tasks", ours=f"{Spread.of(took).text()} ms")
+
+
+def rows(rounds: int = 7, iterations: int = 500) -> list[Row]:
+    """Three rows that only inform."""
+    return [
+        trace_row(rounds, iterations),
+        compile_row(14, rounds),
+        compile_row(200, min(rounds, 3)),
+    ]

@@ -1,0 +1,191 @@
+"""The steady state's initiation interval over its lower bound, for tasks that block a known time.
+
+The bound is Rau's (1994): the busiest thread group's tasks in a row (ResMII), or the heaviest dependence cycle
+per iteration of distance (RecMII), from the durations that the tasks are given. Whatever the engine, the
+machine's wake-ups and the interpreter add shows in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from tests.bench.measure import Row, Spread, interleaved
+
+BAR = 1.03
+YIELDING_S = 0.4e-3
+"""The last part of a block: a sleep alone ends 50 to 150 us late on a virtual machine, at random."""
+
+
+def block(seconds: float) -> None:
+    """Block the calling thread for ``seconds``, and let others run meanwhile."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - YIELDING_S))
+    while time.perf_counter() < end:
+        time.sleep(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A plan whose tasks block.
+
+    Attributes:
+        what: What is special about it.
+        ms: Task to how long it blocks, in ms.
+        plan: The plan.
+    """
+
+    what: str
+    ms: dict[str, float]
+    plan: PipelinePlan
+
+    @property
+    def bound_ms(self) -> float:
+        """max(ResMII, RecMII), in ms."""
+        busy: dict[str, float] = defaultdict(float)
+        for name, entry in self.plan.schedule.items():
+            busy[entry.thread_group] += self.ms[name]
+        return max(*busy.values(), self._rec_mii_ms())
+
+    def _rec_mii_ms(self) -> float:
+        edges = [(p, c, 0) for c, p in self.plan.deps] + [
+            (p, c, d) for c, p, d in self.plan.cross_iter_deps
+        ]
+        low, high = 0.0, sum(self.ms.values())
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._has_cycle_above(middle, edges) else (low, middle)
+        return high
+
+    def _has_cycle_above(self, mii: float, edges: list[tuple[str, str, int]]) -> bool:
+        """Whether starts can not be found that keep every edge at this interval (Bellman and Ford)."""
+        start = dict.fromkeys(self.ms, 0.0)
+        for _ in range(len(start) + 1):
+            moved = False
+            for producer, consumer, distance in edges:
+                earliest = start[producer] + self.ms[producer] - mii * distance
+                if earliest > start[consumer] + 1e-9:
+                    start[consumer] = earliest
+                    moved = True
+            if not moved:
+                return False
+        return True
+
+    def tasks(self) -> list[PipelineTask]:
+        """The tasks; each blocks as long as it should."""
+        return [PipelineTask(name, _blocking(ms * 1e-3)) for name, ms in self.ms.items()]
+
+
+def _blocking(seconds: float):  # type: ignore[no-untyped-def]
+    def fn(ctx: IterContext) -> None:
+        block(seconds)
+
+    return fn
+
+
+CHAIN = [("copy", "read"), ("dist", "copy"), ("forward", "dist"), ("backward", "forward")]
+
+CASES = (
+    Case(
+        "3 groups, the caller's busiest",
+        {"read": 6, "copy": 2, "dist": 4, "forward": 4, "backward": 5},
+        PipelinePlan(
+            schedule={
+                "read": TaskSchedule(0, thread_group="read"),
+                "copy": TaskSchedule(1, thread_group="io"),
+                "dist": TaskSchedule(1, thread_group="io"),
+                "forward": TaskSchedule(2),
+                "backward": TaskSchedule(2),
+            },
+            deps=CHAIN,
+            cross_iter_deps=[("forward", "backward")],
+            pipeline_depth=5,
+        ),
+    ),
+    Case(
+        "3 groups, a worker's busiest",
+        {"read": 10, "copy": 2, "dist": 3, "forward": 2, "backward": 3},
+        PipelinePlan(
+            schedule={
+                "read": TaskSchedule(0, thread_group="read"),
+                "copy": TaskSchedule(1, thread_group="io"),
+                "dist": TaskSchedule(1, thread_group="io"),
+                "forward": TaskSchedule(2),
+                "backward": TaskSchedule(2),
+            },
+            deps=CHAIN,
+            cross_iter_deps=[("forward", "backward")],
+            pipeline_depth=5,
+        ),
+    ),
+    Case(
+        "4 groups, all equally busy",
+        {"read": 8, "copy": 8, "dist": 5, "prefetch": 3, "forward": 2, "backward": 4, "step": 2},
+        PipelinePlan(
+            schedule={
+                "read": TaskSchedule(0, thread_group="read"),
+                "copy": TaskSchedule(1, thread_group="io"),
+                "dist": TaskSchedule(2, thread_group="net"),
+                "prefetch": TaskSchedule(2, thread_group="net"),
+                "forward": TaskSchedule(3),
+                "backward": TaskSchedule(3),
+                "step": TaskSchedule(3),
+            },
+            deps=[*CHAIN, ("prefetch", "dist"), ("forward", "prefetch"), ("step", "backward")],
+            cross_iter_deps=[("forward", "step")],
+            pipeline_depth=6,
+        ),
+    ),
+    Case(
+        "4 groups, a cycle through three",
+        {"read": 4, "prefetch": 10, "forward": 8, "step": 6},
+        PipelinePlan(
+            schedule={
+                "read": TaskSchedule(0, thread_group="read"),
+                "prefetch": TaskSchedule(1, thread_group="cache"),
+                "forward": TaskSchedule(2, thread_group="compute"),
+                "step": TaskSchedule(2),
+            },
+            deps=[("prefetch", "read"), ("forward", "prefetch"), ("step", "forward")],
+            cross_iter_deps=[("prefetch", "step", 2)],
+            pipeline_depth=5,
+        ),
+    ),
+)
+
+
+def ms_per_period(pipe: SWPipeline, periods: int) -> float:
+    """The steady state's interval, in ms."""
+    settle = 2 * pipe.plan.depth
+    data = iter(range(periods + settle + pipe.plan.depth))
+    for _ in range(settle):
+        pipe.progress(data)
+    begin = time.perf_counter()
+    for _ in range(periods):
+        pipe.progress(data)
+    seconds = time.perf_counter() - begin
+    with contextlib.suppress(StopIteration):
+        while True:
+            pipe.progress(data)
+    return seconds / periods * 1e3
+
+
+def row(case: Case, rounds: int, periods: int) -> Row:
+    """One plan's interval beside its bound."""
+    with SWPipeline(case.plan, case.tasks(), device="cpu") as pipe:
+        (measured,) = interleaved(rounds, lambda: ms_per_period(pipe, periods))
+    return Row(
+        what=f"interval, {case.what}",
+        ours=f"{Spread.of(measured).text()} ms",
+        beside=f"bound {case.bound_ms:.2f} ms",
+        ratio=Spread.of(ms / case.bound_ms for ms in measured),
+        bar=BAR,
+    )
+
+
+def rows(rounds: int = 7, periods: int = 30) -> list[Row]:
+    """A row per plan; the worst is what counts."""
+    return [row(case, rounds, periods) for case in CASES]

@@ -1,0 +1,106 @@
+"""Rounds, medians, spreads, and the table's rows."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median with the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of one value or more."""
+        values = sorted(values)
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def text(self, digits: int = 2) -> str:
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f} .. {self.high:.{digits}f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        what: What was measured.
+        ours: swpipe's figure, with its unit.
+        beside: What it is held against, with its unit.
+        ratio: Ours over that; None where the row only informs.
+        bar: What the ratio's median must not pass; None where the row only informs.
+    """
+
+    what: str
+    ours: str
+    beside: str = ""
+    ratio: Spread | None = None
+    bar: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.bar is not None and (self.ratio is None or self.ratio.median > self.bar)
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.bar is None else "MISS" if self.missed else "PASS"
+
+
+def interleaved(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
+    """Run the measures in turn, ``rounds`` times; one list of results per measure.
+
+    Every second round goes backwards, so that none always follows the same one.
+    """
+    results: list[list[float]] = [[] for _ in measures]
+    for turn in range(rounds):
+        for index in sorted(range(len(measures)), reverse=turn % 2 == 1):
+            results[index].append(measures[index]())
+    return results
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Ours over theirs, round by round: what slows the machine for a while slows both."""
+    return Spread.of(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def sharpen_timers() -> None:
+    """Ask Linux to end this thread's sleeps, and those of threads it starts, when they are due.
+
+    By default it may let them last 50 us longer.
+    """
+    if sys.platform == "linux":
+        set_timer_slack = 29
+        ctypes.CDLL(None).prctl(set_timer_slack, 1, 0, 0, 0)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, aligned."""
+    lines = [("what", "swpipe", "beside it", "ratio", "bar", "")]
+    for row in rows:
+        lines.append(
+            (
+                row.what,
+                row.ours,
+                row.beside,
+                row.ratio.text(3) if row.ratio else "",
+                f"<= {row.bar:g}" if row.bar is not None else "",
+                row.verdict,
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    lines.insert(1, tuple("-" * width for width in widths))
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

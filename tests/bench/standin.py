@@ -1,0 +1,144 @@
+"""The usual way to write a pipelined engine, for swpipe to be measured beside.
+
+    progress() --(item per task)--> queue.Queue --> worker of the task's group
+                                                      waits for the producers' Events
+                                                      runs the task, sets its Event
+                                                      counts it off, under a lock
+    progress() <--(Event per slot)----------------------'
+
+Every group has a worker thread, the group "default" too; each task of each iteration is one queue item; there is
+a ``threading.Event`` per task and slot. It runs plans of ``deps`` and ``cross_iter_deps`` on the host, the
+same ones that swpipe runs, and gives the same results; it does less than swpipe does (no stall
+report, no torch state, no streams, no shortcut), so that a comparison does not flatter swpipe.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from swpipe.context import IterContext
+from swpipe.dependence import period_order
+from swpipe.plan import PipelinePlan
+from swpipe.task import PipelineTask, TaskFn
+
+
+class _Work(NamedTuple):
+    """A task as its worker needs it."""
+
+    name: str
+    fn: TaskFn
+    stage: int
+    items: queue.SimpleQueue[Any] | queue.Queue[Any]
+    waits: tuple[tuple[list[threading.Event], int], ...]  # producer's events by slot, distance
+    done: list[threading.Event]  # by slot
+
+
+class StandIn:
+    """Runs tasks under a plan; use it as a context manager."""
+
+    def __init__(self, plan: PipelinePlan, tasks: list[PipelineTask]) -> None:
+        if plan.same_period_deps or any(s.globally_ordered for s in plan.schedule.values()):
+            raise ValueError("the stand-in runs plans of deps and cross_iter_deps only")
+        edges = [(c, p, 0) for c, p in plan.deps] + list(plan.cross_iter_deps)
+        self._depth = plan.depth
+        # Slots are kept as long as a consumer may ask for them.
+        self._slots = plan.depth + max((d for _, _, d in edges), default=0)
+        groups = {s.thread_group for s in plan.schedule.values()}
+        self._queues: dict[str, queue.Queue[Any]] = {g: queue.Queue() for g in groups}
+        done = {n: [threading.Event() for _ in range(self._slots)] for n in plan.schedule}
+        fns = {task.name: task.fn for task in tasks}
+        self._work = [
+            _Work(
+                name=name,
+                fn=fns[name],
+                stage=plan.schedule[name].stage,
+                items=self._queues[plan.schedule[name].thread_group],
+                waits=tuple((done[p], d) for c, p, d in edges if c == name),
+                done=done[name],
+            )
+            for name in period_order(plan)
+        ]
+        self._lock = threading.Lock()
+        self._contexts: list[IterContext | None] = [None] * self._slots
+        self._remaining = [0] * self._slots
+        self._retirable = [threading.Event() for _ in range(self._slots)]
+        self._failure: BaseException | None = None
+        self._period = 0
+        self._total: int | None = None
+        self._threads = [
+            threading.Thread(target=self._serve, args=(items,), name=f"stand-in-{group}", daemon=True)
+            for group, items in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for items in self._queues.values():
+            items.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def progress(self, iterator: Iterator[Any]) -> IterContext:
+        """Admit a batch, hand out the period's tasks, retire the oldest iteration."""
+        while True:
+            p = self._period
+            oldest = p - (self._depth - 1)
+            if self._total is not None and oldest >= self._total:
+                self._period, self._total = 0, None
+                raise StopIteration
+            self._period += 1
+            if self._total is None:
+                self._admit(p, iterator)
+            for work in self._work:
+                i = p - work.stage
+                if i >= 0 and (self._total is None or i < self._total):
+                    work.items.put((work, i))
+            if oldest >= 0:
+                return self._retire(oldest)
+
+    def _admit(self, i: int, iterator: Iterator[Any]) -> None:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            self._total = i
+            return
+        slot = i % self._slots
+        for work in self._work:
+            work.done[slot].clear()
+        self._retirable[slot].clear()
+        self._remaining[slot] = len(self._work)
+        self._contexts[slot] = IterContext(batch, i)
+
+    def _retire(self, i: int) -> IterContext:
+        slot = i % self._slots
+        self._retirable[slot].wait()
+        if self._failure is not None:
+            raise self._failure
+        ctx, self._contexts[slot] = self._contexts[slot], None
+        assert ctx is not None
+        return ctx
+
+    def _serve(self, items: queue.Queue[Any]) -> None:
+        while (item := items.get()) is not None:
+            work, i = item
+            slot = i % self._slots
+            for events, distance in work.waits:
+                if i >= distance:
+                    events[(i - distance) % self._slots].wait()
+            if self._failure is None:
+                try:
+                    work.fn(self._contexts[slot])
+                except BaseException as error:  # noqa: BLE001 - handed to the caller
+                    self._failure = error
+            work.done[slot].set()
+            with self._lock:
+                self._remaining[slot] -= 1
+                last = self._remaining[slot] == 0
+            if last:
+                self._retirable[slot].set()
