@@ -2,7 +2,7 @@
 
     process 1 "thread groups"   one track per group: tasks, and the waits before them
     process 2 "streams"         one track per stream
-    arrows                      from a task to the one that waits for it on another thread
+    arrows                      from a task to the one that needs it, on another thread
 
 Each task is a complete event (``"ph": "X"``) with its iteration and wait in ``args``. ``ts`` and
 ``dur`` are microseconds, as the format has them, with three decimals: spans come back to the
@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swpipe.program import Program
+from swpipe.dependence import dependences
+from swpipe.plan import PipelinePlan
 from swpipe.span import Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
@@ -26,11 +27,10 @@ Event = dict[str, Any]
 
 
 class Arrow(NamedTuple):
-    """``consumer`` waits for ``producer``, on another thread and ``distance`` iterations before."""
+    """``consumer`` comes after ``producer`` of the same iteration."""
 
     producer: str
     consumer: str
-    distance: int
 
 
 class Document(NamedTuple):
@@ -40,14 +40,9 @@ class Document(NamedTuple):
     arrows: tuple[Arrow, ...]
 
 
-def arrows_of(program: Program) -> tuple[Arrow, ...]:
-    """The waits of a program between its threads."""
-    instructions = program.instructions
-    return tuple(
-        Arrow(wait.producer, ins.task, wait.lag + instructions[wait.producer].stage - ins.stage)
-        for ins in instructions.values()
-        for wait in ins.host_waits
-    )
+def arrows_of(plan: PipelinePlan) -> tuple[Arrow, ...]:
+    """What a plan declares of one iteration: along it a batch goes from row to row."""
+    return tuple(Arrow(dep.producer, dep.consumer) for dep in dependences(plan) if not dep.distance)
 
 
 def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
@@ -160,15 +155,16 @@ def _turns(spans: Sequence[Span]) -> Iterator[Event]:
 def _flows(spans: Sequence[Span], arrows: Iterable[Arrow]) -> Iterator[Event]:
     places = _places(spans)
     turns = {(span.task, span.iteration): span for span in spans if span.row.kind == "thread"}
-    waits = [
-        (turns[producer, after.iteration - distance], after)
-        for producer, consumer, distance in arrows
-        for after in turns.values()
-        if after.task == consumer and (producer, after.iteration - distance) in turns
+    iterations = sorted({span.iteration for span in spans})
+    ends = [
+        (turns[producer, i], turns[consumer, i])
+        for producer, consumer in arrows
+        for i in iterations
+        if (producer, i) in turns and (consumer, i) in turns
     ]
-    for number, (before, after) in enumerate(waits, start=1):
-        if before.end_ns <= after.start_ns:
-            flow = {"cat": "wait", "name": "dependence", "id": number}
+    for number, (before, after) in enumerate(ends, start=1):
+        if before.row != after.row and before.end_ns <= after.start_ns:
+            flow = {"cat": "dependence", "name": "dependence", "id": number}
             # An arrow belongs to the slice that is open at its time: it leaves just before the end.
             leaves_ns = max(before.start_ns, before.end_ns - 1)
             yield {"ph": "s", **flow, **places[before.row], "ts": _us(leaves_ns)}

@@ -315,9 +315,9 @@ class SWPipeline:
         """
         if self._recorder is not None:
             raise RuntimeError("a trace is being recorded already: leave its block first")
-        program = self._engine.program
-        recorder = self._recorder = Recorder(program, self.device, self._engine.streams)
-        trace = Trace(arrows=arrows_of(program))
+        engine = self._engine
+        recorder = self._recorder = Recorder(engine.program, self.device, engine.streams)
+        trace = Trace(arrows=arrows_of(self.plan))
         try:
             yield trace
         finally:

@@ -127,6 +127,7 @@ def observe(run: Run, ins: Instruction, step: Step) -> Step:
 def told(observers: Sequence[Observer], ins: Instruction, iteration: int) -> Iterator[None]:
     """Tell the observers of a task that runs within the block, outside any lane."""
     for observer in observers:
+        observer.arrive(ins, iteration)
         observer.start(ins, iteration)
     try:
         yield

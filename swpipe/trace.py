@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -14,7 +14,7 @@ from swpipe import perfetto, timeline
 from swpipe.chart import chart, label
 from swpipe.perfetto import Arrow
 from swpipe.program import RETIRE
-from swpipe.span import OWN, Row, Span, extent_ns, in_order, rows_of
+from swpipe.span import Row, Span, extent_ns, in_order, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Trace:
     Args:
         spans: What ran.
         beside: What ran in the same time and is no part of the record; drawn in grey.
-        arrows: Which task waits for which on another thread; saved with the spans.
+        arrows: Which task needs which of the same iteration; saved with the spans.
 
     Attributes:
         spans: What ran, by start. While a pipeline records, none: they come when the block ends.
@@ -144,21 +144,16 @@ class Trace:
         """
         from tabulate import tabulate
 
+        lines = []
         busy = self.busy()
-        times = self.task_times()
-        first_of_row = {entry.row: entry for entry in reversed(times) if entry.task not in OWN}
+        for row, entries in groupby(self.task_times(), key=lambda entry: entry.row):
+            head = (label(row), f"{busy[row]:.0%}")
+            for entry in entries:
+                wait = f"{entry.mean_wait_s * 1e3:.3f}" if row.kind == "thread" else ""
+                lines.append((*head, entry.task, entry.runs, f"{entry.mean_s * 1e3:.3f}", wait))
+                head = ("", "")
         table = tabulate(
-            [
-                (
-                    label(entry.row),
-                    f"{busy[entry.row]:.0%}" if entry is first_of_row.get(entry.row) else "",
-                    entry.task,
-                    entry.runs,
-                    f"{entry.mean_s * 1e3:.3f}",
-                    f"{entry.mean_wait_s * 1e3:.3f}" if entry.row.kind == "thread" else "",
-                )
-                for entry in times
-            ],
+            lines,
             headers=("row", "busy", "task", "runs", "mean ms", "mean wait ms"),
             colalign=("left", "right", "left", "right", "right", "right"),
             disable_numparse=True,

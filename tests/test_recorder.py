@@ -1,0 +1,327 @@
+"""The recorder keeps what starts and stops before it is finished, on threads and on streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import swpipe.recorder
+from swpipe import PipelinePlan, SWPipeline
+from swpipe.device import CpuDevice
+from swpipe.plan import StreamSpec
+from swpipe.program import Instruction, Program, compile_plan
+from swpipe.recorder import Recorder
+from swpipe.span import Row, Span
+from tests.plans_for_tests import NAMES, piped, tasks
+
+PROGRAM = compile_plan(piped(), streams=False)
+INSTRUCTIONS = PROGRAM.instructions
+FORWARD = INSTRUCTIONS["forward"]
+DEFAULT = Row("thread", "default")
+IO = Row("thread", "io")
+
+
+class HostClock:
+    """Tells the time that a test sets, in place of the recorder's."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000
+
+    def perf_counter_ns(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> HostClock:
+    """The recorder's clock, in the test's hands; it stands at 1000."""
+    clock = HostClock()
+    monkeypatch.setattr(swpipe.recorder, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def recorder(clock: HostClock) -> Recorder:
+    """A recorder on a device without streams, whose time 0 is the clock's 1000."""
+    return Recorder(PROGRAM, CpuDevice(), {})
+
+
+def turn(
+    recorder: Recorder,
+    clock: HostClock,
+    times_ns: tuple[int | None, int | None, int | None],
+    ins: Instruction = FORWARD,
+    iteration: int = 0,
+) -> None:
+    """Tell the recorder of a turn's arrival, start and stop at these times; None leaves one out."""
+    for time_ns, tell in zip(
+        times_ns, (recorder.arrive, recorder.start, recorder.stop), strict=True
+    ):
+        if time_ns is not None:
+            clock.now_ns = 1_000 + time_ns
+            tell(ins, iteration)
+
+
+def on_a_thread(work: Callable[[], None]) -> None:
+    """Do some work on a thread of its own, and wait for it."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_span_has_its_times_from_the_beginning_of_the_recording(
+    recorder: Recorder, clock: HostClock
+) -> None:
+    """Waiting is from the arrival to the start."""
+    turn(recorder, clock, (3, 10, 50), iteration=7)
+    assert recorder.finish() == (Span("forward", 7, DEFAULT, 10, 50, wait_ns=7),)
+
+
+def test_spans_of_all_threads_are_put_in_order(recorder: Recorder, clock: HostClock) -> None:
+    """They come by their start, with the thread group of their lane."""
+    turn(recorder, clock, (0, 40, 60))
+    on_a_thread(lambda: turn(recorder, clock, (0, 5, 90), INSTRUCTIONS["h2d"], 2))
+    first, second = recorder.finish()
+    assert (first.task, first.row) == ("h2d", IO)
+    assert (second.task, second.row) == ("forward", DEFAULT)
+
+
+def test_a_start_without_its_arrival_did_not_wait(recorder: Recorder, clock: HostClock) -> None:
+    """Another turn's arrival, of the same task or of another, is not taken for its own."""
+    turn(recorder, clock, (None, 10, 20), iteration=0)
+    turn(recorder, clock, (21, None, None), INSTRUCTIONS["step"], iteration=1)
+    turn(recorder, clock, (None, 30, 40), iteration=1)
+    turn(recorder, clock, (41, None, None), iteration=2)
+    turn(recorder, clock, (None, 50, 60), iteration=3)
+    assert [span.wait_ns for span in recorder.finish()] == [0, 0, 0]
+
+
+def test_a_stop_without_its_start_is_no_span(recorder: Recorder, clock: HostClock) -> None:
+    """Nor is a start without its stop; a later turn is not mixed up with either."""
+    turn(recorder, clock, (None, None, 5), iteration=0)
+    turn(recorder, clock, (6, 10, 20), iteration=1)
+    turn(recorder, clock, (None, None, 25), iteration=2)
+    turn(recorder, clock, (26, 30, None), iteration=3)
+    assert [span.iteration for span in recorder.finish()] == [1]
+
+
+def test_an_iteration_that_does_not_exist_has_no_span(recorder: Recorder, clock: HostClock) -> None:
+    """The ``<admit>`` that finds the end of the data is left out."""
+    recorder.start(INSTRUCTIONS["<admit>"], 0)
+    recorder.stop(INSTRUCTIONS["<admit>"], 0, exists=False)
+    assert recorder.finish() == ()
+
+
+def test_a_task_under_way_when_recording_ends_is_left_out(
+    recorder: Recorder, clock: HostClock
+) -> None:
+    """Its stop comes too late, on the thread that it was started on."""
+    turn(recorder, clock, (0, 5, None))
+    before = recorder.finish()
+    turn(recorder, clock, (None, None, 20))
+    assert before == ()
+    assert recorder.finish() == ()
+
+
+def test_a_thread_that_is_first_heard_of_too_late_is_left_out(
+    recorder: Recorder, clock: HostClock
+) -> None:
+    """A log that is opened after the end is closed from the beginning."""
+    recorder.finish()
+    on_a_thread(lambda: turn(recorder, clock, (0, 5, 9)))
+    assert recorder.finish() == ()
+
+
+# ---------------------------------------------------------------------------------------- streams
+
+
+class Stream:
+    """Work is done at once, in the stream's own time."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+
+class Event:
+    """Reached as soon as ``device`` is not ``late``."""
+
+    def __init__(self, device: TimingDevice) -> None:
+        self.device = device
+        self.at_ms = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.at_ms = stream.now_ms
+
+    def wait(self, stream: Stream) -> None:
+        stream.now_ms = max(stream.now_ms, self.at_ms)
+
+    def query(self) -> bool:
+        return not self.device.late
+
+    def synchronize(self) -> None:
+        self.device.synchronized += 1
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return end_event.at_ms - self.at_ms
+
+
+class TimingDevice:
+    """A device whose streams keep a time of their own; ``made`` counts events that tell it."""
+
+    type = "cpu"
+    has_streams = True
+
+    def __init__(self) -> None:
+        self.late = False
+        self.made = 0
+        self.synchronized = 0
+        self.callers = Stream()
+        self._local = threading.local()
+
+    def new_stream(self, spec: StreamSpec) -> Stream:
+        return Stream()
+
+    def current_stream(self) -> Stream:
+        return getattr(self._local, "stream", self.callers)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._local.stream = self.current_stream(), stream
+        yield
+        self._local.stream = before
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        self.made += timing
+        return Event(self)
+
+    def holds_work(self, value: Any) -> bool:
+        return False
+
+    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
+        return None
+
+    def use_on_this_thread(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def work(self, ms: float) -> None:
+        """Keep the current stream busy."""
+        self.current_stream().now_ms += ms
+
+
+WORK_MS = {"h2d": 1.0, "dist": 2.0, "forward": 3.0, "backward": 4.0, "step": 5.0}
+
+
+@pytest.fixture
+def device() -> TimingDevice:
+    """A device whose base event comes at time 0."""
+    return TimingDevice()
+
+
+def working(device: TimingDevice) -> dict[str, Callable[[Any], None]]:
+    """For each task a function that keeps its stream busy for the task's ``WORK_MS``."""
+    return {name: lambda ctx, ms=ms: device.work(ms) for name, ms in WORK_MS.items()}
+
+
+def stream_spans(spans: Iterable[Span]) -> list[Span]:
+    """Those on streams."""
+    return [span for span in spans if span.row.kind == "stream"]
+
+
+def test_streams_have_spans_of_their_own(device: TimingDevice) -> None:
+    """Each task has one on the stream that it gave work to, as long as that work took."""
+    with SWPipeline(piped(), tasks(**working(device)), device=device) as pipe:
+        with pipe.trace() as trace:
+            pipe.run(range(3))
+    spans = stream_spans(trace.spans)
+    assert sorted((span.task, span.iteration) for span in spans) == [
+        (name, i) for name in sorted(NAMES) for i in range(3)
+    ]
+    assert {span.task: span.duration_ns for span in spans} == {
+        name: ms * 1e6 for name, ms in WORK_MS.items()
+    }
+    assert {span.task: span.row.name for span in spans} == {
+        "h2d": "memcpy",
+        "dist": "dist",
+        "forward": "caller's",
+        "backward": "caller's",
+        "step": "caller's",
+    }
+
+
+def test_spans_of_streams_keep_the_order_of_the_work(device: TimingDevice) -> None:
+    """On one stream each begins when the one before ends, in the device's own time."""
+    with SWPipeline(piped(), tasks(**working(device)), device=device) as pipe:
+        with pipe.trace() as trace:
+            pipe.run(range(3))
+    copies = [span for span in trace.spans if span.row == Row("stream", "memcpy")]
+    begin_ns = copies[0].start_ns
+    assert [span.start_ns - begin_ns for span in copies] == [0, 1_000_000, 2_000_000]
+
+
+def test_a_serial_run_is_on_the_callers_stream(device: TimingDevice) -> None:
+    """Whatever streams and threads the plan names."""
+    with SWPipeline(piped(), tasks(**working(device)), device=device) as pipe:
+        with pipe.trace() as trace:
+            pipe.run_serial(range(2))
+    assert {span.row for span in trace.spans} == {DEFAULT, Row("stream", "caller's")}
+    assert len(trace.spans) == 2 * 2 * len(NAMES)
+
+
+def recorded(device: TimingDevice, turns: int) -> tuple[Recorder, Program]:
+    """A recorder that was told of ``turns`` turns of one task."""
+    plan = PipelinePlan.serial(["a"])
+    program = compile_plan(plan, streams=True)
+    recorder = Recorder(program, device, {})
+    ins = program.instructions["a"]
+    for i in range(turns):
+        recorder.start(ins, i)
+        device.work(1.0)
+        recorder.stop(ins, i)
+    return recorder, program
+
+
+def test_a_device_that_keeps_up_needs_few_events(device: TimingDevice) -> None:
+    """They are used again once the device has reached them: two, beside the base event."""
+    recorder, _ = recorded(device, turns=100)
+    assert device.made == 1 + 2
+    assert [s.duration_ns for s in stream_spans(recorder.finish())] == [1_000_000] * 100
+
+
+def test_the_end_waits_for_a_device_that_is_behind(device: TimingDevice) -> None:
+    """No event is read before the device has reached it."""
+    device.late = True
+    recorder, _ = recorded(device, turns=5)
+    assert device.made == 1 + 2 * 5
+    behind = device.synchronized
+    assert len(stream_spans(recorder.finish())) == 5
+    assert device.synchronized == behind + 5
+
+
+def test_swpipes_own_turns_are_not_on_streams(device: TimingDevice) -> None:
+    """``<admit>`` and ``<retire>`` give no work to the device."""
+    recorder, program = recorded(device, turns=0)
+    for name in ("<admit>", "<retire>"):
+        recorder.start(program.instructions[name], 0)
+        recorder.stop(program.instructions[name], 0)
+    assert stream_spans(recorder.finish()) == []
+
+
+def test_a_device_whose_events_tell_no_time_is_recorded_on_threads_alone() -> None:
+    """Its events are not even made beyond the first, which is looked at."""
+    made = []
+    event = SimpleNamespace(record=None, wait=None, query=None)
+    untimed: Any = SimpleNamespace(
+        has_streams=True, new_event=lambda timing: made.append(timing) or event
+    )
+    recorder = Recorder(PROGRAM, untimed, {})
+    recorder.start(FORWARD, 0)
+    recorder.stop(FORWARD, 0)
+    assert [span.row for span in recorder.finish()] == [DEFAULT]
+    assert made == [True]

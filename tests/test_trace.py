@@ -1,0 +1,353 @@
+"""A trace holds what ran within its block, all of it, once; and sums it up."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from swpipe import IterContext, PipelinePlan, SWPipeline, Trace
+from swpipe.perfetto import Arrow
+from swpipe.program import Instruction
+from swpipe.recorder import Recorder
+from swpipe.span import Row, Span
+from tests.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.sequencer import await_event
+
+MS = 1_000_000
+OWN = ("<admit>", "<retire>")
+IO = Row("thread", "io")
+DEFAULT = Row("thread", "default")
+
+
+def turns(trace: Trace) -> Counter[tuple[str, int]]:
+    """How often each task ran on each iteration."""
+    return Counter((span.task, span.iteration) for span in trace.spans)
+
+
+def once_each(names: tuple[str, ...], iterations: range) -> Counter[tuple[str, int]]:
+    """Every task once on every iteration."""
+    return Counter((name, i) for name in names for i in iterations)
+
+
+def test_every_task_of_every_iteration_is_recorded_once() -> None:
+    """With ``<admit>`` and ``<retire>``; the pull that finds the end of the data does not count."""
+    with SWPipeline(piped(), tasks()) as pipe, pipe.trace() as trace:
+        pipe.run(range(4))
+    assert turns(trace) == once_each((*OWN, *NAMES), range(4))
+
+
+def test_spans_name_the_thread_group() -> None:
+    """The plan's, for each task; swpipe's own turns are the caller's."""
+    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+        pipe.run(range(4))
+    groups = {span.task: span.row for span in trace.spans}
+    assert groups == {
+        **dict.fromkeys((*OWN, "forward", "backward"), DEFAULT),
+        "h2d": IO,
+        "dist": Row("thread", "dist"),
+        "step": Row("thread", "late"),
+    }
+
+
+def test_one_thread_does_one_thing_at_a_time() -> None:
+    """Within a row no span, and no wait before it, begins before the one before has ended."""
+    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+        pipe.run(range(10))
+    for row in {span.row for span in trace.spans}:
+        spans = [span for span in trace.spans if span.row == row]
+        for sooner, later in pairwise(spans):
+            assert 0 <= sooner.start_ns <= sooner.end_ns <= later.start_ns - later.wait_ns
+
+
+def test_spans_are_in_the_order_of_the_dependences() -> None:
+    """A task starts when what it depends on has ended, whatever threads the two are on."""
+    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+        pipe.run(range(10))
+    span_of = {(span.task, span.iteration): span for span in trace.spans}
+    chain = ("<admit>", *NAMES, "<retire>")
+    for i in range(10):
+        for producer, consumer in pairwise(chain):
+            assert span_of[producer, i].end_ns <= span_of[consumer, i].start_ns
+
+
+def test_waiting_for_another_thread_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait began before what is waited for ended, and ended after it."""
+    waiting = threading.Event()
+    arrive = Recorder.arrive
+
+    def tell(self: Recorder, ins: Instruction, iteration: int) -> None:
+        arrive(self, ins, iteration)
+        if (ins.task, iteration) == ("forward", 1):
+            waiting.set()
+
+    def until_the_caller_waits(ctx: IterContext) -> None:
+        if ctx.iter_idx == 1:
+            await_event(waiting, "the caller's arrival at forward of iteration 1")
+
+    monkeypatch.setattr(Recorder, "arrive", tell)
+    with (
+        SWPipeline(spread(), tasks(dist=until_the_caller_waits)) as pipe,
+        pipe.trace() as trace,
+    ):
+        pipe.run(range(3))
+    span_of = {(span.task, span.iteration): span for span in trace.spans}
+    forward, dist = span_of["forward", 1], span_of["dist", 1]
+    assert forward.start_ns - forward.wait_ns <= dist.end_ns <= forward.start_ns
+
+
+def test_nothing_is_recorded_outside_the_block() -> None:
+    """Iterations before and after it are not in the trace, nor does it change any more."""
+    with SWPipeline(PipelinePlan.serial(NAMES), tasks()) as pipe:
+        pipe.run(range(2))
+        with pipe.trace() as trace:
+            pipe.run(range(3))
+        spans = trace.spans
+        pipe.run(range(2))
+    assert {span.iteration for span in spans} == {2, 3, 4}
+    assert trace.spans is spans
+
+
+def test_spans_come_when_the_block_ends() -> None:
+    """Until then the trace is empty."""
+    with SWPipeline(PipelinePlan.serial(NAMES), tasks()) as pipe:
+        with pipe.trace() as trace:
+            pipe.run(range(1))
+            assert trace.spans == ()
+        assert len(trace.spans) == len(NAMES) + len(OWN)
+
+
+def test_a_block_in_the_middle_of_a_run_is_recorded_as_far_as_it_goes() -> None:
+    """Iterations in flight at either end are there in part; those between are whole."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        batches = iter(range(20))
+        for _ in range(3):
+            pipe.progress(batches)
+        with pipe.trace() as trace:
+            for _ in range(9):
+                pipe.progress(batches)
+        for _ in range(3):
+            pipe.progress(batches)
+    seen = turns(trace)
+    assert max(seen.values()) == 1
+    retired = [span.iteration for span in trace.spans if span.task == "<retire>"]
+    assert retired == list(range(3, 12))
+    assert all(seen[name, i] for name in NAMES for i in range(6, 11))
+    assert all(span.wait_ns >= 0 for span in trace.spans)
+
+
+def test_a_failure_leaves_what_ran_until_then() -> None:
+    """The task that raised is there as well; the error is the task's own."""
+
+    def fail(ctx: IterContext) -> None:
+        if ctx.iter_idx == 1:
+            raise LookupError("planted")
+
+    with SWPipeline(PipelinePlan.serial(NAMES), tasks(forward=fail)) as pipe:
+        with pytest.raises(LookupError, match="planted"), pipe.trace() as trace:
+            pipe.run(range(3))
+        assert turns(trace) == Counter(
+            [
+                *((name, 0) for name in (*OWN, *NAMES)),
+                *((name, 1) for name in ("<admit>", "h2d", "dist", "forward")),
+            ]
+        )
+        with pipe.trace() as trace:
+            pipe.run(range(1))
+    assert turns(trace) == once_each((*OWN, *NAMES), range(2, 3))
+
+
+def test_serial_runs_are_recorded() -> None:
+    """All on the caller's thread, whatever groups the plan has; a failing task too."""
+
+    def fail(ctx: IterContext) -> None:
+        if ctx.batch == "bad":
+            raise LookupError("planted")
+
+    with SWPipeline(spread(), tasks(step=fail)) as pipe:
+        with pytest.raises(LookupError), pipe.trace() as trace:
+            pipe.run_serial(["good", "bad"])
+    assert turns(trace) == once_each(NAMES, range(2))
+    assert {span.row for span in trace.spans} == {DEFAULT}
+    assert [span.task for span in trace.spans] == [*NAMES, *NAMES]
+
+
+def test_several_runs_go_into_one_trace() -> None:
+    """Their iterations are numbered on."""
+    with SWPipeline(piped(), tasks()) as pipe, pipe.trace() as trace:
+        pipe.run(range(2))
+        pipe.run_serial(range(1))
+        pipe.run(range(2))
+    seen = once_each((*OWN, *NAMES), range(5))
+    seen.subtract((name, 2) for name in OWN)
+    assert turns(trace) == +seen
+
+
+def test_a_second_trace_at_the_same_time_is_refused() -> None:
+    """The first goes on; afterwards a new one may begin."""
+    with SWPipeline(PipelinePlan.serial(["a"]), [task("a")]) as pipe:
+        with pipe.trace() as trace:
+            with pytest.raises(RuntimeError, match="a trace is being recorded already"):
+                with pipe.trace():
+                    pass
+            pipe.run(range(1))
+        with pipe.trace() as another:
+            pass
+    assert turns(trace) == once_each((*OWN, "a"), range(1))
+    assert another.spans == ()
+
+
+def test_a_trace_knows_which_task_needs_which() -> None:
+    """Its arrows are the plan's dependences within an iteration."""
+    with SWPipeline(piped(), tasks()) as pipe, pipe.trace() as trace:
+        pass
+    assert trace.arrows == tuple(Arrow(*pair) for pair in pairwise(NAMES))
+
+
+# ------------------------------------------------------------------------------ made by hand
+
+# ms    0    1    2    3    4    5    6    7
+# io    [read 0 ] [read 1 ][read 2 ]
+# def.            [ train 0   ]. [ train 1 ]
+HAND_MADE = Trace(
+    [
+        Span("read", 0, IO, 0 * MS, 2 * MS),
+        Span("read", 1, IO, 2 * MS, 4 * MS),
+        Span("read", 2, IO, 4 * MS, 6 * MS, wait_ns=1 * MS),
+        Span("train", 0, DEFAULT, 2 * MS, 5 * MS, wait_ns=2 * MS),
+        Span("<retire>", 0, DEFAULT, 5 * MS, 5 * MS),
+        Span("train", 1, DEFAULT, 6 * MS, 8 * MS),
+        Span("<retire>", 1, DEFAULT, 8 * MS, 8 * MS),
+    ],
+    arrows=[Arrow("read", "train")],
+)
+
+
+def test_a_window_holds_its_iterations_and_what_ran_beside_them() -> None:
+    """What others did in the same time is beside; what they did before and after is gone."""
+    window = HAND_MADE.window(1, 1)
+    assert [(span.task, span.iteration) for span in window.spans] == [
+        ("read", 1),
+        ("train", 1),
+        ("<retire>", 1),
+    ]
+    assert [(span.task, span.iteration) for span in window.beside] == [
+        ("train", 0),
+        ("read", 2),
+        ("<retire>", 0),
+    ]
+    assert window.arrows == HAND_MADE.arrows
+
+
+def test_a_window_of_all_iterations_is_the_trace() -> None:
+    """Both ends are included, and nothing is beside."""
+    window = HAND_MADE.window(0, 2)
+    assert window.spans == HAND_MADE.spans
+    assert window.beside == ()
+
+
+def test_a_window_of_a_window_keeps_what_is_beside() -> None:
+    """It does not matter by which way one gets there."""
+    assert HAND_MADE.window(0, 1).window(1, 1).beside == HAND_MADE.window(1, 1).beside
+
+
+def test_a_window_without_a_span_is_refused() -> None:
+    """The error tells which iterations there are."""
+    with pytest.raises(ValueError, match=r"iterations 3 to 9 are not in the trace.*0 to 2"):
+        HAND_MADE.window(3, 9)
+    with pytest.raises(ValueError, match=r"which has none"):
+        Trace().window(0, 0)
+
+
+def test_busy_is_the_part_of_the_time_that_a_row_works() -> None:
+    """Of the trace's time, waits excluded, and with what is beside."""
+    assert HAND_MADE.busy() == {IO: 6 / 8, DEFAULT: 5 / 8}
+    assert HAND_MADE.window(1, 1).busy() == {IO: 4 / 6, DEFAULT: 5 / 6}
+
+
+def test_spans_that_overlap_on_a_stream_are_busy_once() -> None:
+    """Two threads may give work to the caller's stream at the same time."""
+    stream = Row("stream", "caller's")
+    trace = Trace(
+        [
+            Span("a", 0, stream, 0, 8),
+            Span("b", 0, stream, 2, 4),
+            Span("c", 0, stream, 6, 10),
+            Span("d", 0, DEFAULT, 0, 20),
+        ]
+    )
+    assert trace.busy()[stream] == 0.5
+
+
+def test_busy_of_an_empty_trace_is_refused() -> None:
+    """There is no time that it could be a part of."""
+    with pytest.raises(ValueError, match="there are no spans"):
+        Trace().busy()
+
+
+def test_task_times_are_means_in_seconds() -> None:
+    """Per task and row, in the order of the rows, with the wait before the task."""
+    assert [
+        (times.row.name, times.task, times.runs, times.mean_s, times.mean_wait_s)
+        for times in HAND_MADE.task_times()
+    ] == [
+        ("io", "read", 3, 0.002, pytest.approx(0.001 / 3)),
+        ("default", "train", 2, 0.0025, 0.001),
+        ("default", "<retire>", 2, 0.0, 0.0),
+    ]
+
+
+def test_the_initiation_interval_is_the_median_distance_of_retirements() -> None:
+    """One slow iteration does not move it."""
+    ends_ms = (10, 14, 18, 99, 103)
+    trace = Trace(
+        Span("<retire>", i, DEFAULT, (end_ms - 1) * MS, end_ms * MS)
+        for i, end_ms in enumerate(ends_ms)
+    )
+    assert trace.initiation_interval_s == 0.004
+
+
+def test_the_initiation_interval_of_a_serial_run_is_from_end_to_end() -> None:
+    """Without retirements, an iteration ends with its last task."""
+    trace = Trace(
+        Span(name, i, DEFAULT, start_ms * MS, (start_ms + 1) * MS)
+        for name, i, start_ms in [("a", 0, 0), ("b", 0, 2), ("a", 1, 5), ("b", 1, 9)]
+    )
+    assert trace.initiation_interval_s == 0.007
+
+
+def test_one_iteration_has_no_initiation_interval() -> None:
+    """There is nothing to measure a distance to."""
+    assert Trace([Span("a", 0, DEFAULT, 0, MS)]).initiation_interval_s is None
+
+
+def test_the_summary_is_a_table() -> None:
+    """Rows with how busy they are, tasks with their means, and the interval."""
+    assert HAND_MADE.format_summary() == "\n".join(
+        [
+            "row        busy  task        runs    mean ms    mean wait ms",
+            "-------  ------  --------  ------  ---------  --------------",
+            "io          75%  read           3      2.000           0.333",
+            "default     62%  train          2      2.500           1.000",
+            "                 <retire>       2      0.000           0.000",
+            "initiation interval: 3.000 ms (median)",
+        ]
+    )
+
+
+def test_a_trace_says_how_much_it_holds() -> None:
+    """Spans and iterations, and not the spans themselves."""
+    assert repr(HAND_MADE) == "<swpipe.Trace of 7 spans in 3 iterations>"
+
+
+def test_a_trace_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    """A recorded one, to the nanosecond, with its arrows."""
+    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+        pipe.run(range(5))
+    trace.save(tmp_path / "trace.json")
+    loaded = Trace.load(tmp_path / "trace.json")
+    assert loaded.spans == trace.spans
+    assert loaded.arrows == trace.arrows
