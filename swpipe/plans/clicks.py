@@ -8,7 +8,7 @@ from swpipe.plans.prefetch import prefetch_plan
 FEED = ("read", "decode", "hash", "copy")
 """Tasks that bring a batch from the file to the device."""
 
-COMPUTE = ("forward", "backward", "step", "auc")
+COMPUTE = ("embed", "forward", "backward", "step", "auc")
 """Tasks that train on it."""
 
 TASKS = (*FEED, *COMPUTE)
@@ -29,7 +29,11 @@ def pipelined() -> PipelinePlan:
     A depth of 3 lets the feeding thread be late for once.
     """
     return prefetch_plan(
-        FEED, COMPUTE, carried=[("forward", "step")], depth=3, streams={"copy": "memcpy"}
+        FEED,
+        COMPUTE,
+        carried=[("embed", "step"), ("forward", "step")],
+        depth=3,
+        streams={"copy": "memcpy"},
     )
 
 

@@ -80,9 +80,7 @@ def test_other_sizes_are_other_files(tmp_path: Path) -> None:
     assert few.held_out == more.held_out
 
 
-def test_what_is_broken_off_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_broken_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No half file is left to be mistaken for a whole one."""
     monkeypatch.setattr(generate, "_CHUNK", 50)
 

@@ -51,7 +51,9 @@ def test_every_parameter_learns(batch: ClickBatch) -> None:
     model = ClickModel(SMALL, seed=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = make_optimizer(model, SMALL)
-    for _ in range(2):  # a cross layer that begins at zero moves its partner from the second step on
+    for _ in range(
+        2
+    ):  # a cross layer that begins at zero moves its partner from the second step on
         optimizer.zero_grad()
         click_loss(model(batch), batch.labels).backward()
         optimizer.step()

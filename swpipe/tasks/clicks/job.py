@@ -3,7 +3,8 @@
 What goes through the context, attribute by attribute::
 
     ctx.batch -- read --> raw -- decode --> frame, rejected -- hash --> host -- copy --> inputs
-    inputs -- forward --> logits, loss -- backward --> (gradients) -- step --> (parameters)
+    inputs -- embed --> embedded -- forward --> logits, loss
+    loss -- backward --> (gradients) -- step --> (parameters)
     logits, inputs -- auc --> (histogram)
 
 What stands in parentheses lies outside the context: in the model, in its optimizer, in the metric.
@@ -94,9 +95,13 @@ class ClickJob:
         """The tensors, on the device."""
         ctx.inputs = ctx.host.to(self.device)
 
+    def embed(self, ctx: IterContext) -> None:
+        """Embeddings of the ids."""
+        ctx.embedded = self.model.embed(ctx.inputs)
+
     def forward(self, ctx: IterContext) -> None:
         """Logits and loss; a loss that is not finite ends the training."""
-        ctx.logits = self.model(ctx.inputs)
+        ctx.logits = self.model.predict(ctx.inputs, ctx.embedded)
         ctx.loss = click_loss(ctx.logits, ctx.inputs.labels)
         self.guard.watch(ctx.loss, ctx.batch.step)
 
@@ -122,6 +127,7 @@ class ClickJob:
             PipelineTask("decode", self.decode),
             PipelineTask("hash", self.hash),
             PipelineTask("copy", self.copy),
+            PipelineTask("embed", self.embed),
             PipelineTask("forward", self.forward),
             PipelineTask("backward", self.backward, io=[gradients]),
             # Not run, it leaves the parameters as its last run did: that is its replay.
