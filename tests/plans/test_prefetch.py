@@ -1,0 +1,81 @@
+"""The plan that prepares batches ahead."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
+from swpipe.plans import prefetch_plan
+
+
+def test_it_is_the_plan_one_would_write_by_hand() -> None:
+    """Feeding a stage ahead on its own thread; each list in its order; computing after feeding."""
+    plan = prefetch_plan(
+        ["read", "copy"],
+        ["forward", "step"],
+        carried=[("forward", "step")],
+        streams={"copy": "memcpy"},
+    )
+    assert plan == PipelinePlan(
+        schedule={
+            "read": TaskSchedule(stage=0, thread_group="io"),
+            "copy": TaskSchedule(stage=0, stream="memcpy", thread_group="io"),
+            "forward": TaskSchedule(stage=1),
+            "step": TaskSchedule(stage=1),
+        },
+        deps=[("copy", "read"), ("forward", "copy"), ("step", "forward")],
+        cross_iter_deps=[("forward", "step")],
+        streams={"memcpy": StreamSpec()},
+        pipeline_depth=3,
+    )
+
+
+def test_it_takes_tasks_as_well_as_names() -> None:
+    """Tasks as keys make a plan that a pipeline runs without naming them again."""
+    seen: list[int] = []
+    feed = PipelineTask("feed", lambda ctx: setattr(ctx, "twice", 2 * ctx.batch))
+    use = PipelineTask("use", lambda ctx: seen.append(ctx.twice))
+    with SWPipeline(prefetch_plan([feed], [use]), device="cpu") as pipe:
+        pipe.run([1, 2, 3])
+    assert seen == [2, 4, 6]
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_feeding_runs_ahead_by_the_depth_and_no_further(depth: int) -> None:
+    """While an iteration is computed, ``depth - 1`` later ones are prepared, not one more."""
+    fed = threading.Semaphore(0)
+    ahead: list[int] = []
+    count = 0
+
+    def feed(ctx: IterContext) -> None:
+        nonlocal count
+        count += 1
+        fed.release()
+
+    def use(ctx: IterContext) -> None:
+        for _ in range(depth if ctx.iter_idx == 0 else 1):
+            assert fed.acquire(timeout=10)
+        ahead.append(count - ctx.iter_idx)
+
+    plan = prefetch_plan([PipelineTask("feed", feed)], [PipelineTask("use", use)], depth=depth)
+    with SWPipeline(plan, device="cpu") as pipe:
+        batches = iter(range(20))
+        for _ in range(10):
+            pipe.progress(batches)
+    assert ahead == [depth] * 10
+
+
+def test_it_needs_both_kinds_of_task() -> None:
+    """Without one of them there is nothing to overlap."""
+    with pytest.raises(ValueError, match="a task to feed with and one to compute"):
+        prefetch_plan([], ["forward"])
+    with pytest.raises(ValueError, match="a task to feed with and one to compute"):
+        prefetch_plan(["read"], [])
+
+
+def test_it_needs_two_iterations_in_flight() -> None:
+    """With a depth of 1 nothing runs ahead."""
+    with pytest.raises(ValueError, match="depth is 1"):
+        prefetch_plan(["read"], ["forward"], depth=1)
