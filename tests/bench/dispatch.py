@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
@@ -23,12 +23,13 @@ def nothing(ctx: IterContext) -> None:
     """An empty task."""
 
 
-def plan(groups: tuple[str, str, str], depth: int) -> PipelinePlan:
-    """A chain of 12 tasks, four per stage, each stage in its thread group."""
+def plan(groups: Sequence[str], depth: int) -> PipelinePlan:
+    """A chain of 12 tasks, four per stage; ``groups`` names each task's, or each stage's."""
     names = [f"t{i:02}" for i in range(TASKS)]
+    each = TASKS // len(groups)
     return PipelinePlan(
         schedule={
-            PipelineTask(name, nothing): TaskSchedule(i // 4, thread_group=groups[i // 4])
+            PipelineTask(name, nothing): TaskSchedule(i // 4, thread_group=groups[i // each])
             for i, name in enumerate(names)
         },
         deps=list(zip(names[1:], names, strict=False)),
@@ -51,7 +52,7 @@ def us_per_task(engine: Engine, iterations: int) -> float:
     return seconds / iterations / TASKS * 1e6
 
 
-def row(what: str, plan: PipelinePlan, bar: float, rounds: int, iterations: int) -> Row:
+def row(what: str, plan: PipelinePlan, bar: float | None, rounds: int, iterations: int) -> Row:
     """swpipe beside the stand-in under one plan."""
     with SWPipeline(plan, device="cpu") as ours, StandIn(plan, plan.tasks) as theirs:
         a, b = interleaved(
@@ -67,10 +68,13 @@ def row(what: str, plan: PipelinePlan, bar: float, rounds: int, iterations: int)
 
 
 def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
-    """The two rows of dispatch."""
-    inline = plan(("default", "default", "default"), depth=3)
-    threads = plan(("read", "copy", "default"), depth=5)
+    """The two rows of dispatch, and one for the worst that a plan can ask for."""
+    inline = plan(["default"], depth=3)
+    threads = plan(["read", "copy", "default"], depth=5)
+    # Eight hand-overs between threads in every period: the threads' own cost, whatever the engine.
+    mixed = plan(["read", "copy", "default"] * 4, depth=5)
     return [
         row("empty tasks, all in group default", inline, 0.2, rounds, iterations),
         row("empty tasks, 3 thread groups, depth 5", threads, 0.5, rounds, iterations),
+        row("empty tasks, next one in another group", mixed, None, rounds, iterations // 3),
     ]

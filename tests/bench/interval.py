@@ -1,8 +1,8 @@
 """The steady state's initiation interval over its lower bound, for tasks that block a known time.
 
-The bound is Rau's (1994): the busiest thread group's tasks in a row (ResMII), or the heaviest dependence cycle
-per iteration of distance (RecMII), from the durations that the tasks are given. Whatever the engine, the
-machine's wake-ups and the interpreter add shows in full.
+The bound is Rau's (1994): the busiest thread group's tasks in a row (ResMII), or the heaviest
+dependence cycle per iteration of distance (RecMII), from the durations that the tasks are given.
+Whatever the engine, the machine's wake-ups and the interpreter add shows in full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.bench.measure import Row, Spread, interleaved
 
 BAR = 1.03
 YIELDING_S = 0.4e-3
-"""The last part of a block: a sleep alone ends 50 to 150 us late on a virtual machine, at random."""
+"""The last part of a block: a sleep alone ends 50 to 150 us late on a virtual machine."""
 
 
 def block(seconds: float) -> None:
@@ -61,7 +61,7 @@ class Case:
         return high
 
     def _has_cycle_above(self, mii: float, edges: list[tuple[str, str, int]]) -> bool:
-        """Whether starts can not be found that keep every edge at this interval (Bellman and Ford)."""
+        """Whether no start times keep every edge at this interval (Bellman and Ford)."""
         start = dict.fromkeys(self.ms, 0.0)
         for _ in range(len(start) + 1):
             moved = False

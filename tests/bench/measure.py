@@ -86,20 +86,20 @@ def sharpen_timers() -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows, aligned."""
-    lines = [("what", "swpipe", "beside it", "ratio", "bar", "")]
-    for row in rows:
-        lines.append(
-            (
-                row.what,
-                row.ours,
-                row.beside,
-                row.ratio.text(3) if row.ratio else "",
-                f"<= {row.bar:g}" if row.bar is not None else "",
-                row.verdict,
-            )
+    cells = [
+        (
+            row.what,
+            row.ours,
+            row.beside,
+            row.ratio.text(3) if row.ratio else "",
+            f"<= {row.bar:g}" if row.bar is not None else "",
+            row.verdict,
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    lines.insert(1, tuple("-" * width for width in widths))
+        for row in rows
+    ]
+    head = ("what", "swpipe", "beside it", "ratio", "bar", "")
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    lines = (head, ["-" * width for width in widths], *cells)
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines

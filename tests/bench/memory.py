@@ -18,7 +18,7 @@ PYTHON_KIB = 64
 """What Python objects may grow by: one context too many that stays alive would pass it."""
 
 RESIDENT_MIB = 8
-"""What the process may grow by; the allocator's own habits stay below, 10,000 lost payloads are 640."""
+"""What the process may grow by: more than the allocator's habits, less than 10,000 payloads (640)."""
 
 
 class Growth(NamedTuple):
@@ -64,7 +64,9 @@ def growth(iterations: int) -> Growth:
         _run(pipe, data, WARM_UP // 2)
         python, resident = _held()
         _run(pipe, data, iterations - pipe.plan.depth)
-        grown = Growth(*(after - before for after, before in zip(_held(), (python, resident), strict=True)))
+        grown = Growth(
+            *(after - before for after, before in zip(_held(), (python, resident), strict=True))
+        )
         tracemalloc.stop()
     return grown
 

@@ -1,7 +1,7 @@
 """What running serially adds to a bare loop that calls the same functions: tasks of 100 us.
 
-The tasks are busy until 100 us have passed, so that what a round takes beyond that is what surrounds
-them, however fast the machine happens to run at the moment.
+The tasks are busy until 100 us have passed, so that what a round takes beyond that is what
+surrounds them, however fast the machine happens to run at the moment.
 """
 
 from __future__ import annotations

@@ -6,17 +6,18 @@
                                                       counts it off, under a lock
     progress() <--(Event per slot)----------------------'
 
-Every group has a worker thread, the group "default" too; each task of each iteration is one queue item; there is
-a ``threading.Event`` per task and slot. It runs plans of ``deps`` and ``cross_iter_deps`` on the host, the
-same ones that swpipe runs, and gives the same results; it does less than swpipe does (no stall
-report, no torch state, no streams, no shortcut), so that a comparison does not flatter swpipe.
+Every group has a worker thread, the group "default" too; each task of each iteration is one queue
+item; there is a ``threading.Event`` per task and slot. It runs plans of ``deps`` and
+``cross_iter_deps`` on the host, the same ones that swpipe runs, and gives the same results; it does
+less than swpipe does (no stall report, no torch state, no streams, no shortcut), so that a
+comparison does not flatter swpipe.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from swpipe.context import IterContext
@@ -31,7 +32,7 @@ class _Work(NamedTuple):
     name: str
     fn: TaskFn
     stage: int
-    items: queue.SimpleQueue[Any] | queue.Queue[Any]
+    items: queue.Queue[Any]
     waits: tuple[tuple[list[threading.Event], int], ...]  # producer's events by slot, distance
     done: list[threading.Event]  # by slot
 
@@ -39,7 +40,7 @@ class _Work(NamedTuple):
 class StandIn:
     """Runs tasks under a plan; use it as a context manager."""
 
-    def __init__(self, plan: PipelinePlan, tasks: list[PipelineTask]) -> None:
+    def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
         if plan.same_period_deps or any(s.globally_ordered for s in plan.schedule.values()):
             raise ValueError("the stand-in runs plans of deps and cross_iter_deps only")
         edges = [(c, p, 0) for c, p in plan.deps] + list(plan.cross_iter_deps)
@@ -69,7 +70,9 @@ class StandIn:
         self._period = 0
         self._total: int | None = None
         self._threads = [
-            threading.Thread(target=self._serve, args=(items,), name=f"stand-in-{group}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(items,), name=f"stand-in-{group}", daemon=True
+            )
             for group, items in self._queues.items()
         ]
         for thread in self._threads:

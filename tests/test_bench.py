@@ -1,0 +1,155 @@
+"""The benchmarks run, at sizes too small to tell anything; what they compute is right."""
+
+from __future__ import annotations
+
+import pytest
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from tests.bench import dispatch, extras, interval, memory, serial
+from tests.bench.measure import Row, Spread, interleaved, ratios, table
+from tests.bench.standin import StandIn
+
+
+def sums() -> PipelinePlan:
+    """Three groups; ``total`` needs the iteration before, ``label`` the one two before."""
+    seen: list[int] = []
+
+    def square(ctx: IterContext) -> None:
+        ctx.square = ctx.batch**2
+
+    def total(ctx: IterContext) -> None:
+        seen.append((seen[-1] if seen else 0) + ctx.square)
+        ctx.total = seen[-1]
+
+    def label(ctx: IterContext) -> None:
+        ctx.label = f"{ctx.iter_idx}: {ctx.total}"
+
+    return PipelinePlan(
+        schedule={
+            PipelineTask("square", square): TaskSchedule(0, thread_group="a"),
+            PipelineTask("total", total): TaskSchedule(1, thread_group="b"),
+            PipelineTask("label", label): TaskSchedule(1),
+        },
+        deps=[("total", "square"), ("label", "total")],
+        cross_iter_deps=[("total", "total"), ("label", "label", 2)],
+        pipeline_depth=4,
+    )
+
+
+def labels(engine: StandIn | SWPipeline, iterations: int) -> list[str]:
+    """What the engine hands out, up to the end of the data."""
+    data = iter(range(iterations))
+    found = []
+    while True:
+        try:
+            found.append(engine.progress(data).label)
+        except StopIteration:
+            return found
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 3, 4, 50])
+def test_the_stand_in_runs_the_same_plan_to_the_same_end(iterations: int) -> None:
+    """Both engines hand out the same contexts in the same order, short data included."""
+    mine, other = sums(), sums()
+    with SWPipeline(mine, device="cpu") as ours, StandIn(other, other.tasks) as theirs:
+        assert labels(theirs, iterations) == labels(ours, iterations)
+
+
+def test_the_stand_in_runs_one_iterator_after_another() -> None:
+    """A drained stand-in starts anew."""
+    plan = sums()
+    with StandIn(plan, plan.tasks) as engine:
+        assert labels(engine, 2) == ["0: 0", "1: 1"]
+        assert labels(engine, 2) == ["0: 1", "1: 2"]
+
+
+def test_the_stand_in_raises_what_a_task_raised() -> None:
+    """A failing task reaches the caller, and the workers end."""
+
+    def fail(ctx: IterContext) -> None:
+        raise ValueError("as planned")
+
+    plan = PipelinePlan({PipelineTask("fail", fail): TaskSchedule()})
+    with StandIn(plan, plan.tasks) as engine, pytest.raises(ValueError, match="as planned"):
+        engine.progress(iter(range(3)))
+
+
+def test_the_stand_in_refuses_what_it_cannot_run() -> None:
+    """Plans that would not be comparable are refused."""
+    plan = PipelinePlan({PipelineTask("a", dispatch.nothing): TaskSchedule(globally_ordered=True)})
+    with pytest.raises(ValueError, match="deps and cross_iter_deps only"):
+        StandIn(plan, plan.tasks)
+
+
+@pytest.mark.parametrize(
+    ("case", "bound_ms"), list(zip(interval.CASES, (9.0, 10.0, 8.0, 12.0), strict=True))
+)
+def test_lower_bounds_are_those_worked_out_by_hand(case: interval.Case, bound_ms: float) -> None:
+    """The busiest group, or the heaviest cycle over its distance."""
+    assert case.bound_ms == pytest.approx(bound_ms, abs=1e-4)
+
+
+def test_dispatch_runs() -> None:
+    """Each row names its bar."""
+    rows = dispatch.rows(rounds=1, iterations=3)
+    assert [row.bar for row in rows] == [0.2, 0.5, None]
+
+
+def test_interval_runs() -> None:
+    """An interval is never below its bound."""
+    row = interval.row(interval.CASES[0], rounds=1, periods=2)
+    assert row.bar == interval.BAR
+    assert row.ratio is not None
+
+
+def test_serial_runs() -> None:
+    """One row beside the bare loop."""
+    assert [row.bar for row in serial.rows(rounds=1, iterations=2)] == [1.02]
+
+
+def test_memory_stays_flat() -> None:
+    """Two hundred iterations leave nothing behind."""
+    assert memory.growth(200).python_kib < memory.PYTHON_KIB
+
+
+def test_a_kept_context_shows_in_the_memory_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tolerance is below what one context too many holds."""
+    kept: list[IterContext] = []
+    progress = SWPipeline.progress
+    monkeypatch.setattr(
+        SWPipeline, "progress", lambda pipe, data: kept.append(progress(pipe, data))
+    )
+    assert memory.growth(20).python_kib > memory.PYTHON_KIB
+
+
+def test_what_only_informs_runs() -> None:
+    """Rows without a bar can not be missed."""
+    assert not any(row.missed for row in extras.rows(rounds=1, iterations=3))
+
+
+def test_interleaved_rounds_turn_round() -> None:
+    """Every second round goes backwards, and each measure keeps its own results."""
+    called: list[str] = []
+
+    def measure(name: str, value: float) -> float:
+        called.append(name)
+        return value
+
+    results = interleaved(2, lambda: measure("a", 1.0), lambda: measure("b", 2.0))
+    assert called == ["a", "b", "b", "a"]
+    assert results == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A round that was slow for both changes nothing."""
+    assert ratios([1.0, 10.0, 1.0], [2.0, 20.0, 2.0]) == Spread(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bar", "verdict"), [(1.0, 1.0, "PASS"), (1.01, 1.0, "MISS"), (9.0, None, "")]
+)
+def test_the_verdict_is_that_of_the_median(ratio: float, bar: float | None, verdict: str) -> None:
+    """At the bar passes; above it misses; without a bar there is no verdict."""
+    row = Row("what", "ours", "theirs", Spread(ratio, 0.0, 99.0), bar)
+    assert row.verdict == verdict
+    assert table([row]).splitlines()[-1].endswith(verdict)
