@@ -46,7 +46,7 @@ class TorchState(NamedTuple):
     @classmethod
     def of_this_thread(cls, device_type: str) -> TorchState:
         """The settings of the calling thread, for the CPU and ``device_type``."""
-        autocast = (Autocast.of_this_thread("cpu"),)
+        autocast: tuple[Autocast, ...] = (Autocast.of_this_thread("cpu"),)
         if device_type != "cpu":
             autocast += (Autocast.of_this_thread(device_type),)
         return cls(
