@@ -158,7 +158,7 @@ def profile(
         config = _config(data, None, batch_size, device, seed, strict, cache_dir)
         with _about_plan(plan):
             results = _profile(config, loaded, batches, rounds, pipelined=not serially)
-        results.print_report()
+        _print_breakdown(results)
         if output is not None:
             _make_room(output)
             results.save(output)
@@ -225,13 +225,13 @@ def demo(
             recorded = _train(runs)
             print("\nWhat each task costs, in the plain loop and under the plan.")
             breakdown = [
-                _profile(config, plans["pipelined"], 1, 2, pipelined=pipelined)
+                _profile(config, plans["pipelined"], 1, 3, pipelined=pipelined)
                 for pipelined in (False, True)
             ]
             files = _draw(directory, recorded, breakdown)
             print()
             for results in breakdown:
-                results.print_report()
+                _print_breakdown(results)
                 print()
             _print_training(runs)
             print("files:", *files, sep="\n  ")
@@ -371,8 +371,14 @@ def _profile(
             num_measure=10,
             num_rounds=rounds,
             pipelined=pipelined,
+            verbose=True,
         )
     return results
+
+
+def _print_breakdown(results: ProfileResults) -> None:
+    """One batch with all there is to say of it, or several side by side."""
+    (results[0] if len(results) == 1 else results).print_report()
 
 
 def _draw(directory: Path, recorded: Trace, breakdown: Sequence[ProfileResults]) -> list[Path]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 
-class RunningAUC:
+class RunningAUC(nn.Module):
     """Area under the ROC curve of all predictions seen so far, from a histogram of them.
 
     Memory and cost per step do not grow with the rows seen, and the device is asked for nothing
@@ -23,8 +24,10 @@ class RunningAUC:
     """
 
     def __init__(self, device: torch.device, bins: int = 2000) -> None:
+        super().__init__()
         self.bins = bins
-        self.counts = torch.zeros(2 * bins, dtype=torch.int64, device=device)
+        self.counts: torch.Tensor
+        self.register_buffer("counts", torch.zeros(2 * bins, dtype=torch.int64, device=device))
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Count a batch: logits [B], labels [B] of 0 and 1."""

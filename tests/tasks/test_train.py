@@ -1,0 +1,230 @@
+"""Runs of the click job: what is counted, timed and compared, and how it is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swpipe.plans.clicks import PLANS
+from swpipe.tasks.clicks import (
+    ClickConfig,
+    ClickDataError,
+    ModelConfig,
+    TrainingDivergedError,
+    report,
+)
+from swpipe.tasks.clicks.train import Chunk, Comparison, Speed, TrainRun, alternate, compare, speed
+from tests.tasks.rows import lines, row
+
+SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
+
+
+@pytest.fixture
+def config(small_log: Path) -> ClickConfig:
+    """A small model on 50 rows, in 5 batches."""
+    return ClickConfig([small_log], batch_size=10, model=SMALL)
+
+
+@pytest.fixture
+def runs(config: ClickConfig) -> Iterator[tuple[TrainRun, TrainRun]]:
+    """Under the serial and under the pipelined plan."""
+    with (
+        TrainRun("serial", config, PLANS["serial"](), 30) as one,
+        TrainRun("pipelined", config, PLANS["pipelined"](), 30) as two,
+    ):
+        yield one, two
+
+
+def test_a_run_goes_on_where_it_stopped(config: ClickConfig) -> None:
+    """Advancing in pieces gives the losses of advancing at once."""
+    with (
+        TrainRun("pieces", config, PLANS["pipelined"](), 12) as pieces,
+        TrainRun("whole", config, PLANS["pipelined"](), 12) as whole,
+    ):
+        for steps in (1, 4, 2, 5):
+            pieces.advance(steps)
+        whole.advance(12)
+        assert compare(pieces, whole).equal
+
+
+def test_a_run_ends_with_its_steps(config: ClickConfig) -> None:
+    """Asked for more, it takes what there is; asked again, nothing."""
+    seen: list[int] = []
+    with TrainRun("run", config, PLANS["pipelined"](), 7) as run:
+        run.advance(100, lambda: seen.append(1))
+        run.advance(100)
+        assert len(run.losses) == len(seen) == run.timed_steps == 7
+        assert len(run.chunks) == 1
+
+
+def test_without_steps_a_run_is_one_epoch(config: ClickConfig) -> None:
+    """Once through the data."""
+    with TrainRun("run", config, PLANS["serial"]()) as run:
+        assert run.steps == 5
+
+
+def test_rows_are_counted_once(tmp_path: Path, config: ClickConfig) -> None:
+    """Later epochs meet the same malformed rows and do not count them again; few are shown."""
+    path = tmp_path / "odd.tsv"
+    path.write_bytes(lines(row(), *["bad"] * 7, row()))
+    with TrainRun("run", replace(config, data=[path], batch_size=4), PLANS["serial"](), 9) as run:
+        run.advance(9)
+        assert (run.rows.lines, run.rows.malformed) == (9, 7)
+        assert [bad.line for bad in run.rows.examples] == [2, 3, 4, 5, 6]
+
+
+def test_a_log_without_one_good_row_is_an_error(tmp_path: Path, config: ClickConfig) -> None:
+    """The first of its rows is shown."""
+    path = tmp_path / "bad.tsv"
+    path.write_bytes(lines("bad", "worse"))
+    with (
+        TrainRun("run", replace(config, data=[path]), PLANS["pipelined"]()) as run,
+        pytest.raises(ClickDataError, match=r"not one good row among 2; the first: .*bad\.tsv:1:"),
+    ):
+        run.advance(1)
+
+
+def test_every_call_of_a_task_is_timed(runs: tuple[TrainRun, TrainRun]) -> None:
+    """Chunk by chunk, on whichever thread; serially the tasks fill the time."""
+    for run in runs:
+        run.advance(10)
+        run.advance(10)
+        assert [chunk.steps for chunk in run.chunks] == [10, 10]
+        for chunk in run.chunks:
+            assert set(chunk.task_s) == set(run.plan.schedule)
+            assert all(seconds > 0 for seconds in chunk.task_s.values())
+    for chunk in runs[0].chunks:
+        assert sum(chunk.task_s.values()) < chunk.seconds
+
+
+def test_runs_of_the_same_config_are_equal_whatever_the_plan(
+    runs: tuple[TrainRun, TrainRun],
+) -> None:
+    """By losses and parameters, bit for bit."""
+    alternate(runs, 30, chunk=7, warm_up=3)
+    result = compare(*runs)
+    assert result.equal
+    assert len(runs[0].losses) == 30
+    assert report.format_comparison(*runs, result) == (
+        "serial and pipelined: bit-equal: 30 losses and 37 parameters"
+    )
+
+
+def test_one_bit_is_a_difference(runs: tuple[TrainRun, TrainRun]) -> None:
+    """In a loss or in a parameter; the first step and the parameter are named."""
+    for run in runs:
+        run.advance(10)
+    one, two = runs
+    two.losses[4] = torch.nextafter(two.losses[4], torch.tensor(math.inf))
+    assert compare(one, two) == Comparison(4, ())
+    assert "losses differ from step 4 on" in report.format_comparison(one, two, compare(one, two))
+    two.losses[4] = one.losses[4]
+    name, parameter = next(iter(two.job.model.named_parameters()))
+    with torch.no_grad():
+        parameter[0, 0] = torch.nextafter(parameter[0, 0], torch.tensor(math.inf))
+    result = compare(one, two)
+    assert result == Comparison(None, (name,))
+    text = report.format_comparison(one, two, result)
+    assert "NOT EQUAL: all 10 losses are equal; 1 parameters differ" in text
+
+
+def test_another_seed_is_another_run(config: ClickConfig) -> None:
+    """The comparison can tell."""
+    with (
+        TrainRun("a", config, PLANS["serial"](), 3) as one,
+        TrainRun("b", replace(config, seed=1), PLANS["serial"](), 3) as two,
+    ):
+        one.advance(3)
+        two.advance(3)
+        result = compare(one, two)
+        assert result.first_loss == 0
+        assert not result.equal
+
+
+def test_runs_of_different_length_cannot_be_compared(runs: tuple[TrainRun, TrainRun]) -> None:
+    """The error says how long each is."""
+    runs[0].advance(2)
+    runs[1].advance(3)
+    with pytest.raises(ValueError, match="serial ran 2 steps and pipelined 3"):
+        compare(*runs)
+
+
+def test_turns_are_taken_fairly(runs: tuple[TrainRun, TrainRun]) -> None:
+    """The order changes from turn to turn; warming up is not timed; every step is taken."""
+    turns: list[str] = []
+    for run in runs:
+        _note_turns(run, turns)
+    alternate(runs, 25, chunk=10, warm_up=5)
+    assert turns == ["serial", "pipelined", "serial", "pipelined", "pipelined", "serial"]
+    assert [[chunk.steps for chunk in run.chunks] for run in runs] == [[10, 10], [10, 10]]
+    assert [len(run.losses) for run in runs] == [25, 25]
+
+
+def _note_turns(run: TrainRun, turns: list[str]) -> None:
+    advance = run.advance
+
+    def noting(steps: int, on_step: object = None) -> None:
+        turns.append(run.name)
+        advance(steps)
+
+    run.advance = noting  # type: ignore[method-assign, assignment]
+
+
+def test_few_steps_are_timed_all_the_same(runs: tuple[TrainRun, TrainRun]) -> None:
+    """With no more steps than warming up takes, those are what there is."""
+    alternate(runs, 4, warm_up=10)
+    assert [run.timed_steps for run in runs] == [4, 4]
+
+
+def test_speed_is_told_against_what_the_task_times_allow(
+    runs: tuple[TrainRun, TrainRun],
+) -> None:
+    """The tasks' sum over the busiest group's; medians over the turns."""
+    task_s = dict.fromkeys(PLANS["serial"]().schedule, 1.0)  # 4 tasks on io, 5 on default
+    for serial_s, pipelined_s in ((9.0, 6.0), (9.0, 5.0), (90.0, 5.0)):
+        runs[0].chunks.append(Chunk(1, serial_s, task_s))
+        runs[1].chunks.append(Chunk(1, pipelined_s, {}))
+    result = speed(*runs)
+    assert result == Speed(ratio=1.8, allowed=1.8)
+    assert result.reached == 1.0
+    assert report.format_speed(*runs, result) == (
+        "pipelined over serial: 1.80 times as many steps per second; "
+        "the task times allow 1.80, and 100% is reached"
+    )
+
+
+def test_a_run_that_diverges_says_so(config: ClickConfig) -> None:
+    """Also when the last steps, at which nobody had looked yet, went wrong."""
+    with TrainRun("run", config, PLANS["serial"](), 3) as run:
+        run.job.guard.interval = 100
+        with torch.no_grad():
+            next(run.job.model.parameters()).fill_(math.nan)
+        with pytest.raises(TrainingDivergedError, match="at step 0"):
+            run.advance(3)
+
+
+def test_a_run_is_told_in_a_line(runs: tuple[TrainRun, TrainRun]) -> None:
+    """Speed, loss and AUC, a line for each run."""
+    for run in runs:
+        run.advance(10)
+    head, rule, *rest = report.format_runs(runs).splitlines()
+    assert head.split() == ["plan", "steps", "steps/s", "rows/s", "loss", "AUC"]
+    assert set(rule) == {"-", " "}
+    assert [text.split()[:2] for text in rest] == [["serial", "10"], ["pipelined", "10"]]
+
+
+def test_malformed_rows_are_told(tmp_path: Path, config: ClickConfig) -> None:
+    """How many of how many, and the first of them with file and line."""
+    path = tmp_path / "odd.tsv"
+    path.write_bytes(lines(row(), *["bad"] * 7, row()))
+    with TrainRun("run", replace(config, data=[path]), PLANS["serial"]()) as run:
+        run.advance(1)
+        told = report.format_rows(run.rows).splitlines()
+    assert told[0] == "9 rows, 7 of them malformed and dropped:"
+    assert told[1].endswith("odd.tsv:2: 1 fields; a row has 40")
+    assert told[-1] == "  ... and 2 more"
