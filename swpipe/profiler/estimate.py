@@ -1,0 +1,124 @@
+"""From the times of iterations to exposed times with error bars.
+
+What was measured is a table of windows: a few iterations in a row, all with the same task
+shortcut, or none. A window's figure is the median of its samples, so that an iteration that the
+operating system broke off does not count::
+
+    round     baseline   read   decode   forward        each round in another order
+      1         10.1      8.0     6.1      9.9
+      2         10.4      8.4     6.3     10.3          the machine drifts: a row shifts as a whole
+      3         10.2      8.1     6.1     10.0
+
+A task's exposed time is baseline minus its own column, taken row by row, and the median of that:
+what moves a whole row cancels out.
+
+The error bar is the largest of three, each right where the others are blind:
+
+- rows and columns taken out, what is left is the noise of one window. All columns share in
+  telling it, so that three rounds are enough (a randomised block design; Student's factor at
+  99%);
+- the task's own differences, row by row: a task whose time is noisier than the others';
+- the samples within the windows: all that is known when there is one round only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+STUDENT_99 = (10.0, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
+"""Two-sided 99% points of Student's distribution for 1, 2, ... degrees of freedom; then 3 for all.
+
+For one degree it would be 64, which tells nothing: the samples within the windows help out there.
+"""
+
+SIGMAS = 3.0
+MEDIAN_OVER_MEAN = 1.2533
+"""Standard error of a median over that of a mean, for normal noise: the root of pi / 2."""
+SIGMA_OVER_MAD = 1.4826
+"""Standard deviation over median absolute deviation, for normal noise."""
+
+
+class Estimate(NamedTuple):
+    """A time and the half-width of its error bar, both in seconds."""
+
+    value_s: float
+    spread_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """All windows of one kind.
+
+    Attributes:
+        windows: One per round; the seconds per iteration that were sampled in it.
+        overlap: How many neighbouring samples share their iterations; 1 where each has its own.
+    """
+
+    windows: Sequence[Sequence[float]]
+    overlap: int = 1
+
+    @property
+    def medians(self) -> list[float]:
+        """One figure per window, in seconds."""
+        return [median(window) for window in self.windows]
+
+    @property
+    def error_s(self) -> float:
+        """Standard error of the column's median, by the samples within its windows alone."""
+        deviations = [
+            abs(sample - middle)
+            for window, middle in zip(self.windows, self.medians, strict=True)
+            for sample in window
+        ]
+        count, freedom = len(deviations), len(deviations) - len(self.windows)
+        if freedom == 0:
+            return 0.0
+        sigma = SIGMA_OVER_MAD * median(deviations) * math.sqrt(count / freedom)
+        return MEDIAN_OVER_MEAN * sigma * math.sqrt(self.overlap / count)
+
+
+def level(column: Column) -> Estimate:
+    """The time of an iteration."""
+    medians = column.medians
+    spread_s = SIGMAS * column.error_s
+    if len(medians) > 1:
+        between_s = MEDIAN_OVER_MEAN * stdev(medians) / math.sqrt(len(medians))
+        spread_s = max(spread_s, SIGMAS * between_s)
+    return Estimate(median(medians), spread_s)
+
+
+def differences(baseline: Column, columns: Mapping[str, Column]) -> dict[str, Estimate]:
+    """How much shorter an iteration is in each column than in the baseline, signed."""
+    rounds = len(baseline.windows)
+    table = [baseline.medians, *(column.medians for column in columns.values())]
+    shared_s = _window_noise_s(table) * MEDIAN_OVER_MEAN * math.sqrt(2 / rounds)
+    found = {}
+    for name, column in columns.items():
+        by_round = [a - b for a, b in zip(baseline.medians, column.medians, strict=True)]
+        spreads = [shared_s, SIGMAS * math.hypot(baseline.error_s, column.error_s)]
+        if rounds > 1:
+            spreads.append(SIGMAS * MEDIAN_OVER_MEAN * stdev(by_round) / math.sqrt(rounds))
+        found[name] = Estimate(median(by_round), max(spreads))
+    return found
+
+
+def _window_noise_s(table: Sequence[Sequence[float]]) -> float:
+    """Noise of one window, by a columns x rounds table, times Student's factor."""
+    rounds = len(table[0])
+    if rounds < 2 or len(table) < 2:
+        return 0.0
+    column_means = [fmean(column) for column in table]
+    round_means = [fmean(column[r] for column in table) for r in range(rounds)]
+    mean = fmean(column_means)
+    squares = sum(
+        (value - column_mean - round_mean + mean) ** 2
+        for column, column_mean in zip(table, column_means, strict=True)
+        for value, round_mean in zip(column, round_means, strict=True)
+    )
+    freedom = (len(table) - 1) * (rounds - 1)
+    factor = STUDENT_99[freedom - 1] if freedom <= len(STUDENT_99) else SIGMAS
+    return factor * math.sqrt(squares / freedom)

@@ -1,0 +1,180 @@
+"""Time windows of iterations on a pipeline that is set aside for it.
+
+A window, under the plan (times are taken at the bars)::
+
+    fill + warm-up                 measured                    drain
+    progress() progress() ... | progress() | progress() | ... | drain()
+
+Serially an iteration is timed on its own, from an idle device to an idle device. Under the plan a
+single ``progress()`` tells little: threads that run ahead may make one long and the next short.
+So a sample spans as many iterations as the pipeline is deep. On an accelerator the times are
+those at which the device is done with an iteration, taken by events: nothing is waited for inside
+a window.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
+from typing import Any
+
+from swpipe.pipeline import SWPipeline
+from swpipe.profiler.host import HostTimes
+from swpipe.recorder import TimedEvent
+from swpipe.shortcut import Shortcuts
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Measures windows of one batch, fed over and over.
+
+    Attributes:
+        pipe: Idle, and set aside.
+        batch: What every iteration gets.
+        copy: Makes a batch for each iteration instead, ahead of the window.
+        warmup: Iterations ahead of a window's first sample; at least 1, in which a shortcut task
+            is cached.
+        measure: Iterations that are timed.
+        pipelined: Under the plan; or else serially.
+    """
+
+    pipe: SWPipeline
+    batch: Any
+    copy: Callable[[Any], Any] | None
+    warmup: int
+    measure: int
+    pipelined: bool
+
+    @property
+    def overlap(self) -> int:
+        """How many iterations a sample spans."""
+        return min(self.pipe.plan.depth, self.measure) if self.pipelined else 1
+
+    def window(self) -> list[float]:
+        """Seconds per iteration, one or more samples."""
+        with _no_garbage_collection():
+            return self._pipelined() if self.pipelined else self._serial()
+
+    def host_window(self, times: HostTimes) -> None:
+        """A window in which every task is timed on its thread; its warm-up does not count."""
+        first = self.pipe._next_iteration
+        with _observed(self.pipe, times):
+            self.window()
+        times.keep_from(first + self._warmup)
+
+    @property
+    def _warmup(self) -> int:
+        # Before the pipeline has come round once, some of its turns are still the prologue's.
+        least = self.pipe.plan.depth if self.pipelined else 1
+        return max(self.warmup, least)
+
+    def _feed(self, count: int) -> Iterator[Any]:
+        if self.copy is None:
+            return repeat(self.batch, count)
+        return iter([self.copy(self.batch) for _ in range(count)])
+
+    def _serial(self) -> list[float]:
+        pipe, first = self.pipe, self.pipe._next_iteration
+        wait = pipe.device.synchronize
+        samples = []
+        for i, batch in enumerate(self._feed(self._warmup + self.measure)):
+            wait()
+            begin = time.perf_counter()
+            pipe.run_one_serial_iter(batch, first + i)
+            wait()
+            samples.append(time.perf_counter() - begin)
+        return samples[self._warmup :]
+
+    def _pipelined(self) -> list[float]:
+        pipe, span = self.pipe, self.overlap
+        feed = self._feed(pipe.plan.depth - 1 + self._warmup + self.measure)
+        for _ in range(self._warmup):
+            pipe.progress(feed)
+        marks = _Marks(pipe)
+        marks.set()
+        for _ in range(self.measure):
+            pipe.progress(feed)
+            marks.set()
+        pipe.drain()
+        at_s = marks.seconds()
+        return [(late - early) / span for early, late in zip(at_s, at_s[span:], strict=False)]
+
+
+class _Marks:
+    """When iterations were done: by the host's clock, or by the device's where it has one."""
+
+    def __init__(self, pipe: SWPipeline) -> None:
+        self._device = pipe.device
+        self._on_device = pipe.device.has_streams and isinstance(
+            pipe.device.new_event(timing=True), TimedEvent
+        )
+        self._at_s: list[float] = []
+        self._events: list[Any] = []
+
+    def set(self) -> None:
+        """The caller's stream waits for the iteration that was just handed out: mark that."""
+        if self._on_device:
+            event = self._device.new_event(timing=True)
+            event.record(self._device.current_stream())
+            self._events.append(event)
+        else:
+            self._at_s.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """All marks, from any origin."""
+        if not self._on_device:
+            return self._at_s
+        self._device.synchronize()
+        at_s = [0.0]
+        for early, late in pairwise(self._events):
+            at_s.append(at_s[-1] + early.elapsed_time(late) / 1e3)
+        return at_s
+
+
+@contextmanager
+def set_aside(pipe: SWPipeline) -> Iterator[None]:
+    """Lend a pipeline out, and take it back as it was, whatever happens to it.
+
+    Within the block it has shortcuts of its own: tasks that the user has shortcut are cached anew
+    for the batch at hand, and what the user's shortcuts hold stays untouched. The iteration count
+    is put back too.
+    """
+    engine, next_iteration = pipe._engine, pipe._next_iteration
+    shortcuts = Shortcuts(pipe.device)
+    shortcuts.enable(engine.shortcuts.names)
+    pipe._engine = replace(engine, shortcuts=shortcuts)
+    try:
+        yield
+    except BaseException:
+        # The first failure is the one to tell of; if draining fails as well, nothing is left in
+        # flight.
+        with suppress(Exception):
+            pipe.drain()
+        raise
+    finally:
+        pipe._engine, pipe._next_iteration = engine, next_iteration
+
+
+@contextmanager
+def _observed(pipe: SWPipeline, times: HostTimes) -> Iterator[None]:
+    engine = pipe._engine
+    pipe._engine = replace(engine, observers=lambda: (*engine.observers(), times))
+    try:
+        yield
+    finally:
+        pipe._engine = engine
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

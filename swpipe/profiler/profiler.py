@@ -1,0 +1,226 @@
+"""The profiler that users hold: it has windows measured, and leaves everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from swpipe.pipeline import SWPipeline
+from swpipe.profiler.estimate import differences, level
+from swpipe.profiler.measure import Bench, set_aside
+from swpipe.profiler.result import ProfileResult, ProfileResults
+from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
+from swpipe.profiler.search import Found, find_state, has_state
+from swpipe.profiler.snapshot import Snapshot
+from swpipe.task import PipelineTask, TaskRef, names_of
+
+
+class TaskProfiler:
+    """Measures the exposed time of a pipeline's tasks.
+
+    A task is shortcut, so that its outputs come back without its work, and what an iteration gets
+    shorter by is its exposed time. Windows with and without shortcuts take turns, in an order that
+    changes from round to round.
+
+    Whatever profiling trained is put back afterwards, also when it fails: models, optimizers,
+    whatever else has ``state_dict`` and ``load_state_dict``, and the generators of torch, Python
+    and numpy. Results say whose state that was.
+
+    Args:
+        pipe: The pipeline; idle whenever a profile is taken. Under torch.distributed take the same
+            profiles on all ranks.
+        state: What to put back: an object or several, each a module, an optimizer, something else
+            with ``state_dict`` and ``load_state_dict``, a generator, or a tensor that requires
+            grad. None looks for such objects in all that the tasks' functions can reach; where
+            those hide them (in a C extension, or many objects deep), name them.
+
+    Raises:
+        TypeError: Something in ``state`` is none of these.
+    """
+
+    def __init__(self, pipe: SWPipeline, *, state: Any = None) -> None:
+        self.pipe = pipe
+        self._state = None if state is None else _given(state)
+
+    def profile(
+        self,
+        batch: Any,
+        num_warmup: int = 3,
+        num_measure: int = 10,
+        num_rounds: int = 3,
+        pipelined: bool = False,
+        tasks: Iterable[TaskRef] | TaskRef | None = None,
+        verbose: bool = False,
+        *,
+        label: str = "batch 0",
+        copy: Callable[[Any], Any] | None = None,
+    ) -> ProfileResult:
+        """Profile on one batch; ``profile_many`` tells of the arguments and of what is raised."""
+        return self.profile_many(
+            [batch],
+            num_warmup,
+            num_measure,
+            num_rounds,
+            pipelined,
+            tasks,
+            verbose,
+            labels=[label],
+            copy=copy,
+        )[0]
+
+    def profile_many(
+        self,
+        batches: Iterable[Any],
+        num_warmup: int = 3,
+        num_measure: int = 10,
+        num_rounds: int = 3,
+        pipelined: bool = False,
+        tasks: Iterable[TaskRef] | TaskRef | None = None,
+        verbose: bool = False,
+        *,
+        labels: Sequence[str] | None = None,
+        copy: Callable[[Any], Any] | None = None,
+    ) -> ProfileResults:
+        """Profile on several batches, each from the same state.
+
+        Iterations get numbers from the pipeline's next one on, which is its next one again
+        afterwards.
+
+        Args:
+            batches: At least one. Every iteration gets the batch itself.
+            num_warmup: Iterations ahead of each window that are not timed; the first caches what
+                the shortcut task produces, so there is at least that one, and under the plan at
+                least ``depth``.
+            num_measure: Iterations timed in each window.
+            num_rounds: Windows of each kind. More make the error bars shorter, and surer.
+            pipelined: Measure the steady state under the plan; or else iterations one by one.
+            tasks: Which tasks to measure; None for all.
+            verbose: Show a progress bar.
+            labels: What to call each batch; "batch 0" and so on where None.
+            copy: Makes a batch that may be modified, for tasks that do that to the batch in
+                place. It is called for all iterations of a window ahead of the window.
+
+        Returns:
+            One result per batch.
+
+        Raises:
+            ValueError: A number is too small, a task unknown, or there are no batches or no tasks.
+            RuntimeError: The pipeline is closed, or iterations are in flight.
+            BaseException: Whatever a task raised, with a note of what was being measured.
+        """
+        counts = Counts(num_warmup, num_measure, num_rounds)
+        batches = list(batches)
+        labels = _labels(len(batches), labels)
+        self._check_idle()
+        names, left_out = self._names(tasks)
+        owners = find_state(self.pipe.tasks) if self._state is None else self._state
+        snapshot = Snapshot(owners, self.pipe.device)
+        results = []
+        with _progress_bar(len(batches) * counts.windows(len(names)), show=verbose) as bar:
+            for label, batch in zip(labels, batches, strict=True):
+                bench = Bench(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
+                try:
+                    with set_aside(self.pipe):
+                        measured = measure(bench, names, num_rounds, bar.update)
+                finally:
+                    snapshot.restore()
+                results.append(_result(label, bench, counts, measured, owners, left_out))
+        return ProfileResults(results)
+
+    def _check_idle(self) -> None:
+        if self.pipe.closed:
+            raise RuntimeError("the pipeline is closed: make a new one to profile")
+        if self.pipe._run is not None:
+            raise RuntimeError(
+                f"{self.pipe.in_flight} iterations are in flight: finish their iterator, or call "
+                "drain(), before profiling"
+            )
+
+    def _names(
+        self, tasks: Iterable[TaskRef] | TaskRef | None
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tasks to measure and those that are shortcut already, both in serial order."""
+        if isinstance(tasks, str | PipelineTask):
+            tasks = (tasks,)
+        asked = None if tasks is None else set(self.pipe._known(names_of(tasks)))
+        shortcut = self.pipe._engine.shortcuts.names
+        in_order = [task.name for task in self.pipe.tasks]
+        names = tuple(
+            name for name in in_order if (name not in shortcut if asked is None else name in asked)
+        )
+        if both := [name for name in names if name in shortcut]:
+            raise ValueError(
+                f"task {both[0]!r} is shortcut, so it costs nothing that could be measured: "
+                f"call disable_shortcut({both[0]!r}) first, or leave it out of tasks"
+            )
+        if not names:
+            raise ValueError(
+                "there is no task to measure: tasks is empty, or all are shortcut already"
+            )
+        return names, tuple(name for name in in_order if name in shortcut)
+
+
+def _result(
+    label: str,
+    bench: Bench,
+    counts: Counts,
+    measured: Measured,
+    owners: Sequence[Found],
+    left_out: tuple[str, ...],
+) -> ProfileResult:
+    columns = dict(measured.columns)
+    baseline = columns.pop(BASELINE)
+    step = level(baseline)
+    saved = differences(baseline, columns)
+    return ProfileResult(
+        batch=label,
+        mode="pipelined" if bench.pipelined else "serial",
+        baseline_s=step.value_s,
+        baseline_spread_s=step.spread_s,
+        exposed_s={name: max(0.0, estimate.value_s) for name, estimate in saved.items()},
+        raw_s={name: estimate.value_s for name, estimate in saved.items()},
+        spread_s={name: estimate.spread_s for name, estimate in saved.items()},
+        host_s=measured.times.host_s,
+        blocked_s=measured.times.blocked_s,
+        num_warmup=counts.num_warmup,
+        num_measure=counts.num_measure,
+        num_rounds=counts.num_rounds,
+        put_back=tuple(map(str, owners)),
+        already_shortcut=left_out,
+    )
+
+
+def _given(state: Any) -> tuple[Found, ...]:
+    """What the user named, whether one object, several, or several by name."""
+    if isinstance(state, Tensor) or has_state(state):
+        named: Iterable[tuple[str, Any]] = [("state", state)]
+    elif isinstance(state, Mapping):
+        named = state.items()
+    else:
+        named = [(f"state[{index}]", owner) for index, owner in enumerate(state)]
+    found = tuple(Found(str(name), owner) for name, owner in named)
+    for one in found:
+        if not (isinstance(one.owner, Tensor) or has_state(one.owner)):
+            raise TypeError(
+                f"{one} cannot be put back: give modules, optimizers, generators, tensors, or "
+                "objects with state_dict and load_state_dict"
+            )
+    return found
+
+
+def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
+    if count == 0:
+        raise ValueError("batches is empty: give at least one batch to profile on")
+    if labels is None:
+        return [f"batch {index}" for index in range(count)]
+    if len(labels) != count:
+        raise ValueError(f"{len(labels)} labels for {count} batches: give one per batch, or none")
+    return list(labels)
+
+
+def _progress_bar(total: int, *, show: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="profiling", unit="window", disable=not show)

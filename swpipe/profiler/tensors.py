@@ -1,0 +1,105 @@
+"""Copies of tensors in host memory, to be put back into the same tensors.
+
+A tensor comes back with its identity, its memory and its bits, and as the leaf that it was: with
+its ``requires_grad`` and its gradient, or without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+ALL = slice(None)
+UNMADE = (UninitializedBuffer, UninitializedParameter)
+
+
+class SavedTensors:
+    """Copies of tensors, each once."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, _SavedTensor] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Save a tensor, and its gradient if it has one."""
+        if id(tensor) not in self._saved and not isinstance(tensor, UNMADE):
+            self._saved[id(tensor)] = _SavedTensor(tensor)
+            if tensor.is_leaf and tensor.grad is not None:
+                self.add(tensor.grad)
+
+    def restore(self) -> None:
+        """Put all of them back."""
+        for saved in self._saved.values():
+            saved.restore()
+
+
+class _SavedTensor:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._leaf = tensor.is_leaf
+        self._requires_grad = tensor.requires_grad
+        self._grad = tensor.grad if tensor.is_leaf else None
+        # Shares memory with the tensor, and still does when someone gives the tensor other memory.
+        # (A sparse tensor has none of its own: there it is the tensor itself.)
+        self._memory = tensor.detach() if tensor.layout is torch.strided else tensor
+        self._copies = [(part, _to_host(part)) for part in _parts(self._memory)]
+
+    def restore(self) -> None:
+        with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
+            self._restore()
+
+    def _restore(self) -> None:
+        tensor, memory = self._tensor, self._memory
+        if self._leaf:
+            if tensor.grad_fn is not None:  # someone made it part of a graph
+                tensor.detach_()
+            tensor.requires_grad_(self._requires_grad)
+            tensor.grad = None  # whose form may not fit the memory's
+        if not _same_memory(tensor, memory):
+            tensor.data = memory
+        for part, saved in self._copies:
+            part.copy_(saved)
+        if self._leaf:
+            tensor.grad = self._grad
+
+
+def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
+    if tensor.layout is not torch.strided or _inner_names(tensor):
+        return True
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
+        memory.data_ptr(),
+        memory.shape,
+        memory.stride(),
+        memory.dtype,
+    )
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Tensors with the memory of ``tensor``, each element of it once."""
+    if inner := _inner_names(tensor):
+        for name in inner:
+            yield from _parts(getattr(tensor, name))
+    elif hasattr(tensor, "local_shards"):  # a ShardedTensor
+        yield from (shard.tensor for shard in tensor.local_shards())
+    elif tensor.layout is not torch.strided:
+        yield tensor
+    elif not tensor.is_meta:
+        # Of an expanded dimension all elements are one.
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        yield tensor[
+            tuple(slice(0, 1) if size > 1 and not step else ALL for size, step in dimensions)
+        ]
+
+
+def _inner_names(tensor: Any) -> Sequence[str]:
+    """Attributes of a wrapper, such as a DTensor, that hold the tensors that it is made of."""
+    return tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")

@@ -1,0 +1,84 @@
+"""From windows of samples to exposed times with error bars."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swpipe.profiler.estimate import Column, Estimate, differences, level
+
+
+def windows(*medians: float) -> Column:
+    """A column of windows that have one sample each."""
+    return Column([[median] for median in medians])
+
+
+def test_a_window_counts_by_its_median() -> None:
+    """One iteration that the machine broke off does not move the level."""
+    assert level(Column([[10.0, 10.0, 95.0], [10.0, 10.0, 10.0]])).value_s == 10.0
+
+
+def test_exposed_is_baseline_minus_the_tasks_own_level() -> None:
+    """What an iteration gets shorter by is the value, and longer by a negative one."""
+    found = differences(windows(10, 10, 10), {"read": windows(6, 6, 6), "nop": windows(11, 11, 11)})
+    assert found == {"read": Estimate(4.0, 0.0), "nop": Estimate(-1.0, 0.0)}
+
+
+def test_what_moves_a_whole_round_cancels_out() -> None:
+    """A machine at half its speed during one round fakes neither a value nor a spread."""
+    found = differences(windows(10, 15, 10), {"read": windows(6, 11, 6)})
+    assert found["read"] == Estimate(pytest.approx(4.0), pytest.approx(0.0, abs=1e-9))
+
+
+def test_noise_of_other_columns_shows_in_the_spread() -> None:
+    """Three windows that happen to agree are not taken for certain where the rest disagree."""
+    quiet, noisy = windows(6, 6, 6), windows(6, 9, 7)
+    found = differences(windows(10, 10, 10), {"quiet": quiet, "noisy": noisy})
+    assert found["quiet"].spread_s > 1.0
+
+
+def test_a_noisy_task_has_the_longer_spread() -> None:
+    """Each task's own differences count besides what all columns share."""
+    steady = {f"steady {i}": windows(*[6.0] * 9) for i in range(9)}
+    noisy = windows(6, 9, 6, 3, 6, 9, 6, 3, 6)
+    found = differences(windows(*[10.0] * 9), {"noisy": noisy, **steady})
+    assert found["noisy"].spread_s > 2 * found["steady 0"].spread_s
+
+
+def test_one_round_has_a_spread_from_its_samples() -> None:
+    """With a single window each, the samples within the windows tell the error."""
+    column = Column([[1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert differences(column, {"read": column})["read"].spread_s > 1.0
+    assert level(column).spread_s > 1.0
+
+
+def test_samples_that_share_iterations_count_less() -> None:
+    """Overlapping samples are not taken for independent ones."""
+    samples = [[1.0, 2.0, 3.0, 4.0, 5.0]]
+    assert Column(samples, overlap=4).error_s == pytest.approx(2 * Column(samples).error_s)
+
+
+@pytest.mark.parametrize(("rounds", "tasks"), [(2, 2), (3, 5), (5, 1)])
+def test_a_task_that_costs_nothing_reads_zero_within_its_spread(rounds: int, tasks: int) -> None:
+    """On noise with outliers, drift and windows that lean to one side, practically always."""
+    chance = random.Random(rounds)
+
+    def window(at: float) -> list[float]:
+        lean = chance.gauss(0, 0.03)
+        return [
+            at + lean + chance.gauss(0, 0.1) + (chance.random() < 0.1) * chance.expovariate(0.5)
+            for _ in range(10)
+        ]
+
+    missed = 0
+    for _ in range(200):
+        columns: dict[str, list[list[float]]] = {str(i): [] for i in range(tasks + 1)}
+        for number in range(rounds):
+            drift = 10 + 0.3 * number + chance.gauss(0, 0.3)
+            for column in columns.values():
+                column.append(window(drift))
+        baseline, *others = [Column(rows) for rows in columns.values()]
+        found = differences(baseline, {str(i): column for i, column in enumerate(others)})
+        missed += sum(max(0.0, value) > spread for value, spread in found.values())
+    assert missed <= 0.01 * 200 * tasks

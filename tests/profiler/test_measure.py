@@ -1,0 +1,237 @@
+"""Windows: what is timed, what is fed, and that the pipeline comes back as it was."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe.profiler.host import HostTimes
+from swpipe.profiler.measure import Bench, _Marks, set_aside
+from tests.profiler.sleepers import overlapped
+
+SEEN: list[tuple[int, Any, bool]] = []
+
+
+def see(ctx: IterContext) -> None:
+    """Notes the iteration, the batch and whether garbage is collected."""
+    SEEN.append((ctx.iter_idx, ctx.batch, gc.isenabled()))
+
+
+def act(ctx: IterContext) -> None:
+    """Stands for the rest."""
+    ctx.done = True
+
+
+TASKS = [PipelineTask("see", see), PipelineTask("act", act)]
+
+
+@pytest.fixture
+def pipe() -> Iterator[SWPipeline]:
+    """Two stages in two thread groups."""
+    SEEN.clear()
+    with SWPipeline(overlapped({"io": ["see"], "default": ["act"]}), TASKS) as pipe:
+        yield pipe
+
+
+def bench(pipe: SWPipeline, **changes: Any) -> Bench:
+    """A bench that measures five iterations after two."""
+    values = {"batch": "b", "copy": None, "warmup": 2, "measure": 5, "pipelined": False}
+    return Bench(pipe, **{**values, **changes})
+
+
+def test_a_serial_window_has_a_sample_per_iteration(pipe: SWPipeline) -> None:
+    """Warm-up runs and is not timed."""
+    samples = bench(pipe).window()
+    assert len(samples) == 5
+    assert [i for i, _, _ in SEEN] == list(range(7))
+
+
+def test_a_pipelined_window_has_a_sample_per_stretch_of_the_pipelines_depth(
+    pipe: SWPipeline,
+) -> None:
+    """Warm-up, what is measured and what fills the pipeline go through; nothing is left in it."""
+    window = bench(pipe, pipelined=True)
+    assert window.overlap == 2
+    assert len(window.window()) == 4
+    assert [i for i, _, _ in SEEN] == list(range(8))
+    assert pipe.in_flight == 0
+
+
+def test_the_pipeline_comes_round_before_anything_is_timed(pipe: SWPipeline) -> None:
+    """However short a warm-up is asked for: a shortcut task is cached, the prologue is over."""
+    bench(pipe, warmup=0).window()
+    assert len(SEEN) == 1 + 5
+    SEEN.clear()
+    bench(pipe, warmup=0, pipelined=True).window()
+    assert len(SEEN) == 2 + 5 + 1
+
+
+def test_a_single_measured_iteration_under_the_plan(pipe: SWPipeline) -> None:
+    """Fewer iterations than the pipeline is deep still make a sample."""
+    assert len(bench(pipe, measure=1, pipelined=True).window()) == 1
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_every_iteration_gets_a_copy_where_one_is_asked_for(
+    pipe: SWPipeline, pipelined: bool
+) -> None:
+    """Tasks may then modify the batch in place."""
+    original = [1, 2]
+    bench(pipe, batch=original, copy=list, pipelined=pipelined).window()
+    batches = [batch for _, batch, _ in SEEN]
+    assert all(batch == original for batch in batches)
+    assert len({id(batch) for batch in (original, *batches)}) == 1 + len(batches)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_garbage_is_not_collected_within_a_window(pipe: SWPipeline, was_on: bool) -> None:
+    """A collection in one window and not in the other would be taken for a task's cost."""
+    (gc.enable if was_on else gc.disable)()
+    try:
+        bench(pipe).window()
+        assert gc.isenabled() is was_on
+    finally:
+        gc.enable()
+    assert not any(on for _, _, on in SEEN)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_tasks_are_timed_on_their_threads(pipe: SWPipeline, pipelined: bool) -> None:
+    """Every measured iteration, and none of the warm-up."""
+    times = HostTimes(["see", "act"])
+    bench(pipe, pipelined=pipelined).host_window(times)
+    kept = {name: [turn.iteration for turn in turns] for name, turns in times._kept.items()}
+    ran = [i for i, _, _ in SEEN]
+    assert kept == {"see": ran[2:], "act": ran[2:]}
+    assert times.host_s.keys() == {"see", "act"}
+
+
+def test_a_lent_pipeline_comes_back_as_it_was(pipe: SWPipeline) -> None:
+    """Iteration count and shortcuts, with what they have in their caches."""
+    pipe.run(["x", "y"])
+    with pipe.shortcut("act"):
+        pipe.run(["z"])
+        SEEN.clear()
+        with set_aside(pipe):
+            bench(pipe, pipelined=True).window()
+            pipe.enable_shortcut("see")
+            pipe.disable_shortcut("act")
+        shortcuts = pipe._engine.shortcuts
+        assert shortcuts.names == {"act"}
+        assert shortcuts._caches["act"]
+        SEEN.clear()
+        pipe.run(["w"])
+    assert [i for i, _, _ in SEEN] == [3]
+
+
+def borrow_and_fail(pipe: SWPipeline) -> None:
+    """Break off with iterations in flight."""
+    with set_aside(pipe):
+        pipe.progress(iter("abc"))
+        raise KeyError
+
+
+def test_a_lent_pipeline_is_empty_when_it_comes_back_early(pipe: SWPipeline) -> None:
+    """What stood in it when the borrower failed is drained."""
+    with pytest.raises(KeyError):
+        borrow_and_fail(pipe)
+    assert pipe.in_flight == 0
+    pipe.run_one_serial_iter("d")
+
+
+def test_the_first_failure_is_told_even_if_draining_fails_too() -> None:
+    """The borrower's error reaches the user, not the one that followed from it."""
+
+    def fail_late(ctx: IterContext) -> None:
+        if ctx.iter_idx == 1:
+            raise ZeroDivisionError
+
+    tasks = [PipelineTask("early", act), PipelineTask("late", fail_late)]
+    with SWPipeline(overlapped({"io": ["early"], "default": ["late"]}), tasks) as pipe:
+        with pytest.raises(KeyError):
+            borrow_and_fail(pipe)
+        assert pipe.in_flight == 0
+        assert pipe._next_iteration == 0
+
+
+class _TimedEvent:
+    """An event of a device whose clock ticks once, a millisecond, per record."""
+
+    clock_ms = 0.0
+
+    def record(self, stream: object) -> None:
+        type(self).clock_ms += 1.0
+        self.at_ms = self.clock_ms
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end_event: _TimedEvent) -> float:
+        return end_event.at_ms - self.at_ms
+
+
+def device(event: type, log: list[str]) -> Any:
+    """A device with streams and such events."""
+    return SimpleNamespace(
+        has_streams=True,
+        new_event=lambda timing: event(),
+        current_stream=lambda: None,
+        synchronize=lambda: log.append("synchronize"),
+    )
+
+
+def test_a_device_with_a_clock_tells_when_iterations_were_done() -> None:
+    """By events, so that the host need not wait for the device in between."""
+    log: list[str] = []
+    marks = _Marks(SimpleNamespace(device=device(_TimedEvent, log)))  # type: ignore[arg-type]
+    for _ in range(3):
+        marks.set()
+    assert log == []
+    assert marks.seconds() == pytest.approx([0.0, 1e-3, 2e-3])
+    assert log == ["synchronize"]
+
+
+def test_a_device_without_a_clock_goes_by_the_hosts() -> None:
+    """Events that tell no time are of no use here."""
+    marks = _Marks(SimpleNamespace(device=device(object, [])))  # type: ignore[arg-type]
+    marks.set()
+    before = time.perf_counter()
+    marks.set()
+    first, second = marks.seconds()
+    assert first <= before <= second
+
+
+def test_serial_iterations_are_timed_from_idle_to_idle(
+    pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is waited for before the clock is read, at both ends of each."""
+    log: list[str] = []
+    monkeypatch.setattr(pipe.device, "synchronize", lambda: log.append("wait"), raising=False)
+    monkeypatch.setattr(time, "perf_counter", lambda: log.append("clock") or 0.0)
+    bench(pipe, warmup=0, measure=1).window()
+    assert log == ["wait", "clock", "wait", "clock"] * 2
+
+
+def test_windows_run_plain_torch(pipe: SWPipeline) -> None:
+    """Grad mode and the like are the caller's."""
+    with torch.no_grad():
+        bench(pipe).window()
+        assert not torch.is_grad_enabled()
+
+
+def test_a_serial_plan_can_be_measured_under_the_plan() -> None:
+    """Depth one: nothing to fill and nothing to drain."""
+    SEEN.clear()
+    with SWPipeline(PipelinePlan.serial(TASKS), TASKS) as pipe:
+        assert len(bench(pipe, pipelined=True).window()) == 5
+    assert len(SEEN) == 7

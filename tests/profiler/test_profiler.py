@@ -1,0 +1,291 @@
+"""What users hold: the numbers come out, everything else stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import swpipe
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe.profiler import ProfileResult, ProfileResults
+from tests.profiler.sleepers import overlapped
+
+QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 1}
+
+
+class Job:
+    """A small training job, with everything that profiling could upset."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.ran: list[str] = []
+        self.fails_at = 10**9
+
+    def read(self, ctx: IterContext) -> None:
+        ctx.x = ctx.batch * 1
+
+    def forward(self, ctx: IterContext) -> None:
+        self.ran.append("forward")
+        if len(self.ran) >= self.fails_at:
+            raise ZeroDivisionError("planted")
+        noise = torch.rand(1) + random.random()
+        ctx.loss = (self.model(ctx.x) + noise).square().mean()
+
+    def backward(self, ctx: IterContext) -> None:
+        self.optimizer.zero_grad()
+        ctx.loss.backward()
+
+    def step(self, ctx: IterContext) -> None:
+        self.ran.append("step")
+        self.optimizer.step()
+
+    @property
+    def tasks(self) -> list[PipelineTask]:
+        """In the order in which they run."""
+        functions = (self.read, self.forward, self.backward, self.step)
+        return [PipelineTask(fn.__name__, fn) for fn in functions]
+
+    def state(self) -> list[Any]:
+        """Everything, as plain data."""
+        return [
+            {name: tensor.tolist() for name, tensor in self.model.state_dict().items()},
+            [None if p.grad is None else p.grad.tolist() for p in self.model.parameters()],
+            [module.training for module in self.model.modules()],
+            copy.deepcopy(_plain(self.optimizer.state_dict())),
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+        ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+BATCH = torch.linspace(0, 1, 12).view(4, 3)
+
+
+@pytest.fixture
+def job() -> Job:
+    """Ahead of its first step."""
+    return Job()
+
+
+@pytest.fixture
+def pipe(job: Job) -> Iterator[SWPipeline]:
+    """The job; it reads one batch ahead in a thread group of its own."""
+    plan = overlapped({"io": ["read"], "default": ["forward", "backward", "step"]})
+    with SWPipeline(plan, job.tasks) as pipe:
+        yield pipe
+
+
+def test_a_profile_tells_every_task_in_serial_order(pipe: SWPipeline) -> None:
+    """Figures for all tasks, in the order in which they run."""
+    result = TaskProfiler(pipe).profile(BATCH, **QUICK)
+    assert result.tasks == ("read", "forward", "backward", "step")
+    for figures in (result.raw_s, result.spread_s, result.host_s, result.blocked_s):
+        assert tuple(figures) == result.tasks
+    assert result.exposed_s == {name: max(0.0, s) for name, s in result.raw_s.items()}
+    assert (result.batch, result.mode, result.num_rounds) == ("batch 0", "serial", 1)
+    assert result.baseline_s > 0
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_everything_is_put_back_bit_for_bit(
+    job: Job, pipe: SWPipeline, pipelined: bool, steps: int
+) -> None:
+    """Model, gradients, flags, optimizer and generators, before the first step and later on."""
+    pipe.run_serial([BATCH] * steps)
+    before = job.state()
+    result = TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
+    assert job.state() == before
+    assert result.put_back == ("self.model (Sequential)", "self.optimizer (Adam)")
+
+
+def test_training_goes_on_as_if_nothing_had_been() -> None:
+    """A profile in the middle changes no number of the run around it."""
+    ends = []
+    for profiled in (False, True):
+        random.seed(1)
+        job = Job()
+        with SWPipeline(PipelinePlan.serial(job.tasks)) as pipe:
+            pipe.run([BATCH] * 2)
+            if profiled:
+                TaskProfiler(pipe).profile_many([BATCH, 2 * BATCH], **QUICK)
+            pipe.run([BATCH] * 2)
+        ends.append(job.state())
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_failure_in_the_middle_leaves_nothing_behind(
+    job: Job, pipe: SWPipeline, pipelined: bool
+) -> None:
+    """The task's own error comes out; no shortcut is on, the state is back, the pipeline runs."""
+    before = job.state()
+    job.fails_at = 12
+    with pytest.raises(ZeroDivisionError, match="planted") as caught:
+        TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
+    assert any(note.startswith("swpipe: while profiling with") for note in caught.value.__notes__)
+    assert job.state() == before
+    assert pipe._engine.shortcuts.names == set()
+    assert pipe.in_flight == 0
+    job.fails_at = 10**9
+    job.ran.clear()
+    contexts = list(pipe.iterate([BATCH]))
+    assert [ctx.iter_idx for ctx in contexts] == [0]
+    assert job.ran == ["forward", "step"]
+
+
+def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipeline) -> None:
+    """With what they hold, though the profile was taken on another batch."""
+    pipe.enable_shortcut("forward")
+    (cached,) = pipe.iterate([BATCH])
+    result = TaskProfiler(pipe).profile(5 * BATCH, **QUICK)
+    assert result.tasks == ("read", "backward", "step")
+    assert result.already_shortcut == ("forward",)
+    job.ran.clear()
+    (replayed,) = pipe.iterate([BATCH])
+    assert job.ran == ["step"]
+    assert torch.equal(replayed.loss, cached.loss)
+
+
+def test_a_task_that_is_shortcut_cannot_be_asked_for(pipe: SWPipeline) -> None:
+    """It costs nothing already."""
+    pipe.enable_shortcut("forward")
+    with pytest.raises(ValueError, match=r"'forward' is shortcut.*disable_shortcut\('forward'\)"):
+        TaskProfiler(pipe).profile(BATCH, tasks=["forward"], **QUICK)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_iterations_keep_their_numbers(pipe: SWPipeline, pipelined: bool) -> None:
+    """The next iteration of the user's is the next one."""
+    pipe.run([BATCH] * 3)
+    TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
+    assert [ctx.iter_idx for ctx in pipe.iterate([BATCH])] == [3]
+
+
+def test_several_batches_come_out_in_order(job: Job, pipe: SWPipeline) -> None:
+    """One result each, with its label, each from the same state."""
+    profiler = TaskProfiler(pipe)
+    results = profiler.profile_many([BATCH, 2 * BATCH], labels=["one", "two"], **QUICK)
+    assert isinstance(results, ProfileResults)
+    assert [result.batch for result in results] == ["one", "two"]
+    assert [r.batch for r in profiler.profile_many(iter([BATCH] * 2), **QUICK)] == [
+        "batch 0",
+        "batch 1",
+    ]
+
+
+def test_some_tasks_only(pipe: SWPipeline) -> None:
+    """Tasks or names, one or several, in serial order."""
+    profiler = TaskProfiler(pipe)
+    assert profiler.profile(BATCH, tasks=["step", "forward"], **QUICK).tasks == ("forward", "step")
+    assert profiler.profile(BATCH, tasks=pipe.tasks[2], **QUICK).tasks == ("backward",)
+    assert profiler.profile(BATCH, tasks="step", **QUICK).tasks == ("step",)
+
+
+def test_state_can_be_named(job: Job, pipe: SWPipeline) -> None:
+    """Then only that is put back, whatever else the tasks reach."""
+    model, optimizer = job.model, job.optimizer
+    weights = copy.deepcopy(model.state_dict())
+
+    def put_back(state: Any) -> tuple[str, ...]:
+        return TaskProfiler(pipe, state=state).profile(BATCH, **QUICK).put_back
+
+    assert put_back({"net": model}) == ("net (Sequential)",)
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+    assert put_back([model, optimizer]) == ("state[0] (Sequential)", "state[1] (Adam)")
+    assert put_back(optimizer) == ("state (Adam)",)
+    assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+    assert put_back(()) == ()
+    assert not torch.equal(weights["0.weight"], model[0].weight)
+
+
+def test_state_that_cannot_be_put_back_is_refused(pipe: SWPipeline) -> None:
+    """Before anything runs."""
+    with pytest.raises(TypeError, match=r"state\[1\] \(dict\) cannot be put back: give modules"):
+        TaskProfiler(pipe, state=[torch.ones(1), {}])
+
+
+def test_progress_is_shown_where_asked_for(
+    pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One tick per window; silence otherwise."""
+    TaskProfiler(pipe).profile(BATCH, **QUICK)
+    assert capsys.readouterr().err == ""
+    TaskProfiler(pipe).profile(BATCH, verbose=True, **QUICK)
+    assert "6/6" in capsys.readouterr().err
+
+
+def refused(pipe: SWPipeline, batches: Any = (BATCH,), **arguments: Any) -> None:
+    """Ask for a profile."""
+    TaskProfiler(pipe).profile_many(batches, **{**QUICK, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"num_measure": 0}, "num_measure is 0"),
+        ({"num_warmup": -1}, "num_warmup is -1"),
+        ({"batches": []}, "batches is empty"),
+        ({"tasks": ["forwards"]}, "no task 'forwards'; it has read, forward, backward, step"),
+        ({"tasks": []}, "there is no task to measure"),
+        ({"labels": ["a", "b"]}, "2 labels for 1 batches"),
+    ],
+)
+def test_values_that_make_no_sense(
+    job: Job, pipe: SWPipeline, arguments: dict[str, Any], says: str
+) -> None:
+    """Told before anything runs."""
+    with pytest.raises(ValueError, match=says):
+        refused(pipe, **arguments)
+    assert job.ran == []
+
+
+def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipeline) -> None:
+    """They would be mixed up with those of the profile; they stay where they are."""
+    batches = iter([BATCH] * 3)
+    pipe.progress(batches)
+    with pytest.raises(RuntimeError, match=r"1 iterations are in flight.*drain\(\)"):
+        refused(pipe)
+    assert len(pipe.drain()) == 1
+
+
+def test_a_closed_pipeline_is_refused(pipe: SWPipeline) -> None:
+    """With the mend."""
+    pipe.close()
+    with pytest.raises(RuntimeError, match="closed: make a new one"):
+        refused(pipe)
+
+
+def test_copies_for_tasks_that_modify_the_batch() -> None:
+    """The batch that was given is untouched."""
+    batch = torch.zeros(1)
+
+    def modify(ctx: IterContext) -> None:
+        ctx.batch.add_(1)
+
+    tasks = [PipelineTask("modify", modify)]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
+        TaskProfiler(pipe).profile(batch, copy=torch.clone, **QUICK)
+    assert batch.item() == 0.0
+
+
+def test_swpipe_itself_offers_the_names() -> None:
+    """Loaded when first asked for."""
+    assert swpipe.TaskProfiler is TaskProfiler
+    assert swpipe.ProfileResult is ProfileResult

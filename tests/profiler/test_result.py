@@ -1,0 +1,187 @@
+"""Results print, go to JSON and back, and draw themselves."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+
+from swpipe.profiler import ProfileResult, ProfileResults
+
+RESULT = ProfileResult(
+    batch="batch 0",
+    mode="serial",
+    baseline_s=0.0125,
+    baseline_spread_s=0.00025,
+    exposed_s={"read": 0.004, "forward": 0.008, "log": 0.0},
+    raw_s={"read": 0.004, "forward": 0.008, "log": -0.0001},
+    spread_s={"read": 0.0001, "forward": 0.0002, "log": 0.0001},
+    host_s={"read": 0.0041, "forward": 0.00825, "log": 0.00002},
+    blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
+    num_warmup=3,
+    num_measure=10,
+    num_rounds=3,
+    put_back=("model (Linear)", "self.optimizer (SGD)"),
+)
+
+OTHER = replace(
+    RESULT,
+    batch="batch 1",
+    baseline_s=0.02,
+    exposed_s={"read": 0.005, "step": 0.001},
+    spread_s={"read": 0.0001, "step": 0.0002},
+    host_s={"read": 0.006, "step": 0.001},
+    blocked_s={"read": 0.0, "step": 0.0009},
+    already_shortcut=("forward",),
+)
+
+TABLE = """\
+batch 0, serial: 12.500 ± 0.250 ms per iteration (3 rounds of 10)
+task       exposed ms    spread ms    % of baseline    host ms    blocked ms
+-------  ------------  -----------  ---------------  ---------  ------------
+read            4.000        0.100             32.0      4.100         4.000
+forward         8.000        0.200             64.0      8.250         0.500
+log             0.000        0.100              0.0      0.020         0.010
+SUM            12.000        0.400             96.0     12.370         4.510
+blocks the host: read (4.000 ms)
+put back: model (Linear), self.optimizer (SGD)
+"""
+
+SIDE_BY_SIDE = """\
+batch 0, serial: 12.500 ± 0.250 ms per iteration (3 rounds of 10)
+batch 1, serial: 20.000 ± 0.250 ms per iteration (3 rounds of 10)
+task          batch 0                                     batch 1
+           exposed ms    spread ms    % of baseline    exposed ms    spread ms    % of baseline
+-------  ------------  -----------  ---------------  ------------  -----------  ---------------
+read            4.000        0.100             32.0         5.000        0.100             25.0
+forward         8.000        0.200             64.0
+log             0.000        0.100              0.0
+step                                                        1.000        0.200              5.0
+SUM            12.000        0.400             96.0         6.000        0.300             30.0
+blocks the host on batch 0: read (4.000 ms)
+put back: model (Linear), self.optimizer (SGD)
+blocks the host on batch 1: step (0.900 ms)
+shortcut already, so not measured: forward
+"""
+
+
+def stripped(text: str) -> list[str]:
+    """Lines without what pads their ends."""
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def test_the_table_of_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tasks in order, a sum, who blocks the host, and whose state was put back."""
+    RESULT.print_report()
+    assert stripped(capsys.readouterr().out) == stripped(TABLE)
+
+
+def test_the_tables_side_by_side() -> None:
+    """One group of columns per batch; a task that a batch did not measure is left empty."""
+    out = io.StringIO()
+    ProfileResults([RESULT, OTHER]).print_report(out)
+    assert stripped(out.getvalue()) == stripped(SIDE_BY_SIDE)
+
+
+def test_nobody_blocks_and_nothing_was_found() -> None:
+    """The report says so rather than leave the lines out."""
+    calm = replace(RESULT, blocked_s=dict.fromkeys(RESULT.tasks, 0.0), put_back=())
+    assert "blocks the host: no task" in calm.format_report()
+    assert "put back: generators only; no other state was found" in calm.format_report()
+
+
+@pytest.mark.parametrize(
+    ("blocked_s", "blocks"), [(0.0009, False), (0.00099, False), (0.001, True), (0.004, True)]
+)
+def test_a_task_blocks_that_is_off_the_cpu_for_a_quarter_of_its_time(
+    blocked_s: float, blocks: bool
+) -> None:
+    """Less is what any task has on a busy machine."""
+    result = replace(RESULT, host_s={"read": 0.004}, blocked_s={"read": blocked_s})
+    assert result.blocking == (("read",) if blocks else ())
+
+
+def test_moments_do_not_block() -> None:
+    """A tenth of a millisecond is the least that is worth a word."""
+    result = replace(RESULT, host_s={"read": 0.00009}, blocked_s={"read": 0.00009})
+    assert result.blocking == ()
+
+
+def test_who_blocks_longest_comes_first() -> None:
+    """The order is by time, not by the pipeline's."""
+    times = {"read": 0.001, "forward": 0.003, "log": 0.002}
+    assert replace(RESULT, host_s=times, blocked_s=times).blocking == ("forward", "log", "read")
+
+
+def test_results_are_frozen() -> None:
+    """Nobody rewrites a measurement."""
+    with pytest.raises(FrozenInstanceError):
+        RESULT.baseline_s = 1.0  # type: ignore[misc]
+
+
+def test_json_and_back(tmp_path: Path) -> None:
+    """A result, and several, come back equal from text and from files."""
+    several = ProfileResults([RESULT, OTHER])
+    assert ProfileResult.from_json(RESULT.to_json()) == RESULT
+    assert ProfileResults.from_json(several.to_json()) == several
+    RESULT.save(tmp_path / "one.json")
+    several.save(tmp_path / "several.json")
+    assert ProfileResult.load(tmp_path / "one.json") == RESULT
+    assert ProfileResults.load(tmp_path / "several.json") == several
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "exactly the keys .*, not list"),
+        ('{"batch": "x"}', r"exactly the keys .*, not \['batch'\]"),
+        (json.dumps({**json.loads(RESULT.to_json()), "extra": 1}), "'extra'"),
+    ],
+)
+def test_other_json_is_refused(text: str, says: str) -> None:
+    """What is missing or too much is told."""
+    with pytest.raises(ValueError, match=says):
+        ProfileResult.from_json(text)
+
+
+def test_one_result_is_not_several() -> None:
+    """A single result's JSON is not taken for a list."""
+    with pytest.raises(ValueError, match="a JSON list, not dict"):
+        ProfileResults.from_json(RESULT.to_json())
+
+
+def test_several_results_are_a_sequence() -> None:
+    """Index, slice, length and order."""
+    several = ProfileResults([RESULT, OTHER])
+    assert several[1] is OTHER
+    assert several[:1] == ProfileResults([RESULT])
+    assert list(several) == [RESULT, OTHER]
+    assert len(several) == 2
+
+
+def test_a_chart_is_drawn(tmp_path: Path) -> None:
+    """The ending of the path tells the format."""
+    pytest.importorskip("matplotlib")
+    RESULT.plot(tmp_path / "one.png")
+    ProfileResults([RESULT, OTHER]).plot(tmp_path / "two.svg")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "two.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_nothing_cannot_be_drawn(tmp_path: Path) -> None:
+    """A chart without a bar is refused."""
+    with pytest.raises(ValueError, match="nothing to draw"):
+        ProfileResults([]).plot(tmp_path / "none.png")
+
+
+def test_drawing_without_matplotlib_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"swpipe\[plot\]"):
+        RESULT.plot(tmp_path / "one.png")
