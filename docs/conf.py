@@ -1,6 +1,7 @@
 """Sphinx: pages in Markdown (MyST), API pages from the docstrings."""
 
 import swpipe
+import swpipe.tasks.clicks.model  # TorchRec logs what it loads; from here it is not shown
 
 project = "swpipe"
 author = "swpipe authors"

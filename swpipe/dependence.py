@@ -74,9 +74,8 @@ def period_order(plan: PipelinePlan) -> list[str]:
     """One order of the tasks within a period, in which every edge of lag 0 points backwards.
 
     Ties: ``plan.order`` first; then tasks of worker groups before those of the default group, so
-        that a
-    collective of the next batch takes its turn before this batch's backward; then higher stages, so
-    that the oldest iteration is not stuck behind a newer one; then declaration.
+    that a collective of the next batch takes its turn before this batch's backward; then higher
+    stages, so that the oldest iteration is not stuck behind a newer one; then declaration.
 
     Raises:
         CycleError: The edges of lag 0, or these and ``plan.order``, form a cycle.
