@@ -63,8 +63,8 @@ class Engine:
         shortcuts: Which tasks are replayed instead of run.
         draws: Seeds of tasks that draw.
         observers: Who is to be told of tasks that run; empty when nobody is.
-        ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth; kept
-            from one run to the next, so that a run of few iterations is held back as well.
+        ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
+            kept from one run to the next, so that a run of few iterations is held back as well.
     """
 
     program: Program
@@ -309,7 +309,7 @@ class Run:
             pause_s = min(2 * pause_s, 500e-6)
 
     def _retire_step(self, ins: Instruction) -> Step:
-        device, depth, ends = self.engine.device, self.engine.program.depth, self.engine.ends
+        device, depth = self.engine.device, self.engine.program.depth
         wait = wait_for_events(self, ins, self.caller_stream) if device.has_streams else None
 
         def retire(i: int) -> None:
@@ -317,9 +317,7 @@ class Run:
             if wait is not None:
                 wait(i)  # the caller's stream, for all sinks
                 self._hold(flight)
-                slot = (self.first_iteration + i) % depth
-                end = ends[slot] = ends.get(slot) or device.new_event()
-                end.record(self.caller_stream)
+                self._mark_end(i)
             self.flights[i % depth] = None
             self.retired += 1
             self._handed_out = flight.ctx
@@ -331,6 +329,11 @@ class Run:
             (*vars(flight.ctx).values(), *flight.held),
             (self.caller_stream, *self.engine.streams.values()),
         )
+
+    def _mark_end(self, i: int) -> None:
+        ends, slot = self.engine.ends, (self.first_iteration + i) % self.engine.program.depth
+        end = ends[slot] = ends.get(slot) or self.engine.device.new_event()
+        end.record(self.caller_stream)
 
     # ------------------------------------------------------------------ ending
 
@@ -378,7 +381,23 @@ class Run:
                     f"swpipe: thread group {lane.group!r} is still inside task "
                     f"{lane.instruction.task!r}; its thread ends when that returns"
                 )
-        for slot, flight in enumerate(self.flights):
-            if flight is not None and self.engine.device.has_streams:
+        if self.engine.device.has_streams and not self.finished:
+            self._abandon()
+        self.flights[:] = [None] * len(self.flights)
+
+    def _abandon(self) -> None:
+        """Hold what is in flight, and let what the caller does next come after its device work."""
+        for flight in self.flights:
+            if flight is not None:
                 self._hold(flight)
-            self.flights[slot] = None
+        try:
+            for stream in self.engine.streams.values():
+                end = self.engine.device.new_event()
+                end.record(stream)
+                end.wait(self.caller_stream)
+            for i in range(self.retired, self.admitted):
+                self._mark_end(i)
+        except Exception as error:
+            if self.failure is None:
+                raise
+            self.failure.add_note(f"swpipe: the device's streams could not be joined: {error}")

@@ -189,14 +189,16 @@ def _with_stream(run: Run, ins: Instruction, step: Step) -> Step:
     def streamed(i: int) -> None:
         flight = flights[i % depth]
         before = dict(vars(flight.ctx))
-        with on_stream(stream):
-            wait(i)  # (1)
-            step(i)
-            if events is not None:
-                events[i % ring].record(stream)  # (3)
-        after = vars(flight.ctx)
-        for key, value in before.items():
-            if after.get(key, _GONE) is not value:
-                flight.held.append(value)  # (2)
+        try:
+            with on_stream(stream):
+                wait(i)  # (1)
+                step(i)
+                if events is not None:
+                    events[i % ring].record(stream)  # (3)
+        finally:
+            after = vars(flight.ctx)
+            for key, value in before.items():
+                if after.get(key, _GONE) is not value:
+                    flight.held.append(value)  # (2)
 
     return streamed
