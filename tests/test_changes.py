@@ -139,6 +139,14 @@ def test_a_gradient_that_is_added_to_is_seen() -> None:
     assert changes(lambda ctx: (ctx.leaf * 2).sum().backward(), ctx) == (("leaf",), ())
 
 
+@pytest.mark.parametrize("other", [None, x()])
+def test_a_gradient_that_is_replaced_is_seen(other: Tensor | None) -> None:
+    """Another gradient, or none, is a change, whatever its version."""
+    ctx = context()
+    ctx.leaf.grad = x()
+    assert changes(lambda ctx: setattr(ctx.leaf, "grad", other), ctx) == (("leaf",), ())
+
+
 def test_an_optimizer_step_changes_parameters_alone() -> None:
     """A parameter's version moves with every step, which is not the context's affair."""
 
@@ -153,6 +161,7 @@ def test_an_optimizer_step_changes_parameters_alone() -> None:
 def test_tensors_without_version_counters_are_compared() -> None:
     """In inference mode numbers tell, NaN included; what was only read is unchanged."""
     ctx = SimpleNamespace(a=x(), b=torch.tensor([float("nan"), 1.0]), c=x().to_sparse())
+    ctx.wide = torch.ones(1).expand(3)
     assert changes(lambda ctx: ctx.a.add_(1), ctx) == (("a",), ())
     assert changes(lambda ctx: ctx.b + 1, ctx) == ((), ())
     assert changes(lambda ctx: ctx.b[1:].zero_(), ctx) == (("b",), ())

@@ -17,12 +17,18 @@ def weight() -> Tensor:
     return x(2).requires_grad_()
 
 
+def leaves_under(output: Tensor) -> list[Tensor]:
+    assert output.grad_fn is not None
+    return [node.variable for node, _ in output.grad_fn.next_functions]  # type: ignore[union-attr]
+
+
 def test_values_pass_unchanged_and_without_a_copy() -> None:
     """What comes out shares memory with what was kept."""
     kept = x(5)
     (output,) = graft([kept], [], [])
     assert torch.equal(output, x(5))
     assert output.data_ptr() == kept.data_ptr()
+    assert not kept.requires_grad
 
 
 def test_gradients_go_on_to_the_kept_tensor() -> None:
@@ -30,7 +36,8 @@ def test_gradients_go_on_to_the_kept_tensor() -> None:
     (output,) = graft([x(5)], [], [])
     (output * 3).sum().backward()
     assert output.grad_fn is not None
-    leaf = output.grad_fn.next_functions[-1][0].variable  # type: ignore[union-attr]
+    (leaf,) = leaves_under(output)
+    assert leaf.grad is not None
     assert torch.equal(leaf.grad, x(3))
 
 
@@ -48,10 +55,10 @@ def test_upstream_gets_zeros() -> None:
 def test_upstream_gets_zeros_when_one_output_of_several_is_used() -> None:
     """An output that nobody uses neither fails nor gets a gradient."""
     parameter = weight()
-    upstream = [parameter * 2]
-    used, unused = graft([x(5), x(6)], upstream, Zeros().like(upstream, None))
+    used, unused = graft([x(5), x(6)], [parameter], Zeros().like([parameter], None))
     used.sum().backward()
     assert unused.requires_grad
+    assert [leaf.grad is None for leaf in leaves_under(used)] == [False, True, False]
     assert parameter.grad is not None
     assert torch.equal(parameter.grad, x(0))
 
@@ -111,6 +118,23 @@ def test_zeros_that_do_not_fit_are_made_anew(other: Tensor) -> None:
     assert second is not first
     assert (second.shape, second.dtype, second.device) == (other.shape, other.dtype, other.device)
     assert second.layout is other.layout
+
+
+def test_zeros_of_tensor_subclasses_are_made_each_time() -> None:
+    """What else two of them must agree in, their class knows."""
+
+    class Special(Tensor):
+        pass
+
+    zeros = Zeros()
+    special = x().as_subclass(Special)
+    (first,) = zeros.like([special], None)
+    (second,) = zeros.like([special], None)
+    (third,) = zeros.like([x()], None)
+    (fourth,) = zeros.like([special], None)
+    assert type(first) is type(second) is type(fourth) is Special
+    assert second is not first
+    assert type(third) is Tensor
 
 
 def test_zeros_from_another_stream_are_made_anew() -> None:
@@ -174,6 +198,14 @@ def test_leaves_views_and_one_of_several_results_are_reached() -> None:
     assert reached([right.sum()], edges) == {"right"}
     modified.mul_(2)
     assert reached([modified], edges) == {"modified"}
+
+
+def test_a_graph_with_many_paths_is_searched_once() -> None:
+    """Each of sixty additions doubles the number of paths."""
+    total = upstream = weight() * 2
+    for _ in range(60):
+        total = total + total
+    assert reached([total], edges_of({"upstream": upstream})) == {"upstream"}
 
 
 def test_an_upstream_tensor_handed_on_as_it_is_is_reached() -> None:

@@ -329,8 +329,9 @@ def test_what_downstream_does_in_the_cached_iteration_is_not_kept() -> None:
 def test_replay_copies_nothing() -> None:
     """Two replays share one memory, which is not the cached run's."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
-    cached, first, second = (shortcut().y.data_ptr() for _ in range(3))
-    assert first == second != cached
+    cached, first, second = (shortcut().y for _ in range(3))
+    assert first.data_ptr() == second.data_ptr() != cached.data_ptr()
+    assert first is not second
 
 
 def test_a_container_that_makes_its_own_tensors_is_refused() -> None:
@@ -601,18 +602,41 @@ def test_a_leaf_comes_back_as_a_leaf() -> None:
         ctx.y = ctx.x.detach().requires_grad_()
 
     w = weight()
-    ctx = Shortcut(cut).twice(lambda: {"x": w * 1})
-    (ctx.y * 3).sum().backward()
-    assert ctx.y.is_leaf
-    assert torch.equal(ctx.y.grad, x(3))
-    assert w.grad is None
+    shortcut = Shortcut(cut)
+    for _ in range(3):
+        ctx = shortcut(x=w * 1)
+        assert ctx.y.is_leaf
+        (ctx.y * 3).sum().backward()
+        assert torch.equal(ctx.y.grad, x(3))
+        assert w.grad is None
+    assert shortcut.runs == 1
+
+
+def test_a_leaf_handed_on_is_no_input_of_the_other_outputs() -> None:
+    """It gets no gradient through them, in replay as ever."""
+
+    def hand_on(ctx: Any) -> None:
+        ctx.alias, ctx.y = ctx.leaf, ctx.x * 2
+
+    shortcut = Shortcut(hand_on)
+    for _ in range(2):
+        leaf = weight()
+        shortcut(leaf=leaf, x=weight() * 1).y.sum().backward()
+        assert leaf.grad is None
+
+
+def test_inputs_that_need_no_gradient_get_no_zeros() -> None:
+    """Of a container with ids and embeddings, only what requires grad joins the graph."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x[0] * 2))
+    for _ in range(2):
+        ctx = shortcut(x=[weight() * 1, torch.arange(3), x()])
+    assert len(ctx.y.grad_fn.next_functions) == 2  # the kept tensor and one upstream
 
 
 def test_gradients_that_the_task_left_come_back() -> None:
     """A replayed backward leaves the .grad of the context's leaves, a fresh copy each time."""
     shortcut = Shortcut(lambda ctx: (ctx.leaf * 3).sum().backward())
-    shortcut(leaf=weight())
-    for _ in range(2):
+    for _ in range(3):
         ctx = shortcut(leaf=weight())
         assert torch.equal(ctx.leaf.grad, x(3))
         (ctx.leaf * 2).sum().backward()
@@ -683,13 +707,15 @@ def test_grad_mode_on_and_off_have_caches_of_their_own() -> None:
     assert shortcut.runs == 2
 
 
-@torch.no_grad()
-def test_an_inner_tensor_handed_on_under_no_grad_comes_back_plain() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_inner_tensor_handed_on_without_grad_comes_back_plain(mode: Any) -> None:
     """Its graph cannot be restored there; its values can."""
-    with torch.enable_grad():
-        inner = weight() * 2
-    ctx = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x)).twice(lambda: {"x": inner})
+    inner = weight() * 2
+    inner.retain_grad()
+    with mode():
+        ctx = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x)).twice(lambda: {"x": inner})
     assert torch.equal(ctx.y, inner)
+    assert not ctx.y.requires_grad
 
 
 # -------------------------------------------------------------------------- torchrec

@@ -36,6 +36,37 @@ class Frozen:
     name: str = "frozen"
 
 
+@dataclass(frozen=True)
+class FrozenDict:
+    """Frozen, and with a __dict__."""
+
+    x: Tensor
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """A dictionary and a dataclass in one, as some model libraries give back."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        vars(self)[key] = value
+
+
+def output(x: Tensor) -> Output:
+    made = Output()
+    made["x"] = x
+    return made
+
+
+class AttrsStyle:
+    """Looks like a class that attrs made."""
+
+    __attrs_attrs__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 class Private:
     """A slot whose name Python mangles."""
 
@@ -118,6 +149,9 @@ NESTINGS: dict[str, Any] = {
     "list subclass": lambda t: Batch([t]),
     "dataclass": lambda t: Plain(t),
     "frozen dataclass with slots": lambda t: Frozen(t),
+    "frozen dataclass": FrozenDict,
+    "dictionary and dataclass in one": output,
+    "attrs class": AttrsStyle,
     "namespace": lambda t: types.SimpleNamespace(x=t),
     "user dict": lambda t: UserDict(x=t),
     "object with record_stream": Streamable,
