@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,14 @@ def test_evaluation_equals_one_over_all_rows_at_once(config: ClickConfig) -> Non
     small, large = ClickJob(config), ClickJob(replace(config, batch_size=1000))
     assert small.evaluate().auc == large.evaluate().auc
     assert small.evaluate().loss == pytest.approx(large.evaluate().loss)
+
+
+def test_evaluation_of_rows_of_one_kind_has_no_auc(tmp_path: Path, config: ClickConfig) -> None:
+    """Without a click, or without good rows at all, there is nothing to rank."""
+    for name, rows in (("alike", [row()] * 3), ("bad", ["bad"])):
+        path = tmp_path / name
+        path.write_bytes(lines(*rows))
+        assert math.isnan(ClickJob(replace(config, held_out=[path])).evaluate().auc)
 
 
 def test_evaluation_needs_rows_held_out(config: ClickConfig) -> None:

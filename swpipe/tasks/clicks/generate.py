@@ -20,6 +20,9 @@ from swpipe.tasks.clicks.log import IDS, INTEGERS, LABEL
 
 Floats = NDArray[np.float64]
 
+TRAIN_ROWS = 300_000
+HELD_OUT_ROWS = 50_000
+
 _CARDINALITIES = (
     10, 500, 3000, 2500, 60, 12, 4000, 80, 3, 3500, 2000, 3000, 1800,
     26, 3500, 3000, 10, 2500, 1200, 4, 3000, 12, 15, 3000, 60, 2500,
@@ -105,8 +108,8 @@ class PlantedModel:
 def click_logs(
     directory: str | Path,
     *,
-    train_rows: int = 300_000,
-    held_out_rows: int = 50_000,
+    train_rows: int | None = None,
+    held_out_rows: int | None = None,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> GeneratedLogs:
@@ -117,12 +120,14 @@ def click_logs(
 
     Args:
         directory: Made if need be.
-        train_rows: Rows to train on.
-        held_out_rows: Rows to evaluate on.
+        train_rows: Rows to train on; None for ``TRAIN_ROWS``.
+        held_out_rows: Rows to evaluate on; None for ``HELD_OUT_ROWS``.
         seed: Of the planted model and of the draws.
         progress: Called with the number of rows just written; never called if all is there.
     """
     directory = Path(directory)
+    train_rows = TRAIN_ROWS if train_rows is None else train_rows
+    held_out_rows = HELD_OUT_ROWS if held_out_rows is None else held_out_rows
     logs = GeneratedLogs(
         train=directory / f"train-{train_rows}-{seed}.tsv",
         held_out=directory / f"held-out-{held_out_rows}-{seed}.tsv",

@@ -12,6 +12,7 @@ What stands in parentheses lies outside the context: in the model, in its optimi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Evaluation:
     Attributes:
         rows: How many.
         loss: Mean binary cross-entropy.
-        auc: Area under the ROC curve, exact.
+        auc: Area under the ROC curve, exact; NaN unless there are clicks and others.
     """
 
     rows: int
@@ -170,7 +171,7 @@ class ClickJob:
                 "there is nothing to evaluate on: name files in ClickConfig.held_out"
             )
         exact = BinaryAUROC(thresholds=None, validate_args=False).to(self.device)
-        loss, rows = 0.0, 0
+        loss, rows, clicked = 0.0, 0, 0
         for spec in self.held_out.batches():
             data = b"".join([part.read() for part in spec.ranges])
             frame = decode(data, spec.ranges).frame
@@ -178,5 +179,7 @@ class ClickJob:
             logits = self.model(inputs)
             loss += float(click_loss(logits, inputs.labels)) * frame.height
             rows += frame.height
+            clicked += int(inputs.labels.sum())
             exact.update(logits.sigmoid(), inputs.labels.long())
-        return Evaluation(rows, loss / max(rows, 1), float(exact.compute()))
+        auc = float(exact.compute()) if 0 < clicked < rows else math.nan
+        return Evaluation(rows, loss / max(rows, 1), auc)
