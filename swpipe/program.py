@@ -15,6 +15,10 @@ context out. With them, everything that orders anything is a dependence with a d
 - globally ordered tasks form a chain in period order, and so do tasks that name the same stream.
   Such a chain binds periods, not iterations, and needs the host only.
 
+``<admit>`` comes first in its period, so that worker lanes get their batch at once. On a device
+with streams it comes right before the first task that works on the new iteration: the host waits
+there for an older iteration's device work, and what it has submitted before keeps the device busy.
+
 Stages are shifted so that ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1: where a plan's
 depth is more than its last stage + 1, its tasks move back by the difference, and worker lanes may
 run that far ahead.
@@ -183,7 +187,7 @@ def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False)
         lanes=tuple(Lane(g, tuple(map(instruction, members[g]))) for g in groups),
         depth=plan.depth,
         ring=plan.depth + max((dep.distance for dep in layout.deps), default=0),
-        order=layout.order[1:-1],
+        order=tuple(name for name in layout.order if name in plan.schedule),
     )
 
 
@@ -195,8 +199,10 @@ def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
         *(Dependence(name, ADMIT, 0, "admission") for name in names),
         *(Dependence(RETIRE, name, 0, "retirement") for name in (ADMIT, *names)),
     )
+    order = list(period_order(plan))
+    order.insert(_admission(plan, order, ahead, streams), ADMIT)
     return _Layout(
-        order=(ADMIT, *period_order(plan), RETIRE),
+        order=(*order, RETIRE),
         stage={ADMIT: 0, RETIRE: plan.depth - 1, **{n: e.stage + ahead for n, e in entries}},
         group={
             ADMIT: DEFAULT_GROUP,
@@ -210,6 +216,14 @@ def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
         },
         deps=(*dependences(plan), *frame),
     )
+
+
+def _admission(plan: PipelinePlan, order: Sequence[str], ahead: int, streams: bool) -> int:
+    """The place of ``<admit>`` among the tasks of a period."""
+    if not streams:
+        return 0
+    new = (k for k, name in enumerate(order) if plan.schedule[name].stage + ahead == 0)
+    return next(new, len(order))
 
 
 # ------------------------------------------------------------------------------------- host waits
@@ -280,6 +294,8 @@ def _fifo_chains(layout: _Layout) -> list[list[str]]:
     """
     chains: dict[object, list[str]] = defaultdict(list)
     for name in layout.order:
+        if name == ADMIT:  # its event is recorded for some batches only: nothing leads through it
+            continue
         stream = layout.stream[name]
         chains[(None, layout.group[name]) if stream is None else stream].append(name)
     return list(chains.values())

@@ -94,6 +94,38 @@ def test_no_wait_is_left_that_others_imply() -> None:
     assert program[RETIRE].event_waits == ()  # all work leads to the caller's stream
 
 
+def test_no_event_wait_is_implied_by_the_one_for_the_batch() -> None:
+    """Batches from the host have no event, so that a way through the admission orders nothing."""
+    plan = PipelinePlan(
+        schedule={"read": TaskSchedule(1), "write": TaskSchedule(0, stream="side")},
+        cross_iter_deps=[("write", "read", 1)],
+    )
+    program = compile_plan(plan, streams=True).instructions
+    assert EventWait("read", 1) in program["write"].event_waits
+
+
+@pytest.mark.parametrize(
+    ("depth", "streams", "lane"),
+    [
+        (3, False, [ADMIT, "forward", "dist", "h2d", RETIRE]),
+        (3, True, ["forward", "dist", ADMIT, "h2d", RETIRE]),
+        (4, True, ["forward", "dist", "h2d", ADMIT, RETIRE]),
+    ],
+)
+def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
+    depth: int, streams: bool, lane: list[str]
+) -> None:
+    """On a device, admission comes right before the first task that needs it."""
+    plan = PipelinePlan(
+        schedule={"h2d": TaskSchedule(0), "dist": TaskSchedule(1), "forward": TaskSchedule(2)},
+        deps=[("dist", "h2d"), ("forward", "dist")],
+        pipeline_depth=depth,
+    )
+    program = compile_plan(plan, streams=streams)
+    assert lanes(program)["default"] == lane
+    assert program.order == ("forward", "dist", "h2d")
+
+
 def test_only_what_is_waited_for_is_recorded_and_published() -> None:
     """Events and progress nobody waits for cost nothing."""
     program = compile_plan(piped(), streams=True).instructions
