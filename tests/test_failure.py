@@ -100,6 +100,17 @@ def test_a_hang_in_any_task_is_told_soon(plan: PipelinePlan, name: str, iteratio
         assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
 
 
+def test_a_caller_is_interrupted_though_a_library_hooked_sigint() -> None:
+    """A hook with SA_RESTART, as polars installs, once kept a blocked caller asleep for good."""
+    release = threading.Event()
+    signal.siginterrupt(signal.SIGINT, False)
+    with SWPipeline(
+        piped(), tasks(forward=at(1, lambda: release.wait())), stall_timeout_s=0.1
+    ) as pipe:
+        with pytest.raises(StallError, match="inside task 'forward' of iteration 1"):
+            pipe.run(range(9))
+
+
 def test_a_stall_names_the_unmet_edge_and_shows_all_stacks() -> None:
     """Who waits for which task of which iteration on which group, with the line that hangs."""
     release = threading.Event()
