@@ -22,7 +22,7 @@ class ClickBatch:
 
     Attributes:
         labels: [B] float32, 0 or 1.
-        dense: [B, 13] float32: sign(x) log(1 + |x|) of the integers, 0 where missing.
+        dense: [B, 13] float32: ``sign(x) log(1 + |x|)`` of the integers, 0 where missing.
         ids: Buckets of the 26 ids, one bag per row and feature, empty where missing.
     """
 
