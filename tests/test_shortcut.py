@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from swpipe import PipelinePlan, SWPipeline
 from swpipe.context import IterContext
 from swpipe.shortcut import Shortcuts
 from swpipe.task import DeclaredIO, PipelineTask
-from swpipe.tree import map_tensors
+from swpipe.tree import map_tensors, tensors_in
+from tests.plans_for_tests import NAMES, piped
 
 Fn = Callable[[Any], object]
 
@@ -854,3 +857,126 @@ def test_a_replay_on_another_stream_waits_for_the_clones() -> None:
     device.stream = "b"
     shortcut()
     assert device.log == [("record", "a"), ("wait", "b")]
+
+
+# ----------------------------------------------------------------------- in a pipeline
+
+
+class Training:
+    """A small training loop in five tasks that count how often they run."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.table, self.head = torch.nn.Embedding(8, 3), torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD([*self.table.parameters(), *self.head.parameters()], 0.1)
+        self.runs: Counter[str] = Counter()
+        self.order: list[str] = []
+        note = {
+            name: [DeclaredIO(lambda: None, lambda _, name=name: self.order.append(name))]
+            for name in ("dist", "backward")
+        }
+        self.tasks = [
+            PipelineTask(name, self._counted(name), io=note.get(name, ())) for name in NAMES
+        ]
+
+    def _counted(self, name: str) -> Callable[[IterContext], None]:
+        fn = getattr(self, f"_{name}")
+
+        def run(ctx: IterContext) -> None:
+            self.runs[name] += 1
+            if name in ("dist", "backward"):
+                self.order.append(name)
+            fn(ctx)
+
+        return run
+
+    def _h2d(self, ctx: IterContext) -> None:
+        ctx.ids = ctx.batch["ids"].clone()
+
+    def _dist(self, ctx: IterContext) -> None:
+        ctx.rows = {"emb": [self.table(ctx.ids)]}
+
+    def _forward(self, ctx: IterContext) -> None:
+        ctx.loss = self.head(ctx.rows["emb"][0]).square().mean()
+
+    def _backward(self, ctx: IterContext) -> None:
+        ctx.loss.backward()
+
+    def _step(self, ctx: IterContext) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        del ctx.ids
+
+    @property
+    def batches(self) -> list[dict[str, Tensor]]:
+        return [{"ids": torch.tensor([i, 7 - i])} for i in range(6)]
+
+
+TRAINING_PLAN = replace(piped(), cross_iter_deps=[("dist", "step")])
+"""The step updates the table that the next iteration's dist reads."""
+
+PLANS = {
+    "serial": PipelinePlan.serial(Training().tasks),
+    "piped": TRAINING_PLAN,
+    "piped, deep": replace(TRAINING_PLAN, pipeline_depth=5),
+}
+PRODUCED = {"h2d": None, "dist": "rows", "forward": "loss", "backward": None, "step": None}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("name", NAMES)
+def test_any_task_of_a_pipeline_can_be_shortcut(plan: PipelinePlan, name: str) -> None:
+    """It runs once; from then on its outputs are the cached run's, and all other tasks run."""
+    training = Training()
+    with SWPipeline(plan, training.tasks) as pipe, pipe.shortcut(name):
+        done = list(pipe.iterate(training.batches))
+    assert training.runs == {**dict.fromkeys(NAMES, 6), name: 1}
+    assert [vars(ctx).get("ids") for ctx in done] == [None] * 6
+    if attribute := PRODUCED[name]:
+        values = [list(tensors_in(getattr(ctx, attribute))) for ctx in done]
+        assert all(torch.equal(value[0], values[0][0]) for value in values)
+        assert all(value[0].requires_grad for value in values)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_parameters_upstream_in_a_pipeline_get_zeros(plan: PipelinePlan) -> None:
+    """With forward replayed, the embedding's gradient is there, and is zeros after the first."""
+    training = Training()
+    seen: list[bool] = []
+    training._step = lambda ctx: (
+        seen.append(  # type: ignore[method-assign]
+            bool(training.table.weight.grad.any())
+        )
+        or training.optimizer.zero_grad(set_to_none=True)
+    )
+    tasks = [*training.tasks[:-1], PipelineTask("step", training._step)]
+    with SWPipeline(plan, tasks) as pipe, pipe.shortcut("forward"):
+        assert len(list(pipe.iterate(training.batches))) == 6
+    assert seen == [True] + [False] * 5
+
+
+def test_shortcuts_may_come_and_go_with_iterations_in_flight() -> None:
+    """Runs and replays mix as asked, each batch still comes out once."""
+    training = Training()
+    batches = iter(training.batches)
+    with SWPipeline(TRAINING_PLAN, training.tasks) as pipe:
+        pipe.progress(batches)
+        pipe.enable_shortcut("forward", "dist")
+        pipe.progress(batches)
+        pipe.progress(batches)
+        pipe.disable_shortcut("forward")
+        assert [ctx.iter_idx for ctx in pipe.iterate(batches)] == [3, 4, 5]
+    assert training.runs["forward"] == 1 + 1 + 3
+    assert training.runs["dist"] < 6
+    assert training.runs["backward"] == 6
+
+
+def test_a_globally_ordered_task_takes_its_turn_when_replayed() -> None:
+    """The order among globally ordered tasks is the same with and without shortcuts."""
+    orders = []
+    for shortcut in ([], ["dist"], ["dist", "backward"]):
+        training = Training()
+        with SWPipeline(TRAINING_PLAN, training.tasks) as pipe, pipe.shortcut(*shortcut):
+            pipe.run(training.batches)
+        orders.append(training.order)
+    assert orders[0] == orders[1] == orders[2]

@@ -205,6 +205,7 @@ def test_what_is_beside_the_tensors_survives() -> None:
     assert map_tensors(Counter(a=2), Tensor.clone) == Counter(a=2)
     assert map_tensors(Registered(x(), "r"), Tensor.clone).name == "r"
     assert map_tensors(Private(x(3)), Tensor.clone).x[0] == 3
+    assert map_tensors(output(x(3)), Tensor.clone)["x"][0] == 3
 
 
 def test_what_is_shared_stays_shared() -> None:
