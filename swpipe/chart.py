@@ -1,8 +1,8 @@
 """A timeline drawn with characters, for a terminal.
 
-    io       ▌read 0████▌read 1▓▓▓▓▌read 2████
-    default  ░░░░░░░░░░░▌train 0████▌train 1▓▓▓▓
-             0 ms         10         20
+    io       ▌read 0████▌read 1▓▓▓▓░░░░░░▌read 2████
+    default  ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓▓
+             0 ms       10         20         30
 
 A cell shows what its row did for most of the cell's time: much shorter turns are not seen.
 """
@@ -22,7 +22,7 @@ GAP = "  "
 FEWEST_CELLS = 20
 SHORTEST_NAME = 2
 """Least letters of a task's name that are worth printing."""
-TICK_CELLS = 12
+TICK_CELLS = 8
 """Least distance between two marks of the time axis."""
 
 
@@ -97,8 +97,6 @@ def _line(spans: Iterable[Span], beside: Iterable[Span], scale: _Scale) -> str:
 def _cover(
     covers: list[dict[_Item, float]], scale: _Scale, start_ns: int, end_ns: int, item: _Item
 ) -> None:
-    if end_ns <= start_ns or end_ns <= scale.begin_ns:
-        return
     for cell in range(scale.cell(start_ns), scale.cell(end_ns) + 1):
         from_ns = scale.begin_ns + cell * scale.cell_ns
         shared_ns = min(end_ns, from_ns + scale.cell_ns) - max(start_ns, from_ns)
@@ -132,10 +130,11 @@ def _axis(scale: _Scale) -> str:
     ms_per_cell = scale.cell_ns / 1e6
     least = TICK_CELLS * ms_per_cell
     power = 10.0 ** math.floor(math.log10(least))
-    step_ms = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    step_ms = next((power * n for n in (1, 2, 5) if power * n >= least), 10 * power)
+    places = max(0, -math.floor(math.log10(step_ms)))
     line = "0 ms"
     for tick in range(1, int(scale.cells * ms_per_cell / step_ms) + 1):
-        mark = f"{tick * step_ms:g}"
+        mark = f"{tick * step_ms:.{places}f}"
         at = round(tick * step_ms / ms_per_cell)
         if at + len(mark) <= scale.cells:
             line = line.ljust(at) + mark

@@ -91,7 +91,7 @@ class Recorder:
                 log.wait_ns,
             )
             log.spans.append(span)
-            if log.streams is not None and ins.task not in OWN:
+            if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
 
     def finish(self) -> tuple[Span, ...]:

@@ -74,21 +74,28 @@ def test_spans_are_in_the_order_of_the_dependences() -> None:
             assert span_of[producer, i].end_ns <= span_of[consumer, i].start_ns
 
 
-def test_waiting_for_another_thread_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait began before what is waited for ended, and ended after it."""
-    waiting = threading.Event()
+@pytest.fixture
+def arrival(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a lane that is recorded comes to forward of iteration 1."""
+    arrived = threading.Event()
     arrive = Recorder.arrive
 
     def tell(self: Recorder, ins: Instruction, iteration: int) -> None:
         arrive(self, ins, iteration)
         if (ins.task, iteration) == ("forward", 1):
-            waiting.set()
+            arrived.set()
+
+    monkeypatch.setattr(Recorder, "arrive", tell)
+    return arrived
+
+
+def test_waiting_for_another_thread_is_recorded(arrival: threading.Event) -> None:
+    """The wait began before what is waited for ended, and ended after it."""
 
     def until_the_caller_waits(ctx: IterContext) -> None:
         if ctx.iter_idx == 1:
-            await_event(waiting, "the caller's arrival at forward of iteration 1")
+            await_event(arrival, "the caller's arrival at forward of iteration 1")
 
-    monkeypatch.setattr(Recorder, "arrive", tell)
     with (
         SWPipeline(spread(), tasks(dist=until_the_caller_waits)) as pipe,
         pipe.trace() as trace,
@@ -97,6 +104,26 @@ def test_waiting_for_another_thread_is_recorded(monkeypatch: pytest.MonkeyPatch)
     span_of = {(span.task, span.iteration): span for span in trace.spans}
     forward, dist = span_of["forward", 1], span_of["dist", 1]
     assert forward.start_ns - forward.wait_ns <= dist.end_ns <= forward.start_ns
+
+
+def test_a_wait_that_a_failure_ends_is_not_added_to_a_later_one(arrival: threading.Event) -> None:
+    """The same task on an iteration of the same number, run serially, has not waited since then."""
+
+    def fail_when_the_caller_waits(ctx: IterContext) -> None:
+        if ctx.batch == "bad":
+            await_event(arrival, "the caller's arrival at forward of iteration 1")
+            raise LookupError("planted")
+
+    with (
+        SWPipeline(spread(), tasks(dist=fail_when_the_caller_waits)) as pipe,
+        pipe.trace() as trace,
+    ):
+        with pytest.raises(LookupError):
+            pipe.run(["good", "bad", "good", "good"])
+        pipe.run_one_serial_iter("good", iter_idx=1)
+    *_, h2d, dist, forward, _, _ = trace.spans
+    assert [span.task for span in (h2d, dist, forward)] == ["h2d", "dist", "forward"]
+    assert dist.end_ns <= forward.start_ns - forward.wait_ns
 
 
 def test_nothing_is_recorded_outside_the_block() -> None:
@@ -266,6 +293,7 @@ def test_busy_is_the_part_of_the_time_that_a_row_works() -> None:
     """Of the trace's time, waits excluded, and with what is beside."""
     assert HAND_MADE.busy() == {IO: 6 / 8, DEFAULT: 5 / 8}
     assert HAND_MADE.window(1, 1).busy() == {IO: 4 / 6, DEFAULT: 5 / 6}
+    assert HAND_MADE.window(0, 0).busy() == {IO: 5 / 5, DEFAULT: 3 / 5}
 
 
 def test_spans_that_overlap_on_a_stream_are_busy_once() -> None:

@@ -1,0 +1,128 @@
+"""The chart shows for every cell what its row did for most of the time."""
+
+from __future__ import annotations
+
+import pytest
+
+from swpipe.chart import chart
+from swpipe.span import Row, Span
+from swpipe.trace import Trace
+
+MS = 1_000_000
+IO = Row("thread", "io")
+DEFAULT = Row("thread", "default")
+MEMCPY = Row("stream", "memcpy")
+
+
+def span(
+    task: str, iteration: int, start_ms: float, end_ms: float, wait_ms: float = 0, row: Row = IO
+) -> Span:
+    """A span with its times in ms."""
+    return Span(task, iteration, row, round(start_ms * MS), round(end_ms * MS), round(wait_ms * MS))
+
+
+PIPELINE = [
+    span("read", 0, 0, 10),
+    span("read", 1, 10, 20),
+    span("read", 2, 25, 35, wait_ms=5),
+    span("train", 0, 10, 22, wait_ms=10, row=DEFAULT),
+    span("train", 1, 22, 34, row=DEFAULT),
+    span("copy", 0, 4, 7, row=MEMCPY),
+    span("train", 2, 36, 40, row=DEFAULT),
+]
+
+
+def line(spans: list[Span], cells: int = 20, beside: list[Span] | None = None) -> str:
+    """The one row's cells, of a chart with one row called ``io``."""
+    first, *_ = chart(spans, len("io  ") + cells, beside=beside or []).splitlines()
+    return first.removeprefix("io  ")
+
+
+def test_a_chart_has_a_line_per_row_and_a_time_axis() -> None:
+    """Threads come first, in the order in which a batch passes through them, then streams."""
+    assert chart(PIPELINE, 60).splitlines() == [
+        "io             ▌read 0████▌read 1▓▓▓▓░░░░░░▌read 2████",
+        "default        ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓   ▌2██",
+        "stream memcpy       ▌0█",
+        "               0 ms       10         20          30",
+    ]
+
+
+def test_swpipes_own_turns_do_not_put_their_row_first() -> None:
+    """Every batch begins with ``<admit>`` on the default row; the way through the rows does not."""
+    spans = [span("<admit>", 0, 0, 1, row=DEFAULT), *PIPELINE[:4]]
+    assert [text[:7] for text in chart(spans).splitlines()] == ["io     ", "default", " " * 7]
+
+
+def test_iterations_alternate_in_shade() -> None:
+    """Neighbours of one task can be told apart without reading."""
+    assert line([span("a", 0, 0, 10), span("a", 1, 10, 20)]) == "▌a 0██████▌a 1▓▓▓▓▓▓"
+
+
+def test_names_are_cut_to_their_boxes() -> None:
+    """First the task's name is shortened; then only the iteration is left, and at last the edge."""
+    spans = [
+        span("forward", 4, 0, 11),
+        span("forward", 5, 11, 16),
+        span("forward", 6, 16, 18),
+        span("forward", 7, 18, 19),
+        span("forward", 8, 19, 20),
+    ]
+    assert line(spans) == "▌forward 4█▌fo 5▌6▌▌"
+
+
+def test_waiting_idling_and_what_is_beside_look_different() -> None:
+    """Waiting is shaded, other iterations are dotted, and idle time is blank."""
+    spans = [span("a", 0, 0, 5), span("a", 2, 15, 20, wait_ms=3)]
+    assert line(spans, beside=[span("a", 1, 6, 10)]) == "▌a 0█ ····  ░░░▌a 2█"
+
+
+def test_a_cell_shows_what_takes_most_of_it() -> None:
+    """A turn much shorter than a cell is not seen; one of half a cell is."""
+    assert line([span("a", 0, 0, 10), span("b", 0, 10.2, 10.5), span("c", 0, 11, 20)]) == (
+        "▌a 0██████ ▌c 0█████"
+    )
+    assert line([span("a", 0, 0, 10), span("b", 0, 10.2, 10.8), span("c", 0, 11, 20)]) == (
+        "▌a 0██████▌▌c 0█████"
+    )
+
+
+def test_what_is_beside_may_reach_out_of_the_chart() -> None:
+    """It is cut off at both ends, and so is a wait before the first start."""
+    spans = [span("a", 0, 100, 105, wait_ms=50), span("a", 1, 115, 120)]
+    beside = [span("a", 9, 0, 90), span("a", 2, 110, 130)]
+    assert line(spans, beside=beside) == "▌a 0█     ·····▌a 1▓"
+
+
+@pytest.mark.parametrize(
+    ("end_ms", "axis"),
+    [
+        (0.02, "0 ms      0.01"),
+        (20, "0 ms      10"),
+        (37, "0 ms       20"),
+        (3e6, "0 ms         2000000"),
+    ],
+)
+def test_the_axis_has_round_milliseconds(end_ms: float, axis: str) -> None:
+    """Marks are 1, 2 or 5 times a power of ten, as many as have room."""
+    assert chart([span("a", 0, 0, end_ms)], 24).splitlines()[-1] == "    " + axis
+
+
+def test_too_narrow_a_chart_is_refused() -> None:
+    """The error tells the least width."""
+    with pytest.raises(ValueError, match="width 30 is too narrow: these rows need 35 columns"):
+        chart(PIPELINE, 30)
+    assert max(map(len, chart(PIPELINE, 35).splitlines())) <= 35
+
+
+def test_an_empty_chart_is_refused() -> None:
+    """There is no time to draw."""
+    with pytest.raises(ValueError, match="there are no spans"):
+        chart([])
+
+
+def test_a_trace_draws_itself_with_what_is_beside() -> None:
+    """``format`` is the chart of the trace's spans."""
+    window = Trace(PIPELINE).window(0, 0)
+    assert window.format(60) == chart(window.spans, 60, beside=window.beside)
+    assert "·" in window.format(60)

@@ -1,0 +1,165 @@
+"""The saved file is what chrome://tracing and the Perfetto UI read, and comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swpipe import SWPipeline, Trace
+from swpipe.perfetto import Arrow
+from swpipe.span import Row, Span
+from tests.plans_for_tests import spread, tasks
+
+US = 1_000
+IO = Row("thread", "io")
+DEFAULT = Row("thread", "default")
+MEMCPY = Row("stream", "memcpy")
+TRACE = Trace(
+    [
+        Span("h2d", 0, IO, 10 * US, 30 * US),
+        Span("h2d", 0, MEMCPY, 12 * US, 40 * US),
+        Span("forward", 0, DEFAULT, 45 * US, 60 * US, wait_ns=25 * US),
+        Span("step", 0, DEFAULT, 60 * US, 61 * US + 1),
+        Span("h2d", 1, IO, 35 * US, 50 * US, wait_ns=1),
+    ],
+    arrows=[Arrow("h2d", "forward"), Arrow("forward", "step")],
+)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> list[dict[str, Any]]:
+    """The saved trace's events."""
+    TRACE.save(tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    assert document["displayTimeUnit"] == "ms"
+    return list(document["traceEvents"])
+
+
+def of(events: list[dict[str, Any]], **wanted: str) -> list[dict[str, Any]]:
+    """Those events that have the fields given."""
+    return [event for event in events if wanted.items() <= event.items()]
+
+
+def track(events: list[dict[str, Any]], process: str, name: str) -> tuple[int, int]:
+    """Process and thread number of a row."""
+    (pid,) = (e["pid"] for e in of(events, name="process_name") if e["args"]["name"] == process)
+    (tid,) = (
+        e["tid"]
+        for e in of(events, name="thread_name")
+        if (e["pid"], e["args"]["name"]) == (pid, name)
+    )
+    return pid, tid
+
+
+def test_a_task_is_a_complete_event_in_microseconds(events: list[dict[str, Any]]) -> None:
+    """With its process and thread, and the iteration and wait as arguments."""
+    (event,) = of(events, ph="X", name="forward")
+    pid, tid = track(events, "thread groups", "default")
+    assert event == {
+        "ph": "X",
+        "cat": "task",
+        "name": "forward",
+        "pid": pid,
+        "tid": tid,
+        "ts": 45.0,
+        "dur": 15.0,
+        "args": {"iteration": 0, "wait_us": 25.0},
+    }
+
+
+def test_a_wait_is_an_event_before_its_task(events: list[dict[str, Any]]) -> None:
+    """On the same track, and it ends where the task begins."""
+    waits = of(events, ph="X", cat="wait")
+    assert [(e["ts"], e["dur"], e["args"]["before"]) for e in waits] == [
+        (34.999, 0.001, "h2d"),
+        (20.0, 25.0, "forward"),
+    ]
+    assert (waits[1]["pid"], waits[1]["tid"]) == track(events, "thread groups", "default")
+
+
+def test_threads_and_streams_are_processes_with_named_tracks(
+    events: list[dict[str, Any]],
+) -> None:
+    """Each track has a number of its own, and they are sorted as a batch passes through them."""
+    tracks = [
+        track(events, "thread groups", "io"),
+        track(events, "thread groups", "default"),
+        track(events, "streams", "memcpy"),
+    ]
+    order = {
+        (e["pid"], e["tid"]): e["args"]["sort_index"] for e in of(events, name="thread_sort_index")
+    }
+    assert len(set(tracks)) == 3
+    assert sorted(order, key=lambda place: order[place]) == tracks
+
+
+def test_arrows_lead_from_thread_to_thread(events: list[dict[str, Any]]) -> None:
+    """From inside the slice of the one to the slice of the other; within a track there are none."""
+    (leaves,) = of(events, ph="s")
+    (arrives,) = of(events, ph="f")
+    assert leaves["id"] == arrives["id"]
+    assert (leaves["pid"], leaves["tid"]) == track(events, "thread groups", "io")
+    assert (arrives["pid"], arrives["tid"]) == track(events, "thread groups", "default")
+    assert 10.0 <= leaves["ts"] < 30.0
+    assert (arrives["ts"], arrives["bp"]) == (45.0, "e")
+
+
+def test_every_event_has_the_fields_that_its_phase_needs(tmp_path: Path) -> None:
+    """Of a recorded trace too, and slices of one track never overlap."""
+    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+        pipe.run(range(5))
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    needs = {
+        "X": {"name", "cat", "ts", "dur", "pid", "tid", "args"},
+        "M": {"name", "pid", "args"},
+        "s": {"name", "cat", "id", "ts", "pid", "tid"},
+        "f": {"name", "cat", "id", "ts", "pid", "tid", "bp"},
+    }
+    assert {event["ph"] for event in events} == set(needs)
+    assert all(needs[event["ph"]] <= event.keys() for event in events)
+    reached: dict[int, int] = {}
+    for event in sorted(of(events, ph="X"), key=lambda e: (e["ts"], e["dur"])):
+        start_ns = round(event["ts"] * US)
+        assert start_ns >= reached.get(event["tid"], 0)
+        reached[event["tid"]] = start_ns + round(event["dur"] * US)
+
+
+def test_what_was_saved_is_loaded_to_the_nanosecond(tmp_path: Path) -> None:
+    """Far from the origin as well, and saved again it is the same file."""
+    far = Span("late", 9, IO, 86_400 * 10**9 + 1, 86_400 * 10**9 + 12_345, wait_ns=678)
+    trace = Trace([*TRACE.spans, far], arrows=TRACE.arrows)
+    trace.save(tmp_path / "one.json")
+    loaded = Trace.load(tmp_path / "one.json")
+    assert (loaded.spans, loaded.arrows) == (trace.spans, trace.arrows)
+    loaded.save(tmp_path / "two.json")
+    assert (tmp_path / "two.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
+def test_an_empty_trace_is_saved_and_loaded(tmp_path: Path) -> None:
+    """It has nothing in it."""
+    Trace().save(tmp_path / "empty.json")
+    assert Trace.load(tmp_path / "empty.json").spans == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"traceEvents": []}',
+        '{"traceEvents": [], "otherData": {"producer": "another", "arrows": []}}',
+        '{"traceEvents": [{"cat": "task"}], "otherData": {"producer": "swpipe", "arrows": []}}',
+        '{"traceEvents": [7], "otherData": {"producer": "swpipe", "arrows": []}}',
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    """The error names the file."""
+    path = tmp_path / "other.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other.json' is not a timeline that swpipe saved"):
+        Trace.load(path)

@@ -1,0 +1,129 @@
+"""The picture shows rows, boxes and their names, and says what it lacks where it cannot."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from swpipe import Trace
+from swpipe.span import Row, Span
+from swpipe.timeline import COLOURS, plot
+
+MS = 1_000_000
+IO = Row("thread", "io")
+DEFAULT = Row("thread", "default")
+MEMCPY = Row("stream", "memcpy")
+READS = [Span("read", i, IO, 10 * i * MS, (10 * i + 9) * MS) for i in range(4)]
+TRAINS = [
+    Span("train", i, DEFAULT, (10 * i + 10) * MS, (10 * i + 15) * MS, wait_ns=5 * MS)
+    for i in range(4)
+]
+COPIES = [Span("copy", i, MEMCPY, (10 * i + 9) * MS, (10 * i + 10) * MS) for i in range(4)]
+
+
+def svg(path: Path, spans: list[Span], **options: object) -> str:
+    """The picture's source, in which its text can be read."""
+    pytest.importorskip("matplotlib")
+    plot(spans, path / "timeline.svg", **options)  # type: ignore[arg-type]
+    return (path / "timeline.svg").read_text(encoding="utf-8")
+
+
+def texts(source: str) -> list[str]:
+    """All that is written in an SVG picture."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", source)
+
+
+def test_a_picture_is_a_png(tmp_path: Path) -> None:
+    """Ten inches wide at 200 dots per inch, whatever it shows."""
+    pytest.importorskip("matplotlib")
+    Trace([*READS, *TRAINS]).plot(tmp_path / "timeline.png")
+    head = (tmp_path / "timeline.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(head[16:20]) == 2000
+
+
+def test_more_rows_make_a_higher_picture(tmp_path: Path) -> None:
+    """A row is as high as another."""
+    heights = []
+    for spans in (
+        READS,
+        [*READS, *TRAINS],
+        [*READS, *TRAINS, Span("x", 0, Row("thread", "t"), 0, 9)],
+    ):
+        found = re.search(r'height="([\d.]+)pt"', svg(tmp_path, spans))
+        assert found is not None
+        heights.append(float(found[1]))
+    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1])
+    assert heights[0] < heights[1]
+
+
+def test_rows_boxes_and_the_axis_are_named(tmp_path: Path) -> None:
+    """A box has its task and iteration, the axis counts milliseconds from the first start."""
+    written = texts(svg(tmp_path, [*READS, *TRAINS], title="Two threads"))
+    assert {"io", "default", "read", "train", "3", "0 ms", "20", "Two threads"} <= set(written)
+    assert written.count("read") == 4
+
+
+def test_kinds_of_rows_have_headings_where_there_are_both(tmp_path: Path) -> None:
+    """Threads alone need none."""
+    assert "thread groups" not in texts(svg(tmp_path, READS))
+    assert {"thread groups", "streams", "memcpy"} <= set(texts(svg(tmp_path, [*READS, *COPIES])))
+
+
+def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
+    """On every row; the legend tells which, as long as no colour stands for two."""
+    source = svg(tmp_path, [*READS, *TRAINS])
+    assert [colour for colour in COLOURS if colour.lower() in source] == list(COLOURS[:4])
+    assert "iteration 3" in texts(source)
+    many = [Span("read", i, IO, i * MS, (i + 1) * MS) for i in range(len(COLOURS) + 1)]
+    assert "iteration 0" not in texts(svg(tmp_path, many))
+
+
+def test_waits_are_hatched_and_what_is_beside_is_grey(tmp_path: Path) -> None:
+    """Both are explained where they occur, and only there."""
+    plain = svg(tmp_path, READS)
+    assert "<pattern" not in plain
+    assert not {"waiting", "other iterations"} & set(texts(plain))
+    source = svg(tmp_path, TRAINS[:2], beside=TRAINS[2:])
+    assert "<pattern" in source
+    assert {"waiting", "other iterations"} <= set(texts(source))
+
+
+def test_a_name_that_does_not_fit_gives_way_to_the_iteration(tmp_path: Path) -> None:
+    """And where not even that fits the box stays empty."""
+    spans = [
+        Span("a_long_name", 1, IO, 0, 600 * MS),
+        Span("a_long_name_of_a_task", 2, IO, 600 * MS, 650 * MS),
+        Span("b", 300, IO, 650 * MS, 652 * MS),
+        Span("c", 4, IO, 652 * MS, 1000 * MS),
+    ]
+    written = texts(svg(tmp_path, spans))
+    assert {"a_long_name", "1", "2"} <= set(written)
+    assert not {"a_long_name_of_a_task", "b", "300"} & set(written)
+
+
+def test_swpipes_own_turns_are_drawn_where_they_take_time(tmp_path: Path) -> None:
+    """A slow pull of the batch is seen; a quick one is no speck between the boxes."""
+    quick = Span("<admit>", 1, DEFAULT, 18 * MS, 18 * MS + 10)
+    slow = Span("<admit>", 1, DEFAULT, 15 * MS, 20 * MS)
+    assert svg(tmp_path, [quick, *TRAINS]).count("<path") == svg(tmp_path, TRAINS).count("<path")
+    assert "&lt;admit&gt;" in texts(svg(tmp_path, [slow, *TRAINS]))
+
+
+def test_an_empty_picture_is_refused(tmp_path: Path) -> None:
+    """No file is written."""
+    with pytest.raises(ValueError, match="there are no spans"):
+        Trace().plot(tmp_path / "timeline.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'swpipe\[plot\]'"):
+        Trace(READS).plot(tmp_path / "timeline.png")
