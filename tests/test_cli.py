@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan
-from swpipe.cli import _spread, main
+from swpipe.cli import main
+from swpipe.cli.options import spread_lists
 from swpipe.plans.clicks import PLANS
 from tests.tasks.rows import lines, row, varied_row, write_log
 
@@ -300,6 +302,24 @@ def test_a_plan_that_is_not_there_is_refused(
     assert "serial, pipelined" in told
 
 
+@needs_clicks
+def test_a_job_without_its_libraries_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what is missing, and what to install."""
+    for name in [name for name in sys.modules if name.startswith("swpipe.tasks.clicks")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "polars", None)
+    told = refused(capsys, "train")
+    assert "the click job needs polars: install swpipe[clicks] and TorchRec" in told
+
+
+def test_one_plan_or_several_but_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--plan`` beside ``--compare`` would leave open what is meant."""
+    told = refused(capsys, "train", "--plan", "serial", "--compare", "serial,pipelined")
+    assert "--plan and --compare: give one of them" in told
+
+
 def test_a_file_that_is_no_plan_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -393,4 +413,4 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_options_that_take_a_list_are_spread(args: list[str], spread: list[str]) -> None:
     """The parser wants the option before each value; people do not."""
-    assert _spread(args) == spread
+    assert spread_lists(args) == spread

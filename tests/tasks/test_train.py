@@ -18,7 +18,8 @@ from swpipe.tasks.clicks import (
     TrainingDivergedError,
     report,
 )
-from swpipe.tasks.clicks.train import Chunk, Comparison, Speed, TrainRun, alternate, compare, speed
+from swpipe.tasks.clicks.compare import Comparison, Speed, alternate, compare, speed
+from swpipe.tasks.clicks.train import Chunk, TrainRun
 from tests.tasks.rows import lines, row
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
@@ -161,16 +162,17 @@ def test_turns_are_taken_fairly(runs: tuple[TrainRun, TrainRun]) -> None:
         _note_turns(run, turns)
     alternate(runs, 25, chunk=10, warm_up=5)
     assert turns == ["serial", "pipelined", "serial", "pipelined", "pipelined", "serial"]
-    assert [[chunk.steps for chunk in run.chunks] for run in runs] == [[10, 10], [10, 10]]
+    assert [[chunk.steps for chunk in run.chunks] for run in runs] == [[5, 10, 10], [5, 10, 10]]
+    assert [[chunk.steps for chunk in run.timed] for run in runs] == [[10, 10], [10, 10]]
     assert [len(run.losses) for run in runs] == [25, 25]
 
 
 def _note_turns(run: TrainRun, turns: list[str]) -> None:
     advance = run.advance
 
-    def noting(steps: int, on_step: object = None) -> None:
+    def noting(steps: int, on_step: object = None, *, timed: bool = True) -> None:
         turns.append(run.name)
-        advance(steps)
+        advance(steps, timed=timed)
 
     run.advance = noting  # type: ignore[method-assign, assignment]
 

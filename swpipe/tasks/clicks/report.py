@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from swpipe.tasks.clicks.compare import Comparison, Speed
 from swpipe.tasks.clicks.job import Evaluation
-from swpipe.tasks.clicks.train import Comparison, RowCount, Speed, TrainRun
+from swpipe.tasks.clicks.train import RowCount, TrainRun
 
 
 def format_runs(runs: Sequence[TrainRun]) -> str:

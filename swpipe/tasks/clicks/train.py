@@ -1,12 +1,11 @@
-"""Train jobs under plans, and compare them: losses and parameters by bits, steps by time."""
+"""One job in training under one plan: what it has met, and how long it took."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from types import TracebackType
@@ -56,11 +55,13 @@ class Chunk:
         steps: How many.
         seconds: Wall time, filling and draining included.
         task_s: Task name to the seconds its calls took, all together.
+        timed: It counts when speed is told; warming up, for one, does not.
     """
 
     steps: int
     seconds: float
     task_s: dict[str, float]
+    timed: bool = True
 
     @property
     def step_s(self) -> float:
@@ -84,7 +85,7 @@ class TrainRun:
         steps: How many steps there are in all.
         pipe: The pipeline that runs it.
         losses: One per step so far; scalars on the job's device.
-        chunks: What was run and timed so far.
+        chunks: What was run so far.
         rows: Rows met so far.
     """
 
@@ -103,12 +104,15 @@ class TrainRun:
         self.rows = RowCount()
         self._batches = self.job.batches(self.steps)
 
-    def advance(self, steps: int, on_step: Callable[[], object] | None = None) -> None:
+    def advance(
+        self, steps: int, on_step: Callable[[], object] | None = None, *, timed: bool = True
+    ) -> None:
         """Train on the next ``steps`` batches, or on as many as there are left.
 
         Args:
-            steps: How many; 1 or more.
+            steps: How many.
             on_step: Called after each.
+            timed: These steps count when speed is told.
 
         Raises:
             TrainingDivergedError: A loss is not finite.
@@ -124,24 +128,30 @@ class TrainRun:
             if on_step:
                 on_step()
         self.pipe.device.synchronize()
-        chunk = Chunk(len(self.losses) - before, time.perf_counter() - begin, dict(self._task_s))
+        seconds = time.perf_counter() - begin
+        done = len(self.losses) - before
         self.job.guard.check()
         if self.rows.lines and self.rows.malformed == self.rows.lines:
             raise ClickDataError(
                 f"not one good row among {self.rows.lines}; the first: {self.rows.examples[0]}"
             )
-        if chunk.steps:
-            self.chunks.append(chunk)
+        if done:
+            self.chunks.append(Chunk(done, seconds, dict(self._task_s), timed))
 
     @property
-    def steps_per_s(self) -> float:
-        """Steps per second: the median over the timed chunks."""
-        return 1 / statistics.median(chunk.step_s for chunk in self.chunks)
+    def timed(self) -> list[Chunk]:
+        """The chunks that count when speed is told; all of them where none is said to."""
+        return [chunk for chunk in self.chunks if chunk.timed] or self.chunks
 
     @property
     def timed_steps(self) -> int:
-        """Steps in the timed chunks."""
-        return sum(chunk.steps for chunk in self.chunks)
+        """Steps in these chunks."""
+        return sum(chunk.steps for chunk in self.timed)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps per second: the median over these chunks."""
+        return 1 / statistics.median(chunk.step_s for chunk in self.timed)
 
     @property
     def recent_loss(self) -> float:
@@ -178,103 +188,3 @@ class TrainRun:
 def _named(wrapper: TaskFn, fn: TaskFn) -> TaskFn:
     wrapper.__name__ = getattr(fn, "__name__", "task")
     return wrapper
-
-
-# ------------------------------------------------------------------- comparison
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How a run differs from another of the same config under another plan.
-
-    Attributes:
-        first_loss: The first step whose losses differ in any bit, from 0; None where none does.
-        parameters: Names of parameters that differ in any bit.
-    """
-
-    first_loss: int | None
-    parameters: tuple[str, ...]
-
-    @property
-    def equal(self) -> bool:
-        """All losses and all parameters are equal, bit for bit."""
-        return self.first_loss is None and not self.parameters
-
-
-def compare(a: TrainRun, b: TrainRun) -> Comparison:
-    """Compare losses and parameters by bits.
-
-    Raises:
-        ValueError: The runs are not of the same length.
-    """
-    if len(a.losses) != len(b.losses):
-        raise ValueError(
-            f"{a.name} ran {len(a.losses)} steps and {b.name} {len(b.losses)}: run both alike first"
-        )
-    apart = (
-        step
-        for step, (x, y) in enumerate(zip(a.losses, b.losses, strict=True))
-        if not torch.equal(x, y)
-    )
-    theirs = dict(b.job.model.named_parameters())
-    parameters = tuple(
-        name for name, mine in a.job.model.named_parameters() if not torch.equal(mine, theirs[name])
-    )
-    return Comparison(next(apart, None), parameters)
-
-
-def alternate(
-    runs: Sequence[TrainRun],
-    steps: int,
-    *,
-    chunk: int = 50,
-    warm_up: int = 10,
-    on_step: Callable[[], object] | None = None,
-) -> None:
-    """Advance several runs by ``steps`` each, in turns.
-
-    Turns are short and change their order, so that a machine that slows down, or that others use as
-    well, does so for all of them alike. The first ``warm_up`` steps of each are not timed.
-    """
-    for run in runs:
-        run.advance(min(warm_up, steps), on_step)
-        if steps > warm_up:
-            run.chunks.clear()
-    for turn, done in enumerate(range(warm_up, steps, chunk)):
-        for run in runs if turn % 2 == 0 else reversed(runs):
-            run.advance(min(chunk, steps - done), on_step)
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How a plan does against the serial run, and how it could do at best.
-
-    Attributes:
-        ratio: Steps per second over the serial run's.
-        allowed: What the serial run's task times allow: their sum over the busiest thread group's.
-    """
-
-    ratio: float
-    allowed: float
-
-    @property
-    def reached(self) -> float:
-        """The part of what is allowed that was reached."""
-        return self.ratio / self.allowed
-
-
-def speed(serial: TrainRun, run: TrainRun) -> Speed:
-    """Medians over the turns that the two took side by side.
-
-    Task times are host times, so what they allow means something on a CPU only.
-    """
-    ratios, allowed = [], []
-    for ours, theirs in zip(run.chunks, serial.chunks, strict=True):
-        group_s: dict[str, float] = defaultdict(float)
-        for name, entry in run.plan.schedule.items():
-            group_s[entry.thread_group] += theirs.task_s[name]
-        ratios.append(theirs.step_s / ours.step_s)
-        allowed.append(sum(group_s.values()) / max(group_s.values()))
-    if not ratios:
-        return Speed(math.nan, math.nan)
-    return Speed(statistics.median(ratios), statistics.median(allowed))

@@ -1,0 +1,189 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swpipe.cli import options
+from swpipe.cli.clicks import (
+    format_breakdown,
+    format_training,
+    open_runs,
+    profile_job,
+    save_results,
+    train_runs,
+)
+from swpipe.cli.errors import UserError, about_plan, one_line_errors
+from swpipe.cli.inputs import load_plan, make_config
+from swpipe.pipeline import SWPipeline
+from swpipe.plans.clicks import PLANS
+from swpipe.task import PipelineTask
+from swpipe.trace import Trace
+
+app = typer.Typer(
+    help="Software pipelining for PyTorch: train a click model, measure it, look at it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        args: Without the program's name; None for those of the process.
+
+    Raises:
+        SystemExit: Always: 0 when all went well, 2 when the user got something wrong.
+    """
+    given = sys.argv[1:] if args is None else args
+    app(args=options.spread_lists(given), prog_name="swpipe")
+
+
+@app.command("train")
+def train(
+    data: options.Data = None,
+    held_out: options.HeldOut = None,
+    plan: options.Plan = "",
+    compare: Annotated[
+        str, typer.Option(metavar="PLAN,PLAN", help="Train under each of these, and compare.")
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="How many; none: once through the data.")
+    ] = None,
+    batch_size: options.BatchSize = 2048,
+    device: options.Device = "cpu",
+    seed: options.Seed = 0,
+    strict: options.Strict = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.json", help="Record the last steps; for Perfetto or `trace`."),
+    ] = None,
+    cache_dir: options.Cache = options.CACHE,
+) -> None:
+    """Train the click model."""
+    with one_line_errors():
+        if plan and compare:
+            raise UserError("--plan and --compare: give one of them")
+        plans = {name: load_plan(name) for name in (compare or plan or "pipelined").split(",")}
+        config = make_config(data, held_out, batch_size, device, seed, strict, cache_dir)
+        with open_runs(config, plans, steps) as runs:
+            recorded = train_runs(runs)
+            typer.echo(format_training(runs))
+            if timeline is not None:
+                _make_room(timeline)
+                recorded.save(timeline)
+                typer.echo(f"timeline of the last steps under {runs[-1].name}: {timeline}")
+
+
+@app.command("profile")
+def profile(
+    data: options.Data = None,
+    plan: options.Plan = "pipelined",
+    serially: Annotated[
+        bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
+    ] = False,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to show side by side.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of baseline and shortcuts.")] = 3,
+    batch_size: options.BatchSize = 2048,
+    device: options.Device = "cpu",
+    seed: options.Seed = 0,
+    strict: options.Strict = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="OUT.json", help="Write the figures as JSON.")
+    ] = None,
+    cache_dir: options.Cache = options.CACHE,
+) -> None:
+    """Show what each task of the click job really costs: its exposed time."""
+    with one_line_errors():
+        loaded = load_plan(plan)
+        config = make_config(data, None, batch_size, device, seed, strict, cache_dir)
+        with about_plan(plan):
+            results = profile_job(config, loaded, batches, rounds, pipelined=not serially)
+        typer.echo(format_breakdown(results))
+        if output is not None:
+            _make_room(output)
+            results.save(output)
+            typer.echo(f"written to {output}")
+
+
+@app.command("plan")
+def show_plan(
+    plan: Annotated[str, typer.Argument(metavar="serial|pipelined|FILE.toml")],
+    periods: Annotated[int, typer.Option(min=1, help="Periods to show.")] = 6,
+    output: Annotated[
+        Path | None, typer.Option(metavar="OUT.toml", help="Write the plan, as TOML or JSON.")
+    ] = None,
+) -> None:
+    """Show a plan: which task works on which iteration when, and what waits for what."""
+    with one_line_errors():
+        loaded = load_plan(plan)
+        tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
+        with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
+            typer.echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
+        if output is not None:
+            _make_room(output)
+            loaded.save(output)
+            typer.echo(f"written to {output}")
+
+
+@app.command("trace")
+def draw_trace(
+    timeline: Annotated[Path, typer.Argument(help="JSON from `swpipe train --timeline`.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="PNG, SVG or PDF; default: beside it.")
+    ] = None,
+) -> None:
+    """Draw a saved timeline."""
+    with one_line_errors():
+        picture = timeline.with_suffix(".png") if output is None else output
+        _make_room(picture)
+        try:
+            recorded = Trace.load(timeline)
+            recorded.plot(picture)
+        except OSError as error:
+            raise UserError(f"{error.filename}: {error.strerror}") from error
+        except (ValueError, ImportError) as error:
+            raise UserError(f"{timeline}: {error}") from error
+        typer.echo(recorded.format_summary())
+        typer.echo(f"drawn into {picture}")
+
+
+@app.command("demo")
+def demo(
+    directory: Annotated[Path, typer.Option(help="Where data and results go.")] = Path(
+        "build/demo"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Under each plan.")] = 322,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 4096,
+    seed: options.Seed = 0,
+) -> None:
+    """Train serially and pipelined, compare, break down, draw; in under three minutes."""
+    with one_line_errors():
+        config = make_config(None, None, batch_size, "cpu", seed, False, directory)
+        typer.echo("Training the same click model under both plans, by turns.")
+        plans = {name: PLANS[name]() for name in ("serial", "pipelined")}
+        with open_runs(config, plans, steps) as runs:
+            recorded = train_runs(runs)
+            typer.echo("\nWhat each task costs, in the plain loop and under the plan.")
+            breakdown = [
+                profile_job(config, plans["pipelined"], 1, 3, pipelined=pipelined)
+                for pipelined in (False, True)
+            ]
+            files = save_results(directory, recorded, breakdown)
+            for results in breakdown:
+                typer.echo(f"\n{format_breakdown(results)}")
+            typer.echo(f"\n{format_training(runs)}")
+            typer.echo("\n  ".join(["files:", *map(str, files)]))
+
+
+def _make_room(path: Path) -> None:
+    """Make the directory that a file is to go into."""
+    path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,77 @@
+"""From what the user said to a job and a plan."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from swpipe.cli.errors import UserError, about_plan
+from swpipe.plan import PipelinePlan
+from swpipe.plans.clicks import PLANS
+
+if TYPE_CHECKING:
+    from swpipe.tasks.clicks import ClickConfig
+
+
+def make_config(
+    data: list[Path] | None,
+    held_out: list[Path] | None,
+    batch_size: int,
+    device: str,
+    seed: int,
+    strict: bool,
+    cache_dir: Path,
+) -> ClickConfig:
+    """The job; with a made-up log where no data is named."""
+    _check_device(device)
+    # Two threads, one core each: more within an operation would make them fight, and a sum that is
+    # split among more threads rounds otherwise.
+    torch.set_num_threads(1)
+    try:
+        from swpipe.tasks.clicks import ClickConfig
+        from swpipe.tasks.clicks.generate import click_logs
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the click job needs {error.name}: install swpipe[clicks] and TorchRec, see README.md"
+        ) from error
+    if data is None:
+        from tqdm import tqdm
+
+        # The bar appears only if there is something to wait for.
+        with tqdm(desc="making up a click log", unit=" rows", delay=0.3) as bar:
+            logs = click_logs(cache_dir, seed=seed, progress=bar.update)
+        data, held_out = [logs.train], held_out or [logs.held_out]
+    return ClickConfig(
+        data=tuple(data),
+        held_out=tuple(held_out or ()),
+        batch_size=batch_size,
+        device=device,
+        seed=seed,
+        strict=strict,
+    )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+def load_plan(name: str) -> PipelinePlan:
+    """A ready-made plan by its name, or one from a file."""
+    if name in PLANS:
+        return PLANS[name]()
+    try:
+        with about_plan(name):
+            return PipelinePlan.load(name)
+    except OSError as error:
+        raise UserError(
+            f"plan {name}: {error.strerror}; name a file, or one of {', '.join(PLANS)}"
+        ) from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"plan {name}: {error}") from error
