@@ -63,6 +63,17 @@ def test_both_plans_train_bit_equal(capsys: pytest.CaptureFixture[str], log: Pat
 
 
 @needs_clicks
+def test_training_computes_on_one_thread(log: Path) -> None:
+    """Reading has a thread of its own: more within an operation would fight with it."""
+    torch.set_num_threads(2)
+    try:
+        assert run("train", "--data", log, "--batch-size", 30) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_clicks
 @pytest.mark.skipif(not SAMPLE.exists(), reason="the sample of real rows is not here")
 def test_real_rows_train_bit_equal(capsys: pytest.CaptureFixture[str]) -> None:
     """200 rows of a real log."""
