@@ -1,28 +1,30 @@
 """What a task did to its context: attributes added, rebound, deleted, or modified in place.
 
-``Watch(vars(ctx))`` before the task, ``changes(vars(ctx))`` after it. An attribute counts as
-modified in place when, anywhere inside it,
+An attribute counts as modified in place when, anywhere inside it,
 
 - a container holds other objects, or holds them under other names;
 - a tensor's version counter has moved (views and ``detach()`` share it, ``.data`` does not), it
   requires grad where it did not, or its ``.grad`` is another one or was modified;
-- a tensor without a version counter (made in inference mode) holds other numbers.
+- a tensor on the host without a version counter (made in inference mode) holds other numbers. On
+  a device it may be under way on another stream, and is not looked at.
 
 Not seen: what happens inside leaves (see ``swpipe.tree``): arrays, objects of plain classes.
 
-Not counted: the content of parameters, which belongs to their module; and what an object with a
-``record_stream`` method works out when first asked, and keeps in a private attribute that was None.
+Not counted: the content of parameters, which belongs to their module; what an object with a
+``record_stream`` method works out when asked, and keeps in a private attribute that was None; and
+attributes that only other threads set or deleted (``swpipe.bindings``). What other threads modify in
+place meanwhile cannot be told apart: tasks that run at the same time let each other's be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from swpipe.bindings import Bindings
 from swpipe.containers import has_record_stream
 from swpipe.tree import Node, nodes_in, open_node, parts_of, tensors_in
 
@@ -40,21 +42,41 @@ class Changes(NamedTuple):
 
 
 class Watch:
-    """What a context held, for comparison."""
+    """Watches what happens to a context within a ``with`` block, on the thread that enters it.
 
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
+    Attributes:
+        before: The attributes at its beginning.
+        changes: What was done to them; set at its end.
+    """
+
+    changes: Changes
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self._bindings = Bindings(ctx)
+        self.before: dict[str, Any] = {}
+        self._contents: dict[str, _Content] = {}
+
+    def __enter__(self) -> Watch:
+        self._bindings.__enter__()
+        # Copied at one stroke: other threads may set attributes at any moment.
+        self.before = dict(vars(self._ctx))
         # The values are held on to: of an object that is gone, the id might come back with another.
-        self._before = {name: _Content(value) for name, value in attributes.items()}
+        self._contents = {name: _Content(value) for name, value in self.before.items()}
+        return self
 
-    def changes(self, attributes: Mapping[str, Any]) -> Changes:
-        """What differs in ``attributes`` from what was there at first."""
-        before = self._before
+    def __exit__(self, *failure: object) -> None:
+        after = dict(vars(self._ctx))
+        self._bindings.__exit__()
+        before, foreign = self._contents, self._bindings.only_by_others
         produced = tuple(
             name
-            for name, value in attributes.items()
-            if name not in before or before[name].value is not value or before[name].modified()
+            for name, value in after.items()
+            if (name not in before or before[name].value is not value or before[name].modified())
+            and not foreign(name)
         )
-        return Changes(produced, tuple(name for name in before if name not in attributes))
+        deleted = tuple(name for name in before if name not in after and not foreign(name))
+        self.changes = Changes(produced, deleted)
 
 
 class _Content:
@@ -93,7 +115,7 @@ class _TensorState(NamedTuple):
             tensor.requires_grad,
             grad,
             None if grad is None else _version(grad),
-            tensor.clone() if version is None else None,
+            tensor.clone() if version is None and tensor.is_cpu else None,
         )
 
     def moved(self) -> bool:

@@ -14,6 +14,7 @@ Guarantees
     - A replay leaves the context as the cached run left it: attributes added, rebound, deleted or
       modified in place (``swpipe.changes`` tells how that is seen), with tensors in any nesting
       (``swpipe.tree``), and what each ``DeclaredIO`` captured. What they shared is shared again.
+      What other tasks do to the context in the meantime stays theirs.
     - It copies no tensor: what it puts back shares memory with the cache. Should someone modify
       that in place, the next replay refuses and names the attribute. Only ``.grad`` is copied,
       since autograd itself adds to it in place.
@@ -168,10 +169,10 @@ class _Values(NamedTuple):
 
 
 def _run_and_keep(task: PipelineTask, ctx: Any, device: Device) -> _Cache:
-    watch = Watch(vars(ctx))
-    edges = edges_of(vars(ctx)) if torch.is_grad_enabled() else {}
-    task.fn(ctx)
-    produced, deleted = watch.changes(vars(ctx))
+    with Watch(ctx) as watch:
+        edges = edges_of(watch.before) if torch.is_grad_enabled() else {}
+        task.fn(ctx)
+    produced, deleted = watch.changes
     values = _Values({name: vars(ctx)[name] for name in produced}, _capture(task))
     inputs = reached((t for t in tensors_in(values) if not t.is_leaf), edges)
     return _Cache(task.name, values, deleted, inputs, device)
@@ -217,7 +218,7 @@ class _Cache:
         device: Device,
     ) -> None:
         self._deleted = deleted
-        self._inputs = inputs
+        self._inputs = sorted(inputs)
         self._device = device
         self._zeros = Zeros()
         self._kept: dict[int, _Kept] = {}
@@ -257,7 +258,7 @@ class _Cache:
         fresh = {key: kept.tensor.detach() for key, kept in self._kept.items()}
         grafted = [key for key, kept in self._kept.items() if kept.role is _Role.GRAFTED]
         if grafted:  # with grad mode off there are no inputs, and autograd lets them pass plain
-            inputs = [value for name, value in attributes.items() if name in self._inputs]
+            inputs = [attributes.get(name) for name in self._inputs]
             upstream = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
             outputs = graft(
                 [fresh[key] for key in grafted], upstream, self._zeros.like(upstream, stream)

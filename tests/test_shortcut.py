@@ -787,6 +787,36 @@ def test_a_cache_made_across_a_disabling_is_dropped() -> None:
     assert shortcut.runs == 2
 
 
+def test_what_another_task_sets_meanwhile_is_not_kept() -> None:
+    """Two tasks without an order run on one context; each replay puts back its own outputs."""
+    shortcuts = Shortcuts()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def mine(ctx: Any) -> None:
+        inside.set()
+        assert go_on.wait(10)
+        ctx.mine = x(5)
+
+    task = PipelineTask("t", mine)
+    shortcuts.enable(["t"])
+    for i in range(2):
+        ctx = IterContext(None, i)
+        ctx.old = 1
+        worker = threading.Thread(target=shortcuts.run, args=(task, ctx))
+        worker.start()
+        assert inside.wait(10)
+        ctx.theirs = i
+        del ctx.old
+        go_on.set()
+        worker.join(10)
+        assert vars(ctx).keys() == {"batch", "iter_idx", "mine", "theirs"}
+        assert ctx.theirs == i
+    kept = IterContext(None, 2)
+    kept.old = 1
+    shortcuts.run(task, kept)
+    assert vars(kept).keys() == {"batch", "iter_idx", "old", "mine"}
+
+
 def test_tasks_run_at_once_while_others_are_enabled() -> None:
     """Threads replay their own tasks while the caller enables and disables; outputs stay right."""
     shortcuts = Shortcuts()
