@@ -81,16 +81,9 @@ class Recorder:
         with log.lock:
             if log.closed or start_ns is None or not exists:
                 return
-            origin_ns = self._origin_ns
-            span = Span(
-                ins.task,
-                iteration,
-                self._rows[ins.lane],
-                start_ns - origin_ns,
-                end_ns - origin_ns,
-                log.wait_ns,
-            )
-            log.spans.append(span)
+            row, origin_ns = self._rows[ins.lane], self._origin_ns
+            start_ns, end_ns = start_ns - origin_ns, end_ns - origin_ns
+            log.turns.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
             if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
 
@@ -103,7 +96,7 @@ class Recorder:
         for log in logs:
             with log.lock:
                 log.closed = True
-                spans += log.spans
+                spans += (Span(*turn) for turn in log.turns)
                 if log.streams is not None:
                     spans += log.streams.finish()
         return in_order(spans)
@@ -121,12 +114,13 @@ class Recorder:
 class _Log:
     """What one thread has to tell."""
 
-    __slots__ = ("arrived", "closed", "lock", "spans", "start_ns", "streams", "wait_ns")
+    __slots__ = ("arrived", "closed", "lock", "start_ns", "streams", "turns", "wait_ns")
 
     def __init__(self, clock: DeviceClock | None, *, closed: bool) -> None:
         self.lock = threading.Lock()
         self.closed = closed
-        self.spans: list[Span] = []
+        # Spans to be: a span takes longer to make, and tasks run on while this one is written down.
+        self.turns: list[tuple[str, int, Row, int, int, int]] = []
         self.streams = None if clock is None else _StreamLog(clock)
         self.arrived: tuple[str, int, int] = ("", -1, 0)
         self.start_ns: int | None = None

@@ -13,11 +13,11 @@ def blocks(name, ms):
 
 tasks = [
     blocks("read", 8),
-    blocks("decode", 6),
+    blocks("decode", 7),
     blocks("dist", 11),
-    blocks("forward", 7),
+    blocks("forward", 8),
     blocks("backward", 10),
-    blocks("step", 4),
+    blocks("step", 5),
 ]
 plan = PipelinePlan(
     schedule={
@@ -44,11 +44,11 @@ with SWPipeline(plan, tasks) as pipe, pipe.trace() as trace:
 out = Path("out")
 out.mkdir(exist_ok=True)
 trace.save(out / "timeline.json")  # opens in chrome://tracing and in the Perfetto UI
-print(trace.window(0, 4).format(width=100))
+print(trace.window(0, 3).format(width=100))
 print(trace.format_summary())
 assert Trace.load(out / "timeline.json").spans == trace.spans
 
 try:
-    trace.window(0, 4).plot(out / "timeline.png")
+    trace.window(0, 3).plot(out / "timeline.png")
 except ImportError as error:  # pictures are an extra
     print(error)
