@@ -48,6 +48,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from swpipe.dependence import Dependence, dependences, period_order
 from swpipe.plan import DEFAULT_GROUP, PipelinePlan, StreamRef
 
@@ -273,7 +275,7 @@ def _event_waits(layout: _Layout) -> dict[str, list[_Hop]]:
     fixed: list[_Hop] = []
     for dep in layout.deps:
         hop = _Hop(dep.producer, dep.consumer, dep.distance)
-        if layout.stream[dep.producer] != layout.stream[dep.consumer]:
+        if not _one_stream(layout.stream[dep.producer], layout.stream[dep.consumer]):
             crossing.add(hop)
         elif dep.distance >= 0:
             fixed.append(hop)
@@ -284,6 +286,11 @@ def _event_waits(layout: _Layout) -> dict[str, list[_Hop]]:
             distance = hop.weight + layout.stage[hop.producer] - layout.stage[hop.consumer]
             fixed.append(_Hop(hop.producer, hop.consumer, max(0, distance)))
     return _by_consumer(layout, _reduce(crossing, fixed))
+
+
+def _one_stream(a: StreamRef, b: StreamRef) -> bool:
+    # A torch.Stream takes whatever it is compared with for a stream, and never differs from None.
+    return isinstance(a, torch.Stream) == isinstance(b, torch.Stream) and a == b
 
 
 def _fifo_chains(layout: _Layout) -> list[list[str]]:

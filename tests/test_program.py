@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.dependence import dependences, lag, period_order
@@ -23,7 +24,7 @@ def host_waits(ins: Instruction) -> set[tuple[str, int]]:
 
 
 def test_every_kind_of_ordering_is_a_dependence_with_a_distance() -> None:
-    """``deps`` have distance 0, ``cross_iter_deps`` their own, ``same_period_deps`` the stages' difference."""
+    """``deps`` have distance 0, ``same_period_deps`` the stages' difference, others their own."""
     plan = PipelinePlan(
         schedule={"a": TaskSchedule(stage=2), "b": TaskSchedule(stage=0)},
         deps=[("a", "b")],
@@ -124,6 +125,20 @@ def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
     program = compile_plan(plan, streams=streams)
     assert lanes(program)["default"] == lane
     assert program.order == ("forward", "dist", "h2d")
+
+
+@pytest.mark.parametrize("other", [None, "side"])
+def test_a_stream_object_is_another_stream_than_the_callers_or_a_named_one(
+    other: str | None,
+) -> None:
+    """``torch.Stream != None`` is False in torch; the compiler is not taken in."""
+    mine = torch.Stream(stream_id=3, device_index=0, device_type=1)
+    plan = PipelinePlan(
+        schedule={"make": TaskSchedule(0, mine), "use": TaskSchedule(0, other)},
+        deps=[("use", "make")],
+    )
+    program = compile_plan(plan, streams=True).instructions
+    assert program["use"].event_waits == (EventWait("make", 0),)
 
 
 def test_only_what_is_waited_for_is_recorded_and_published() -> None:
