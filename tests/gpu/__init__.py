@@ -1,0 +1,1 @@
+"""What only a CUDA device can show. ``make gpu-check``."""

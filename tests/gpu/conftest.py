@@ -1,0 +1,58 @@
+"""These tests run on CUDA; elsewhere they are skipped, and say why."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+# cuBLAS reads it when it starts: with a workspace of its own per stream, results are the same bits.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+HERE = Path(__file__).parent
+
+
+def why_not() -> str | None:
+    """Why the tests cannot run on this machine; None where they can."""
+    if not torch.accelerator.is_available():
+        return "torch.accelerator finds no device on this machine"
+    if not torch.cuda.is_available():
+        return "these tests are written for CUDA, and the accelerator here is another"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip where there is no CUDA; complain where there is, and swpipe lacks what it needs."""
+    mine = [item for item in items if item.path.is_relative_to(HERE)]
+    reason = why_not()
+    if reason is not None:
+        for item in mine:
+            item.add_marker(pytest.mark.skip(reason=reason))
+    elif mine and find_spec("nvtx") is None:
+        raise pytest.UsageError(
+            "swpipe needs the package nvtx on CUDA, and this interpreter lacks it: "
+            "install it with `python -m pip install nvtx`"
+        )
+
+
+@pytest.fixture(autouse=True)
+def clean_device() -> Iterator[None]:
+    """No test finds the work or the memory of another."""
+    yield
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Within the test torch uses deterministic algorithms only."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)

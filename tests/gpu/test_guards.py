@@ -1,0 +1,240 @@
+"""G2 and G3 with the real allocator and real streams; without its guard, each comes out wrong.
+
+A tensor made on stream "side" is a block of 32 MiB that goes back to that stream when the last
+reference goes, and the next tensor made there gets it, whoever may still be reading it::
+
+    side     make i ............. make i + 1, in the same block unless something holds it
+    late     ~~~ spinning ~~~~~~~~~~~~~~~ read i
+    host     make i  read i  drop i  make i + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule, executor, steps
+from swpipe.executor import Run
+from swpipe.steps import Flight
+from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
+
+ITERATIONS = 12
+LATE_MS = 5.0
+
+
+def make(ctx: IterContext) -> None:
+    """A block that tells its iteration."""
+    ctx.x = filled(ctx.iter_idx + 1)
+
+
+class Reader:
+    """Reads ``ctx.x`` late, and remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Tensor] = {}
+
+    def __call__(self, ctx: IterContext) -> None:
+        spin(LATE_MS)
+        self.seen[ctx.iter_idx] = extremes(ctx.x)
+
+
+def event_waits() -> list[int]:
+    """What is made late on one stream is read on another."""
+    seen: dict[int, Tensor] = {}
+
+    def make_late(ctx: IterContext) -> None:
+        spin(LATE_MS)
+        make(ctx)
+
+    def read(ctx: IterContext) -> None:
+        seen[ctx.iter_idx] = extremes(ctx.x)
+
+    plan = PipelinePlan(
+        {
+            PipelineTask("make", make_late): TaskSchedule(0, "side"),
+            PipelineTask("read", read): TaskSchedule(1, "late"),
+        },
+        deps=[("read", "make")],
+    )
+    run(plan, range(ITERATIONS))
+    return wrong(seen)
+
+
+def sink_waits() -> list[int]:
+    """The caller reads what a sink on another stream has yet to make."""
+    seen: dict[int, Tensor] = {}
+
+    def make_late(ctx: IterContext) -> None:
+        spin(LATE_MS)
+        make(ctx)
+
+    def look(ctx: IterContext) -> None:
+        seen[ctx.iter_idx] = extremes(ctx.x)
+
+    run(
+        PipelinePlan({PipelineTask("make", make_late): TaskSchedule(0, "side")}),
+        range(ITERATIONS),
+        look,
+    )
+    return wrong(seen)
+
+
+def _dropped(drop: Callable[[IterContext], None]) -> list[int]:
+    read = Reader()
+    plan = PipelinePlan(
+        {
+            PipelineTask("make", make): TaskSchedule(0, "side"),
+            PipelineTask("read", read): TaskSchedule(1, "late"),
+            PipelineTask("drop", drop): TaskSchedule(1),
+        },
+        deps=[("read", "make"), ("drop", "read")],
+    )
+    run(plan, range(ITERATIONS))
+    return wrong(read.seen)
+
+
+def deleted_attribute() -> list[int]:
+    """A task deletes an attribute that another stream has yet to read."""
+    return _dropped(lambda ctx: delattr(ctx, "x"))
+
+
+def overwritten_attribute() -> list[int]:
+    """A task overwrites an attribute that another stream has yet to read."""
+    return _dropped(lambda ctx: setattr(ctx, "x", None))
+
+
+def retired_while_read() -> list[int]:
+    """The caller lets go of a context that a stream has yet to read."""
+    read = Reader()
+    plan = PipelinePlan(
+        {
+            PipelineTask("make", make): TaskSchedule(0, "side"),
+            PipelineTask("read", read): TaskSchedule(1, "late"),
+        },
+        deps=[("read", "make")],
+        pipeline_depth=3,
+    )
+    run(plan, range(ITERATIONS))
+    return wrong(read.seen)
+
+
+def read_by_the_caller() -> list[int]:
+    """The caller reads a retired context late on its own stream, and lets go of it at once."""
+    read = Reader()
+    plan = PipelinePlan({PipelineTask("make", make): TaskSchedule(0, "side")}, pipeline_depth=2)
+    run(plan, range(ITERATIONS), read)
+    return wrong(read.seen)
+
+
+def admitted_too_soon() -> list[int]:
+    """The iterations admitted while that ``depth`` before was still under way."""
+    ends: dict[int, torch.Event] = {}
+    early: list[int] = []
+    depth = 2
+
+    def first(ctx: IterContext) -> None:
+        end = ends.get(ctx.iter_idx - depth)
+        if end is not None and not end.query():
+            early.append(ctx.iter_idx)
+
+    def work(ctx: IterContext) -> None:
+        spin(LATE_MS)
+        ends[ctx.iter_idx] = torch.Event(device=CUDA)
+        ends[ctx.iter_idx].record()
+
+    plan = PipelinePlan(
+        {
+            PipelineTask("first", first): TaskSchedule(0),
+            PipelineTask("work", work): TaskSchedule(1, "side"),
+        },
+        deps=[("work", "first")],
+        pipeline_depth=depth,
+    )
+    run(plan, range(ITERATIONS))
+    return early
+
+
+# ------------------------------------------------------------------------- taking guards away
+
+
+def _no_wait(run: Run, ins: Any, stream: Any) -> Callable[[int], None]:
+    return lambda i: None
+
+
+def _without_event_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(steps, "wait_for_events", _no_wait)
+
+
+def _without_sink_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor, "wait_for_events", _no_wait)
+
+
+def _without_hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
+    class Forgetful(list[object]):
+        def append(self, value: object) -> None:
+            return None
+
+    class Careless(Flight):
+        __slots__ = ()
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.held = Forgetful()
+
+    patch.setattr(executor, "Flight", Careless)
+
+
+def _without_hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Run, "_hold", lambda run, flight: None)
+
+
+def _without_back_pressure(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Run, "_await_device", lambda run, event: None)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One guard: the case that needs it, and how to take it away."""
+
+    case: Callable[[], list[int]]
+    remove: Callable[[pytest.MonkeyPatch], None]
+
+
+GUARDS = (
+    Guard(event_waits, _without_event_waits),
+    Guard(sink_waits, _without_sink_waits),
+    Guard(deleted_attribute, _without_hold_on_dropped),
+    Guard(overwritten_attribute, _without_hold_on_dropped),
+    Guard(retired_while_read, _without_hold_at_retirement),
+    Guard(read_by_the_caller, _without_hold_at_retirement),
+    Guard(admitted_too_soon, _without_back_pressure),
+)
+
+each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.case.__name__)
+
+
+@each_guard
+def test_every_value_is_right(guard: Guard) -> None:
+    """No stream reads too soon, and no block is used anew while a stream may read it."""
+    assert guard.case() == []
+
+
+@each_guard
+def test_without_the_guard_it_would_not_be(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same case goes wrong on this device when its guard is taken away."""
+    guard.remove(monkeypatch)
+    assert guard.case() != []
+
+
+def test_the_allocator_gives_a_freed_block_again_at_once() -> None:
+    """What these tests stand on: a stream that frees a block gets it back with its next tensor."""
+    warm_up()
+    first = filled(1.0)
+    place = first.data_ptr()
+    del first
+    assert filled(2.0).data_ptr() == place

@@ -1,0 +1,246 @@
+"""Streams really overlap; threads stand on the device and the stream that the plan names."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
+from tests.gpu.work import CUDA, Mark, overlap, run, spin, warm_up
+
+ITERATIONS = 12
+STEADY = range(4, ITERATIONS - 2)
+MS = 5.0
+
+
+def spinning(marks: dict[str, dict[int, Mark]], name: str, ms: float = MS) -> PipelineTask:
+    """A task whose device work takes ``ms``, and is marked."""
+
+    def fn(ctx: IterContext) -> None:
+        marks[name][ctx.iter_idx] = Mark()
+        with marks[name][ctx.iter_idx]:
+            spin(ms)
+
+    return PipelineTask(name, fn)
+
+
+def origin() -> torch.Event:
+    """A moment that spans are counted from."""
+    event = torch.Event(device=CUDA, enable_timing=True)
+    event.record()
+    return event
+
+
+@pytest.mark.parametrize("group", ["default", "io"])
+def test_kernels_on_two_streams_overlap(group: str) -> None:
+    """One iteration's work on one stream runs beside another's, from one thread or from two."""
+    marks: dict[str, dict[int, Mark]] = defaultdict(dict)
+    plan = PipelinePlan(
+        {
+            spinning(marks, "ahead"): TaskSchedule(0, "side", group),
+            spinning(marks, "compute"): TaskSchedule(1),
+        },
+        deps=[("compute", "ahead")],
+        pipeline_depth=3,
+    )
+    start = origin()
+    run(plan, range(ITERATIONS))
+    torch.cuda.synchronize()
+    for i in STEADY:
+        ahead, compute = (
+            marks["ahead"][i + 1].span_ms(start),
+            marks["compute"][i].span_ms(start),
+        )
+        assert overlap(ahead, compute) > 0.5
+        assert marks["ahead"][i].span_ms(start)[1] <= compute[0]  # its own comes first
+
+
+def test_a_copy_overlaps_with_a_kernel() -> None:
+    """A copy from pinned memory runs beside the iteration before it."""
+    marks: dict[str, dict[int, Mark]] = defaultdict(dict)
+    batch = torch.arange(64 * 2**20, dtype=torch.int32).pin_memory()  # 256 MiB, some ms to copy
+
+    def copy(ctx: IterContext) -> None:
+        marks["copy"][ctx.iter_idx] = Mark()
+        with marks["copy"][ctx.iter_idx]:
+            ctx.x = ctx.batch.to(CUDA, non_blocking=True)
+
+    plan = PipelinePlan(
+        {
+            PipelineTask("copy", copy): TaskSchedule(0, "memcpy"),
+            spinning(marks, "compute", 10.0): TaskSchedule(1),
+        },
+        deps=[("compute", "copy")],
+        pipeline_depth=3,
+    )
+    start = origin()
+    run(plan, [batch] * ITERATIONS)
+    torch.cuda.synchronize()
+    shares = [
+        overlap(marks["copy"][i + 1].span_ms(start), marks["compute"][i].span_ms(start))
+        for i in STEADY
+    ]
+    assert min(shares) > 0.5
+
+
+def test_overlap_shows_in_wall_time() -> None:
+    """Three streams of equal work take much less than the serial run of the same tasks."""
+    marks: dict[str, dict[int, Mark]] = defaultdict(dict)
+    plan = PipelinePlan(
+        {
+            spinning(marks, "a"): TaskSchedule(0, "one"),
+            spinning(marks, "b"): TaskSchedule(1, "two"),
+            spinning(marks, "c"): TaskSchedule(2),
+        },
+        deps=[("b", "a"), ("c", "b")],
+        pipeline_depth=4,
+    )
+    warm_up()
+    with SWPipeline(plan, device=CUDA) as pipe:
+        serial = pipe.run_serial(range(20)).seconds
+        piped = pipe.run(range(20)).seconds
+    assert piped < 0.6 * serial
+
+
+def test_work_on_the_callers_stream_stays_there() -> None:
+    """Stream None is the stream on which the caller fills, for worker groups as well."""
+    seen: dict[str, Any] = {}
+
+    def look(name: str) -> PipelineTask:
+        return PipelineTask(name, lambda ctx: seen.update({name: torch.cuda.current_stream()}))
+
+    plan = PipelinePlan(
+        {look("inline"): TaskSchedule(0), look("worker"): TaskSchedule(0, None, "io")}
+    )
+    mine = torch.cuda.Stream()
+    with torch.cuda.stream(mine):
+        run(plan, range(2))
+    assert seen == {"inline": mine, "worker": mine}
+
+
+def test_tasks_run_on_the_stream_that_the_plan_names() -> None:
+    """One name is one stream, in every iteration and from every thread; two names are two."""
+    seen: dict[str, set[int]] = defaultdict(set)
+
+    def look(name: str) -> PipelineTask:
+        def fn(ctx: IterContext) -> None:
+            seen[name].add(torch.accelerator.current_stream().stream_id)
+
+        return PipelineTask(name, fn)
+
+    plan = PipelinePlan(
+        {
+            look("a"): TaskSchedule(0, "one", "io"),
+            look("b"): TaskSchedule(0, "one"),
+            look("c"): TaskSchedule(0, "two", "io"),
+            look("d"): TaskSchedule(0),
+        }
+    )
+    before = torch.accelerator.current_stream()
+    run(plan, range(5))
+    assert torch.accelerator.current_stream() == before
+    assert all(len(streams) == 1 for streams in seen.values())
+    assert seen["a"] == seen["b"]
+    assert len(seen["a"] | seen["c"] | seen["d"]) == 3
+    assert seen["d"] == {before.stream_id}
+
+
+def test_a_streams_priority_is_the_plans() -> None:
+    """``StreamSpec.priority`` reaches CUDA."""
+    found: dict[str, int] = {}
+
+    def look(name: str) -> PipelineTask:
+        return PipelineTask(
+            name, lambda ctx: found.update({name: torch.cuda.current_stream().priority})
+        )
+
+    plan = PipelinePlan(
+        {look("urgent"): TaskSchedule(0, "urgent"), look("plain"): TaskSchedule(0, "plain")},
+        streams={"urgent": StreamSpec(priority=-1)},
+    )
+    run(plan, range(1))
+    assert found == {"urgent": -1, "plain": 0}
+
+
+def test_a_stream_object_is_taken_as_it_is() -> None:
+    """``torch.Stream`` and ``torch.cuda.Stream`` objects are accepted in place of names."""
+    for mine in (torch.Stream(device=CUDA), torch.cuda.Stream()):
+        seen: list[int] = []
+
+        def look(ctx: IterContext, seen: list[int] = seen) -> None:
+            seen.append(torch.accelerator.current_stream().stream_id)
+
+        run(PipelinePlan({PipelineTask("look", look): TaskSchedule(0, mine)}), range(2))
+        assert seen == [mine.stream_id] * 2
+
+
+def test_another_current_stream_in_mid_flight_is_refused() -> None:
+    """The stream on which the pipeline was filled is the one that retirement joins."""
+    plan = PipelinePlan({PipelineTask("a", lambda ctx: None): TaskSchedule(0, "side")})
+    data = iter(range(4))
+    with SWPipeline(plan, device=CUDA) as pipe:
+        pipe.progress(data)
+        with (
+            torch.cuda.stream(torch.cuda.Stream()),
+            pytest.raises(RuntimeError, match="another stream is current"),
+        ):
+            pipe.progress(data)
+        pipe.drain()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_threads_stand_on_the_pipelines_device() -> None:
+    """With device 1 given, a worker's tensors land on device 1, and the caller's stay on 0."""
+    made: list[Tensor] = []
+    plan = PipelinePlan(
+        {
+            PipelineTask("make", lambda ctx: made.append(torch.ones(1, device=CUDA))): (
+                TaskSchedule(0, "side", "io")
+            )
+        }
+    )
+    with SWPipeline(plan, device="cuda:1") as pipe:
+        pipe.run(range(2))
+    assert {tensor.device.index for tensor in made} == {1}
+    assert torch.cuda.current_device() == 0
+
+
+def test_workers_have_the_callers_device_and_modes() -> None:
+    """Autocast and grad mode of the caller hold on worker threads, on CUDA too."""
+    seen: list[tuple[Any, ...]] = []
+
+    def look(ctx: IterContext) -> None:
+        product = torch.ones(8, 8, device=CUDA) @ torch.ones(8, 8, device=CUDA)
+        seen.append(
+            (
+                threading.current_thread() is threading.main_thread(),
+                product.dtype,
+                torch.is_grad_enabled(),
+                torch.cuda.current_device(),
+            )
+        )
+
+    plan = PipelinePlan({PipelineTask("look", look): TaskSchedule(0, "side", "io")})
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        run(plan, range(2))
+    assert seen == [(False, torch.bfloat16, False, torch.cuda.current_device())] * 2
+
+
+def test_the_host_does_not_wait_for_the_device_within_the_depth() -> None:
+    """Submitting as many iterations as the depth allows takes a fraction of their work's time."""
+    marks: dict[str, dict[int, Mark]] = defaultdict(dict)
+    plan = PipelinePlan({spinning(marks, "compute", 50.0): TaskSchedule(0)}, pipeline_depth=3)
+    warm_up()
+    data = iter(range(3))
+    with SWPipeline(plan, device=CUDA) as pipe:
+        begin = time.perf_counter()
+        pipe.progress(data)
+        seconds = time.perf_counter() - begin
+        pipe.drain()
+    assert seconds < 0.05

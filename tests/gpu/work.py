@@ -1,0 +1,91 @@
+"""Device work of known length and with known results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swpipe import IterContext, PipelinePlan, SWPipeline
+
+CUDA = torch.device("cuda")
+ELEMENTS = 8 * 2**20
+"""Of a tensor of 32 MiB: the caching allocator gives it a block of its own, again and again."""
+
+
+@cache
+def _cycles_per_ms() -> float:
+    torch.cuda._sleep(300_000_000)  # long enough for an idle device to raise its clock
+    begin, end = (torch.Event(device=CUDA, enable_timing=True) for _ in range(2))
+    cycles = 50_000_000
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / begin.elapsed_time(end)
+
+
+def spin(ms: float) -> None:
+    """Keep the current stream busy for about ``ms``, on one of the device's many processors."""
+    torch.cuda._sleep(int(ms * _cycles_per_ms()))
+
+
+def filled(value: float) -> Tensor:
+    """A tensor that is ``value`` everywhere, made on the current stream."""
+    return torch.full((ELEMENTS,), float(value), device=CUDA)
+
+
+def extremes(tensor: Tensor) -> Tensor:
+    """Its least and its greatest element, read on the current stream."""
+    return torch.stack([tensor.amin(), tensor.amax()])
+
+
+def wrong(seen: dict[int, Tensor]) -> list[int]:
+    """The iterations i whose extremes are not i + 1, once the device is done."""
+    torch.cuda.synchronize()
+    return [i for i, pair in sorted(seen.items()) if pair.tolist() != [i + 1.0, i + 1.0]]
+
+
+def warm_up() -> None:
+    """Run each kernel once: the first run of each loads it, and may wait for the device."""
+    spin(0.1)
+    extremes(filled(0.0)).tolist()
+    torch.cuda.synchronize()
+
+
+def run(
+    plan: PipelinePlan, batches: Iterable[Any], then: Callable[[IterContext], None] | None = None
+) -> None:
+    """Run a plan to its end, and do something with each context right when it is handed out."""
+    warm_up()
+    with SWPipeline(plan, device=CUDA) as pipe:
+        for ctx in pipe.iterate(batches):
+            if then is not None:
+                then(ctx)
+            del ctx
+
+
+class Mark:
+    """Two events around some work on the current stream."""
+
+    def __init__(self) -> None:
+        self._events = [torch.Event(device=CUDA, enable_timing=True) for _ in range(2)]
+
+    def __enter__(self) -> None:
+        self._events[0].record()
+
+    def __exit__(self, *failure: object) -> None:
+        self._events[1].record()
+
+    def span_ms(self, origin: torch.Event) -> tuple[float, float]:
+        """Start and end, in ms after ``origin``; the device must be done with both."""
+        return origin.elapsed_time(self._events[0]), origin.elapsed_time(self._events[1])
+
+
+def overlap(a: tuple[float, float], b: tuple[float, float]) -> float:
+    """The part of the shorter span that lies within the other, from 0 to 1."""
+    common = min(a[1], b[1]) - max(a[0], b[0])
+    return max(0.0, common) / min(a[1] - a[0], b[1] - b[0])
