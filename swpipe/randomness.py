@@ -5,8 +5,8 @@ numbers that depend on timing. A task with ``random=True`` therefore runs under 
 generators seeded from (pipeline's seed, task, iteration), and they are put back afterwards, so that
 draws outside the pipeline (a data loader's shuffling) do not depend on the plan either.
 
-Assumptions: every task that draws says so; and while iterations are in flight, nobody else draws from
-the default generators. The user's iterator may: it is pulled under the same lock.
+Assumptions: every task that draws says so; and while iterations are in flight, nobody else draws
+from the default generators. The user's iterator may: it is pulled under the same lock.
 """
 
 from __future__ import annotations

@@ -30,10 +30,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-
 PULSE_S = 0.2
-"""A sleeper turns over this often: a Ctrl-C that arrives just before the sleep begins does not end the
-sleep, and would otherwise be seen only after it."""
+"""A sleeper turns over this often: a Ctrl-C that arrives just before the sleep begins does not end
+it, and would otherwise be seen only after it."""
 
 
 class Cancelled(BaseException):

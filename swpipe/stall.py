@@ -112,8 +112,8 @@ def _doing(run: Run, lane: LaneRunner) -> str:
 def _interrupt(ident: int) -> None:
     main = threading.main_thread().ident
     if ident == main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Python's handlers end blocking calls; libraries that hook SIGINT (polars does, at its first
-        # query) let such calls go on instead.
+        # Python's handlers end blocking calls; libraries that hook SIGINT (polars does, at its
+        # first query) let such calls go on instead.
         signal.siginterrupt(signal.SIGINT, True)
         signal.pthread_kill(ident, signal.SIGINT)
     else:

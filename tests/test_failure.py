@@ -1,4 +1,4 @@
-"""Failure is loud and clean: whatever goes wrong anywhere reaches the caller, and nothing is left."""
+"""Failure is loud and clean: whatever goes wrong reaches the caller, and nothing is left."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def swpipe_threads() -> list[str]:
 def test_a_failure_in_any_task_reaches_the_caller_as_itself(
     kind: type[BaseException], plan: PipelinePlan, name: str, iteration: int
 ) -> None:
-    """With a note of task, iteration and group; soon; no thread is left; and the pipeline runs on."""
+    """With a note of where; soon; no thread is left; and the pipeline runs on."""
     planted = kind("planted")
     armed = [planted]
     failing = at(iteration, lambda: throw(armed.pop()) if armed else None)

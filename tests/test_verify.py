@@ -119,7 +119,7 @@ def test_names_that_the_schedule_lacks_are_refused_wherever_they_stand() -> None
 
 
 def test_streams_must_fit_the_device_and_be_used() -> None:
-    """A torch.Stream of another device, a nameless stream, and an unused description are refused."""
+    """Streams of another device, without a name, or described but not used, are refused."""
     plan = PipelinePlan(
         schedule={
             "a": TaskSchedule(stream=torch.Stream(device="cpu")),
