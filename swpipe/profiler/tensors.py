@@ -58,7 +58,6 @@ class _SavedTensor:
             if tensor.grad_fn is not None:  # someone made it part of a graph
                 tensor.detach_()
             tensor.requires_grad_(self._requires_grad)
-            tensor.grad = None  # whose form may not fit the memory's
         if not _same_memory(tensor, memory):
             tensor.data = memory
         for part, saved in self._copies:

@@ -54,6 +54,19 @@ def test_sleeping_blocks_and_computing_does_not(instructions: dict[str, Instruct
     assert times.blocked_s["spin"] <= times.host_s["spin"] - 0.009
 
 
+def test_a_coarse_clock_makes_no_time_negative(
+    instructions: dict[str, Instruction], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a thread's CPU time comes in steps, a tick may fall into a shorter task."""
+    ticks = iter(range(100))
+    times = HostTimes(["sleep"])
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
+    times.start(instructions["sleep"], 0)
+    times.stop(instructions["sleep"], 0)
+    times.keep_from(0)
+    assert times.blocked_s == {"sleep": 0.0}
+
+
 def test_warm_up_does_not_count(instructions: dict[str, Instruction]) -> None:
     """Iterations before the one named are forgotten."""
     times = HostTimes(["sleep", "spin"])

@@ -154,7 +154,9 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
     """With what they hold, though the profile was taken on another batch."""
     pipe.enable_shortcut("forward")
     (cached,) = pipe.iterate([BATCH])
+    job.ran.clear()
     result = TaskProfiler(pipe).profile(5 * BATCH, **QUICK)
+    assert job.ran.count("forward") == 1
     assert result.tasks == ("read", "backward", "step")
     assert result.already_shortcut == ("forward",)
     job.ran.clear()
@@ -268,7 +270,7 @@ def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipel
 def test_a_closed_pipeline_is_refused(pipe: SWPipeline) -> None:
     """With the mend."""
     pipe.close()
-    with pytest.raises(RuntimeError, match="closed: make a new one"):
+    with pytest.raises(RuntimeError, match="closed: make a new one to profile"):
         refused(pipe)
 
 

@@ -151,6 +151,19 @@ def test_parts_of_what_is_found_are_not_told_twice() -> None:
     assert found_by(lambda ctx: (layer, weight, net)) == {"net": net}
 
 
+def test_an_optimizer_is_put_back_whole(model: torch.nn.Module) -> None:
+    """Its parameters go with it."""
+    optimizer = torch.optim.SGD(model.parameters())
+    assert found_by(lambda ctx: optimizer) == {"optimizer": optimizer}
+
+
+def test_the_nearest_way_counts(model: torch.nn.Module) -> None:
+    """What is two objects away on one path, and none on a longer one, is looked into."""
+    inner = SimpleNamespace(trainer=SimpleNamespace(model=model))
+    job, listed = SimpleNamespace(x=SimpleNamespace(inner=inner)), [[[[inner]]]]
+    assert list(found_by(lambda ctx: (job, listed)).values()) == [model]
+
+
 def test_generators(model: torch.nn.Module) -> None:
     """Generators of random numbers have state."""
     numpy = pytest.importorskip("numpy")

@@ -158,6 +158,32 @@ def test_frozen_parameters_are_frozen_again() -> None:
     assert not model.weight.requires_grad
 
 
+def test_a_buffer_that_was_absent_is_absent_again() -> None:
+    """Also where the module has no tensor at all to begin with."""
+    module = nn.Module()
+    module.register_buffer("scale", None)
+    snapshot = snapshot_of(module)
+    module.scale = torch.ones(1)
+    snapshot.restore()
+    assert module.scale is None
+
+
+def test_the_device_is_waited_for() -> None:
+    """Before the state is copied, and before memory that it works on is overwritten."""
+
+    class SlowDevice(CpuDevice):
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    device = SlowDevice()
+    snapshot = Snapshot([], device)
+    assert device.waits == 1
+    snapshot.restore()
+    assert device.waits == 2
+
+
 class Odd(nn.Module):
     """A module with tensors in all the places where modules keep them."""
 
