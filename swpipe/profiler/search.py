@@ -158,7 +158,7 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
     yield from (step.to("default", value) for value in function.__defaults__ or ())
     yield from (step.to(name, value) for name, value in (function.__kwdefaults__ or {}).items())
     names = set(_names(function.__code__))
-    for name, value in function.__globals__.items():
+    for name, value in list(function.__globals__.items()):
         if name not in names or isinstance(value, type):
             continue
         if not isinstance(value, ModuleType):
