@@ -33,7 +33,7 @@ class Autocast(NamedTuple):
 class TorchState(NamedTuple):
     """The settings of one thread that tasks can feel.
 
-    Named tuples, not dataclasses: they are made at every ``progress()``, in a third of the time.
+    Named tuples, not dataclasses: they are made and compared at every ``progress()``.
     """
 
     grad: bool

@@ -96,7 +96,7 @@ def test_dispatch_runs() -> None:
 
 
 def test_interval_runs() -> None:
-    """An interval is never below its bound."""
+    """Each plan is held against its bound."""
     row = interval.row(interval.CASES[0], rounds=1, periods=2)
     assert row.bar == interval.BAR
     assert row.ratio is not None

@@ -18,7 +18,7 @@ PYTHON_KIB = 64
 """What Python objects may grow by: one context too many that stays alive would pass it."""
 
 RESIDENT_MIB = 8
-"""What the process may grow by: more than the allocator's habits, less than 10,000 payloads (640)."""
+"""What the process may grow by: 10,000 lost payloads are 640."""
 
 
 class Growth(NamedTuple):

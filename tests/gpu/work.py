@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from swpipe import IterContext, PipelinePlan, SWPipeline
 CUDA = torch.device("cuda")
 ELEMENTS = 8 * 2**20
 """Of a tensor of 32 MiB: the caching allocator gives it a block of its own, again and again."""
+
+
+Time: TypeAlias = tuple[float, float]
+"""Start and end, in any unit."""
 
 
 @cache
@@ -50,8 +54,8 @@ def wrong(seen: dict[int, Tensor]) -> list[int]:
 
 
 def warm_up() -> None:
-    """Run each kernel once: the first run of each loads it, and may wait for the device."""
-    spin(0.1)
+    """Run each kernel once, since the first run loads it, and long enough for the clock to rise."""
+    spin(100.0)
     extremes(filled(0.0)).tolist()
     torch.cuda.synchronize()
 
@@ -80,12 +84,12 @@ class Mark:
     def __exit__(self, *failure: object) -> None:
         self._events[1].record()
 
-    def span_ms(self, origin: torch.Event) -> tuple[float, float]:
+    def span_ms(self, origin: torch.Event) -> Time:
         """Start and end, in ms after ``origin``; the device must be done with both."""
         return origin.elapsed_time(self._events[0]), origin.elapsed_time(self._events[1])
 
 
-def overlap(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """The part of the shorter span that lies within the other, from 0 to 1."""
-    common = min(a[1], b[1]) - max(a[0], b[0])
-    return max(0.0, common) / min(a[1] - a[0], b[1] - b[0])
+def covered(span: Time, others: Iterable[Time]) -> float:
+    """The part of ``span`` in which one of ``others`` was at work, which take turns; 0 to 1."""
+    common = sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)
+    return common / (span[1] - span[0])

@@ -1,0 +1,110 @@
+"""A device made of threads: each stream does what it is given, in order, and takes real time.
+
+It stands in for an accelerator where there is none, to measure how well streams stay busy.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from swpipe import StreamSpec
+
+
+class TimedStream:
+    """A thread that does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="timed-stream", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class TimedEvent:
+    """A point in a stream's work; recording it again makes it another point."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._reached.set()
+
+    def record(self, stream: TimedStream) -> None:
+        self._reached = threading.Event()
+        stream.put(self._reached.set)
+
+    def wait(self, stream: TimedStream) -> None:
+        stream.put(self._reached.wait)
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+
+class TimedDevice:
+    """Streams that take time; a context manager, which ends them."""
+
+    type = "cpu"
+    has_streams = True
+
+    def __init__(self) -> None:
+        self._streams: list[TimedStream] = []
+        self._default = self.new_stream(StreamSpec())
+        self._current = threading.local()
+
+    def __enter__(self) -> TimedDevice:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Give ``work`` to the current stream and return at once."""
+        self.current_stream().put(work)
+
+    def new_stream(self, spec: StreamSpec) -> TimedStream:
+        stream = TimedStream()
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> TimedStream:
+        stream: TimedStream = getattr(self._current, "stream", self._default)
+        return stream
+
+    @contextmanager
+    def on(self, stream: TimedStream) -> Iterator[None]:
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def new_event(self, *, timing: bool = False) -> TimedEvent:
+        return TimedEvent()
+
+    def holds_work(self, value: Any) -> bool:
+        return False
+
+    def hold(self, values: Iterable[Any], streams: Iterable[TimedStream]) -> None:
+        return None
+
+    def use_on_this_thread(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            done = threading.Event()
+            stream.put(done.set)
+            done.wait()

@@ -1,0 +1,199 @@
+"""A pipeline's life on CUDA: failure, the next iterator, memory over thousands of iterations."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.device import AcceleratorDevice
+from swpipe.executor import Run
+from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
+
+DEPTH = 4
+
+
+def three_streams(fail_at: int | None = None) -> PipelinePlan:
+    """Copy from a thread, compute on the caller's stream, a sum on a third."""
+
+    def copy(ctx: IterContext) -> None:
+        ctx.x = ctx.batch.to(CUDA, non_blocking=True)
+
+    def compute(ctx: IterContext) -> None:
+        if ctx.iter_idx == fail_at:
+            raise ValueError("as planned")
+        ctx.y = ctx.x * 2.0
+        ctx.x = ctx.y + 1.0
+
+    def total(ctx: IterContext) -> None:
+        ctx.total = ctx.y.sum()
+        del ctx.y
+
+    return PipelinePlan(
+        {
+            PipelineTask("copy", copy): TaskSchedule(0, "memcpy", "io"),
+            PipelineTask("compute", compute): TaskSchedule(1),
+            PipelineTask("total", total): TaskSchedule(2, "side"),
+        },
+        deps=[("compute", "copy"), ("total", "compute")],
+        pipeline_depth=DEPTH,
+    )
+
+
+def pinned(elements: int) -> Tensor:
+    """A batch of ones in pinned memory."""
+    return torch.ones(elements).pin_memory()
+
+
+def resident_mib() -> float:
+    """What the process holds of the host's memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def held() -> tuple[int, int]:
+    """Bytes that tensors take of the device, and bytes that the allocator has for them."""
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+class Counting(AcceleratorDevice):
+    """Counts the events it makes."""
+
+    made = 0
+
+    def new_event(self, *, timing: bool = False) -> Any:
+        self.made += 1
+        return super().new_event(timing=timing)
+
+
+def test_two_thousand_iterations_leave_memory_flat() -> None:
+    """Device memory, host memory and the number of events stand where they stood after warm-up."""
+    batch = pinned(2**20)
+    warm_up()
+    device = Counting(torch.device("cuda"))
+    data = iter([batch] * 2500)
+    with SWPipeline(three_streams(), device=device) as pipe:
+        for _ in range(500):
+            pipe.progress(data)
+        allocated, reserved = held()
+        resident, events = resident_mib(), device.made
+        for _ in range(1990):
+            pipe.progress(data)
+        later_allocated, later_reserved = held()
+        # The worker may be a few batches of 4 MiB further or less far than it was.
+        assert later_allocated - allocated < 64 * 2**20
+        assert later_reserved - reserved < 64 * 2**20
+        assert resident_mib() - resident < 16.0
+        assert device.made == events
+        pipe.drain()
+
+
+def peak_blocks(iterations: int) -> float:
+    """Blocks alive at once, those included that some stream has yet to be done with; depth 3."""
+    warm_up()
+    torch.cuda.empty_cache()
+    block = filled(0.0).nbytes
+
+    def work(ctx: IterContext) -> None:
+        ctx.x = filled(1.0)
+        spin(2.0)
+
+    plan = PipelinePlan(
+        {
+            PipelineTask("work", work): TaskSchedule(0, "side"),
+            PipelineTask("end", lambda ctx: None): TaskSchedule(2),
+        },
+        deps=[("end", "work")],
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    run(plan, range(iterations))
+    return (torch.cuda.memory_stats()["active_bytes.all.peak"] - before) / block
+
+
+def test_memory_is_bounded_by_the_depth() -> None:
+    """However fast the host is, few more than ``depth`` iterations' blocks are alive."""
+    assert peak_blocks(60) <= 5.1
+
+
+def test_without_back_pressure_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs ahead piles up blocks that the device has yet to be done with."""
+    monkeypatch.setattr(Run, "_await_device", lambda run, event: None)
+    assert peak_blocks(60) > 10
+
+
+def test_a_failed_run_leaves_nothing_and_the_next_is_right() -> None:
+    """The failure comes out as itself; device memory goes back; the pipeline runs again."""
+    batch = pinned(2**20)
+    warm_up()
+    before = held()[0]
+    with SWPipeline(three_streams(fail_at=3), device=CUDA) as pipe:
+        with pytest.raises(ValueError, match="as planned") as caught:
+            pipe.run([batch] * 8)
+        assert any("'compute'" in note for note in caught.value.__notes__)
+        del caught
+        assert held()[0] < before + batch.nbytes
+        totals = [ctx.total.item() for ctx in pipe.iterate([batch] * 5)]
+    assert totals == [2.0 * 2**20] * 5
+
+
+def test_batches_may_lie_on_the_device() -> None:
+    """A batch that is still under way on the caller's stream is waited for on other streams."""
+    seen: dict[int, Tensor] = {}
+
+    def read(ctx: IterContext) -> None:
+        seen[ctx.iter_idx] = extremes(ctx.batch)
+
+    def late_batches() -> Any:
+        for i in range(10):
+            spin(3.0)
+            yield filled(i + 1)
+
+    run(PipelinePlan({PipelineTask("read", read): TaskSchedule(0, "side")}), late_batches())
+    assert wrong(seen) == []
+
+
+def test_work_queued_before_the_fill_comes_first() -> None:
+    """What the caller had given to the device when the pipeline was filled is done before."""
+    seen: dict[int, Tensor] = {}
+    plan = PipelinePlan(
+        {
+            PipelineTask("read", lambda ctx: seen.update({0: extremes(late)})): (
+                TaskSchedule(0, "side")
+            )
+        }
+    )
+    warm_up()
+    late = filled(0.0)
+    torch.cuda.synchronize()
+    spin(5.0)
+    late.fill_(1.0)
+    with SWPipeline(plan, device=CUDA) as pipe:
+        pipe.run(range(1))
+    assert wrong(seen) == []
+
+
+def test_training_and_evaluation_take_turns() -> None:
+    """Iterators follow one another on one pipeline, with the caller's grad mode each time."""
+    modes: list[bool] = []
+    weight = torch.ones(4, device=CUDA, requires_grad=True)
+
+    def forward(ctx: IterContext) -> None:
+        ctx.y = (weight * ctx.batch).sum()
+        modes.append(ctx.y.requires_grad)
+
+    plan = PipelinePlan({PipelineTask("forward", forward): TaskSchedule(0, "side", "io")})
+    with SWPipeline(plan, device=CUDA) as pipe:
+        pipe.run(range(3))
+        with torch.no_grad():
+            pipe.run(range(2))
+        pipe.run(range(1))
+    assert modes == [True] * 3 + [False] * 2 + [True]

@@ -1,0 +1,117 @@
+"""The trace's device spans, the profiler's figures and a torch profiler's ranges, on CUDA."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from tests.gpu.work import CUDA, covered, spin, warm_up
+
+MS = 1e-3
+
+
+def spinning(name: str, ms: float) -> PipelineTask:
+    """A task whose device work takes ``ms``."""
+    return PipelineTask(name, lambda ctx: spin(ms))
+
+
+def two_streams() -> PipelinePlan:
+    """6 ms beside 8 ms."""
+    return PipelinePlan(
+        {
+            spinning("ahead", 6.0): TaskSchedule(0, "side"),
+            spinning("compute", 8.0): TaskSchedule(1),
+        },
+        deps=[("compute", "ahead")],
+        pipeline_depth=3,
+    )
+
+
+def test_a_trace_has_the_streams_spans() -> None:
+    """Each task has a span on its stream, as long as its device work; streams overlap in it."""
+    warm_up()
+    with SWPipeline(two_streams(), device=CUDA) as pipe:
+        pipe.run(range(5))
+        with pipe.trace() as trace:
+            pipe.run(range(20))
+    spans = {(span.task, span.iteration): span for span in trace.spans if span.row.kind == "stream"}
+    assert {span.row.name for span in spans.values()} == {"side", "caller's"}
+    for name, ms in (("ahead", 6.0), ("compute", 8.0)):
+        lengths = [span.duration_ns / 1e6 for (task, _), span in spans.items() if task == name]
+        assert len(lengths) == 20
+        assert median(lengths) == pytest.approx(ms, rel=0.15)
+    ahead = [(s.start_ns, s.end_ns) for (task, _), s in spans.items() if task == "ahead"]
+    for i in range(10, 20):
+        compute = spans["compute", i]
+        assert covered((compute.start_ns, compute.end_ns), ahead) > 0.5
+
+
+def test_device_spans_lie_within_the_trace() -> None:
+    """The device's clock is told in the host's time: no work begins before it was submitted."""
+    warm_up()
+    with SWPipeline(two_streams(), device=CUDA) as pipe, pipe.trace() as trace:
+        pipe.run(range(10))
+    submitted = {(s.task, s.iteration): s for s in trace.spans if s.row.kind == "thread"}
+    for span in trace.spans:
+        if span.row.kind == "stream":
+            assert span.start_ns > submitted[span.task, span.iteration].start_ns - 200_000
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_profiler_finds_what_device_work_costs(pipelined: bool) -> None:
+    """Serially both tasks are exposed; under the plan the shorter one is hidden."""
+    warm_up()
+    with SWPipeline(two_streams(), device=CUDA) as pipe:
+        result = TaskProfiler(pipe).profile(None, pipelined=pipelined)
+    if pipelined:
+        assert result.baseline_s == pytest.approx(8.0 * MS, rel=0.15)
+        assert result.exposed_s["ahead"] < 1.0 * MS
+        assert result.exposed_s["compute"] == pytest.approx(2.0 * MS, abs=1.0 * MS)
+    else:
+        assert result.baseline_s == pytest.approx(14.0 * MS, rel=0.15)
+        assert result.exposed_s["ahead"] == pytest.approx(6.0 * MS, rel=0.15)
+        assert result.exposed_s["compute"] == pytest.approx(8.0 * MS, rel=0.15)
+
+
+def test_the_profiler_tells_who_blocks_the_host() -> None:
+    """A task that waits for the device blocks its thread; one that only launches does not."""
+
+    def wait(ctx: IterContext) -> None:
+        spin(5.0)
+        torch.cuda.current_stream().synchronize()
+
+    warm_up()
+    tasks = [spinning("launch", 5.0), PipelineTask("wait", wait)]
+    with SWPipeline(PipelinePlan.serial(tasks), device=CUDA) as pipe:
+        result = TaskProfiler(pipe).profile(None)
+    assert result.host_s["launch"] < 1.0 * MS
+    assert result.host_s["wait"] > 4.0 * MS
+
+
+def test_a_torch_profiler_sees_each_task() -> None:
+    """``record_function`` ranges name task and iteration, and device kernels are seen too."""
+    warm_up()
+    with (
+        SWPipeline(two_streams(), device=CUDA) as pipe,
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen,
+    ):
+        pipe.run(range(3))
+        torch.cuda.synchronize()
+    names = {event.name for event in seen.events()}
+    assert {f"{task} [{i}]" for task in ("ahead", "compute") for i in range(3)} <= names
+
+
+def test_looking_costs_nothing_when_nobody_looks() -> None:
+    """On CUDA too, a run without observers takes no longer than its device work."""
+    warm_up()
+    with SWPipeline(two_streams(), device=CUDA) as pipe:
+        pipe.run(range(5))
+        begin = time.perf_counter()
+        pipe.run(range(50))
+        seconds = time.perf_counter() - begin
+    assert seconds < 1.15 * (50 * 8.0 + 6.0) * MS
