@@ -85,7 +85,7 @@ def decode(data: bytes, ranges: Sequence[RowRange], strict: bool = False) -> Dec
     Raises:
         MalformedRowError: ``strict``, and a row is malformed.
     """
-    data, lines, rejected = _whole_rows(data.replace(b"\r\n", b"\n"))
+    data, lines, rejected = _whole_rows(data)
     text = pl.read_csv(
         data,
         has_header=False,
