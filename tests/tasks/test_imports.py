@@ -8,11 +8,18 @@ import sys
 
 import pytest
 
-CODE = "import swpipe.tasks.clicks, polars; print(polars.thread_pool_size())"
+CODE = """
+import torch
+from swpipe.tasks.clicks import _torchrec
+import polars
+one = torch.tensor([1])
+_torchrec.KeyedJaggedTensor(keys=["id"], values=one, lengths=one).to_dict()
+print(polars.thread_pool_size())
+"""
 
 
 def polars_threads(**environment: str) -> int:
-    """Threads of polars in a process that imports the click job; warnings are errors there."""
+    """Threads of polars in a process that uses the click job; warnings are errors there."""
     kept = {key: value for key, value in os.environ.items() if key != "POLARS_MAX_THREADS"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", CODE],
@@ -29,5 +36,5 @@ def polars_threads(**environment: str) -> int:
 def test_polars_takes_one_thread_unless_told_otherwise(
     environment: dict[str, str], threads: int
 ) -> None:
-    """Two pools of as many threads as there are cores would fight; and the import is silent."""
+    """Two pools of as many threads as there are cores would fight; and nobody warns."""
     assert polars_threads(**environment) == threads
