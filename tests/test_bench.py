@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench import dispatch, extras, interval, memory, serial
+from tests.bench import dispatch, extras, gpu, interval, memory, serial, streams
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import StandIn
 
@@ -120,6 +121,18 @@ def test_a_kept_context_shows_in_the_memory_row(monkeypatch: pytest.MonkeyPatch)
         SWPipeline, "progress", lambda pipe, data: kept.append(progress(pipe, data))
     )
     assert memory.growth(20).python_kib > memory.PYTHON_KIB
+
+
+def test_streams_run() -> None:
+    """Two rows, which inform."""
+    assert [row.bar for row in streams.rows(rounds=1, periods=1)] == [None, None]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_bench_says_that_it_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without CUDA it is no failure, and no silence either."""
+    assert gpu.main() == 0
+    assert "skipped" in capsys.readouterr().out
 
 
 def test_what_only_informs_runs() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
@@ -79,7 +80,7 @@ class Case:
         return [PipelineTask(name, _blocking(ms * 1e-3)) for name, ms in self.ms.items()]
 
 
-def _blocking(seconds: float):  # type: ignore[no-untyped-def]
+def _blocking(seconds: float) -> Callable[[IterContext], None]:
     def fn(ctx: IterContext) -> None:
         block(seconds)
 
@@ -157,10 +158,12 @@ CASES = (
 )
 
 
-def ms_per_period(pipe: SWPipeline, periods: int) -> float:
-    """The steady state's interval, in ms."""
+def ms_per_period(
+    pipe: SWPipeline, periods: int, batches: Callable[[int], Iterable[int]] = range
+) -> float:
+    """The steady state's interval, in ms; ``batches`` makes that many."""
     settle = 2 * pipe.plan.depth
-    data = iter(range(periods + settle + pipe.plan.depth))
+    data = iter(batches(periods + settle + pipe.plan.depth))
     for _ in range(settle):
         pipe.progress(data)
     begin = time.perf_counter()
