@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests.bench.measure import Row, Spread, interleaved
@@ -87,73 +88,74 @@ def _blocking(seconds: float) -> Callable[[IterContext], None]:
     return fn
 
 
-CHAIN = [("copy", "read"), ("dist", "copy"), ("forward", "dist"), ("backward", "forward")]
+def case(
+    what: str,
+    groups: Sequence[tuple[str, dict[str, float]]],
+    depth: int,
+    cross: Iterable[tuple[str, str, int]],
+) -> Case:
+    """A chain of tasks; each entry of ``groups`` is a stage, and names its thread group."""
+    ms = {name: length for _, tasks in groups for name, length in tasks.items()}
+    return Case(
+        what,
+        ms,
+        PipelinePlan(
+            schedule={
+                name: TaskSchedule(stage, thread_group=group)
+                for stage, (group, tasks) in enumerate(groups)
+                for name in tasks
+            },
+            deps=[(consumer, producer) for producer, consumer in pairwise(ms)],
+            cross_iter_deps=cross,
+            pipeline_depth=depth,
+        ),
+    )
+
+
+TRAINED = [("forward", "step", 1)]
 
 CASES = (
-    Case(
+    case(
         "3 groups, the caller's busiest",
-        {"read": 6, "copy": 2, "dist": 4, "forward": 4, "backward": 5},
-        PipelinePlan(
-            schedule={
-                "read": TaskSchedule(0, thread_group="read"),
-                "copy": TaskSchedule(1, thread_group="io"),
-                "dist": TaskSchedule(1, thread_group="io"),
-                "forward": TaskSchedule(2),
-                "backward": TaskSchedule(2),
-            },
-            deps=CHAIN,
-            cross_iter_deps=[("forward", "backward")],
-            pipeline_depth=5,
-        ),
+        [
+            ("read", {"read": 10}),
+            ("io", {"copy": 3, "dist": 6}),
+            ("default", {"forward": 5, "backward": 7, "step": 2}),
+        ],
+        depth=5,
+        cross=TRAINED,
     ),
-    Case(
+    case(
         "3 groups, a worker's busiest",
-        {"read": 10, "copy": 2, "dist": 3, "forward": 2, "backward": 3},
-        PipelinePlan(
-            schedule={
-                "read": TaskSchedule(0, thread_group="read"),
-                "copy": TaskSchedule(1, thread_group="io"),
-                "dist": TaskSchedule(1, thread_group="io"),
-                "forward": TaskSchedule(2),
-                "backward": TaskSchedule(2),
-            },
-            deps=CHAIN,
-            cross_iter_deps=[("forward", "backward")],
-            pipeline_depth=5,
-        ),
+        [
+            ("read", {"read": 10, "decode": 4}),
+            ("io", {"copy": 2, "dist": 3}),
+            ("default", {"forward": 3, "backward": 4, "step": 2}),
+        ],
+        depth=5,
+        cross=TRAINED,
     ),
-    Case(
+    case(
         "4 groups, all equally busy",
-        {"read": 8, "copy": 8, "dist": 5, "prefetch": 3, "forward": 2, "backward": 4, "step": 2},
-        PipelinePlan(
-            schedule={
-                "read": TaskSchedule(0, thread_group="read"),
-                "copy": TaskSchedule(1, thread_group="io"),
-                "dist": TaskSchedule(2, thread_group="net"),
-                "prefetch": TaskSchedule(2, thread_group="net"),
-                "forward": TaskSchedule(3),
-                "backward": TaskSchedule(3),
-                "step": TaskSchedule(3),
-            },
-            deps=[*CHAIN, ("prefetch", "dist"), ("forward", "prefetch"), ("step", "backward")],
-            cross_iter_deps=[("forward", "step")],
-            pipeline_depth=6,
-        ),
+        [
+            ("read", {"read": 9, "decode": 3}),
+            ("io", {"pin": 2, "copy": 10}),
+            ("net", {"dist": 7, "prefetch": 5}),
+            ("default", {"forward": 4, "backward": 6, "step": 2}),
+        ],
+        depth=6,
+        cross=TRAINED,
     ),
-    Case(
+    case(
         "4 groups, a cycle through three",
-        {"read": 4, "prefetch": 10, "forward": 8, "step": 6},
-        PipelinePlan(
-            schedule={
-                "read": TaskSchedule(0, thread_group="read"),
-                "prefetch": TaskSchedule(1, thread_group="cache"),
-                "forward": TaskSchedule(2, thread_group="compute"),
-                "step": TaskSchedule(2),
-            },
-            deps=[("prefetch", "read"), ("forward", "prefetch"), ("step", "forward")],
-            cross_iter_deps=[("prefetch", "step", 2)],
-            pipeline_depth=5,
-        ),
+        [
+            ("read", {"read": 4}),
+            ("cache", {"prefetch": 10}),
+            ("compute", {"forward": 10}),
+            ("default", {"step": 8}),
+        ],
+        depth=6,
+        cross=[("prefetch", "step", 2)],
     ),
 )
 
