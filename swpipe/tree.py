@@ -121,15 +121,18 @@ def parts_of(tensor: Any) -> Iterator[Tensor]:
 # children on the spot, and the id of one that is gone is given to the next.
 
 
-def _collect(value: Any, seen: dict[int, Any], found: list[Tensor], blind: list[Any]) -> bool:
+def _collect(
+    value: Any, seen: dict[int, tuple[Any, bool]], found: list[Tensor], blind: list[Any]
+) -> bool:
     """Gather tensors, and objects that must record for themselves; whether a tensor was met."""
     cls = type(value)
     kind = KINDS.get(cls) or kind_of(cls)
     if kind is LEAF:
         return False
-    if id(value) in seen:
-        return True
-    seen[id(value)] = value
+    known = seen.get(id(value))
+    if known is not None:
+        return known[1]
+    seen[id(value)] = (value, kind is TENSOR)
     if kind is TENSOR:
         found.append(value)
         return True
@@ -137,6 +140,7 @@ def _collect(value: Any, seen: dict[int, Any], found: list[Tensor], blind: list[
     for child in kind.children(value):
         if _collect(child, seen, found, blind):
             met = True
+    seen[id(value)] = (value, met)
     if not met and has_record_stream(cls):
         blind.append(value)
     return met

@@ -251,10 +251,8 @@ class VirtualDevice:
 
     def hold(self, values: Iterable[Any], streams: Iterable[VirtualStream]) -> None:
         """Record every buffer in ``values`` on ``streams``."""
-        streams = tuple(streams)
         with self.lock:
-            for value in values:
-                record_stream(value, *streams)
+            record_stream(tuple(values), *streams)
 
     def use_on_this_thread(self) -> None:
         """There is only one."""

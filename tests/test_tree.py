@@ -381,6 +381,14 @@ def test_an_object_that_hides_its_tensors_records_for_itself() -> None:
     assert showing.recorded == []
 
 
+def test_what_an_object_holds_twice_is_not_taken_for_a_tensor() -> None:
+    """An empty list met again says nothing of tensors: the object still records for itself."""
+    empty: list[int] = []
+    hiding = Hiding([empty, empty])
+    record_stream(hiding, "s")
+    assert hiding.recorded == ["s"]
+
+
 def _sparse_tensors() -> Iterator[Tensor]:
     dense = torch.eye(4)
     yield dense.to_sparse_coo()
