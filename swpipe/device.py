@@ -103,20 +103,32 @@ class _CurrentStream:
     """A stream is current within the block.
 
     A ``torch.Stream`` can do this itself, but keeps what was current before in the stream object,
-    which several threads share here.
+    which several threads share here. To set a stream also sets the device that it is on.
     """
 
-    __slots__ = ("_before", "_stream")
+    __slots__ = ("_before", "_index", "_stream")
 
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
+        self._index = torch.accelerator.current_device_index()
         self._before = torch.accelerator.current_stream(self._stream.device)
         torch.accelerator.set_stream(self._stream)
 
     def __exit__(self, *failure: object) -> None:
         torch.accelerator.set_stream(self._before)
+        if self._index != self._before.device_index:
+            torch.accelerator.set_device_index(self._index)
+
+
+def plain(stream: torch.Stream) -> torch.Stream:
+    """A stream as ``torch.accelerator`` tells it; a ``torch.cuda.Stream`` has another hash."""
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 class AcceleratorDevice:
@@ -148,10 +160,7 @@ class AcceleratorDevice:
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         # The allocator keeps a block that was recorded on a stream until that stream's work is
         # done; recording it on the stream that it was made on costs nothing.
-        streams = tuple(streams)
-        for value in values:
-            for stream in streams:
-                record_stream(value, stream)
+        record_stream(tuple(values), *streams)
 
     def use_on_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)

@@ -129,6 +129,7 @@ class Run:
         self.period = 0
         self.state: TorchState | None = None
         self.flights: list[Any] = [None] * program.depth
+        self._sources: list[Event | None] = [None] * program.depth
         self.failure: BaseException | None = None
         self.stopping = False
         self.driving = False
@@ -293,7 +294,7 @@ class Run:
         source = None
         if device.has_streams and device.holds_work(batch):
             # Only then: to wait for the caller's stream is to wait for all the work queued on it.
-            source = device.new_event()
+            source = self._sources[i % depth] = self._sources[i % depth] or device.new_event()
             source.record(self.caller_stream)
         ctx = IterContext(batch, self.first_iteration + i)
         self.flights[i % depth] = Flight(ctx, self.state, source)

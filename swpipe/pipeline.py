@@ -14,7 +14,7 @@ import torch
 
 from swpipe.context import IterContext
 from swpipe.dependence import period_order, serial_order
-from swpipe.device import Device, resolve
+from swpipe.device import Device, plain, resolve
 from swpipe.executor import Engine, Run
 from swpipe.grid import format_grid, format_stages
 from swpipe.observers import active_observers
@@ -120,7 +120,7 @@ class SWPipeline:
             return {}
         used = dict.fromkeys(s.stream for s in self.plan.schedule.values() if s.stream is not None)
         return {
-            ref: ref
+            ref: plain(ref)
             if isinstance(ref, torch.Stream)
             else self.device.new_stream(self.plan.streams.get(ref, StreamSpec()))
             for ref in used

@@ -51,6 +51,17 @@ def test_a_trace_has_the_streams_spans() -> None:
         assert covered((compute.start_ns, compute.end_ns), ahead) > 0.5
 
 
+def test_a_stream_object_has_its_own_row() -> None:
+    """A ``torch.cuda.Stream`` in a plan is told from the caller's stream in the trace too."""
+    mine = torch.cuda.Stream()
+    warm_up()
+    plan = PipelinePlan({spinning("a", 1.0): TaskSchedule(0, mine)})
+    with SWPipeline(plan, device=CUDA) as pipe, pipe.trace() as trace:
+        pipe.run(range(3))
+    rows = {span.row.name for span in trace.spans if span.row.kind == "stream"}
+    assert rows == {f"torch.Stream({mine.stream_id})"}
+
+
 def test_device_spans_lie_within_the_trace() -> None:
     """The device's clock is told in the host's time: no work begins before it was submitted."""
     warm_up()

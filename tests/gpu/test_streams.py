@@ -195,13 +195,17 @@ def test_another_current_stream_in_mid_flight_is_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_threads_stand_on_the_pipelines_device() -> None:
-    """With device 1 given, a worker's tensors land on device 1, and the caller's stay on 0."""
+    """With device 1 given, every task's tensors land there, and the caller stays on device 0."""
     made: list[Tensor] = []
+
+    def make(name: str) -> PipelineTask:
+        return PipelineTask(name, lambda ctx: made.append(torch.ones(1, device=CUDA)))
+
     plan = PipelinePlan(
         {
-            PipelineTask("make", lambda ctx: made.append(torch.ones(1, device=CUDA))): (
-                TaskSchedule(0, "side", "io")
-            )
+            make("worker"): TaskSchedule(0, "side", "io"),
+            make("inline"): TaskSchedule(0, "side"),
+            make("plain"): TaskSchedule(0),
         }
     )
     with SWPipeline(plan, device="cuda:1") as pipe:
