@@ -16,8 +16,8 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule, clocks, executor, pipeline, program, virtual
 from swpipe.executor import LaneRunner, Run
+from swpipe.flight import Flight
 from swpipe.program import ADMIT, RETIRE, Instruction, Program
-from swpipe.steps import Flight
 from swpipe.virtual import (
     EventReused,
     Race,
@@ -223,7 +223,7 @@ def _lanes_to_the_end(patch: pytest.MonkeyPatch) -> None:
     def hasty(run: Run, lane: LaneRunner, period: int) -> None:
         turn(run, lane, period)
         last_stage = max(ins.stage for ins in lane.instructions)
-        if lane is not run.lanes[0] and period + 1 - last_stage >= run.total:
+        if lane is not run.lanes[0] and period + 1 - last_stage >= run.flights.total:
             lane.signal.advance(executor.FOREVER)
 
     patch.setattr(Run, "_turn", hasty)
