@@ -13,8 +13,8 @@ Guarantees
     - The first failure of any lane ends the run (2): it is kept, every signal is cancelled, no lane
       begins another task, and the caller gets the failure itself, with a note that names task,
       iteration and group.
-    - ``total``, the number of iterations, is set before ``<admit>`` publishes that the data has
-      ended; every task comes after ``<admit>`` of its iteration, and so knows whether that
+    - ``Flights.total``, the number of iterations, is set before ``<admit>`` publishes that the data
+      has ended; every task comes after ``<admit>`` of its iteration, and so knows whether that
       iteration exists.
     - A context is handed out by ``<retire>`` and forgotten in the same step.
 
@@ -28,54 +28,21 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from swpipe.context import IterContext
-from swpipe.device import Device, Event, Stream
-from swpipe.program import ADMIT, RETIRE, Instruction, Lane, Program
-from swpipe.randomness import Draws
-from swpipe.shortcut import Shortcuts
-from swpipe.signal import Cancelled, Host, HostThread, Signal
-from swpipe.steps import Flight, Observer, Step, build_step, dress, observe, wait_for_events
-from swpipe.task import PipelineTask
+from swpipe.device import Event
+from swpipe.flight import FOREVER, Engine, Flight, Flights
+from swpipe.program import ADMIT, RETIRE, Instruction, Lane
+from swpipe.signal import Cancelled, HostThread, Signal
+from swpipe.steps import Step, build_step, dress, observe, wait_for_events
 from swpipe.torch_state import TorchState, Wardrobe
 
-FOREVER = sys.maxsize
 JOIN_GRACE_S = 0.1
 """How long a failing or closing run waits, in all, for tasks inside their functions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What all runs of a pipeline share.
-
-    Attributes:
-        program: The compiled plan.
-        tasks: Task name to task.
-        device: Where streams and events come from.
-        streams: The plan's streams, made.
-        host: Where threads and signals come from.
-        shortcuts: Which tasks are replayed instead of run.
-        draws: Seeds of tasks that draw.
-        observers: Who is to be told of tasks that run; empty when nobody is.
-        ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
-            kept from one run to the next, so that a run of few iterations is held back as well.
-    """
-
-    program: Program
-    tasks: dict[str, PipelineTask]
-    device: Device
-    streams: dict[Any, Stream]
-    host: Host
-    shortcuts: Shortcuts
-    draws: Draws
-    observers: Callable[[], tuple[Observer, ...]]
-    ends: dict[int, Event] = field(default_factory=dict)
 
 
 class _HostWait(NamedTuple):
@@ -121,37 +88,24 @@ class Run:
     def __init__(self, engine: Engine, iterator: Iterator[Any], first_iteration: int) -> None:
         self.engine = engine
         self.iterator = iterator
-        self.first_iteration = first_iteration
-        program = engine.program
-        self.total = FOREVER
+        self.flights = Flights(engine, first_iteration)
         self.admitted = 0
         self.retired = 0
         self.period = 0
         self.state: TorchState | None = None
-        self.flights: list[Any] = [None] * program.depth
-        self._sources: list[Event | None] = [None] * program.depth
+        self._sources: list[Event | None] = [None] * engine.program.depth
         self.failure: BaseException | None = None
         self.stopping = False
         self.driving = False
         self.lock = threading.Lock()
         self._handed_out: IterContext | None = None
         self._any_draws = any(task.random for task in engine.tasks.values())
-        self.caller_stream = engine.device.current_stream()
-        self.events = self._make_events()
-        self.lanes = tuple(LaneRunner(lane, engine.host.signal()) for lane in program.lanes)
+        self.lanes = tuple(LaneRunner(lane, engine.host.signal()) for lane in engine.program.lanes)
         for lane in self.lanes:
             self._bind(lane)
         self._start()
 
     # ------------------------------------------------------------------ making
-
-    def _make_events(self) -> dict[str, list[Event]]:
-        program, device = self.engine.program, self.engine.device
-        return {
-            name: [device.new_event() for _ in range(program.ring)]
-            for name, ins in program.instructions.items()
-            if ins.record and name != ADMIT
-        }
 
     def _bind(self, lane: LaneRunner) -> None:
         wardrobe = lane.wardrobe = None if lane is self.lanes[0] else Wardrobe()
@@ -170,22 +124,18 @@ class Run:
         if ins.task in (ADMIT, RETIRE):
             step: Step = self._admit if ins.task == ADMIT else self._retire_step(ins)
             if observed:
-                step = observe(self, ins, step)
+                step = observe(self.flights, ins, step)
         else:
-            step = build_step(self, ins, self.engine.tasks[ins.task], observed=observed)
+            step = build_step(self.flights, ins, self.engine.tasks[ins.task], observed=observed)
         if wardrobe is not None:
-            step = dress(self, wardrobe, step)
+            step = dress(self.flights, wardrobe, step)
         return _Op(tuple(waits), ins.stage, step, ins.publish, ins)
-
-    def stream_of(self, ins: Instruction) -> Stream:
-        """The device's stream that an instruction submits to."""
-        return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
 
     def _start(self) -> None:
         if self.engine.device.has_streams:
             # What the caller has queued so far (a model's initialisation) comes before the run.
             begin = self.engine.device.new_event()
-            begin.record(self.caller_stream)
+            begin.record(self.flights.caller_stream)
             for stream in self.engine.streams.values():
                 begin.wait(stream)
         try:
@@ -201,7 +151,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether every iteration that the data has was handed out."""
-        return self.retired >= self.total
+        return self.retired >= self.flights.total
 
     @property
     def in_flight(self) -> int:
@@ -235,7 +185,7 @@ class Run:
 
     def stop_pulling(self) -> None:
         """Take what has been admitted for all that there is."""
-        self.total = min(self.total, self.admitted)
+        self.flights.total = min(self.flights.total, self.admitted)
 
     def _turn(self, lane: LaneRunner, period: int) -> None:
         lane.period = period
@@ -246,10 +196,10 @@ class Run:
             lane.position = position
             if observers:
                 for observer in observers:
-                    observer.arrive(ins, self.first_iteration + period - stage)
+                    observer.arrive(ins, self.flights.first_iteration + period - stage)
             for signal, size, offset in waits:
                 signal.wait(period * size + offset)  # (1)
-            if 0 <= period - stage < self.total:
+            if 0 <= period - stage < self.flights.total:
                 if self.stopping:
                     raise Cancelled
                 step(period - stage)
@@ -263,7 +213,7 @@ class Run:
             period = 0
             # To the last period of the run, even where this lane has no task left by then: another
             # lane's wait for an instruction of this one may stand for a wait for a third lane.
-            while period - last_stage < self.total:
+            while period - last_stage < self.flights.total:
                 self._turn(lane, period)
                 period += 1
         except BaseException as error:  # noqa: BLE001 - kept for the caller (2)
@@ -279,7 +229,7 @@ class Run:
 
     def _admit(self, i: int) -> None:
         depth, device = self.engine.program.depth, self.engine.device
-        before = self.engine.ends.get((self.first_iteration + i) % depth)
+        before = self.engine.ends.get((self.flights.first_iteration + i) % depth)
         if before is not None:
             self._await_device(before)
         try:
@@ -289,15 +239,15 @@ class Run:
             else:
                 batch = next(self.iterator)
         except StopIteration:
-            self.total = i
+            self.flights.total = i
             return
         source = None
         if device.has_streams and device.holds_work(batch):
             # Only then: to wait for the caller's stream is to wait for all the work queued on it.
             source = self._sources[i % depth] = self._sources[i % depth] or device.new_event()
-            source.record(self.caller_stream)
-        ctx = IterContext(batch, self.first_iteration + i)
-        self.flights[i % depth] = Flight(ctx, self.state, source)
+            source.record(self.flights.caller_stream)
+        ctx = IterContext(batch, self.flights.first_iteration + i)
+        self.flights.slots[i % depth] = Flight(ctx, self.state, source)
         self.admitted += 1
 
     def _await_device(self, event: Event) -> None:
@@ -311,15 +261,19 @@ class Run:
 
     def _retire_step(self, ins: Instruction) -> Step:
         device, depth = self.engine.device, self.engine.program.depth
-        wait = wait_for_events(self, ins, self.caller_stream) if device.has_streams else None
+        wait = (
+            wait_for_events(self.flights, ins, self.flights.caller_stream)
+            if device.has_streams
+            else None
+        )
 
         def retire(i: int) -> None:
-            flight: Flight = self.flights[i % depth]
+            flight: Flight = self.flights.slots[i % depth]
             if wait is not None:
                 wait(i)  # the caller's stream, for all sinks
                 self._hold(flight)
                 self._mark_end(i)
-            self.flights[i % depth] = None
+            self.flights.slots[i % depth] = None
             self.retired += 1
             self._handed_out = flight.ctx
 
@@ -328,13 +282,16 @@ class Run:
     def _hold(self, flight: Flight) -> None:
         self.engine.device.hold(
             (*vars(flight.ctx).values(), *flight.held),
-            (self.caller_stream, *self.engine.streams.values()),
+            (self.flights.caller_stream, *self.engine.streams.values()),
         )
 
     def _mark_end(self, i: int) -> None:
-        ends, slot = self.engine.ends, (self.first_iteration + i) % self.engine.program.depth
+        ends, slot = (
+            self.engine.ends,
+            (self.flights.first_iteration + i) % self.engine.program.depth,
+        )
         end = ends[slot] = ends.get(slot) or self.engine.device.new_event()
-        end.record(self.caller_stream)
+        end.record(self.flights.caller_stream)
 
     # ------------------------------------------------------------------ ending
 
@@ -344,11 +301,12 @@ class Run:
             return
         where = (
             f"at task {lane.instruction.task!r}, iteration "
-            f"{self.first_iteration + lane.period - lane.instruction.stage}, "
+            f"{self.flights.first_iteration + lane.period - lane.instruction.stage}, "
             f"thread group {lane.group!r}"
         )
         if lane.instruction.task == ADMIT:
-            where = f"pulling the batch of iteration {self.first_iteration + self.admitted}"
+            iteration = self.flights.first_iteration + self.admitted
+            where = f"pulling the batch of iteration {iteration}"
         if isinstance(error, StopIteration):
             # Out of progress() it would read as the end of the data (compare PEP 479).
             mended = RuntimeError("a task raised StopIteration, which only the user's iterator may")
@@ -384,18 +342,18 @@ class Run:
                 )
         if self.engine.device.has_streams and not self.finished:
             self._abandon()
-        self.flights[:] = [None] * len(self.flights)
+        self.flights.clear()
 
     def _abandon(self) -> None:
         """Hold what is in flight, and let what the caller does next come after its device work."""
-        for flight in self.flights:
+        for flight in self.flights.slots:
             if flight is not None:
                 self._hold(flight)
         try:
             for stream in self.engine.streams.values():
                 end = self.engine.device.new_event()
                 end.record(stream)
-                end.wait(self.caller_stream)
+                end.wait(self.flights.caller_stream)
             for i in range(self.retired, self.admitted):
                 self._mark_end(i)
         except Exception as error:

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.autograd import profiler
 
 from swpipe.program import Instruction
 
-if TYPE_CHECKING:
-    from swpipe.steps import Observer
+
+class Observer(Protocol):
+    """Told of every task that runs, on the thread that runs it."""
+
+    def arrive(self, ins: Instruction, iteration: int) -> None:
+        """The lane has come to the instruction and may have to wait."""
+
+    def start(self, ins: Instruction, iteration: int) -> None:
+        """The task starts; its stream is current."""
+
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        """The task has returned or raised; its stream is still current.
+
+        ``exists`` is False where ``<admit>`` found that the data had ended: there is no such
+        iteration.
+        """
+
+
+@contextmanager
+def told(observers: Sequence[Observer], ins: Instruction, iteration: int) -> Iterator[None]:
+    """Tell the observers of a task that runs within the block, outside any lane."""
+    for observer in observers:
+        observer.arrive(ins, iteration)
+        observer.start(ins, iteration)
+    try:
+        yield
+    finally:
+        for observer in reversed(observers):
+            observer.stop(ins, iteration)
 
 
 class NvtxRanges:

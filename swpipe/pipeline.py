@@ -15,9 +15,10 @@ import torch
 from swpipe.context import IterContext
 from swpipe.dependence import period_order, serial_order
 from swpipe.device import Device, plain, resolve
-from swpipe.executor import Engine, Run
+from swpipe.executor import Run
+from swpipe.flight import Engine
 from swpipe.grid import format_grid, format_stages
-from swpipe.observers import active_observers
+from swpipe.observers import Observer, active_observers, told
 from swpipe.perfetto import arrows_of
 from swpipe.plan import PipelinePlan, StreamSpec
 from swpipe.program import Instruction, compile_plan
@@ -27,7 +28,6 @@ from swpipe.recorder import Recorder
 from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
 from swpipe.stall import Watchdog
-from swpipe.steps import Observer, told
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
 from swpipe.trace import Trace
@@ -382,7 +382,7 @@ class SWPipeline:
         return run
 
     def _prepare(self, run: Run) -> None:
-        if self.device.has_streams and run.caller_stream != self.device.current_stream():
+        if self.device.has_streams and run.flights.caller_stream != self.device.current_stream():
             raise RuntimeError(
                 "another stream is current than when the pipeline was filled: call drain() "
                 "before switching, or make the same stream current"
@@ -410,7 +410,7 @@ class SWPipeline:
     def _forget_if_over(self, run: Run) -> None:
         if run.stopping or run.finished:
             run.end()
-            self._next_iteration = run.first_iteration + run.admitted
+            self._next_iteration = run.flights.first_iteration + run.admitted
             self._run = None
             self._end_watch()
 

@@ -94,7 +94,7 @@ def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
 
 def _doing(run: Run, lane: LaneRunner) -> str:
     ins = lane.instruction
-    iteration = run.first_iteration + lane.period - ins.stage
+    iteration = run.flights.first_iteration + lane.period - ins.stage
     wait = unmet(run, lane)
     if wait is None:
         if ins.task == ADMIT:
@@ -102,7 +102,7 @@ def _doing(run: Run, lane: LaneRunner) -> str:
         return f"inside task {ins.task!r} of iteration {iteration}"
     other = run.lanes[wait.lane]
     producer = other.instructions[wait.position]
-    of = run.first_iteration + lane.period - wait.lag - producer.stage
+    of = run.flights.first_iteration + lane.period - wait.lag - producer.stage
     return (
         f"task {ins.task!r} of iteration {iteration} waits for task {wait.producer!r} "
         f"of iteration {of} (thread group {other.group!r})"

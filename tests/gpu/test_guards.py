@@ -20,7 +20,7 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule, executor, steps
 from swpipe.executor import Run
-from swpipe.steps import Flight
+from swpipe.flight import Flight
 from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
 
 ITERATIONS = 12
