@@ -8,6 +8,8 @@ What goes through the context, attribute by attribute::
     logits, inputs -- auc --> (histogram)
 
 What stands in parentheses lies outside the context: in the model, in its optimizer, in the metric.
+On the way to the device each task deletes what it took: an iteration in flight holds its batch in
+one form only, and the thread that feeds also does the freeing.
 """
 
 from __future__ import annotations
@@ -86,15 +88,18 @@ class ClickJob:
         """Typed columns of the good rows; the malformed ones."""
         decoded = decode(ctx.raw, ctx.batch.ranges, self.config.strict)
         ctx.frame, ctx.rejected = decoded.frame, decoded.rejected
+        del ctx.raw
 
     def hash(self, ctx: IterContext) -> None:
         """Ids into buckets, all into tensors on the host."""
         batch = encode(ctx.frame, self.config.model.buckets)
         ctx.host = batch.pin_memory() if self.device.type == "cuda" else batch
+        del ctx.frame
 
     def copy(self, ctx: IterContext) -> None:
         """The tensors, on the device."""
         ctx.inputs = ctx.host.to(self.device)
+        del ctx.host
 
     def embed(self, ctx: IterContext) -> None:
         """Embeddings of the ids."""
