@@ -19,18 +19,18 @@ from swpipe.executor import Run
 from swpipe.flight import Engine
 from swpipe.grid import format_grid, format_stages
 from swpipe.observers import Observer, active_observers, told
-from swpipe.perfetto import arrows_of
 from swpipe.plan import PipelinePlan, StreamSpec
 from swpipe.program import Instruction, compile_plan
 from swpipe.randomness import Draws
 from swpipe.ranks import check_same_plan
-from swpipe.recorder import Recorder
 from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
 from swpipe.stall import Watchdog
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
 from swpipe.trace import Trace
+from swpipe.trace.perfetto import arrows_of
+from swpipe.trace.recorder import Recorder
 from swpipe.turnstile import Turnstile
 from swpipe.verify import check
 

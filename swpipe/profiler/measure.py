@@ -24,8 +24,8 @@ from typing import Any
 
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
-from swpipe.recorder import TimedEvent
 from swpipe.shortcut import Shortcuts
+from swpipe.trace.recorder import TimedEvent
 
 
 @dataclass(frozen=True, slots=True)

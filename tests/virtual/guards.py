@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan, TaskSchedule, clocks, executor, pipeline, program, virtual
+from swpipe import PipelinePlan, TaskSchedule, executor, pipeline, program, virtual
 from swpipe.executor import LaneRunner, Run
 from swpipe.flight import Flight
 from swpipe.program import ADMIT, RETIRE, Instruction, Program
@@ -25,6 +25,7 @@ from swpipe.virtual import (
     UseAfterFree,
     Violation,
     WaitBeforeRecord,
+    clocks,
 )
 from tests.strategies import Case, TaskSpec, Workload, random_case
 from tests.virtual.harness import Finding, break_case, run_case

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from swpipe import IterContext, PipelineTask
-from swpipe.clocks import Stamp
 from swpipe.program import Program
 from swpipe.virtual import Buffer, Violation, VirtualDevice, Work
+from swpipe.virtual.clocks import Stamp
 from tests.machines import mix, run_task
 from tests.strategies import Case, TaskSpec
 

@@ -18,7 +18,7 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from swpipe.span import OWN, Row, Span, extent_ns, rows_of
+from swpipe.trace.span import OWN, Row, Span, extent_ns, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ Not seen: what happens inside leaves (see ``swpipe.tree``): arrays, objects of p
 
 Not counted: the content of parameters, which belongs to their module; what an object with a
 ``record_stream`` method works out when asked, and keeps in a private attribute that was None; and
-attributes that only other threads set or deleted (``swpipe.bindings``). What other threads modify
-in place meanwhile cannot be told apart: tasks that run at the same time let each other's be.
+attributes that only other threads set or deleted (``swpipe.shortcut.bindings``). What other threads
+modify in place meanwhile cannot be told apart: tasks that run at the same time let each other's be.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from swpipe.bindings import Bindings
 from swpipe.containers import has_record_stream
+from swpipe.shortcut.bindings import Bindings
 from swpipe.tree import Node, nodes_in, open_node, parts_of, tensors_in
 
 

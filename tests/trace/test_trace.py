@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from swpipe import IterContext, PipelinePlan, SWPipeline, Trace
-from swpipe.perfetto import Arrow
 from swpipe.program import Instruction
-from swpipe.recorder import Recorder
-from swpipe.span import Row, Span
+from swpipe.trace.perfetto import Arrow
+from swpipe.trace.recorder import Recorder
+from swpipe.trace.span import Row, Span
 from tests.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.sequencer import await_event
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from swpipe.span import Row, Span, extent_ns, in_order, rows_of
+from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
 
 START, FILLS, WAIT, BESIDE, IDLE = "▌", "█▓", "░", "·", " "
 GAP = "  "

@@ -25,8 +25,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from swpipe.clocks import Clock, HostClocks, Stamp, merge
 from swpipe.errors import InternalError
+from swpipe.virtual.clocks import Clock, HostClocks, Stamp, merge
 
 
 @dataclass(eq=False, slots=True)

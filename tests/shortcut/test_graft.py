@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.graft import Zeros, edges_of, graft, reached
+from swpipe.shortcut.graft import Zeros, edges_of, graft, reached
 
 
 def x(value: float = 1.0) -> Tensor:

@@ -7,16 +7,18 @@
                                 [1] (free)                   block goes back to "copy" at once
 
 ``launch`` puts a function on the current stream; it runs when a seeded adversary lets it
-(``swpipe.queues``). Memory behaves as under a caching allocator: a block belongs to the stream that
-was current when it was made, and is used anew there as soon as it is dropped; one that was recorded
-on other streams only when these have done what they had been given when it was dropped.
+(``swpipe.virtual.queues``). Memory behaves as under a caching allocator: a block belongs to the
+stream that was current when it was made, and is used anew there as soon as it is dropped; one that
+was recorded on other streams only when these have done what they had been given when it was
+dropped.
 
 Rules are checked twice over:
 
-(1) *For certain*, as work is submitted, by what is known to come before what (``swpipe.clocks``).
-    Two uses of a block of which one writes must be in a known order, or there is a violation,
-    whether or not it shows this time. An event is itself a thing that threads use: who waits must
-    know of the record, and who records anew must know of all who waited.
+(1) *For certain*, as work is submitted, by what is known to come before what
+    (``swpipe.virtual.clocks``). Two uses of a block of which one writes must be in a known order,
+    or there is a violation, whether or not it shows this time. An event is itself a thing that
+    threads use: who waits must know of the record, and who records anew must know of all who
+    waited.
 (2) *As it happens*: whatever runs looks whether its blocks hold the values that are meant for it.
 
 Guarantees
@@ -38,11 +40,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from swpipe.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
 from swpipe.plan import StreamSpec
-from swpipe.queues import Item, Queues, VirtualStream
 from swpipe.signal import Host
 from swpipe.tree import nodes_in, record_stream
+from swpipe.virtual.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
+from swpipe.virtual.queues import Item, Queues, VirtualStream
 
 
 class Violation(Exception):  # noqa: N818 - an entry in a list of findings before anything else

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from swpipe.chart import chart
-from swpipe.span import Row, Span
 from swpipe.trace import Trace
+from swpipe.trace.chart import chart
+from swpipe.trace.span import Row, Span
 
 MS = 1_000_000
 IO = Row("thread", "io")

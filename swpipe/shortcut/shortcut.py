@@ -12,18 +12,18 @@ A task runs in one of three modes::
 
 Guarantees
     - A replay leaves the context as the cached run left it: attributes added, rebound, deleted or
-      modified in place (``swpipe.changes`` tells how that is seen), with tensors in any nesting
-      (``swpipe.tree``), and what each ``DeclaredIO`` captured. What they shared is shared again.
-      What other tasks do to the context in the meantime stays theirs.
+      modified in place (``swpipe.shortcut.changes`` tells how that is seen), with tensors in any
+      nesting (``swpipe.tree``), and what each ``DeclaredIO`` captured. What they shared is shared
+      again. What other tasks do to the context in the meantime stays theirs.
     - It copies no tensor: what it puts back shares memory with the cache. Should someone modify
       that in place, the next replay refuses and names the attribute. Only ``.grad`` is copied,
       since autograd itself adds to it in place.
     - Containers are built anew each time. Parameters, and all that is no tensor, come back as the
       very objects that they were.
-    - A tensor that was the result of a graph comes back as one (``swpipe.graft``): the upstream
-      attributes that it was computed from get zero gradients. One that was a leaf and required grad
-      comes back as such a leaf. Grad mode on and off have caches of their own; with it off, nothing
-      is grafted.
+    - A tensor that was the result of a graph comes back as one (``swpipe.shortcut.graft``): the
+      upstream attributes that it was computed from get zero gradients. One that was a leaf and
+      required grad comes back as such a leaf. Grad mode on and off have caches of their own; with
+      it off, nothing is grafted.
     - Only the task's function is skipped. Order, streams and events are the engine's affair.
 
 Assumptions
@@ -47,9 +47,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from swpipe.changes import Watch, grad_of
 from swpipe.device import CpuDevice, Device
-from swpipe.graft import Zeros, edges_of, graft, reached
+from swpipe.shortcut.changes import Watch, grad_of
+from swpipe.shortcut.graft import Zeros, edges_of, graft, reached
 from swpipe.task import PipelineTask
 from swpipe.tree import map_tensors, tensors_in
 

@@ -10,11 +10,11 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from swpipe import perfetto, timeline
-from swpipe.chart import chart, label
-from swpipe.perfetto import Arrow
 from swpipe.program import RETIRE
-from swpipe.span import Row, Span, extent_ns, in_order, rows_of
+from swpipe.trace import perfetto, timeline
+from swpipe.trace.chart import chart, label
+from swpipe.trace.perfetto import Arrow
+from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.changes import Changes, Watch
+from swpipe.shortcut.changes import Changes, Watch
 
 
 @dataclass

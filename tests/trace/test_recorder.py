@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-import swpipe.recorder
+import swpipe.trace.recorder
 from swpipe import PipelinePlan, SWPipeline
 from swpipe.device import CpuDevice
 from swpipe.plan import StreamSpec
 from swpipe.program import Instruction, Program, compile_plan
-from swpipe.recorder import Recorder
-from swpipe.span import Row, Span
+from swpipe.trace.recorder import Recorder
+from swpipe.trace.span import Row, Span
 from tests.plans_for_tests import NAMES, piped, tasks
 
 PROGRAM = compile_plan(piped(), streams=False)
@@ -40,7 +40,7 @@ class HostClock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> HostClock:
     """The recorder's clock, in the test's hands; it stands at 1000."""
     clock = HostClock()
-    monkeypatch.setattr(swpipe.recorder, "time", clock)
+    monkeypatch.setattr(swpipe.trace.recorder, "time", clock)
     return clock
 
 

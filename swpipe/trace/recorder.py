@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from swpipe.device import Device, Stream
 from swpipe.grid import stream_name
 from swpipe.program import Instruction, Program
-from swpipe.span import OWN, Row, Span, in_order
+from swpipe.trace.span import OWN, Row, Span, in_order
 
 
 @runtime_checkable

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from swpipe.bindings import Bindings
 from swpipe.context import IterContext
+from swpipe.shortcut.bindings import Bindings
 
 
 def context() -> IterContext:
@@ -106,7 +106,7 @@ def test_a_context_whose_class_cannot_change_is_let_be() -> None:
 
 def test_nothing_is_left_of_a_watch() -> None:
     """No watcher stays behind for the next object that gets the context's id."""
-    from swpipe import bindings as module
+    from swpipe.shortcut import bindings as module
 
     with Bindings(context()):
         pass

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from swpipe import Trace
-from swpipe.span import Row, Span
-from swpipe.timeline import COLOURS, plot
+from swpipe.trace.span import Row, Span
+from swpipe.trace.timeline import COLOURS, plot
 
 MS = 1_000_000
 IO = Row("thread", "io")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from swpipe import SWPipeline, Trace
-from swpipe.perfetto import Arrow
-from swpipe.span import Row, Span
+from swpipe.trace.perfetto import Arrow
+from swpipe.trace.span import Row, Span
 from tests.plans_for_tests import spread, tasks
 
 US = 1_000

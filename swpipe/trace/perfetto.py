@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from swpipe.dependence import dependences
 from swpipe.plan import PipelinePlan
-from swpipe.span import Kind, Row, Span, in_order, rows_of
+from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
 """Kind of row to number and name of its process."""
