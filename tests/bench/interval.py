@@ -1,21 +1,20 @@
 """The steady state's initiation interval over its lower bound, for tasks that block a known time.
 
-The bound is Rau's (1994): the busiest thread group's tasks in a row (ResMII), or the heaviest
-dependence cycle per iteration of distance (RecMII), from the durations that the tasks are given.
-Whatever the engine, the machine's wake-ups and the interpreter add shows in full.
+The bound is ``tests.bench.bound``'s, from what the same tasks take when a bare loop calls them in
+the same round: the times they are given, and what the machine adds to a thread that blocks alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench.measure import Row, Spread, interleaved
+from tests.bench.bound import bound_ms
+from tests.bench.measure import Row, Spread, interleaved, ratios
 
 BAR = 1.03
 YIELDING_S = 0.4e-3
@@ -43,38 +42,6 @@ class Case:
     what: str
     ms: dict[str, float]
     plan: PipelinePlan
-
-    @property
-    def bound_ms(self) -> float:
-        """max(ResMII, RecMII), in ms."""
-        busy: dict[str, float] = defaultdict(float)
-        for name, entry in self.plan.schedule.items():
-            busy[entry.thread_group] += self.ms[name]
-        return max(*busy.values(), self._rec_mii_ms())
-
-    def _rec_mii_ms(self) -> float:
-        edges = [(p, c, 0) for c, p in self.plan.deps] + [
-            (p, c, d) for c, p, d in self.plan.cross_iter_deps
-        ]
-        low, high = 0.0, sum(self.ms.values())
-        while high - low > 1e-6:
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._has_cycle_above(middle, edges) else (low, middle)
-        return high
-
-    def _has_cycle_above(self, mii: float, edges: list[tuple[str, str, int]]) -> bool:
-        """Whether no start times keep every edge at this interval (Bellman and Ford)."""
-        start = dict.fromkeys(self.ms, 0.0)
-        for _ in range(len(start) + 1):
-            moved = False
-            for producer, consumer, distance in edges:
-                earliest = start[producer] + self.ms[producer] - mii * distance
-                if earliest > start[consumer] + 1e-9:
-                    start[consumer] = earliest
-                    moved = True
-            if not moved:
-                return False
-        return True
 
     def tasks(self) -> list[PipelineTask]:
         """The tasks; each blocks as long as it should."""
@@ -178,15 +145,29 @@ def ms_per_period(
     return seconds / periods * 1e3
 
 
+def alone_ms(fn: Callable[[IterContext], None], repeats: int) -> float:
+    """What a task takes when nothing runs beside it, in ms."""
+    ctx = IterContext(None, 0)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        fn(ctx)
+    return (time.perf_counter() - begin) / repeats * 1e3
+
+
 def row(case: Case, rounds: int, periods: int) -> Row:
     """One plan's interval beside its bound."""
-    with SWPipeline(case.plan, case.tasks(), device="cpu") as pipe:
-        (measured,) = interleaved(rounds, lambda: ms_per_period(pipe, periods))
+    tasks = case.tasks()
+
+    def bound() -> float:
+        return bound_ms(case.plan, {task.name: alone_ms(task.fn, periods // 5) for task in tasks})
+
+    with SWPipeline(case.plan, tasks, device="cpu") as pipe:
+        ours, bounds = interleaved(rounds, lambda: ms_per_period(pipe, periods), bound)
     return Row(
         what=f"interval, {case.what}",
-        ours=f"{Spread.of(measured).text()} ms",
-        beside=f"bound {case.bound_ms:.2f} ms",
-        ratio=Spread.of(ms / case.bound_ms for ms in measured),
+        ours=f"{Spread.of(ours).text()} ms",
+        beside=f"bound {Spread.of(bounds).text()} ms",
+        ratio=ratios(ours, bounds),
         bar=BAR,
     )
 
