@@ -174,8 +174,8 @@ def demo(
             recorded = train_runs(runs)
             typer.echo("\nWhat each task costs, in the plain loop and under the plan.")
             breakdown = [
-                profile_job(config, plans["pipelined"], 1, 3, pipelined=pipelined)
-                for pipelined in (False, True)
+                profile_job(config, plans["pipelined"], 1, 3, pipelined=on, labels=[label])
+                for label, on in (("plain loop", False), ("under the plan", True))
             ]
             files = save_results(directory, recorded, breakdown)
             for results in breakdown:

@@ -72,7 +72,13 @@ def format_training(runs: Sequence[TrainRun]) -> str:
 
 
 def profile_job(
-    config: ClickConfig, plan: PipelinePlan, batches: int, rounds: int, *, pipelined: bool
+    config: ClickConfig,
+    plan: PipelinePlan,
+    batches: int,
+    rounds: int,
+    *,
+    pipelined: bool,
+    labels: Sequence[str] | None = None,
 ) -> ProfileResults:
     """Measure the tasks of a fresh job under a plan, or in a plain loop."""
     from swpipe.profiler import TaskProfiler
@@ -87,6 +93,7 @@ def profile_job(
             num_rounds=rounds,
             pipelined=pipelined,
             verbose=True,
+            labels=labels,
         )
 
 
