@@ -50,7 +50,7 @@ def test_failing_and_closing_break_no_rule_of_the_device() -> None:
 
 def test_a_lane_that_is_through_is_still_waited_for() -> None:
     """Its wait stands for another one, which was left out: it goes on to the end of the run."""
-    assert not run_early_end(0)
+    assert not any(run_early_end(seed) for seed in range(50))
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
