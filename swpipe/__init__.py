@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from swpipe.context import IterContext
 from swpipe.errors import InternalError, PlanError, StallError
-from swpipe.pipeline import RunReport, SWPipeline
+from swpipe.pipeline import SWPipeline
 from swpipe.plan import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.report import RunReport
 from swpipe.task import DeclaredIO, PipelineTask
 from swpipe.trace import Trace
 

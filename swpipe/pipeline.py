@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,11 +15,13 @@ from swpipe.device import Device, plain, resolve
 from swpipe.executor import Run
 from swpipe.flight import Engine
 from swpipe.grid import format_grid, format_stages
-from swpipe.observers import Observer, active_observers, told
+from swpipe.observers import active_observers
 from swpipe.plan import PipelinePlan, StreamSpec
-from swpipe.program import Instruction, compile_plan
+from swpipe.program import compile_plan
 from swpipe.randomness import Draws
 from swpipe.ranks import check_same_plan
+from swpipe.report import RunReport, run_to_end
+from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
 from swpipe.stall import Watchdog
@@ -33,24 +32,6 @@ from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.recorder import Recorder
 from swpipe.turnstile import Turnstile
 from swpipe.verify import check
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """What ``run`` and ``run_serial`` did.
-
-    Attributes:
-        iterations: How many iterations went through all tasks.
-        seconds: Wall time from the first pull to the end of the device's work.
-    """
-
-    iterations: int
-    seconds: float
-
-    @property
-    def iterations_per_s(self) -> float:
-        """Iterations per second; 0 where there was none."""
-        return self.iterations / self.seconds if self.seconds else 0.0
 
 
 class SWPipeline:
@@ -95,6 +76,7 @@ class SWPipeline:
         check(plan, given, self.device.type)
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
+        self._serial = SerialLane(self.tasks)
         self._check_ranks = check_ranks
         self._stall_timeout_s = stall_timeout_s
         self._recorder: Recorder | None = None
@@ -211,7 +193,9 @@ class SWPipeline:
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
-        return self._timed(self.iterate(loader), loader, verbose, "pipelined")
+        return run_to_end(
+            self.iterate(loader), self.device, loader, "pipelined" if verbose else None
+        )
 
     # ------------------------------------------------------------------- serial
 
@@ -219,54 +203,22 @@ class SWPipeline:
         """Run every task on one batch, one by one, on this thread and the caller's stream."""
         with self._turnstile:
             self._check_idle()
-            return self._one_serial(IterContext(batch, iter_idx))
+            return self._serial.run(self._engine, IterContext(batch, iter_idx))
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` serially; the same numbers as ``run`` gives."""
-        return self._timed(self._iterate_serially(loader), loader, verbose, "serial")
+        label = "serial" if verbose else None
+        return run_to_end(self._iterate_serially(loader), self.device, loader, label)
 
     def _iterate_serially(self, loader: Iterable[Any]) -> Iterator[IterContext]:
         for batch in loader:
             with self._turnstile:
                 self._check_idle()
-                ctx = self._one_serial(IterContext(batch, self._next_iteration))
+                ctx = self._serial.run(self._engine, IterContext(batch, self._next_iteration))
                 self._next_iteration += 1
             del batch
             yield ctx
             del ctx
-
-    def _one_serial(self, ctx: IterContext) -> IterContext:
-        observers = self._engine.observers()
-        for task in self.tasks:
-            try:
-                if observers or task.random:
-                    self._call_told(task, ctx, observers)
-                else:
-                    self._call(task, ctx)
-            except BaseException as error:
-                error.add_note(f"swpipe: at task {task.name!r}, iteration {ctx.iter_idx}, serially")
-                raise
-        return ctx
-
-    def _call(self, task: PipelineTask, ctx: IterContext) -> None:
-        shortcuts = self._engine.shortcuts
-        if task.name in shortcuts.names:
-            shortcuts.run(task, ctx)
-        else:
-            task.fn(ctx)
-
-    def _call_told(
-        self, task: PipelineTask, ctx: IterContext, observers: Sequence[Observer]
-    ) -> None:
-        """Call a task that draws, or that somebody observes."""
-        seeded = self._engine.draws.of(task.name, ctx.iter_idx) if task.random else nullcontext()
-        with seeded, told(observers, self._serial[task.name], ctx.iter_idx):
-            self._call(task, ctx)
-
-    @cached_property
-    def _serial(self) -> dict[str, Instruction]:
-        """What observers of a serial run are told: all is on the caller's thread and stream."""
-        return compile_plan(PipelinePlan.serial(self.tasks), streams=False).instructions
 
     # ----------------------------------------------------------------- shortcut
 
@@ -418,24 +370,3 @@ class SWPipeline:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-
-    def _timed(
-        self, contexts: Iterator[IterContext], loader: Iterable[Any], verbose: bool, what: str
-    ) -> RunReport:
-        iterations = 0
-        begin = time.perf_counter()
-        with _progress_bar(loader, what) if verbose else nullcontext() as bar:
-            for ctx in contexts:
-                iterations += 1
-                if bar is not None:
-                    bar.update()
-                del ctx  # the loop's variable would keep it through the next iteration
-        self.device.synchronize()
-        return RunReport(iterations, time.perf_counter() - begin)
-
-
-def _progress_bar(loader: Iterable[Any], what: str) -> Any:
-    from tqdm import tqdm
-
-    total = len(loader) if isinstance(loader, Sized) else None
-    return tqdm(total=total, desc=what, unit="step")
