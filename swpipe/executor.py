@@ -96,6 +96,7 @@ class Run:
         self._sources: list[Event | None] = [None] * engine.program.depth
         self.failure: BaseException | None = None
         self.stopping = False
+        self.data_ended = False
         self.driving = False
         self.lock = threading.Lock()
         self._handed_out: IterContext | None = None
@@ -239,6 +240,7 @@ class Run:
             else:
                 batch = next(self.iterator)
         except StopIteration:
+            self.data_ended = True
             self.flights.total = i
             return
         source = None

@@ -94,6 +94,7 @@ class SWPipeline:
         )
         self._run: Run | None = None
         self._watchdog: Watchdog | None = None
+        self._ended: Iterator[Any] | None = None
         self._next_iteration = 0
         self._turnstile = Turnstile()
 
@@ -155,6 +156,8 @@ class SWPipeline:
                 was in flight is dropped, and the pipeline can be filled again.
         """
         with self._turnstile:
+            if self._run is None and self._told_the_end(iterator):
+                raise StopIteration
             run = self._run or self._begin(iterator)
             if run.iterator is not iterator:
                 raise RuntimeError(
@@ -331,6 +334,9 @@ class SWPipeline:
         run = self._run = Run(self._engine, iterator, self._next_iteration)
         if self._stall_timeout_s is not None:
             self._watchdog = Watchdog(run, self._stall_timeout_s)
+        if self._turnstile.closed:
+            self.close()
+            raise RuntimeError("the pipeline was closed by another thread during this call")
         return run
 
     def _prepare(self, run: Run) -> None:
@@ -351,6 +357,7 @@ class SWPipeline:
             ctx = self._advance(run)
             if ctx is not None:
                 return ctx
+        self._ended = None
         raise StopIteration
 
     def _advance(self, run: Run) -> IterContext | None:
@@ -359,11 +366,20 @@ class SWPipeline:
         finally:
             self._forget_if_over(run)
 
+    def _told_the_end(self, iterator: Iterator[Any]) -> bool:
+        """Whether the iterator has ended and its user has not been told; told once.
+
+        Asked again instead, an iterator that begins anew after its end would never end.
+        """
+        ended, self._ended = self._ended, None
+        return ended is iterator
+
     def _forget_if_over(self, run: Run) -> None:
         if run.stopping or run.finished:
             run.end()
             self._next_iteration = run.flights.first_iteration + run.admitted
             self._run = None
+            self._ended = run.iterator if run.data_ended and run.retired else None
             self._end_watch()
 
     def _end_watch(self) -> None:

@@ -256,7 +256,8 @@ def _pairs(what: str, pairs: Iterable[Any], problems: list[Problem]) -> tuple[Pa
     good: list[Pair] = []
     for pair in pairs:
         if (
-            isinstance(pair, str)
+            not isinstance(pair, Sequence)
+            or isinstance(pair, str)
             or len(pair) != 2
             or not all(isinstance(ref, str | PipelineTask) for ref in pair)
         ):

@@ -39,7 +39,6 @@ class TorchState(NamedTuple):
     grad: bool
     inference: bool
     autocast: tuple[Autocast, ...]
-    autocast_cache: bool
     default_device: torch.device | None
     threads: int
 
@@ -53,7 +52,6 @@ class TorchState(NamedTuple):
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocast,
-            torch.is_autocast_cache_enabled(),
             _default_device(),
             torch.get_num_threads(),
         )
@@ -89,7 +87,9 @@ class Wardrobe:
         for kind, enabled, dtype in state.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(state.autocast_cache)
+        # Not the caller's setting: torch clears its cache of casts when the caller leaves autocast,
+        # which a worker never does, so that a step's forward would find the step before's weights.
+        torch.set_autocast_cache_enabled(False)
         if state.default_device is not None:
             self._device = state.default_device
             self._device.__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -61,6 +62,29 @@ def test_progress_says_stop_as_often_as_it_is_asked(plan: PipelinePlan) -> None:
         for _ in range(2):
             with pytest.raises(StopIteration):
                 pipe.progress(data)
+
+
+def test_an_iterator_that_begins_anew_after_its_end_still_ends(plan: PipelinePlan) -> None:
+    """Some loaders reset themselves; asked once too often, they once made a run endless."""
+
+    class Resetting:
+        def __init__(self) -> None:
+            self.batches = iter(range(3))
+
+        def __iter__(self) -> Resetting:
+            return self
+
+        def __next__(self) -> int:
+            try:
+                return next(self.batches)
+            except StopIteration:
+                self.batches = iter(range(3))
+                raise
+
+    data = Resetting()
+    with SWPipeline(plan, tasks()) as pipe:
+        for _ in range(2):
+            assert [ctx.batch for ctx in itertools.islice(pipe.iterate(data), 9)] == [0, 1, 2]
 
 
 def test_no_batch_is_pulled_further_ahead_than_the_depth(plan: PipelinePlan) -> None:

@@ -65,7 +65,6 @@ def what_a_task_sees() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        "autocast cache": torch.is_autocast_cache_enabled(),
         "device of a new tensor": torch.empty(1).device,
         "dtype of a new tensor": torch.empty(1).dtype,
         "threads": torch.get_num_threads(),
@@ -118,6 +117,23 @@ def test_an_iteration_keeps_the_settings_under_which_it_was_admitted() -> None:
         for _ in range(4):
             pipe.progress(data)
     assert seen == {0: True, 1: True, 2: False, 3: False, 4: True, 5: True}
+
+
+def test_a_worker_casts_weights_anew_under_autocast() -> None:
+    """Torch clears its cache of casts when the caller leaves autocast; a worker never does."""
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    seen: list[float] = []
+
+    def forward(_: IterContext) -> None:
+        seen.append(float((torch.ones(1, 4) @ weight).sum().detach()))
+        with torch.no_grad():
+            weight.add_(1)
+
+    data = iter(range(4))
+    with SWPipeline(piped(), tasks(dist=forward)) as pipe, torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            pipe.progress(data)
+    assert seen == [16, 32, 48, 64]
 
 
 def test_a_worker_leaves_inference_mode_again() -> None:
