@@ -297,6 +297,15 @@ def test_closing_from_another_thread_ends_a_call_in_progress() -> None:
         closer.join()
 
 
+def test_closing_while_a_run_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison across ranks takes its time; a close in it once left threads running."""
+    pipe = SWPipeline(piped(), tasks())
+    monkeypatch.setattr("swpipe.pipeline.check_same_plan", lambda digest: pipe.close())
+    with pytest.raises(RuntimeError, match="closed by another thread"):
+        pipe.run(range(9))
+    assert swpipe_threads() == []
+
+
 def test_a_failing_serial_run_names_the_task() -> None:
     """The same note, without a thread group."""
     with SWPipeline(piped(), tasks(dist=at(1, lambda: throw(Planted())))) as pipe:
