@@ -73,8 +73,10 @@ class PipelinePlan:
         pipeline_depth: How many iterations may be in flight; None is the least that works, max
             stage + 1. Each iteration more lets worker groups run one period further ahead of the
             caller.
-        tasks: The tasks themselves, where ``schedule`` had them as keys. Not part of the plan's
-            data.
+        stale: State to how many iterations behind a task may read it: staleness that is meant. It
+            changes no order; ``swpipe.plans.verify`` refuses a plan with staleness not named here.
+        tasks: The tasks themselves, where they were given, or ``schedule`` had them as keys. Not
+            part of the plan's data.
 
     Raises:
         PlanError: An entry that is not of the form above. What only shows together with the tasks
@@ -88,7 +90,8 @@ class PipelinePlan:
     order: Sequence[str] = ()
     streams: Mapping[str, StreamSpec] = field(default_factory=dict)
     pipeline_depth: int | None = None
-    tasks: tuple[PipelineTask, ...] = field(default=(), init=False, compare=False, repr=False)
+    stale: Mapping[str, int] = field(default_factory=dict)
+    tasks: tuple[PipelineTask, ...] = field(default=(), compare=False, repr=False)
 
     def __init__(
         self,
@@ -99,17 +102,21 @@ class PipelinePlan:
         order: Iterable[TaskRef] = (),
         streams: Mapping[str, StreamSpec] | None = None,
         pipeline_depth: int | None = None,
+        stale: Mapping[str, int] | None = None,
+        tasks: Iterable[PipelineTask] = (),
     ) -> None:
         problems: list[Problem] = []
+        keys = [key for key in schedule if isinstance(key, PipelineTask)]
         values = {
             "schedule": _schedule(schedule, problems),
             "deps": _pairs("deps", deps, problems),
             "cross_iter_deps": _distant(cross_iter_deps, problems),
             "same_period_deps": _pairs("same_period_deps", same_period_deps, problems),
-            "order": names_of(order),
+            "order": _order(order, problems),
             "streams": dict(streams or {}),
             "pipeline_depth": pipeline_depth,
-            "tasks": tuple(key for key in schedule if isinstance(key, PipelineTask)),
+            "stale": _stale(stale or {}, problems),
+            "tasks": tuple(keys or tasks),
         }
         if problems:
             raise PlanError(problems)
@@ -150,6 +157,8 @@ class PipelinePlan:
             data["order"] = list(self.order)
         if self.streams:
             data["streams"] = {name: {"priority": s.priority} for name, s in self.streams.items()}
+        if self.stale:
+            data["stale"] = dict(self.stale)
         data["schedule"] = {name: _schedule_dict(name, s) for name, s in self.schedule.items()}
         return data
 
@@ -169,13 +178,15 @@ class PipelinePlan:
         streams = _table(data, "streams", StreamSpec, problems)
         if "schedule" not in data:
             problems.append(Problem("the plan has no [schedule]: give each task an entry in it"))
-        lists = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
-        for key, value in lists.items():
-            if key != "pipeline_depth" and not isinstance(value, list):
+        rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
+        for key, value in rest.items():
+            if key not in ("pipeline_depth", "stale") and not isinstance(value, list):
                 problems.append(Problem(f"{key} is {value!r}: it must be a list"))
+        if not isinstance(rest.get("stale", {}), Mapping):
+            problems.append(Problem(f"stale is {rest['stale']!r}: it must be a table"))
         if problems:
             raise PlanError(problems)
-        return cls(schedule=schedule, streams=streams, **lists)
+        return cls(schedule=schedule, streams=streams, **rest)
 
     def to_toml(self) -> str:
         """The plan as TOML; ``from_toml`` gives an equal plan back."""
@@ -233,7 +244,7 @@ class PipelinePlan:
         return hashlib.sha256(json.dumps([rows, rest]).encode()).hexdigest()
 
 
-_KEYS = tuple(f.name for f in fields(PipelinePlan) if f.init)
+_KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
 
 
 def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str, TaskSchedule]:
@@ -250,6 +261,25 @@ def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str,
             problems.append(Problem(f"task {name!r} is scheduled twice; names are unique", (name,)))
         named[name] = entry
     return named
+
+
+def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
+    refs = tuple(order)
+    problems += [
+        Problem(f"order has {ref!r}, which is neither a task nor a task's name")
+        for ref in refs
+        if not isinstance(ref, str | PipelineTask)
+    ]
+    return names_of(ref for ref in refs if isinstance(ref, str | PipelineTask))
+
+
+def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
+    for state, behind in stale.items():
+        if not isinstance(state, str) or type(behind) is not int or behind < 1:
+            problems.append(
+                Problem(f"stale entry {state!r}: {behind!r}: write state = iterations, 1 or more")
+            )
+    return dict(stale)
 
 
 def _pairs(what: str, pairs: Iterable[Any], problems: list[Problem]) -> tuple[Pair, ...]:

@@ -4,34 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from swpipe.context import IterContext
 
 TaskFn: TypeAlias = Callable[[IterContext], None]
+Mode: TypeAlias = Literal["r", "w", "rw"]
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredIO:
-    """An effect of a task outside its context, told as a pair of functions.
+    """An effect of a task outside its context: how to put it back, and what it is to be called.
 
     A shortcut task does not run; ``capture`` and ``restore`` let swpipe put such an effect back all
     the same. A one-shot value (the handle of a collective, say) must come out of ``capture`` in a
     form that can be handed out again and again: wait for it once, and hand out the result.
 
+    ``state`` names what is touched. Two tasks that name one state, one of them writing it, must run
+    in their serial order under every plan; ``swpipe.plans.verify`` sees to that.
+
     Attributes:
         capture: Called right after the task ran; returns the state to keep.
         restore: Called instead of the task, with what ``capture`` returned (tensors come back
             detached).
+        state: Name of something that outlives an iteration: "model", "cache", "data.log".
+        mode: The task reads ("r"), writes ("w"), or both reads and writes it ("rw").
+
+    Raises:
+        ValueError: Neither a state nor capture and restore, one of the two without the other, an
+            empty name, or another mode.
     """
 
-    capture: Callable[[], Any]
-    restore: Callable[[Any], None]
+    capture: Callable[[], Any] | None = None
+    restore: Callable[[Any], None] | None = None
+    state: str | None = None
+    mode: Mode = "rw"
+
+    def __post_init__(self) -> None:
+        if (self.capture is None) != (self.restore is None):
+            raise ValueError(
+                "a DeclaredIO needs both capture and restore, or neither: what one keeps, "
+                "the other puts back"
+            )
+        if self.capture is None and self.state is None:
+            raise ValueError("a DeclaredIO declares nothing: give a state, or capture and restore")
+        if self.state is not None and not (isinstance(self.state, str) and self.state):
+            raise ValueError(f"state is {self.state!r}; give a name")
+        if self.mode not in ("r", "w", "rw"):
+            raise ValueError(f"mode is {self.mode!r}; give 'r', 'w' or 'rw'")
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
-    """One named unit of work. Tasks are equal when their names are.
+    """One named unit of work. Its name stands for it in plans.
 
     Attributes:
         name: Unique among the tasks of a pipeline; not empty, and not in angle brackets.
@@ -47,7 +72,7 @@ class PipelineTask:
     """
 
     name: str
-    fn: TaskFn = field(compare=False)
+    fn: TaskFn = field(hash=False)  # compared, so that two tasks of one name are seen to be two
     io: Sequence[DeclaredIO] = field(default=(), compare=False)
     random: bool = field(default=False, compare=False)
 

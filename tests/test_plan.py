@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +143,35 @@ def test_a_task_needs_a_function() -> None:
         PipelineTask("a", 7)  # type: ignore[arg-type]
 
 
-def test_tasks_are_equal_when_their_names_are() -> None:
-    """The function does not count."""
-    assert PipelineTask("a", print) == PipelineTask("a", len)
-    assert hash(PipelineTask("a", print)) == hash(PipelineTask("a", len))
+def test_two_tasks_of_one_name_are_seen_to_be_two() -> None:
+    """As keys of a schedule they once fell together before anyone could refuse the second."""
+    one, other = PipelineTask("a", print), PipelineTask("a", len)
+    with pytest.raises(PlanError, match="'a' is scheduled twice"):
+        PipelinePlan({one: TaskSchedule(), other: TaskSchedule()})
+
+
+def test_a_replaced_plan_keeps_its_tasks() -> None:
+    """A plan made from another with dataclasses.replace once had lost them."""
+    plan = PipelinePlan.serial([PipelineTask("a", print)])
+    assert replace(plan, pipeline_depth=2).tasks == plan.tasks
+
+
+@pytest.mark.parametrize("order", [[1], [None], ["a", print]])
+def test_an_order_of_something_else_is_refused(order: list[Any]) -> None:
+    """Names and tasks only."""
+    with pytest.raises(PlanError, match="neither a task nor a task's name"):
+        PipelinePlan({"a": TaskSchedule()}, order=order)
+
+
+@pytest.mark.parametrize("stale", [{"x": 0}, {"x": True}, {1: 1}, {"x": "1"}])
+def test_staleness_is_a_count_of_iterations(stale: dict[Any, Any]) -> None:
+    """State to how many iterations behind, 1 or more."""
+    with pytest.raises(PlanError, match="stale entry"):
+        PipelinePlan({"a": TaskSchedule()}, stale=stale)
+
+
+def test_staleness_goes_to_files_and_back() -> None:
+    """It is part of the plan's data."""
+    plan = PipelinePlan({"a": TaskSchedule()}, stale={"embeddings": 1})
+    assert PipelinePlan.from_toml(plan.to_toml()) == plan
+    assert PipelinePlan.from_json(plan.to_json()) == plan

@@ -85,7 +85,7 @@ def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
     functions = (
         fn
         for task in tasks
-        for fn in (task.fn, *(f for io in task.io for f in (io.capture, io.restore)))
+        for fn in (task.fn, *(f for io in task.io for f in (io.capture, io.restore) if f))
     )
     found = list(_walk([_Step("", fn, 0) for fn in functions]))
     inside: set[int] = set()

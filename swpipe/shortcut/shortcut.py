@@ -182,7 +182,7 @@ def _capture(task: PipelineTask) -> list[Any]:
     states = []
     for index, io in enumerate(task.io):
         try:
-            states.append(io.capture())
+            states.append(None if io.capture is None else io.capture())
         except Exception as error:
             error.add_note(f"swpipe: in the capture of io[{index}] of task {task.name!r}")
             raise
@@ -191,6 +191,8 @@ def _capture(task: PipelineTask) -> list[Any]:
 
 def _restore(task: PipelineTask, states: list[Any]) -> None:
     for index, (io, state) in enumerate(zip(task.io, states, strict=True)):
+        if io.restore is None:
+            continue
         try:
             io.restore(state)
         except Exception as error:
