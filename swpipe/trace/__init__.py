@@ -1,6 +1,6 @@
 """Who ran when: recording, figures, Perfetto JSON, and pictures for files and terminals."""
 
 from swpipe.trace.span import Row, Span
-from swpipe.trace.trace import TaskTimes, Trace
+from swpipe.trace.trace import TaskTimes, Trace, format_stacked, plot_stacked
 
-__all__ = ["Row", "Span", "TaskTimes", "Trace"]
+__all__ = ["Row", "Span", "TaskTimes", "Trace", "format_stacked", "plot_stacked"]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
+from swpipe.trace.span import Row, Span, extent_ns, from_zero, in_order, rows_of
 
 START, FILLS, WAIT, BESIDE, IDLE = "▌", "█▓", "░", "·", " "
 GAP = "  "
@@ -27,12 +27,11 @@ TICK_CELLS = 8
 
 
 class _Scale(NamedTuple):
-    begin_ns: int
     cell_ns: float
     cells: int
 
     def cell(self, time_ns: int) -> int:
-        return min(self.cells - 1, max(0, int((time_ns - self.begin_ns) / self.cell_ns)))
+        return min(self.cells - 1, max(0, int(time_ns / self.cell_ns)))
 
 
 class _Item(NamedTuple):
@@ -61,24 +60,38 @@ def chart(spans: Sequence[Span], width: int = 100, *, beside: Sequence[Span] = (
     Raises:
         ValueError: There is no span, or ``width`` leaves no room.
     """
-    begin_ns, end_ns = extent_ns(spans)
-    rows = rows_of(spans)
-    margin = max(len(label(row)) for row in rows)
+    return charts([("", spans, beside)], width)
+
+
+def charts(panels: Sequence[tuple[str, Sequence[Span], Sequence[Span]]], width: int = 100) -> str:
+    """Draw timelines one above the other, each from 0 on, all to the same scale.
+
+    Args:
+        panels: Of each its heading ("" for none), its spans, and what is beside.
+        width: Columns that a line may have.
+
+    Raises:
+        ValueError: A panel has no span, or ``width`` leaves no room.
+    """
+    moved = [(heading, *from_zero(spans, beside)) for heading, spans, beside in panels]
+    margin = max(len(label(row)) for _, spans, _ in moved for row in rows_of(spans))
     cells = width - margin - len(GAP)
     if cells < FEWEST_CELLS:
         least = width - cells + FEWEST_CELLS
         raise ValueError(f"width {width} is too narrow: these rows need {least} columns")
-    scale = _Scale(begin_ns, max(1, end_ns - begin_ns) / cells, cells)
-    lines = [
-        label(row).ljust(margin)
-        + GAP
-        + _line(
-            [span for span in spans if span.row == row],
-            [span for span in beside if span.row == row],
-            scale,
-        )
-        for row in rows
-    ]
+    length_ns = max(extent_ns(spans)[1] for _, spans, _ in moved)
+    scale = _Scale(max(1, length_ns) / cells, cells)
+    lines: list[str] = []
+    for heading, spans, beside in moved:
+        if heading:
+            lines.append(heading)
+        for row in rows_of(spans):
+            line = _line(
+                [span for span in spans if span.row == row],
+                [span for span in beside if span.row == row],
+                scale,
+            )
+            lines.append(label(row).ljust(margin) + GAP + line)
     lines.append(" " * margin + GAP + _axis(scale))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -98,7 +111,7 @@ def _cover(
     covers: list[dict[_Item, float]], scale: _Scale, start_ns: int, end_ns: int, item: _Item
 ) -> None:
     for cell in range(scale.cell(start_ns), scale.cell(end_ns) + 1):
-        from_ns = scale.begin_ns + cell * scale.cell_ns
+        from_ns = cell * scale.cell_ns
         shared_ns = min(end_ns, from_ns + scale.cell_ns) - max(start_ns, from_ns)
         if shared_ns > 0:
             covers[cell][item] += shared_ns

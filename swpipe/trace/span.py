@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe.program import ADMIT, RETIRE
@@ -74,3 +74,19 @@ def rows_of(spans: Iterable[Span]) -> tuple[Row, ...]:
         rank = (span.row.kind == "stream", span.task in OWN, span.start_ns)
         first[span.row] = min(rank, first.get(span.row, rank))
     return tuple(sorted(first, key=lambda row: (first[row], row)))
+
+
+def from_zero(
+    spans: Sequence[Span], beside: Sequence[Span] = ()
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Both moved in time alike, so that the first start among ``spans`` is at 0.
+
+    Raises:
+        ValueError: There is no span.
+    """
+    begin_ns, _ = extent_ns(spans)
+
+    def moved(span: Span) -> Span:
+        return replace(span, start_ns=span.start_ns - begin_ns, end_ns=span.end_ns - begin_ns)
+
+    return tuple(map(moved, spans)), tuple(map(moved, beside))

@@ -6,7 +6,8 @@
                0      10      20      30     ms
 
 All measures are in points (1/72 inch), so that type and boxes look the same for any number of rows;
-within the axes x is in milliseconds and y in points from the top.
+within the axes x is in milliseconds and y in points from the top. Several timelines may stand one
+above the other in one picture, a *panel* each: each begins at 0, and all share the scale.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from swpipe.trace.span import OWN, Row, Span, extent_ns, rows_of
+from swpipe.trace.span import OWN, Row, Span, extent_ns, from_zero, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,26 +49,40 @@ NAME_SIZES = (8.5, 7.5)
 HEADINGS = {"thread": "thread groups", "stream": "streams"}
 
 
+class Panel(NamedTuple):
+    """One timeline of a picture.
+
+    Attributes:
+        heading: A line above it; none where empty.
+        spans: What to draw, measured or predicted.
+        beside: What ran in the same time and matters less: drawn in grey.
+    """
+
+    heading: str
+    spans: Sequence[Span]
+    beside: Sequence[Span] = ()
+
+    def moved(self) -> Self:
+        """The panel with its first start at 0."""
+        spans, beside = from_zero(self.spans, self.beside)
+        return self._replace(spans=spans, beside=beside)
+
+
 def plot(
-    spans: Sequence[Span],
-    path: str | os.PathLike[str],
-    *,
-    beside: Sequence[Span] = (),
-    title: str | None = None,
+    panels: Sequence[Panel], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draw spans into a picture.
+    """Draw timelines into a picture, one above the other.
 
     Args:
-        spans: What to draw, measured or predicted.
+        panels: What to draw, from the top.
         path: The file to write; its suffix says the format: .png, .svg, .pdf.
-        beside: What ran in the same time and matters less: drawn in grey.
         title: A line above it.
 
     Raises:
-        ValueError: There is no span.
+        ValueError: A panel has no span.
         ImportError: matplotlib is not installed.
     """
-    begin_ns, end_ns = extent_ns(spans)
+    panels = [panel.moved() for panel in panels]
     try:
         from matplotlib import rc_context
     except ModuleNotFoundError as error:
@@ -75,30 +90,40 @@ def plot(
             "a picture needs matplotlib, which is not installed: pip install 'swpipe[plot]'"
         ) from error
     with rc_context({"hatch.linewidth": 0.7, "svg.fonttype": "none"}):
-        picture = _Picture(rows_of(spans), begin_ns, end_ns)
-        for row in picture.tops_pt:
+        picture = _Picture(panels)
+        for at in picture.tops_pt:
+            panel = panels[at.panel]
             picture.draw_row(
-                row,
-                [span for span in spans if span.row == row],
-                [span for span in beside if span.row == row],
+                at,
+                [span for span in panel.spans if span.row == at.row],
+                [span for span in panel.beside if span.row == at.row],
             )
-        picture.draw_legend(spans, beside)
+        picture.draw_legend(
+            [span for panel in panels for span in panel.spans],
+            [span for panel in panels for span in panel.beside],
+        )
         picture.save(path, title)
+
+
+class _At(NamedTuple):
+    """A row of a picture: which panel, from 0, and which of its rows."""
+
+    panel: int
+    row: Row
 
 
 class _Picture:
     """A figure under way."""
 
-    def __init__(self, rows: Sequence[Row], begin_ns: int, end_ns: int) -> None:
+    def __init__(self, panels: Sequence[Panel]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        self.begin_ns = begin_ns
-        self.tops_pt, headings, rows_pt = _stack(rows)
-        left_pt = 2 * PAD_PT + max(_text_pt(row.name, ROW_SIZE) for row in rows)
+        self.tops_pt, headings, rows_pt = _stack(panels)
+        left_pt = 2 * PAD_PT + max(_text_pt(at.row.name, ROW_SIZE) for at in self.tops_pt)
         inner_pt = WIDTH_PT - left_pt - 2 * PAD_PT
         self.height_pt = TOP_PT + rows_pt + BOTTOM_PT
-        self.span_ms = max(1, end_ns - begin_ns) / 1e6
+        self.span_ms = max(1, *(extent_ns(panel.spans)[1] for panel in panels)) / 1e6
         self.ms_per_pt = self.span_ms / inner_pt
         self.figure = Figure(figsize=(WIDTH_PT / 72, self.height_pt / 72))
         FigureCanvasAgg(self.figure)
@@ -113,7 +138,7 @@ class _Picture:
         self.axes.set_xlim(0, self.span_ms)
         self.axes.set_ylim(rows_pt, 0)
         self._dress_axes()
-        for heading, middle_pt in headings.items():
+        for heading, middle_pt in headings:
             self.axes.text(0, middle_pt, heading, va="center", fontsize=SMALL_SIZE, color=FAINT)
 
     def _dress_axes(self) -> None:
@@ -122,7 +147,7 @@ class _Picture:
         axes.spines["bottom"].set_color(WAIT)
         axes.set_yticks(
             [top_pt + ROW_PT / 2 for top_pt in self.tops_pt.values()],
-            [row.name for row in self.tops_pt],
+            [at.row.name for at in self.tops_pt],
             fontsize=ROW_SIZE,
             color=INK,
         )
@@ -132,12 +157,12 @@ class _Picture:
         axes.grid(axis="x", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
 
-    def draw_row(self, row: Row, spans: Sequence[Span], beside: Sequence[Span]) -> None:
+    def draw_row(self, at: _At, spans: Sequence[Span], beside: Sequence[Span]) -> None:
         """Draw what a row did: waiting, then what is beside, then the boxes and what they hold."""
-        top_pt = self.tops_pt[row]
+        top_pt = self.tops_pt[at]
         # swpipe's own turns count where they take time; else they are specks between the boxes.
         spans = [s for s in spans if s.task not in OWN or s.duration_ns > 1e6 * self.ms_per_pt]
-        waits = [(self._ms(s.start_ns - s.wait_ns), s.wait_ns / 1e6) for s in spans]
+        waits = [((s.start_ns - s.wait_ns) / 1e6, s.wait_ns / 1e6) for s in spans]
         waits = [wait for wait in waits if wait[1] > 2 * self.ms_per_pt]
         thinner = (top_pt + ROW_PT / 4, ROW_PT / 2)
         self.axes.broken_barh(waits, thinner, **HATCHED)
@@ -148,7 +173,7 @@ class _Picture:
             self._write(span, top_pt, sizes[span.task])
 
     def _boxes(self, spans: Sequence[Span], top_pt: float, colours: Sequence[str]) -> None:
-        bars = [(self._ms(span.start_ns), span.duration_ns / 1e6) for span in spans]
+        bars = [(span.start_ns / 1e6, span.duration_ns / 1e6) for span in spans]
         # A white edge sets neighbours apart; it would swallow a box as thin as itself.
         edges = [1.0 if width_ms > 4 * self.ms_per_pt else 0.0 for _, width_ms in bars]
         self.axes.broken_barh(
@@ -180,7 +205,7 @@ class _Picture:
             lines = [(0.36, span.task, name_size), (0.72, number, SMALL_SIZE)]
         for depth, text, size in lines:
             self.axes.text(
-                self._ms((span.start_ns + span.end_ns) // 2),
+                (span.start_ns + span.end_ns) / 2e6,
                 top_pt + depth * ROW_PT,
                 text,
                 fontsize=size,
@@ -229,31 +254,33 @@ class _Picture:
             )
         self.figure.savefig(path, dpi=DPI, facecolor="white")
 
-    def _ms(self, time_ns: int) -> float:
-        return (time_ns - self.begin_ns) / 1e6
-
 
 class _Stack(NamedTuple):
-    """Where rows begin, the middles of headings, and the end; in points from the top."""
+    """Where rows begin, headings with their middles, and the end; in points from the top."""
 
-    tops_pt: dict[Row, float]
-    headings_pt: dict[str, float]
+    tops_pt: dict[_At, float]
+    headings_pt: list[tuple[str, float]]
     end_pt: float
 
 
-def _stack(rows: Sequence[Row]) -> _Stack:
-    """Rows one below the other; where there are both kinds, each kind has a heading."""
-    tops_pt: dict[Row, float] = {}
-    headings_pt: dict[str, float] = {}
+def _stack(panels: Sequence[Panel]) -> _Stack:
+    """Rows one below the other; in a panel with both kinds of row, each kind has a heading."""
+    tops_pt: dict[_At, float] = {}
+    headings_pt: list[tuple[str, float]] = []
     end_pt = 0.0
-    headed = len({row.kind for row in rows}) > 1
-    for kind, members in groupby(rows, key=lambda row: row.kind):
-        if headed:
-            headings_pt[HEADINGS[kind]] = end_pt + HEADING_PT / 2
-            end_pt += HEADING_PT
-        for row in members:
-            tops_pt[row] = end_pt
-            end_pt += ROW_PT + GAP_PT
+    for number, panel in enumerate(panels):
+        rows = rows_of(panel.spans)
+        headed = len({row.kind for row in rows}) > 1
+        above = panel.heading
+        for kind, members in groupby(rows, key=lambda row: row.kind):
+            parts = [part for part in (above, HEADINGS[kind] if headed else "") if part]
+            if parts:
+                headings_pt.append((", ".join(parts), end_pt + HEADING_PT / 2))
+                end_pt += HEADING_PT
+            above = ""
+            for row in members:
+                tops_pt[_At(number, row)] = end_pt
+                end_pt += ROW_PT + GAP_PT
     return _Stack(tops_pt, headings_pt, end_pt)
 
 

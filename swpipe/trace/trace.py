@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -12,9 +12,10 @@ from statistics import fmean, median
 
 from swpipe.program import RETIRE
 from swpipe.trace import perfetto, timeline
-from swpipe.trace.chart import chart, label
+from swpipe.trace.chart import chart, charts, label
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
+from swpipe.trace.timeline import Panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class Trace:
             ValueError: The trace is empty.
             ImportError: matplotlib is not installed; it comes with ``swpipe[plot]``.
         """
-        timeline.plot(self.spans, path, beside=self.beside, title=title)
+        timeline.plot([Panel("", self.spans, self.beside)], path, title=title)
 
     def format(self, width: int = 100) -> str:
         """Draw the trace for a terminal of ``width`` columns.
@@ -195,3 +196,34 @@ class Trace:
             ValueError: The trace is empty, or ``width`` leaves no room for the rows.
         """
         return chart(self.spans, width, beside=self.beside)
+
+
+def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:
+    """Draw several traces for a terminal, one above the other and to one scale.
+
+    Args:
+        traces: Heading to trace, from the top: what was predicted, say, and what was measured.
+        width: Columns that a line may have.
+
+    Raises:
+        ValueError: A trace is empty, or ``width`` leaves no room for the rows.
+    """
+    return charts([(head, trace.spans, trace.beside) for head, trace in traces.items()], width)
+
+
+def plot_stacked(
+    traces: Mapping[str, Trace], path: str | os.PathLike[str], *, title: str | None = None
+) -> None:
+    """Draw several traces into a picture, one above the other and to one scale.
+
+    Args:
+        traces: Heading to trace, from the top.
+        path: The file to write: PNG, SVG or PDF, by its suffix.
+        title: A line above it.
+
+    Raises:
+        ValueError: A trace is empty.
+        ImportError: matplotlib is not installed; it comes with ``swpipe[plot]``.
+    """
+    panels = [Panel(head, trace.spans, trace.beside) for head, trace in traces.items()]
+    timeline.plot(panels, path, title=title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swpipe.trace import Trace
+from swpipe.trace import Trace, format_stacked
 from swpipe.trace.chart import chart
 from swpipe.trace.span import Row, Span
 
@@ -126,3 +126,17 @@ def test_a_trace_draws_itself_with_what_is_beside() -> None:
     window = Trace(PIPELINE).window(0, 0)
     assert window.format(60) == chart(window.spans, 60, beside=window.beside)
     assert "·" in window.format(60)
+
+
+def test_charts_stand_one_above_the_other_to_one_scale() -> None:
+    """Each begins at 0; one axis below serves both."""
+    long = [span("a", 0, 0, 20)]
+    short = [span("b", 7, 500, 510, row=DEFAULT)]
+    stacked = format_stacked({"predicted": Trace(long), "measured": Trace(short)}, 29)
+    assert stacked.splitlines() == [
+        "predicted",
+        "io       ▌a 0" + "█" * 16,
+        "measured",
+        "default  ▌b 7" + "▓" * 6,
+        "         0 ms      10",
+    ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from swpipe import Trace
+from swpipe.trace import plot_stacked
 from swpipe.trace.span import Row, Span
-from swpipe.trace.timeline import COLOURS, plot
+from swpipe.trace.timeline import COLOURS, Panel, plot
 
 MS = 1_000_000
 IO = Row("thread", "io")
@@ -24,10 +27,17 @@ TRAINS = [
 COPIES = [Span("copy", i, MEMCPY, (10 * i + 9) * MS, (10 * i + 10) * MS) for i in range(4)]
 
 
-def svg(path: Path, spans: list[Span], **options: object) -> str:
+def svg(
+    path: Path, spans: list[Span], beside: Sequence[Span] = (), title: str | None = None
+) -> str:
     """The picture's source, in which its text can be read."""
+    return svg_of(path, [Panel("", spans, beside)], title)
+
+
+def svg_of(path: Path, panels: list[Panel], title: str | None = None) -> str:
+    """The source of a picture of several timelines."""
     pytest.importorskip("matplotlib")
-    plot(spans, path / "timeline.svg", **options)  # type: ignore[arg-type]
+    plot(panels, path / "timeline.svg", title=title)
     return (path / "timeline.svg").read_text(encoding="utf-8")
 
 
@@ -111,6 +121,32 @@ def test_swpipes_own_turns_are_drawn_where_they_take_time(tmp_path: Path) -> Non
     slow = Span("<admit>", 1, DEFAULT, 15 * MS, 20 * MS)
     assert svg(tmp_path, [quick, *TRAINS]).count("<path") == svg(tmp_path, TRAINS).count("<path")
     assert "&lt;admit&gt;" in texts(svg(tmp_path, [slow, *TRAINS]))
+
+
+def test_timelines_stand_one_above_the_other(tmp_path: Path) -> None:
+    """Each under its heading, with rows of its own, and from 0 on: a later one is not set off."""
+    later = [replace(s, start_ns=s.start_ns + 900 * MS, end_ns=s.end_ns + 900 * MS) for s in READS]
+    source = svg_of(tmp_path, [Panel("predicted", READS), Panel("measured", later)])
+    written = texts(source)
+    assert written.index("predicted") < written.index("measured")
+    assert (written.count("io"), written.count("read")) == (2, 8)
+    assert "900" not in written
+    assert "30" in written
+
+
+def test_headings_of_timelines_and_of_rows_share_a_line(tmp_path: Path) -> None:
+    """The first heading of a timeline names both."""
+    written = texts(svg_of(tmp_path, [Panel("measured", [*READS, *COPIES])]))
+    assert {"measured, thread groups", "streams"} <= set(written)
+
+
+def test_traces_are_stacked_into_a_file(tmp_path: Path) -> None:
+    """What users call."""
+    pytest.importorskip("matplotlib")
+    plot_stacked({"predicted": Trace(READS), "measured": Trace(TRAINS)}, tmp_path / "both.svg")
+    assert {"predicted", "measured", "io", "default"} <= set(
+        texts((tmp_path / "both.svg").read_text())
+    )
 
 
 def test_an_empty_picture_is_refused(tmp_path: Path) -> None:
