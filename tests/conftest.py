@@ -1,4 +1,4 @@
-"""What every test stands on: one intra-op thread, and no thread left behind."""
+"""What every test stands on: one intra-op thread, no thread left behind, ranks to share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ranks import Ranks
 
 if find_spec("hypothesis"):  # a GPU machine's own packages may lack it; its tests do without
     from hypothesis import HealthCheck, settings
@@ -60,3 +62,17 @@ def no_thread_left() -> Iterator[None]:
         thread.join(GRACE_S)
     if names := sorted(thread.name for thread in left_behind(before)):
         pytest.fail(f"the test left threads running: {', '.join(names)}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two ranks that all tests share, since starting them takes seconds."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four ranks that all tests share."""
+    with Ranks(4) as ranks:
+        yield ranks
