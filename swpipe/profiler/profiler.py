@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.estimate import differences, level
 from swpipe.profiler.measure import Bench, set_aside
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
-from swpipe.profiler.search import Found, find_state, has_state
-from swpipe.profiler.snapshot import Snapshot
+from swpipe.reach import Found, find_state, given_state
+from swpipe.snapshot import Snapshot
 from swpipe.task import PipelineTask, TaskRef, names_of
 
 
@@ -42,7 +40,7 @@ class TaskProfiler:
 
     def __init__(self, pipe: SWPipeline, *, state: Any = None) -> None:
         self.pipe = pipe
-        self._state = None if state is None else _given(state)
+        self._state = None if state is None else given_state(state)
 
     def profile(
         self,
@@ -190,24 +188,6 @@ def _result(
         put_back=tuple(map(str, owners)),
         already_shortcut=left_out,
     )
-
-
-def _given(state: Any) -> tuple[Found, ...]:
-    """What the user named, whether one object, several, or several by name."""
-    if isinstance(state, Tensor) or has_state(state):
-        named: Iterable[tuple[str, Any]] = [("state", state)]
-    elif isinstance(state, Mapping):
-        named = state.items()
-    else:
-        named = [(f"state[{index}]", owner) for index, owner in enumerate(state)]
-    found = tuple(Found(str(name), owner) for name, owner in named)
-    for one in found:
-        if not (isinstance(one.owner, Tensor) or has_state(one.owner)):
-            raise TypeError(
-                f"{one} cannot be put back: give modules, optimizers, generators, tensors, or "
-                "objects with state_dict and load_state_dict"
-            )
-    return found
 
 
 def _labels(count: int, labels: Sequence[str] | None) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.device import CpuDevice
-from swpipe.profiler.search import Found
-from swpipe.profiler.snapshot import Snapshot
+from swpipe.reach import Found
+from swpipe.snapshot import Snapshot
 
 
 def snapshot_of(*owners: Any) -> Snapshot:

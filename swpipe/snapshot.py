@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from swpipe.device import Device
-from swpipe.profiler.search import Found, has_state_dict
-from swpipe.profiler.tensors import SavedTensors
+from swpipe.reach import Found, has_state_dict
+from swpipe.saved_tensors import SavedTensors
 from swpipe.tree import nodes_in, tensors_in
 
 Restore: TypeAlias = Callable[[], object]
@@ -130,8 +130,8 @@ def _save_state_dict(found: Found) -> Restore:
         state = copy.deepcopy(found.owner.state_dict())
     except Exception as error:
         error.add_note(
-            f"swpipe: while saving the state of {found} ahead of profiling. Where it need not be "
-            "put back, tell TaskProfiler what must be: state=[model, optimizer]"
+            f"swpipe: while saving the state of {found} to put it back later. Where it need not "
+            "be put back, name what must be: state=[model, optimizer]"
         )
         raise
     return lambda: found.owner.load_state_dict(copy.deepcopy(state))

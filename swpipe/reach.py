@@ -6,8 +6,9 @@ A task's function says what it can reach::
     function      ->  closure, defaults, the globals it names (through functions of the user's own)
     object        ->  its attributes, and theirs     list, tuple, set, dict  ->  its items
 
-What counts is in ``has_state``. The search goes through at most two objects' attributes and looks,
-without running any code of theirs, into nothing that belongs to torch or the standard library.
+What counts as state is in ``has_state``. The search goes through at most two objects' attributes
+and looks, without running any code of theirs, into nothing that belongs to torch or the standard
+library.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -35,9 +36,12 @@ FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
 WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 """Put back whole. In other objects the search goes on: their state_dict may not tell all."""
 
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Values without parts. Equal ones may be one object, so each is met on all its paths."""
+
 
 class Found(NamedTuple):
-    """Something with state.
+    """Something within reach.
 
     Attributes:
         path: How it was reached: ``"self.model"``.
@@ -82,17 +86,47 @@ def is_generator(value: Any) -> bool:
 
 def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
     """Everything with state that the tasks' functions, and those of their io, can reach."""
-    functions = (
-        fn
-        for task in tasks
-        for fn in (task.fn, *(f for io in task.io for f in (io.capture, io.restore) if f))
-    )
-    found = list(_walk([_Step("", fn, 0) for fn in functions]))
+    found = [one for one in find_all(tasks) if has_state(one.owner)]
     inside: set[int] = set()
     for module in (one.owner for one in found if isinstance(one.owner, torch.nn.Module)):
         inside |= {id(child) for child in module.modules() if child is not module}
         inside |= {id(parameter) for parameter in module.parameters()}
     return tuple(one for one in found if id(one.owner) not in inside)
+
+
+def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
+    """Whatever the tasks' functions, and those of their io, can reach, nearest first.
+
+    Each object comes once, on its shortest path. What is ``WHOLE`` is not looked into.
+    """
+    functions = (
+        fn
+        for task in tasks
+        for fn in (task.fn, *(f for io in task.io for f in (io.capture, io.restore) if f))
+    )
+    return _walk([_Step("", fn, 0) for fn in functions])
+
+
+def given_state(state: Any) -> tuple[Found, ...]:
+    """What a user named: one object with state, several, or several by name.
+
+    Raises:
+        TypeError: One of them has none that could be put back.
+    """
+    if isinstance(state, torch.Tensor) or has_state(state):
+        named: Iterable[tuple[str, Any]] = [("state", state)]
+    elif isinstance(state, Mapping):
+        named = state.items()
+    else:
+        named = [(f"state[{index}]", owner) for index, owner in enumerate(state)]
+    found = tuple(Found(str(name), owner) for name, owner in named)
+    for one in found:
+        if not (isinstance(one.owner, torch.Tensor) or has_state(one.owner)):
+            raise TypeError(
+                f"{one} cannot be put back: give modules, optimizers, generators, tensors, or "
+                "objects with state_dict and load_state_dict"
+            )
+    return found
 
 
 class _Step(NamedTuple):
@@ -112,13 +146,15 @@ def _walk(ahead: Iterable[_Step]) -> Iterator[Found]:
         near, far = deque(ahead), list[_Step]()
         while near:
             step = near.popleft()
+            if isinstance(step.value, PLAIN):
+                yield Found(step.path, step.value)
+                continue
             if id(step.value) in seen:
                 continue
             seen[id(step.value)] = step.value
-            if has_state(step.value):
-                yield Found(step.path, step.value)
-                if isinstance(step.value, WHOLE):
-                    continue
+            yield Found(step.path, step.value)
+            if isinstance(step.value, WHOLE):
+                continue
             for child in _children(step):
                 (far if child.hops > step.hops else near).append(child)
         ahead = far

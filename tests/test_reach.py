@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swpipe import DeclaredIO, IterContext, PipelineTask
-from swpipe.profiler.search import MAX_ITEMS, find_state
+from swpipe.reach import MAX_ITEMS, find_state
 
 
 def found_by(fn: Callable[..., Any], io: tuple[DeclaredIO, ...] = ()) -> dict[str, Any]:
