@@ -38,9 +38,16 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What the engine asks of a device."""
+    """What the engine asks of a device.
+
+    Attributes:
+        type: Its kind, such as "cpu" or "cuda".
+        name: Its kind, and its index where it has one: "cuda:0".
+        has_streams: Whether what concerns streams and events means anything.
+    """
 
     type: str
+    name: str
     has_streams: bool
 
     def new_stream(self, spec: StreamSpec) -> Stream:
@@ -71,7 +78,7 @@ class Device(Protocol):
 class CpuDevice:
     """The host itself: work is done when the function returns."""
 
-    type = "cpu"
+    type = name = "cpu"
     has_streams = False
 
     def new_stream(self, spec: StreamSpec) -> Stream:
@@ -140,6 +147,7 @@ class AcceleratorDevice:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self.type = device.type
+        self.name = str(self.device)
 
     def new_stream(self, spec: StreamSpec) -> Stream:
         return torch.Stream(device=self.device, priority=spec.priority)
@@ -176,9 +184,11 @@ def resolve(device: Device | torch.device | str | None) -> Device:
         ValueError: The device is neither the CPU nor this machine's accelerator.
     """
     if device is not None and not isinstance(device, str | torch.device):
+        if not hasattr(device, "has_streams"):
+            raise ValueError(f"device is {device!r}: give a name such as 'cpu', or a torch.device")
         return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    wanted = torch.device(device) if device is not None else accelerator or torch.device("cpu")
+    wanted = accelerator or torch.device("cpu") if device is None else _known(device)
     if wanted.type == "cpu":
         return CpuDevice()
     if accelerator is None or wanted.type != accelerator.type:
@@ -187,3 +197,12 @@ def resolve(device: Device | torch.device | str | None) -> Device:
             f"device {str(wanted)!r} is not on this machine, which has {have}; give 'cpu'"
         )
     return AcceleratorDevice(wanted)
+
+
+def _known(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device {device!r} is none that torch knows: give a name such as 'cpu' or 'cuda:0'"
+        ) from error

@@ -26,11 +26,13 @@ Assumptions
 
 from __future__ import annotations
 
-import contextvars
+import atexit
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from contextvars import Context
 from typing import Any, NamedTuple
 
 from swpipe.context import IterContext
@@ -43,6 +45,13 @@ from swpipe.torch_state import TorchState, Wardrobe
 
 JOIN_GRACE_S = 0.1
 """How long a failing or closing run waits, in all, for tasks inside their functions."""
+
+EXIT_GRACE_S = 10.0
+"""The same at the end of the interpreter, where a thread that is cut off inside torch aborts the
+process."""
+
+_begun: weakref.WeakSet[Run] = weakref.WeakSet()
+"""Every run that somebody knows of, its own threads among them."""
 
 
 class _HostWait(NamedTuple):
@@ -93,6 +102,7 @@ class Run:
         self.retired = 0
         self.period = 0
         self.state: TorchState | None = None
+        self.variables: Context | None = None
         self._sources: list[Event | None] = [None] * engine.program.depth
         self.failure: BaseException | None = None
         self.stopping = False
@@ -139,9 +149,10 @@ class Run:
             begin.record(self.flights.caller_stream)
             for stream in self.engine.streams.values():
                 begin.wait(stream)
+        _begun.add(self)
         try:
             for lane in self.lanes[1:]:
-                target = functools.partial(contextvars.copy_context().run, self._work, lane)
+                target = functools.partial(self._work, lane)
                 lane.thread = self.engine.host.start(f"swpipe-{lane.group}", target)
         except BaseException:
             self.end()
@@ -155,6 +166,11 @@ class Run:
         return self.retired >= self.flights.total
 
     @property
+    def over(self) -> bool:
+        """Whether it is finished, and has no failure left to tell."""
+        return self.finished and self.failure is None
+
+    @property
     def in_flight(self) -> int:
         """Iterations that were admitted and not handed out."""
         return self.admitted - self.retired
@@ -162,27 +178,35 @@ class Run:
     def advance(self) -> IterContext | None:
         """One period of the default lane, on the calling thread; what it retired, if anything.
 
+        A context that was retired is handed out even if the run failed meanwhile; the next call
+        tells of the failure then.
+
         Raises:
-            BaseException: The run's first failure, as itself. The run is over then, and its threads
-                are gone.
+            BaseException: The run's first failure, as itself. The run is over then.
         """
         try:
-            self.driving = True
-            self._turn(self.lanes[0], self.period)
-            self.period += 1
-            # The watchdog interrupts a driving caller while it holds this lock, so that the
-            # interrupt comes in here and nowhere else.
-            with self.lock:
-                self.driving = False
+            try:
+                self.driving = True
+                self._turn(self.lanes[0], self.period)
+                self.period += 1
+            finally:
+                self._leave()
         except BaseException as error:  # noqa: BLE001 - kept, and raised below
             self.fail(error, self.lanes[0])
-            self.driving = False
-        if self.failure is not None:
-            raise self.failure
-        if self.stopping:
-            raise RuntimeError("the pipeline was closed by another thread during this call")
         handed_out, self._handed_out = self._handed_out, None
+        if handed_out is None:
+            if self.failure is not None:
+                raise self.failure
+            if self.stopping:
+                raise RuntimeError("the pipeline was closed by another thread during this call")
         return handed_out
+
+    def _leave(self) -> None:
+        # The watchdog interrupts a driving caller while it holds this lock: so the interrupt comes
+        # before the end of this function, inside ``advance``, and not into its handling of a
+        # failure.
+        with self.lock:
+            self.driving = False
 
     def stop_pulling(self) -> None:
         """Take what has been admitted for all that there is."""
@@ -235,7 +259,7 @@ class Run:
             self._await_device(before)
         try:
             if self._any_draws:
-                with self.engine.draws.lock:
+                with self.flights.turns.turn():
                     batch = next(self.iterator)
             else:
                 batch = next(self.iterator)
@@ -249,7 +273,7 @@ class Run:
             source = self._sources[i % depth] = self._sources[i % depth] or device.new_event()
             source.record(self.flights.caller_stream)
         ctx = IterContext(batch, self.flights.first_iteration + i)
-        self.flights.slots[i % depth] = Flight(ctx, self.state, source)
+        self.flights.slots[i % depth] = Flight(ctx, self.state, self.variables, source)
         self.admitted += 1
 
     def _await_device(self, event: Event) -> None:
@@ -326,25 +350,31 @@ class Run:
             self.stopping = True
         for lane in self.lanes:
             lane.signal.cancel()
+        self.flights.turns.cancel()
 
     def end(self) -> None:
         """Stop the threads, wait for them, and let go of what is in flight."""
         if not self.finished:
             self.stop()
         self.lanes[0].signal.advance(FOREVER)
-        deadline = time.monotonic() + JOIN_GRACE_S
+        self.join(None if self.finished else JOIN_GRACE_S)
         for lane in self.lanes[1:]:
-            if lane.thread is None:
-                continue
-            lane.thread.join(None if self.finished else max(0.0, deadline - time.monotonic()))
-            if lane.thread.is_alive() and self.failure is not None:
+            if lane.thread is not None and lane.thread.is_alive() and self.failure is not None:
                 self.failure.add_note(
                     f"swpipe: thread group {lane.group!r} is still inside task "
                     f"{lane.instruction.task!r}; its thread ends when that returns"
                 )
+        self.flights.turns.end()
         if self.engine.device.has_streams and not self.finished:
             self._abandon()
         self.flights.clear()
+
+    def join(self, grace_s: float | None) -> None:
+        """Wait for the threads to end, for no longer than ``grace_s`` in all; None is for ever."""
+        deadline = None if grace_s is None else time.monotonic() + grace_s
+        for lane in self.lanes[1:]:
+            if lane.thread is not None:
+                lane.thread.join(None if deadline is None else max(0, deadline - time.monotonic()))
 
     def _abandon(self) -> None:
         """Hold what is in flight, and let what the caller does next come after its device work."""
@@ -362,3 +392,14 @@ class Run:
             if self.failure is None:
                 raise
             self.failure.add_note(f"swpipe: the device's streams could not be joined: {error}")
+
+
+@atexit.register
+def _end_all() -> None:
+    """End what nobody closed, and wait for tasks that a failed run left behind."""
+    runs = list(_begun)
+    for run in runs:
+        run.stop()
+    deadline = time.monotonic() + EXIT_GRACE_S
+    for run in runs:
+        run.join(max(0, deadline - time.monotonic()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from swpipe.context import IterContext
 from swpipe.device import Device, Event, Stream
 from swpipe.observers import Observer
 from swpipe.program import ADMIT, Instruction, Program
-from swpipe.randomness import Draws
+from swpipe.randomness import Draws, Turns
 from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
 from swpipe.task import PipelineTask
@@ -53,17 +54,25 @@ class Flight:
 
     Attributes:
         ctx: Its context.
-        state: The caller's torch settings when it was admitted.
+        state: The caller's torch settings when it was admitted; None where no worker asks.
+        variables: The caller's context variables then; likewise.
         source: Event after which the batch may be read on other streams; None where the batch is on
             the host.
         held: Values that tasks dropped from the context.
     """
 
-    __slots__ = ("ctx", "held", "source", "state")
+    __slots__ = ("ctx", "held", "source", "state", "variables")
 
-    def __init__(self, ctx: IterContext, state: TorchState | None, source: Event | None) -> None:
+    def __init__(
+        self,
+        ctx: IterContext,
+        state: TorchState | None,
+        variables: Context | None,
+        source: Event | None,
+    ) -> None:
         self.ctx = ctx
         self.state = state
+        self.variables = variables
         self.source = source
         self.held: list[object] = []
 
@@ -78,6 +87,7 @@ class Flights:
         depth: How many may be under way.
         ring: How many iterations' events are held.
         slots: The flights, by iteration modulo depth; None where there is none.
+        turns: Who may draw random numbers.
         caller_stream: The stream that was current for the caller when the run began.
         events: Name of a task to its events, by iteration modulo ring; of recorded tasks only.
     """
@@ -89,6 +99,7 @@ class Flights:
         self.depth = engine.program.depth
         self.ring = engine.program.ring
         self.slots: list[Any] = [None] * self.depth
+        self.turns = Turns(engine.draws, engine.host.signal())
         self.caller_stream = engine.device.current_stream()
         self.events: dict[str, list[Event]] = {
             name: [engine.device.new_event() for _ in range(self.ring)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,14 +25,14 @@ from swpipe.report import RunReport, run_to_end
 from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
-from swpipe.stall import Watchdog
+from swpipe.stall import Watchdog, checked_timeout
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
 from swpipe.trace import Trace
 from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.recorder import Recorder
 from swpipe.turnstile import Turnstile
-from swpipe.verify import check
+from swpipe.verify import check, tasks_given
 
 
 class SWPipeline:
@@ -56,6 +57,7 @@ class SWPipeline:
 
     Raises:
         PlanError: The plan cannot run; lists everything that is wrong with it.
+        ValueError: The device is not on this machine, or ``stall_timeout_s`` is no time.
     """
 
     def __init__(
@@ -70,15 +72,15 @@ class SWPipeline:
         check_ranks: bool = True,
         host: Host | None = None,
     ) -> None:
-        given = tuple(plan.tasks if tasks is None else tasks)
+        given = tasks_given(plan, tasks)
         self.plan = plan
         self.device = resolve(device)
-        check(plan, given, self.device.type)
+        check(plan, given, self.device.name)
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
         self._serial = SerialLane(self.tasks)
         self._check_ranks = check_ranks
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s = checked_timeout(stall_timeout_s)
         self._recorder: Recorder | None = None
         self._engine = Engine(
             program=compile_plan(
@@ -95,6 +97,7 @@ class SWPipeline:
         self._run: Run | None = None
         self._watchdog: Watchdog | None = None
         self._ended: Iterator[Any] | None = None
+        self._drained: list[IterContext] = []  # and not handed out: drain() failed after that
         self._next_iteration = 0
         self._turnstile = Turnstile()
 
@@ -153,7 +156,8 @@ class SWPipeline:
                 iterations are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
             BaseException: Whatever a task or the iterator raised first, with a note of where. What
-                was in flight is dropped, and the pipeline can be filled again.
+                was in flight is dropped, and the pipeline can be filled again. An iteration that
+                was through when another failed is handed out first; the next call raises.
         """
         with self._turnstile:
             if self._run is None and self._told_the_end(iterator):
@@ -171,16 +175,20 @@ class SWPipeline:
         """Finish what is in flight without pulling more, and hand it out, oldest first.
 
         The iterator's further batches stay in it. With nothing in flight, the list is empty.
+
+        Raises:
+            BaseException: As for ``progress``. What came out before is not lost: the next call
+                hands it out.
         """
         with self._turnstile:
-            contexts: list[IterContext] = []
             run = self._run
             if run is not None:
                 run.stop_pulling()
                 self._prepare(run)
-                while not run.finished:
-                    contexts.append(self._next(run))
-                self._forget_if_over(run)
+                while not run.over:
+                    self._drained.append(self._next(run))
+                self._forget(run)
+            contexts, self._drained = self._drained, []
             return contexts
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[IterContext]:
@@ -202,11 +210,21 @@ class SWPipeline:
 
     # ------------------------------------------------------------------- serial
 
-    def run_one_serial_iter(self, batch: Any, iter_idx: int = 0) -> IterContext:
-        """Run every task on one batch, one by one, on this thread and the caller's stream."""
+    def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> IterContext:
+        """Run every task on one batch, one by one, on this thread and the caller's stream.
+
+        Args:
+            batch: The batch.
+            iter_idx: The iteration's number, from 0, on which the draws of tasks with
+                ``random=True`` depend; None for the pipeline's next one, which is counted then.
+        """
         with self._turnstile:
             self._check_idle()
-            return self._serial.run(self._engine, IterContext(batch, iter_idx))
+            if iter_idx is not None:
+                return self._serial.run(self._engine, IterContext(batch, iter_idx))
+            ctx = self._serial.run(self._engine, IterContext(batch, self._next_iteration))
+            self._next_iteration += 1
+            return ctx
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` serially; the same numbers as ``run`` gives."""
@@ -215,10 +233,7 @@ class SWPipeline:
 
     def _iterate_serially(self, loader: Iterable[Any]) -> Iterator[IterContext]:
         for batch in loader:
-            with self._turnstile:
-                self._check_idle()
-                ctx = self._serial.run(self._engine, IterContext(batch, self._next_iteration))
-                self._next_iteration += 1
+            ctx = self.run_one_serial_iter(batch)
             del batch
             yield ctx
             del ctx
@@ -300,6 +315,7 @@ class SWPipeline:
         run, self._run = self._run, None
         if run is not None:
             run.end()
+        self._drained.clear()
         self._end_watch()
 
     def __enter__(self) -> Self:
@@ -349,11 +365,12 @@ class SWPipeline:
             state = TorchState.of_this_thread(self.device.type)
             if state != run.state:  # workers tell a change by identity
                 run.state = state
+            run.variables = copy_context()
         if self._watchdog is not None:
             self._watchdog.drive_from_here()
 
     def _next(self, run: Run) -> IterContext:
-        while not run.finished:
+        while not run.over:
             ctx = self._advance(run)
             if ctx is not None:
                 return ctx
@@ -362,9 +379,13 @@ class SWPipeline:
 
     def _advance(self, run: Run) -> IterContext | None:
         try:
-            return run.advance()
-        finally:
-            self._forget_if_over(run)
+            ctx = run.advance()
+        except BaseException:
+            self._forget(run)
+            raise
+        if run.over:
+            self._forget(run)
+        return ctx
 
     def _told_the_end(self, iterator: Iterator[Any]) -> bool:
         """Whether the iterator has ended and its user has not been told; told once.
@@ -374,13 +395,12 @@ class SWPipeline:
         ended, self._ended = self._ended, None
         return ended is iterator
 
-    def _forget_if_over(self, run: Run) -> None:
-        if run.stopping or run.finished:
-            run.end()
-            self._next_iteration = run.flights.first_iteration + run.admitted
-            self._run = None
-            self._ended = run.iterator if run.data_ended and run.retired else None
-            self._end_watch()
+    def _forget(self, run: Run) -> None:
+        run.end()
+        self._next_iteration = run.flights.first_iteration + run.admitted
+        self._run = None
+        self._ended = run.iterator if run.data_ended and run.retired else None
+        self._end_watch()
 
     def _end_watch(self) -> None:
         if self._watchdog is not None:

@@ -13,7 +13,7 @@ Guarantees
       and a waiter joins the list in the same critical section in which it found the count too low.
 
 Assumptions
-    - One thread advances a signal, to ever greater counts.
+    - One thread at a time advances a signal, to ever greater counts.
     - Nothing is assumed of the interpreter lock: a look at ``count`` outside the lock is for
       reports only.
 
@@ -40,7 +40,7 @@ class Cancelled(BaseException):
 
 
 class Signal:
-    """A counter with one writer that only grows, and that any thread can wait for."""
+    """A counter that only grows, by one writer at a time, and that any thread can wait for."""
 
     __slots__ = ("_cancelled", "_lock", "_waiters", "count")
 

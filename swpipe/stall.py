@@ -27,6 +27,20 @@ if TYPE_CHECKING:
     from swpipe.executor import LaneRunner, Run
 
 
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """The time-out, if it is one.
+
+    Raises:
+        ValueError: It is no number of seconds above 0.
+    """
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is None or (number and timeout_s > 0):
+        return timeout_s
+    raise ValueError(
+        f"stall_timeout_s is {timeout_s!r}: give seconds, above 0, or None to wait for ever"
+    )
+
+
 class Watchdog:
     """Watches one run from a thread of its own until ``stop``."""
 

@@ -1,9 +1,9 @@
 """What a lane does at one instruction: small functions, put together once, before the first batch.
 
-    wear the caller's torch settings        worker lanes only
+    wear the caller's settings              worker lanes only
       make the stream current               devices with streams only, as are the next two
         let it wait for events
-          hold the lock of the generators   tasks that draw only
+          wait for a turn to draw           tasks that draw only
             tell the observers              only while somebody observes
               the task's function, or its shortcut
         keep what the task dropped
@@ -83,24 +83,24 @@ def observe(flights: Flights, ins: Instruction, step: Step) -> Step:
 
 
 def _with_seed(flights: Flights, task: PipelineTask, step: Step) -> Step:
-    draws, first, name = flights.engine.draws, flights.first_iteration, task.name
+    turns, first, name = flights.turns, flights.first_iteration, task.name
 
     def seeded(i: int) -> None:
-        with draws.of(name, first + i):
+        with turns.of(name, first + i):
             step(i)
 
     return seeded
 
 
 def dress(flights: Flights, wardrobe: Wardrobe, step: Step) -> Step:
-    """Put the caller's torch settings on a worker thread ahead of ``step``."""
+    """Run ``step`` on a worker thread under the caller's torch settings and context variables."""
     slots, depth = flights.slots, flights.depth
 
     def dressed(i: int) -> None:
-        state = slots[i % depth].state
-        if state is not None:
-            wardrobe.wear(state)
-        step(i)
+        flight = slots[i % depth]
+        wardrobe.wear(flight.state)
+        # A copy, since only one thread at a time may be within a set of context variables.
+        flight.variables.copy().run(step, i)
 
     return dressed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,28 +13,53 @@ from swpipe.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.task import PipelineTask
 
 
-def check(plan: PipelinePlan, tasks: Sequence[PipelineTask], device_type: str = "cpu") -> None:
+def check(
+    plan: PipelinePlan,
+    tasks: Sequence[PipelineTask],
+    device: str = "cpu",
+) -> None:
     """Refuse what cannot run.
 
     Args:
         plan: The plan.
         tasks: The tasks that it is to run.
-        device_type: Kind of device that the pipeline uses, such as "cpu" or "cuda".
+        device: Name of the device that the pipeline uses, such as "cpu" or "cuda:0"; without an
+            index, any of its kind.
 
     Raises:
         PlanError: Lists all that is wrong, with the period x task grid.
     """
-    problems = [*_tasks(plan, tasks), *_entries(plan, device_type), *_names(plan)]
+    problems = [*_tasks(plan, tasks), *_entries(plan, device), *_names(plan)]
     if not problems:  # what follows needs sound entries and known names
         problems = [*_future_reads(plan), *_cycles(plan)]
     if problems:
         raise PlanError(problems, _faulty_grid(plan, problems))
 
 
-def _tasks(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator[Problem]:
+def tasks_given(
+    plan: PipelinePlan, tasks: Iterable[PipelineTask] | None
+) -> tuple[PipelineTask, ...]:
+    """The tasks that a pipeline was given, or else those that its plan has.
+
+    Raises:
+        PlanError: ``plan`` is no plan, or ``tasks`` nothing that can be gone through.
+    """
+    if not isinstance(plan, PipelinePlan):
+        raise PlanError([Problem(f"the plan is {plan!r}: give a PipelinePlan, then the tasks")])
+    if tasks is not None and not isinstance(tasks, Iterable):
+        raise PlanError([Problem(f"tasks is {tasks!r}: give the tasks in a list")])
+    return plan.tasks if tasks is None else tuple(tasks)
+
+
+def _tasks(plan: PipelinePlan, tasks: Sequence[object]) -> Iterator[Problem]:
     if not plan.schedule:
         yield Problem("the plan is empty: schedule at least one task")
-    names = [task.name for task in tasks]
+    for task in tasks:
+        if not isinstance(task, PipelineTask):
+            yield Problem(
+                f"tasks has {task!r}, which is no task: write PipelineTask(name, function)"
+            )
+    names = [task.name for task in tasks if isinstance(task, PipelineTask)]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield Problem(
@@ -54,15 +79,15 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator[Proble
             )
 
 
-def _entries(plan: PipelinePlan, device_type: str) -> Iterator[Problem]:
+def _entries(plan: PipelinePlan, device: str) -> Iterator[Problem]:
     for name, entry in plan.schedule.items():
-        yield from _entry(name, entry, device_type)
-    used = {entry.stream for entry in plan.schedule.values()}
+        yield from _entry(name, entry, device)
+    used = {e.stream for e in plan.schedule.values() if isinstance(e.stream, str)}
     for stream, spec in plan.streams.items():
         if not isinstance(spec, StreamSpec) or type(spec.priority) is not int:
             yield Problem(f"stream {stream!r}: its description is {spec!r}; give a StreamSpec")
         elif stream not in used:
-            named = ", ".join(sorted(s for s in used if isinstance(s, str))) or "none"
+            named = ", ".join(sorted(used)) or "none"
             yield Problem(f"streams has {stream!r}, but no task names it (named are: {named})")
     if all(type(e.stage) is int for e in plan.schedule.values()):
         yield from _depth(plan)
@@ -79,7 +104,7 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
         )
 
 
-def _entry(name: str, entry: TaskSchedule, device_type: str) -> Iterator[Problem]:
+def _entry(name: str, entry: TaskSchedule, device: str) -> Iterator[Problem]:
     if type(entry.stage) is not int or entry.stage < 0:
         yield Problem(
             f"task {name!r}: stage is {entry.stage!r}; stages are integers from 0", (name,)
@@ -92,16 +117,21 @@ def _entry(name: str, entry: TaskSchedule, device_type: str) -> Iterator[Problem
         )
     stream = entry.stream
     if isinstance(stream, torch.Stream):
-        if stream.device.type != device_type:
+        if not _fits(stream.device, device):
             yield Problem(
                 f"task {name!r}: its stream belongs to {stream.device}, unknown to the pipeline's "
-                f"device ({device_type}): name the stream instead, or give SWPipeline that device",
+                f"device ({device}): name the stream instead, or give SWPipeline that device",
                 (name,),
             )
     elif stream is not None and not (isinstance(stream, str) and stream):
         yield Problem(
             f"task {name!r}: stream is {stream!r}; give a name, a torch.Stream, or None", (name,)
         )
+
+
+def _fits(stream: torch.device, device: str) -> bool:
+    kind, _, index = device.partition(":")
+    return stream.type == kind and (not index or stream.index in (None, int(index)))
 
 
 def _names(plan: PipelinePlan) -> Iterator[Problem]:

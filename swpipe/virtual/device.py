@@ -206,7 +206,7 @@ class VirtualDevice:
         reused: How many buffers got memory that another had had.
     """
 
-    type = "cpu"
+    type = name = "cpu"
     has_streams = True
 
     def __init__(self, seed: int = 0, host: Host | None = None) -> None:

@@ -55,7 +55,7 @@ class TimedEvent:
 class TimedDevice:
     """Streams that take time; a context manager, which ends them."""
 
-    type = "cpu"
+    type = name = "cpu"
     has_streams = True
 
     def __init__(self) -> None:

@@ -862,7 +862,7 @@ class FakeEvent:
 class FakeDevice:
     """A device whose events write down what they are told."""
 
-    type = "fake"
+    type = name = "fake"
     has_streams = True
 
     def __init__(self) -> None:

@@ -172,7 +172,7 @@ class Event:
 class TimingDevice:
     """A device whose streams keep a time of their own; ``made`` counts events that tell it."""
 
-    type = "cpu"
+    type = name = "cpu"
     has_streams = True
 
     def __init__(self) -> None:
