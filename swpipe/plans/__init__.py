@@ -1,8 +1,24 @@
 """Ready-made plans: how to overlap, for tasks that come in a familiar shape."""
 
 from swpipe.plans.bounds import Bounds, lower_bounds
+from swpipe.plans.joint import JointSearch, joint_search
 from swpipe.plans.limits import Limits
+from swpipe.plans.list_schedule import ListSchedule, list_schedule
+from swpipe.plans.lookahead import Lookaheads, assign_lookaheads
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.plans.simulate import Simulation, simulate
 
-__all__ = ["Bounds", "Limits", "Simulation", "lower_bounds", "prefetch_plan", "simulate"]
+__all__ = [
+    "Bounds",
+    "JointSearch",
+    "Limits",
+    "ListSchedule",
+    "Lookaheads",
+    "Simulation",
+    "assign_lookaheads",
+    "joint_search",
+    "list_schedule",
+    "lower_bounds",
+    "prefetch_plan",
+    "simulate",
+]
