@@ -84,7 +84,7 @@ def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
 @pytest.mark.property
 @pytest.mark.parametrize("distance", [-2, -1, 0, 1, 2])
 def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
-    """In the shortest run that has both iterations, for every pair of tasks: no more and no less."""
+    """In the shortest run that has both iterations, for every pair of tasks: no more, no less."""
     sure = 0
     for seed, plan in enumerate(random_plans()):
         before = HappensBefore.of(plan, streams=True)
@@ -102,7 +102,7 @@ def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
 
 @pytest.mark.property
 def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
-    """For every iteration of a run of five; what it does not hold for, it does not hold for in all."""
+    """For every pair of iterations of a run of five."""
     refuted = 0
     for seed, plan in enumerate(random_plans()):
         before = HappensBefore.of(plan, streams=True)
@@ -146,7 +146,7 @@ def test_an_event_orders_the_device() -> None:
 
 
 def test_back_pressure_orders_the_device() -> None:
-    """Whatever comes after an admission finds the device work of the iteration depth before done."""
+    """What comes after an admission finds the device work of ``depth`` before done."""
     before = HappensBefore.of(two_streams(pipeline_depth=3), streams=True)
     assert not before.device("b", "a", 2)
     assert before.device("b", "a", 3)

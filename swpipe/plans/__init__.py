@@ -7,6 +7,7 @@ from swpipe.plans.list_schedule import ListSchedule, list_schedule
 from swpipe.plans.lookahead import Lookaheads, assign_lookaheads
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.plans.simulate import Simulation, simulate
+from swpipe.plans.verify import Verified, verify
 
 __all__ = [
     "Bounds",
@@ -15,10 +16,12 @@ __all__ = [
     "ListSchedule",
     "Lookaheads",
     "Simulation",
+    "Verified",
     "assign_lookaheads",
     "joint_search",
     "list_schedule",
     "lower_bounds",
     "prefetch_plan",
     "simulate",
+    "verify",
 ]
