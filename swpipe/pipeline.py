@@ -25,6 +25,7 @@ from swpipe.report import RunReport, run_to_end
 from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
 from swpipe.signal import Host
+from swpipe.soundness import check_states
 from swpipe.stall import Watchdog, checked_timeout
 from swpipe.task import PipelineTask, TaskRef, names_of
 from swpipe.torch_state import TorchState
@@ -56,7 +57,8 @@ class SWPipeline:
         host: Where threads come from; for tests.
 
     Raises:
-        PlanError: The plan cannot run; lists everything that is wrong with it.
+        PlanError: The plan cannot run, or tasks could touch a state that they declare in another
+            order than serially; lists everything that is wrong with it.
         ValueError: The device is not on this machine, or ``stall_timeout_s`` is no time.
     """
 
@@ -78,6 +80,7 @@ class SWPipeline:
         check(plan, given, self.device.name)
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
+        check_states(plan, self.tasks, streams=self.device.has_streams)
         self._serial = SerialLane(self.tasks)
         self._check_ranks = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
