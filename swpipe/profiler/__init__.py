@@ -1,8 +1,18 @@
-"""Exposed time: how much of a step's wall time each task really costs."""
+"""Exposed time: how much of a step's wall time each task really costs; and what each task takes."""
 
 from __future__ import annotations
 
+from swpipe.costs import CostModel, TaskCost
+from swpipe.profiler.costing import measure_costs, with_resources
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import ProfileResult, ProfileResults
 
-__all__ = ["ProfileResult", "ProfileResults", "TaskProfiler"]
+__all__ = [
+    "CostModel",
+    "ProfileResult",
+    "ProfileResults",
+    "TaskCost",
+    "TaskProfiler",
+    "measure_costs",
+    "with_resources",
+]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, repeat
 from typing import Any
 
+from swpipe.observers import Observer
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
 from swpipe.shortcut import Shortcuts
@@ -62,12 +63,13 @@ class Bench:
     def host_window(self, times: HostTimes) -> None:
         """A window in which every task is timed on its thread; its warm-up does not count."""
         first = self.pipe._next_iteration
-        with _observed(self.pipe, times):
+        with observed(self.pipe, times):
             self.window()
-        times.keep_from(first + self._warmup)
+        times.keep_from(first + self.num_warmup)
 
     @property
-    def _warmup(self) -> int:
+    def num_warmup(self) -> int:
+        """Iterations of a window that are not timed."""
         # Before the pipeline has come round once, some of its turns are still the prologue's.
         least = self.pipe.plan.depth if self.pipelined else 1
         return max(self.warmup, least)
@@ -81,18 +83,18 @@ class Bench:
         pipe, first = self.pipe, self.pipe._next_iteration
         wait = pipe.device.synchronize
         samples = []
-        for i, batch in enumerate(self._feed(self._warmup + self.measure)):
+        for i, batch in enumerate(self._feed(self.num_warmup + self.measure)):
             wait()
             begin = time.perf_counter()
             pipe.run_one_serial_iter(batch, first + i)
             wait()
             samples.append(time.perf_counter() - begin)
-        return samples[self._warmup :]
+        return samples[self.num_warmup :]
 
     def _pipelined(self) -> list[float]:
         pipe, span = self.pipe, self.overlap
-        feed = self._feed(pipe.plan.depth - 1 + self._warmup + self.measure)
-        for _ in range(self._warmup):
+        feed = self._feed(pipe.plan.depth - 1 + self.num_warmup + self.measure)
+        for _ in range(self.num_warmup):
             pipe.progress(feed)
         marks = _Marks(pipe)
         marks.set()
@@ -160,9 +162,10 @@ def set_aside(pipe: SWPipeline) -> Iterator[None]:
 
 
 @contextmanager
-def _observed(pipe: SWPipeline, times: HostTimes) -> Iterator[None]:
+def observed(pipe: SWPipeline, observer: Observer) -> Iterator[None]:
+    """Tell one more observer of what runs within the block."""
     engine = pipe._engine
-    pipe._engine = replace(engine, observers=lambda: (*engine.observers(), times))
+    pipe._engine = replace(engine, observers=lambda: (*engine.observers(), observer))
     try:
         yield
     finally:

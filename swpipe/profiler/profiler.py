@@ -113,7 +113,7 @@ class TaskProfiler:
         labels = _labels(len(batches), labels)
         self._check_idle()
         names, left_out = self._names(tasks)
-        owners = find_state(self.pipe.tasks) if self._state is None else self._state
+        owners = self._owners()
         snapshot = Snapshot(owners, self.pipe.device)
         results = []
         with _progress_bar(len(batches) * counts.windows(len(names)), show=verbose) as bar:
@@ -126,6 +126,10 @@ class TaskProfiler:
                     snapshot.restore()
                 results.append(_result(label, bench, counts, measured, owners, left_out))
         return ProfileResults(results)
+
+    def _owners(self) -> tuple[Found, ...]:
+        """Whose state is put back."""
+        return tuple(find_state(self.pipe.tasks)) if self._state is None else self._state
 
     def _check_idle(self) -> None:
         if self.pipe.closed:
