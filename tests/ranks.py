@@ -59,17 +59,19 @@ class _Raised:
     kind: type[BaseException]
     args: tuple[Any, ...]
     state: dict[str, Any]
+    line: str
     text: str
     when_s: float
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
         text = "".join(traceback.format_exception(error))
-        raised = cls(type(error), error.args, dict(vars(error)), text, time.monotonic())
+        line = f"{type(error).__name__}: {error}"
+        raised = cls(type(error), error.args, dict(vars(error)), line, text, time.monotonic())
         try:
             pickle.loads(pickle.dumps(raised)).rebuild()
         except Exception:  # noqa: BLE001 - whatever a foreign class does when it is pickled
-            return cls(RuntimeError, (f"{type(error).__name__}: {error}",), {}, text, raised.when_s)
+            return cls(RuntimeError, (line,), {}, line, text, raised.when_s)
         return raised
 
     def rebuild(self) -> BaseException:
@@ -194,8 +196,7 @@ class Ranks:
             error = raised[first].rebuild()
             error.add_note(f"on rank {first}:\n{raised.pop(first).text}")
         for rank, other in raised.items():
-            last_line = other.text.rstrip().splitlines()[-1]
-            error.add_note(f"rank {rank} failed {_after(other, answers)}: {last_line}")
+            error.add_note(f"rank {rank} failed {_after(other, answers)}: {other.line}")
         for rank in set(range(self.size)) - set(answers):
             error.add_note(f"rank {rank} still ran {self.grace_s:g} s later, and was killed")
         return error

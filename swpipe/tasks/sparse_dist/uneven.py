@@ -1,0 +1,304 @@
+"""Ranks whose data ends at different steps: they stop together, or the early ones pad.
+
+A rank that runs out of batches while others go on leaves them waiting in its collectives for ever.
+Here every rank says for each step, when it pulls the batch, whether it has one; a step is begun
+only once all have said so, and all draw the same conclusion::
+
+    step        0    1    2    3    4
+    rank 0      a    b    c    d    e      has five batches
+    rank 1      p    q    r    -           has three
+    "stop"      ^    ^    ^                d and e stay with rank 0
+    "pad"       ^    ^    ^    P    P      rank 1 gets what ``pad`` makes
+
+Steps are agreed ``ahead`` steps before they begin, while earlier batches are under way, so that as
+a rule nobody waits. Guarantees:
+
+- All ranks begin the same steps, and end, or fail, at the same one: each agrees on ``ahead`` steps
+  more than it has begun, whatever its own data does.
+- The agreement runs over a gloo group of its own, on the host, outside the global order.
+- A rank that dies or is silent for ``timeout_s`` is an error on every other one. So is a rank whose
+  data fails, at the step at which it does.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Ends: TypeAlias = Literal["stop", "pad"]
+Pad: TypeAlias = Callable[[Any], Any]
+"""The rank's last batch, or ``NO_BATCH`` where it had none, to a batch that counts for nothing."""
+
+_HAS, _ENDED, _FAILED, _CANNOT_PAD = 1, 2, 3, 4
+
+
+class _NoBatch:
+    def __repr__(self) -> str:
+        return "NO_BATCH"
+
+
+NO_BATCH = _NoBatch()
+"""What a ``Pad`` gets on a rank that has had no batch; None may be one."""
+
+
+class RankDataError(RuntimeError):
+    """Another rank's data failed, or that rank did not say in time whether it has a batch."""
+
+
+def pad_with(batch: Any) -> Pad:
+    """Pad with a batch of the user's own, the same one each time."""
+    return lambda _: batch
+
+
+def pad_with_last(weight: str) -> Pad:
+    """Pad with the rank's last batch, its row weights set to zero.
+
+    Args:
+        weight: Name of the attribute, or key, of the batch that holds a tensor of row weights. The
+            task that computes the loss has to apply them.
+    """
+
+    def pad(last: Any) -> Any:
+        if last is NO_BATCH:
+            raise ValueError(
+                "this rank has no batch at all, so none to repeat at zero weight: give it some "
+                "data, or pad with a batch of your own (pad_with)"
+            )
+        anew = copy.copy(last)
+        if isinstance(last, dict):
+            anew[weight] = torch.zeros_like(last[weight])
+        else:
+            object.__setattr__(anew, weight, torch.zeros_like(getattr(last, weight)))
+        return anew
+
+    return pad
+
+
+class EvenData:
+    """Gives all ranks equally many batches. Without torch.distributed there is one rank.
+
+    Making one is a collective of the group.
+
+    Args:
+        ends: "stop": all ranks stop where the first one's data ends. "pad": all go on until the
+            last one's data ends, and those without data get batches from ``pad``.
+        pad: Where ``ends`` is "pad".
+        ahead: How many steps ahead of its beginning a step is agreed, from 0; as many batches more
+            are pulled ahead of use.
+        group: Which ranks; None for all.
+        timeout_s: Seconds that another rank may be late with its word.
+
+    Raises:
+        ValueError: An unknown ``ends``, ``pad`` with "stop" or none with "pad", or a negative
+            ``ahead``.
+    """
+
+    def __init__(
+        self,
+        ends: Ends = "stop",
+        *,
+        pad: Pad | None = None,
+        ahead: int = 1,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if ends not in ("stop", "pad"):
+            raise ValueError(f"ends is {ends!r}: give 'stop' or 'pad'")
+        if (ends == "pad") != (pad is not None):
+            raise ValueError(
+                f"ends is {ends!r} and pad is {'not ' if pad is None else ''}given: give a pad "
+                "with ends='pad', and only then (pad_with and pad_with_last make some)"
+            )
+        if ahead < 0:
+            raise ValueError(f"ahead is {ahead}: it counts steps, from 0")
+        self.ends = ends
+        self.pad = pad
+        self.ahead = ahead
+        self.timeout_s = timeout_s
+        self.rank, self.size = 0, 1
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(group or dist.group.WORLD),
+                timeout=dt.timedelta(seconds=timeout_s),
+                backend="gloo",
+                use_local_synchronization=group is not None,
+            )
+
+    def over(self, loader: Iterable[Any]) -> EvenIterator:
+        """Iterate over this rank's data, in step with the other ranks; once per epoch, say.
+
+        All ranks have to begin their n-th one together, and to come to its end.
+        """
+        return EvenIterator(self, iter(loader))
+
+    def close(self) -> None:
+        """Let go of the process group. All iterators must have ended, on all ranks."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is None:
+            self.close()
+
+    def say(self, status: int) -> tuple[Tensor, dist.Work | None]:
+        """Begin to tell all ranks this one's status for the next step, and to hear theirs."""
+        words = torch.zeros(self.size, dtype=torch.int32)
+        words[self.rank] = status
+        if self._group is None:
+            return words, None
+        return words, dist.all_reduce(words, group=self._group, async_op=True)
+
+
+class _Pull(NamedTuple):
+    batch: Any
+    error: Exception | None
+    status: int
+    words: Tensor
+    work: dist.Work | None
+
+
+class EvenIterator:
+    """One trip over one rank's data.
+
+    Attributes:
+        steps: How many batches it has given.
+        padded: How many of them were pads.
+    """
+
+    def __init__(self, data: EvenData, iterator: Iterator[Any]) -> None:
+        self.steps = 0
+        self.padded = 0
+        self._data = data
+        self._iterator = iterator
+        self._ahead: deque[_Pull] = deque()
+        self._last: Any = NO_BATCH
+        self._data_ended = False
+        self._failure: Exception | None = None
+        self._over = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """The next step's batch.
+
+        Raises:
+            StopIteration: All ranks are at their end.
+            RankDataError: Another rank failed, is gone, or was silent for ``timeout_s``.
+            Exception: What this rank's own data, or its pad, raised.
+        """
+        if self._over:
+            raise StopIteration
+        while len(self._ahead) <= self._data.ahead:
+            self._ahead.append(self._pull())
+        pull = self._ahead.popleft()
+        words = self._await(pull, self.steps)
+        goes_on = self._goes_on(words)
+        failed = [
+            rank
+            for rank, word in enumerate(words)
+            if word == _FAILED or (word == _CANNOT_PAD and goes_on)
+        ]
+        if failed:
+            self._end(pull)
+            raise pull.error or RankDataError(
+                f"the data of ranks {failed} failed at step {self.steps}: see the error there"
+            )
+        if not goes_on:
+            self._end(pull)
+            raise StopIteration
+        self.steps += 1
+        self.padded += pull.status == _ENDED
+        return pull.batch
+
+    def rest(self) -> Iterator[Any]:
+        """Batches of this rank's own that no step was begun for, once the end has come.
+
+        Raises:
+            RuntimeError: The end has not come yet.
+        """
+        if not self._over:
+            raise RuntimeError("steps are still to come: rest() is what is left after the last")
+        kept = [pull.batch for pull in self._ahead if pull.status == _HAS]
+        return itertools.chain(kept, () if self._data_ended else self._iterator)
+
+    # ------------------------------------------------------------------ private
+
+    def _pull(self) -> _Pull:
+        batch, error, status = NO_BATCH, self._failure, _FAILED
+        if error is None:
+            try:
+                batch, status = self._own()
+            except Exception as failure:  # noqa: BLE001 - raised at its step: the others must know
+                error = self._failure = failure
+        if status == _ENDED and self._data.pad is not None:
+            try:
+                batch = self._data.pad(self._last)
+            except Exception as failure:  # noqa: BLE001 - the same, if that step comes
+                error, status = failure, _CANNOT_PAD
+        return _Pull(batch, error, status, *self._data.say(status))
+
+    def _own(self) -> tuple[Any, int]:
+        if not self._data_ended:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._data_ended = True
+            else:
+                if self._data.pad is not None:
+                    self._last = batch
+                return batch, _HAS
+        return NO_BATCH, _ENDED
+
+    def _goes_on(self, words: list[int]) -> bool:
+        if self._data.ends == "stop":
+            return _ENDED not in words
+        return _HAS in words
+
+    def _end(self, pull: _Pull) -> None:
+        """Hear out what was agreed further ahead, so that nobody's word is left hanging."""
+        self._over = True
+        self._last = NO_BATCH
+        for step, later in enumerate(self._ahead, start=self.steps + 1):
+            self._await(later, step)
+        self._ahead.appendleft(pull)
+
+    def _await(self, pull: _Pull, step: int) -> list[int]:
+        if pull.work is not None:
+            # Looked at in turns, so that Ctrl-C and the pipeline's watchdog come through.
+            deadline, pause_s = time.monotonic() + self._data.timeout_s, 20e-6
+            while not pull.work.is_completed():
+                if time.monotonic() > deadline:
+                    self._over = True
+                    raise RankDataError(
+                        f"some rank has not said within {self._data.timeout_s:g} s whether it has "
+                        f"a batch for step {step}: it hangs, or its loader or a task of its own is "
+                        "slower than that (timeout_s)"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1e-3)
+            try:
+                pull.work.wait()
+            except RuntimeError as error:
+                self._over = True
+                raise RankDataError(
+                    f"another rank is gone: it was to say whether it has a batch for step {step}. "
+                    "See the error there"
+                ) from error
+        words: list[int] = pull.words.tolist()
+        return words
