@@ -1,0 +1,129 @@
+"""Which thread runs which task: ways to spread host work over a number of threads.
+
+A way is worth trying when no thread has more host work than the initiation interval. They come in
+the order in which they are to be tried:
+
+1. *Along the iteration*: the last tasks stay with the caller as long as its period has room, those
+   before them go to the next thread, and so on. Few edges cross threads.
+2. *Balanced*: the longest task first, to the thread with the least work; then pairs of threads
+   share their tasks anew, as evenly as a knapsack can. It finds room where the first way does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from swpipe.plans.loop_graph import LoopGraph
+from swpipe.plans.reservation import EPS_US
+
+_STEPS = 20_000
+"""Host times are rounded to a part of their sum in the knapsack."""
+
+
+def lane_choices(graph: LoopGraph, threads: int, period_us: float) -> Iterator[tuple[int, ...]]:
+    """Task to thread, the caller's being 0: distinct ways that leave room for all, best first."""
+    seen = set()
+    ways = [_along(graph, threads, period_us), _balanced(graph, threads)]
+    if threads > 1:
+        ways.insert(1, _longest_fit(graph, threads, period_us))
+    for way in ways:
+        if way is not None and way not in seen and _fits(graph, way, period_us):
+            seen.add(way)
+            yield way
+
+
+def _fits(graph: LoopGraph, lanes: Sequence[int], period_us: float) -> bool:
+    return max(_loads(graph, lanes)) <= period_us + EPS_US
+
+
+def _loads(graph: LoopGraph, lanes: Sequence[int]) -> list[float]:
+    loads = [0.0] * (max(lanes) + 1)
+    for v, lane in enumerate(lanes):
+        loads[lane] += graph.host_us[v]
+    return loads
+
+
+def _along(graph: LoopGraph, threads: int, period_us: float) -> tuple[int, ...] | None:
+    lanes = [0] * graph.size
+    free = [period_us] * threads
+    free[0] -= sum(graph.host_us[v] for v in graph.frozen)
+    lane = 0
+    for v in reversed(graph.serial):
+        if v in graph.frozen:
+            continue
+        while graph.host_us[v] > free[lane] + EPS_US:
+            lane += 1
+            if lane == threads:
+                return None
+        lanes[v] = lane
+        free[lane] -= graph.host_us[v]
+    return tuple(lanes)
+
+
+def _longest_fit(graph: LoopGraph, threads: int, period_us: float) -> tuple[int, ...] | None:
+    """First fit, the longest task first: the caller's thread is filled before the next begins."""
+    lanes = [0] * graph.size
+    free = [period_us] * threads
+    free[0] -= sum(graph.host_us[v] for v in graph.frozen)
+    for v in sorted(range(graph.size), key=lambda v: (-graph.host_us[v], v)):
+        if v in graph.frozen:
+            continue
+        lane = next((k for k in range(threads) if graph.host_us[v] <= free[k] + EPS_US), None)
+        if lane is None:
+            return None
+        lanes[v] = lane
+        free[lane] -= graph.host_us[v]
+    return tuple(lanes)
+
+
+def _balanced(graph: LoopGraph, threads: int) -> tuple[int, ...]:
+    lanes = [0] * graph.size
+    loads = [0.0] * threads
+    loads[0] = sum(graph.host_us[v] for v in graph.frozen)
+    for v in sorted(range(graph.size), key=lambda v: (-graph.host_us[v], v)):
+        if v not in graph.frozen:
+            lanes[v] = min(range(threads), key=lambda k: (loads[k], k))
+            loads[lanes[v]] += graph.host_us[v]
+    step = max(sum(graph.host_us) / _STEPS, EPS_US)
+    for _ in range(2 * threads):
+        before = list(lanes)
+        for a, b in combinations(range(threads), 2):
+            _share(graph, lanes, a, b, step)
+        if lanes == before:
+            break
+    return tuple(lanes)
+
+
+def _share(graph: LoopGraph, lanes: list[int], a: int, b: int, step_us: float) -> None:
+    """Spread the tasks of two threads over the two as evenly as can be."""
+    pinned = sum(graph.host_us[v] for v in graph.frozen) if a == 0 else 0.0
+    tasks = [v for v, lane in enumerate(lanes) if lane in (a, b) and v not in graph.frozen]
+    total = sum(graph.host_us[v] for v in tasks)
+    before = max(
+        pinned + sum(graph.host_us[v] for v in tasks if lanes[v] == a),
+        sum(graph.host_us[v] for v in tasks if lanes[v] == b),
+    )
+    weights = [round(graph.host_us[v] / step_us) for v in tasks]
+    sums = [1]  # bit w: some of the tasks so far weigh w together
+    for weight in weights:
+        sums.append(sums[-1] | sums[-1] << weight)
+    wanted = max(0, round(((total - pinned) / 2) / step_us))
+    taken = _nearest(sums[-1], wanted)
+    chosen: set[int] = set()
+    for k in range(len(tasks) - 1, -1, -1):
+        if not sums[k] >> taken & 1:
+            chosen.add(tasks[k])
+            taken -= weights[k]
+    on_a = sum(graph.host_us[v] for v in chosen)
+    if max(pinned + on_a, total - on_a) < before - EPS_US:
+        for v in tasks:
+            lanes[v] = a if v in chosen else b
+
+
+def _nearest(bits: int, wanted: int) -> int:
+    """The number of the set bit that is nearest to ``wanted``."""
+    low = (bits & ((2 << wanted) - 1)).bit_length() - 1
+    rest = bits >> wanted
+    high = wanted + ((rest & -rest).bit_length() - 1) if rest else low
+    return low if wanted - low <= high - wanted else high

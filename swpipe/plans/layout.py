@@ -1,0 +1,151 @@
+"""From start times to a plan: where a period is cut, and what stages, order and depth come of it.
+
+    caller's thread   ... | step 0   forward 1  backward 1 | step 1   forward 2 ...
+    a worker              |    read 3 .......... copy 2    |    read 4 ...
+                          cut                              cut
+
+The caller's thread runs from ``<admit>`` to ``<retire>``: a period can be cut wherever one of its
+tasks begins. A task's stage is the number of cuts between the first of its iteration and its own
+start; the order of a period is that of the starts after the cut.
+
+Each cut makes another plan: an iteration's first task and its last lie in more periods or fewer,
+frozen tasks must be in the last stage. The plan with the least depth is the one to take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swpipe.dependence import CycleError, topological
+from swpipe.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.plans.iterative import Schedule
+from swpipe.plans.loop_graph import LoopGraph
+from swpipe.plans.reservation import EPS_US
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a planner chooses, in numbers of tasks.
+
+    Attributes:
+        lanes: Task to its thread; 0 is the caller's.
+        stages: Task to its stage, from 0.
+        order: The tasks in the order of a period.
+        depth: Iterations in flight that the start times ask for.
+    """
+
+    lanes: tuple[int, ...]
+    stages: tuple[int, ...]
+    order: tuple[int, ...]
+    depth: int
+
+
+def layouts(graph: LoopGraph, times: Schedule) -> list[Layout]:
+    """All ways to cut a period, the least depth first; none where no cut suits frozen tasks."""
+    period = times.period_us
+    callers = [v for v in range(graph.size) if times.lanes[v] == 0] or range(graph.size)
+    cuts = sorted({round(times.host_us[v] % period / EPS_US) for v in callers})
+    found: dict[tuple[int, ...], Layout] = {}
+    for cut in cuts:
+        layout = _cut(graph, times, cut * EPS_US)
+        if layout is not None:
+            found.setdefault((*layout.stages, *layout.order), layout)
+    return sorted(found.values(), key=lambda each: each.depth)
+
+
+def _cut(graph: LoopGraph, times: Schedule, cut_us: float) -> Layout | None:
+    period, n = times.period_us, graph.size
+    turns = [math.floor((at - cut_us) / period + 1e-9) for at in times.host_us]
+    first = min(turns)
+    stages = [turn - first for turn in turns]
+    last = max(stages)
+    if any(stages[v] != last for v in graph.last):
+        return None
+    offsets = [at - turn * period for at, turn in zip(times.host_us, turns, strict=True)]
+    rank = {
+        str(v): (
+            round(offsets[v] / EPS_US),
+            round((times.device_us[v] - turns[v] * period) / EPS_US),
+            v,
+        )
+        for v in range(n)
+    }
+    edges = [(str(c), str(p)) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
+    try:
+        order = tuple(int(v) for v in topological(rank, edges))
+    except CycleError:
+        return None
+    return Layout(times.lanes, tuple(stages), order, _depth(graph, times, stages))
+
+
+def _depth(graph: LoopGraph, times: Schedule, stages: Sequence[int]) -> int:
+    """How many iterations are in flight between the first start of one and its last end."""
+    period = times.period_us
+    ends = [
+        (device + graph.device_us[v]) if graph.streams else host + graph.host_us[v]
+        for v, (host, device) in enumerate(zip(times.host_us, times.device_us, strict=True))
+    ]
+    needed = (max(ends) - min(times.host_us)) / period
+    if graph.streams:
+        # <retire> stands in the caller's stream, behind all of its iteration, before all that the
+        # next period submits there.
+        needed = max(
+            needed,
+            *(
+                (max(ends) - device) / period + stages[v]
+                for v, device in enumerate(times.device_us)
+                if graph.stream[v] == 0
+            ),
+            0,
+        )
+    return max(max(stages) + 1, math.ceil(needed - 1e-9))
+
+
+def plan_of(
+    base: PipelinePlan, graph: LoopGraph, layout: Layout, depth: int
+) -> PipelinePlan | None:
+    """The plan; None where ``same_period_deps`` of ``base`` cannot be said in it."""
+    groups = _group_names(base, layout.lanes)
+    schedule = {
+        name: replace(entry, stage=layout.stages[v], thread_group=groups[layout.lanes[v]])
+        for v, (name, entry) in enumerate(base.schedule.items())
+    }
+    stage = dict(zip(graph.names, layout.stages, strict=True))
+    within, across, same = list(base.deps), list(base.cross_iter_deps), []
+    for c, p in base.same_period_deps:
+        distance = base.schedule[p].stage - base.schedule[c].stage
+        if stage[p] - stage[c] == distance:
+            same.append((c, p))
+        elif distance == 0:
+            within.append((c, p))
+        elif distance > 0:
+            across.append((c, p, distance))
+        else:
+            return None
+    return PipelinePlan(
+        schedule=schedule,
+        deps=within,
+        cross_iter_deps=across,
+        same_period_deps=same,
+        order=[graph.names[v] for v in layout.order],
+        streams=base.streams,
+        pipeline_depth=depth,
+        stale=base.stale,
+        tasks=base.tasks,
+    )
+
+
+def _group_names(base: PipelinePlan, lanes: Sequence[int]) -> Mapping[int, str]:
+    """Lane to the name of its group: one that its tasks had, where that is free."""
+    names = {0: DEFAULT_GROUP}
+    for lane in sorted(set(lanes) - {0}):
+        members = (e for v, e in enumerate(base.schedule.values()) if lanes[v] == lane)
+        names[lane] = next(_free_names([e.thread_group for e in members], set(names.values())))
+    return names
+
+
+def _free_names(wanted: Sequence[str], taken: set[str]) -> Iterator[str]:
+    yield from (name for name in dict.fromkeys(wanted) if name not in taken)
+    yield from (name for k in range(1, len(taken) + 2) if (name := f"worker {k}") not in taken)

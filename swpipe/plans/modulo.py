@@ -1,0 +1,152 @@
+"""Modulo scheduling: the least initiation interval that can be found, then the least depth.
+
+    candidate interval ──> threads ──> start times ──> cuts ──> plan ──> interval of the plan
+       lower bound,        lanes       iterative       layout            simulate
+       then upwards
+
+The search begins at the lower bound, and most loops reach it. Where none of the ways to spread the
+work and to order the placements does, it goes upwards until a plan is found, and halves the way
+back down a few times. What counts is never the candidate, but the interval of the plan itself as
+the simulator has it: threads, queues and back-pressure included.
+
+The same input gives the same plan: no clock and no chance is involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swpipe.costs import CostModel
+from swpipe.plan import PipelinePlan
+from swpipe.plans.iterative import Schedule, schedule
+from swpipe.plans.lanes import lane_choices
+from swpipe.plans.layout import layouts, plan_of
+from swpipe.plans.loop_graph import LoopGraph
+from swpipe.plans.simulate import steady_interval
+from swpipe.program import compile_plan
+
+SAME = 1e-9
+"""Intervals that differ by less than this part are the same."""
+
+_STEPS = (1.002, 1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 3.0)
+"""Candidate intervals above the lower bound, until one is reached."""
+
+_HALVINGS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan, and how fast it is.
+
+    Attributes:
+        plan: What was found.
+        ii_us: Its interval, as the simulator has it.
+        threads: Thread groups, the caller's counted.
+    """
+
+    plan: PipelinePlan
+    ii_us: float
+    threads: int
+
+    def beats(self, other: Found | None) -> bool:
+        """Whether it is better: a shorter interval, then less depth, then fewer threads."""
+        if other is None or self.ii_us < other.ii_us * (1 - SAME):
+            return True
+        if self.ii_us > other.ii_us * (1 + SAME):
+            return False
+        return (self.plan.depth, self.threads) < (other.plan.depth, other.threads)
+
+
+@dataclass(slots=True)
+class Search:
+    """One loop, searched again and again with other limits.
+
+    Attributes:
+        base: The plan that the loop came from.
+        costs: What its tasks cost.
+        graph: The loop.
+        tries: How many start times to look for at one candidate interval and thread choice.
+    """
+
+    base: PipelinePlan
+    costs: CostModel
+    graph: LoopGraph
+    tries: int = 4
+    _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def best(self, bound_us: float, threads: int, depth: int) -> Found | None:
+        """The best plan found with at most so many threads and iterations in flight.
+
+        Args:
+            bound_us: No plan is faster; where the search begins.
+            threads: Thread groups at most.
+            depth: Iterations in flight at most.
+        """
+        best = self.at(bound_us, threads, depth)
+        if best is not None and best.ii_us <= bound_us * (1 + SAME):
+            return best
+        low = bound_us
+        for step in _STEPS:
+            period_us = bound_us * step
+            found = self.at(period_us, threads, depth)
+            if found is not None and found.beats(best):
+                best = found
+            if best is not None and best.ii_us <= period_us * (1 + SAME):
+                break
+            low = period_us
+        for _ in range(_HALVINGS):
+            if best is None or best.ii_us <= low * (1 + 1e-4):
+                break
+            middle = (low + best.ii_us) / 2
+            found = self.at(middle, threads, depth)
+            if found is not None and found.beats(best):
+                best = found
+            if found is None or found.ii_us > middle * (1 + SAME):
+                low = middle
+        return best
+
+    def at(self, period_us: float, threads: int, depth: int) -> Found | None:
+        """The best plan from start times at this interval; it may turn out slower, or faster."""
+        best: Found | None = None
+        for times in self._schedules(period_us, threads):
+            for found in self._plans(times, period_us, depth):
+                if found.beats(best):
+                    best = found
+                if found.ii_us <= period_us * (1 + SAME):
+                    return best
+        return best
+
+    def _schedules(self, period_us: float, threads: int) -> Iterator[Schedule]:
+        choices = list(lane_choices(self.graph, threads, period_us))
+        for attempt in range(self.tries):
+            for lanes in choices:
+                times = schedule(
+                    self.graph, lanes, period_us, snug=attempt % 2 == 1, nudge=attempt // 2
+                )
+                if times is not None:
+                    yield times
+
+    def _plans(self, times: Schedule, period_us: float, depth: int) -> Iterator[Found]:
+        """Plans that these start times make, the least depth first."""
+        for layout in layouts(self.graph, times)[:3]:
+            for deep in range(layout.depth, depth + 1):
+                found = self._found(plan_of(self.base, self.graph, layout, deep), layout.lanes)
+                if found is not None:
+                    yield found
+                if found is None or found.ii_us <= period_us * (1 + SAME):
+                    break
+
+    def _found(self, plan: PipelinePlan | None, lanes: tuple[int, ...]) -> Found | None:
+        if plan is None:
+            return None
+        key = (
+            plan.depth,
+            plan.order,
+            tuple((e.stage, e.thread_group) for e in plan.schedule.values()),
+        )
+        if key not in self._seen:
+            program = compile_plan(plan, streams=self.graph.streams)
+            interval = steady_interval(program, self.costs, streams=self.graph.streams)
+            self._seen[key] = interval.ii_us
+        return Found(plan, self._seen[key], len({0, *lanes}))
