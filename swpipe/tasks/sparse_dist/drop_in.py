@@ -1,0 +1,243 @@
+"""What stands in the place of TorchRec's train pipelines: ``progress(dataloader_iter)``.
+
+    pipeline = PipelineFactory.create(
+        "jagged_prefetch_sparse_dist", model=model, optimizer=optimizer, device=device
+    )
+    while True:
+        try:
+            output = pipeline.progress(iterator)
+        except StopIteration:
+            break
+
+Like TorchRec's, it returns the model's output (the second of ``(losses, output)``), the oldest
+batch's first; raises StopIteration when all batches are through, and again when asked again; goes
+on with another iterator's batches after those in flight when it is given one; and takes None for
+the end of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+from torch import nn
+
+from swpipe.device import Device
+from swpipe.pipeline import SWPipeline
+from swpipe.plan import PipelinePlan
+from swpipe.plans import sparse_dist as plans
+from swpipe.tasks.sparse_dist.rewrite import RewriteReport
+from swpipe.tasks.sparse_dist.step import TrainStep
+from swpipe.tasks.sparse_dist.tasks import SparseDistTasks
+
+
+class _Feed(Iterator[Any]):
+    """One iterator for the pipeline, whatever iterators the user gives one after the other."""
+
+    def __init__(self) -> None:
+        self._source: Iterator[Any] | None = None
+        self.exhausted = True
+
+    def take_from(self, source: Iterator[Any]) -> None:
+        """Go on with another iterator; an exhausted one is not asked again."""
+        if source is not self._source:
+            self._source = source
+            self.exhausted = False
+
+    def __next__(self) -> Any:
+        batch = None if self.exhausted or self._source is None else next(self._source, None)
+        if batch is None:
+            self.exhausted = True
+            raise StopIteration
+        return batch
+
+
+class SparseDistPipeline:
+    """A model in training under one plan, with TorchRec's ``progress``.
+
+    Use it as a context manager, or call ``close``; between two calls of ``progress`` the model may
+    be detached, evaluated, saved and attached again with batches in flight, as long as the plan
+    runs on the caller's thread, as the ready-made ones do.
+
+    Args:
+        tasks: The step.
+        plan: How to overlap it.
+        stall_timeout_s: Seconds without any movement after which ``progress`` raises
+            ``StallError``; None to wait for ever.
+        seed: What the draws of a random model derive from; None for ``torch.initial_seed()``.
+
+    Attributes:
+        tasks: As given.
+        pipe: The pipeline under it: for traces, shortcuts and the profiler.
+    """
+
+    def __init__(
+        self,
+        tasks: SparseDistTasks,
+        plan: PipelinePlan,
+        *,
+        stall_timeout_s: float | None = 600.0,
+        seed: int | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.pipe = SWPipeline(
+            plan, tasks.tasks(), device=tasks.device, stall_timeout_s=stall_timeout_s, seed=seed
+        )
+        self._feed = _Feed()
+
+    @property
+    def report(self) -> RewriteReport | None:
+        """What was pipelined and what was not; None before the first batch."""
+        return self.tasks.rewrite.report
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train on one batch more; the model is attached where it is not.
+
+        Args:
+            dataloader_iter: Gives the batches.
+
+        Returns:
+            The model's output for the oldest batch in flight.
+
+        Raises:
+            StopIteration: All batches are through.
+            BaseException: As ``SWPipeline.progress``.
+        """
+        self.attach()
+        self._feed.take_from(dataloader_iter)
+        while True:
+            try:
+                output = self.pipe.progress(self._feed).output
+            except StopIteration:
+                if self._feed.exhausted:
+                    raise
+                continue  # the run of an earlier iterator is over: begin one with this
+            return output
+
+    def detach(self) -> nn.Module:
+        """The model as it was before, for evaluation, a checkpoint, or other hands.
+
+        Batches in flight stay; ``attach`` or the next ``progress`` goes on with them. They have
+        been exchanged, not trained on: parameters loaded meanwhile are used for them, except in a
+        plan that has looked their embeddings up already.
+        """
+        self.tasks.rewrite.detach()
+        return self.tasks.model
+
+    def attach(self) -> None:
+        """Undo ``detach``."""
+        self.tasks.rewrite.attach()
+
+    def close(self) -> None:
+        """Drop what is in flight, and give the model back. The pipeline cannot be used any more."""
+        self.pipe.close()
+        self.tasks.rewrite.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+PlanFor: TypeAlias = Callable[[SparseDistTasks], PipelinePlan]
+Builder: TypeAlias = Callable[..., Any]
+
+
+def build(
+    plan: PipelinePlan | PlanFor,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    device: Device | torch.device | str | None = None,
+    step: TrainStep | None = None,
+    stall_timeout_s: float | None = 600.0,
+    seed: int | None = None,
+    **options: Any,
+) -> SparseDistPipeline:
+    """A model in training under a plan.
+
+    Args:
+        plan: The plan, or what makes one for the tasks.
+        model: A model with sharded modules.
+        optimizer: One or several; for a step that has nothing else to it.
+        device: Where the work goes.
+        step: The step, instead of ``optimizer``.
+        stall_timeout_s: As ``SparseDistPipeline``.
+        seed: As ``SparseDistPipeline``.
+        options: As ``SparseDistTasks``: forward, find, inputs, strict, shuffler, random.
+
+    Raises:
+        ValueError: Both an optimizer and a step, or neither.
+    """
+    if (optimizer is None) == (step is None):
+        raise ValueError("give either optimizer= or step=TrainStep(...), which has its own")
+    if step is None:
+        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        step = TrainStep([one for one in several if one is not None])
+    tasks = SparseDistTasks(model, step, device=device, **options)
+    made = plan(tasks) if callable(plan) else plan
+    return SparseDistPipeline(tasks, made, stall_timeout_s=stall_timeout_s, seed=seed)
+
+
+class PipelineFactory:
+    """Pipelines by name."""
+
+    _builders: ClassVar[dict[str, Builder]] = {}
+
+    @classmethod
+    def register(cls, name: str, builder: Builder) -> None:
+        """Let ``create`` know a name.
+
+        Args:
+            name: The name.
+            builder: Called with what ``create`` is given beside it.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        if name in cls._builders:
+            raise ValueError(
+                f"a pipeline named {name!r} is registered already: choose another name"
+            )
+        cls._builders[name] = builder
+
+    @classmethod
+    def create(cls, name: str, **arguments: Any) -> Any:
+        """The pipeline of that name; for those made here, the arguments are those of ``build``.
+
+        Raises:
+            ValueError: No pipeline has this name.
+        """
+        if name not in cls._builders:
+            raise ValueError(f"no pipeline is named {name!r}; there are {', '.join(cls.list())}")
+        return cls._builders[name](**arguments)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All names, sorted."""
+        return sorted(cls._builders)
+
+
+def _named(plan: PipelinePlan | PlanFor) -> Builder:
+    def builder(**arguments: Any) -> SparseDistPipeline:
+        return build(plan, **arguments)
+
+    return builder
+
+
+PipelineFactory.register("jagged_sw_serial", _named(plans.serial()))
+PipelineFactory.register("jagged_sparse_dist", _named(plans.sparse_dist()))
+PipelineFactory.register("jagged_prefetch_sparse_dist", _named(plans.prefetch()))
+PipelineFactory.register(
+    "jagged_split_sparse_dist",
+    _named(lambda tasks: plans.split(tables_in_step=tasks.tables_in_step)),
+)
+PipelineFactory.register("jagged_semi_sync_sparse_dist", _named(plans.semi_sync()))

@@ -1,0 +1,175 @@
+"""Where each sharded module's input comes from: which part of the batch, by which path.
+
+Two ways to find out:
+
+- **trace**: torch.fx runs the model's forward on stand-ins, sharded modules and all that holds none
+  of them taken as leaves, and so shows what each sharded module is called with. Sound, as far as it
+  gets: an input that the model computes, rather than picks out of the batch, is seen to be one.
+- **direct**: the batch's attributes are matched by type against the first parameter of the module's
+  ``input_dist``. No tracing, so any forward will do; but whoever asks for it vouches that the
+  forward hands that attribute on as it is, once.
+
+Either way an input may be named instead: module name to the attribute's path within the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from swpipe.tasks.sparse_dist._torchrec import (
+    ArgInfo,
+    ArgInfoStepFactory,
+    CallArgs,
+    GetAttrArgInfoStep,
+    GetItemArgInfoStep,
+    NodeArgsHelper,
+    ShardedModule,
+    Tracer,
+    get_leaf_module_names,
+)
+from swpipe.tasks.sparse_dist.contexts import new_context
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of one module's input.
+
+    Attributes:
+        args: How to pick it out of a batch; None where that cannot be told.
+        why: Why not; empty where it can.
+    """
+
+    args: Any = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.why or ", ".join(
+            [_path(arg) for arg in self.args.args]
+            + [f"{name}={_path(arg)}" for name, arg in self.args.kwargs.items()]
+        )
+
+
+def traced_inputs(
+    model: nn.Module, batch: Any, sharded: Mapping[str, nn.Module]
+) -> dict[str, Found]:
+    """What torch.fx sees each sharded module called with.
+
+    Args:
+        model: The model without its wrappers.
+        batch: One batch; asked for its ``to_proxy`` or ``to_proxy_tuple``, as TorchRec does.
+        sharded: Name to sharded module.
+
+    Raises:
+        ValueError: The forward cannot be traced.
+    """
+    concrete: Any = {}
+    if hasattr(batch, "to_proxy"):
+        concrete = {"inputs": copy.copy(batch).to_proxy()}
+    elif hasattr(batch, "to_proxy_tuple"):
+        concrete = batch.to_proxy_tuple(model)
+    try:
+        graph = Tracer(leaf_modules=get_leaf_module_names(model)).trace(
+            model, concrete_args=concrete
+        )
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot trace the forward of {type(model).__name__} ({error}). Keep control "
+            "flow that depends on data out of the modules that hold sharded ones (what holds none "
+            'is not traced), or give find="direct" if each sharded module is called once, with an '
+            "attribute of the batch as it is"
+        ) from error
+    helper = NodeArgsHelper(model, new_context(0), False)
+    calls: dict[str, list[Any]] = {name: [] for name in sharded}
+    for node in graph.nodes:
+        if node.op == "call_module" and node.target in calls:
+            calls[node.target].append(node)
+    return {name: _of_calls(helper, nodes) for name, nodes in calls.items()}
+
+
+def _of_calls(helper: Any, nodes: list[Any]) -> Found:
+    if not nodes:
+        return Found(why="the forward never calls it: take it out of the model")
+    if len(nodes) > 1:
+        return Found(
+            why=f"it is called {len(nodes)} times in one forward, but its input is exchanged once "
+            "per batch: call it once and share the result, or give each call a module of its own"
+        )
+    (node,) = nodes
+    given = len(node.args) + len(node.kwargs)
+    args, found = helper.get_node_args(node)
+    if given and found == given:
+        return Found(args)
+    return Found(
+        why=f"its input ({', '.join(map(str, [*node.args, *node.kwargs.values()]))}) is computed "
+        "in the forward, not picked out of the batch: compute it before the pipeline, and let the "
+        "batch carry it"
+    )
+
+
+def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Found]:
+    """The one attribute of the batch whose type fits the first parameter of ``input_dist``.
+
+    Args:
+        batch: One batch.
+        sharded: Name to sharded module.
+    """
+    attributes = dict(getattr(batch, "__dict__", {}))
+    return {name: _match(module, attributes, batch) for name, module in sharded.items()}
+
+
+def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
+    wanted = _input_type(module)
+    if wanted is None:
+        return Found(
+            why=f"the first parameter of {type(module).__name__}.input_dist says no type to match "
+            "the batch's attributes with: annotate it, or name its input"
+        )
+    fitting = [name for name, value in attributes.items() if isinstance(value, wanted)]
+    if len(fitting) == 1:
+        return named_input(fitting[0])
+    have = f"{len(fitting)} ({', '.join(fitting)})" if fitting else "none"
+    return Found(
+        why=f"of the attributes of {type(batch).__name__}, {have} is a {wanted.__name__}, which "
+        'its input_dist takes: name the right one, inputs={"module": "attribute"}'
+    )
+
+
+def _input_type(module: Any) -> type | None:
+    """The annotated type of the parameter that follows the module's context."""
+    names = list(inspect.signature(module.input_dist).parameters)
+    hints = typing.get_type_hints(type(module).input_dist)
+    wanted = hints.get(names[1]) if len(names) > 1 else None
+    return wanted if isinstance(wanted, type) else None
+
+
+def named_input(path: str) -> Found:
+    """The input at a path within the batch, such as "features" or "user.ids"."""
+    steps = [ArgInfoStepFactory.get_attr(part) for part in path.split(".")]
+    return Found(CallArgs([ArgInfo(steps)], {}))
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name to sharded module, without those that lie within another one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        within = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
+        if isinstance(module, ShardedModule) and not within:
+            found[name] = module
+    return found
+
+
+def _path(arg: Any) -> str:
+    text = "batch"
+    for step in arg.steps:
+        if isinstance(step, GetAttrArgInfoStep):
+            text += f".{step.attr_name}"
+        elif isinstance(step, GetItemArgInfoStep):
+            text += f"[{step.item_index!r}]"
+    return text

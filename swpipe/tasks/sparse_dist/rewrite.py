@@ -1,0 +1,280 @@
+"""Take the exchange of ids out of a model's forward, and give the model back as it was.
+
+    prepare(batch)   first batch: find the sharded modules and their inputs; make their forwards
+    attach()         put the forwards in                    ┐ any number of times,
+    detach()         put back what was there before         ┘ in mid-training too
+
+The exchanges of sizes of all modules are fused into one, which takes another forward of each
+``KJTAllToAll``; a sharded module makes these when its ``input_dist`` is called for the first time,
+and so they are replaced after that (the first batch goes unfused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from swpipe.device import Device
+from swpipe.tasks.sparse_dist._torchrec import (
+    describe,
+    get_unwrapped_module,
+    override_input_dist_forwards,
+    start_data_dist,
+)
+from swpipe.tasks.sparse_dist.awaitables import fused_splits
+from swpipe.tasks.sparse_dist.contexts import SparseDistContext
+from swpipe.tasks.sparse_dist.forwards import FORWARDS, Kind
+from swpipe.tasks.sparse_dist.inputs import (
+    Found,
+    direct_inputs,
+    named_input,
+    sharded_modules,
+    traced_inputs,
+)
+
+Find: TypeAlias = Literal["trace", "direct"]
+
+_MISSING = object()
+
+
+class RewriteError(ValueError):
+    """The model cannot be pipelined as it is; the message names the module and the mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """What became of one sharded module.
+
+    Attributes:
+        name: Its name within the model.
+        kind: Its class.
+        pipelined: Its input is exchanged ahead.
+        inputs: Where in the batch its input comes from, or why that cannot be told.
+    """
+
+    name: str
+    kind: str
+    pipelined: bool
+    inputs: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.kind}) {'' if self.pipelined else 'NOT '}pipelined: {self.inputs}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteReport:
+    """What was pipelined and what was not, and why.
+
+    Attributes:
+        modules: One entry per sharded module.
+        found_by: "trace" or "direct".
+        torchrec: The versions found.
+    """
+
+    modules: tuple[ModuleReport, ...]
+    found_by: Find
+    torchrec: str
+
+    def __str__(self) -> str:
+        head = f"sharded modules, inputs found by {self.found_by}, {self.torchrec}:"
+        return "\n".join([head, *(f"  {module}" for module in self.modules)])
+
+
+class Rewrite:
+    """The forwards of one model's sharded modules.
+
+    Args:
+        model: The model, in whatever wrappers.
+        device: Where the work goes.
+        kind: Which forward takes the place of the sharded modules' own.
+        find: How inputs are found.
+        inputs: Module name to the path of its input within the batch, where that is known.
+        strict: A sharded module that cannot be pipelined is an error. Otherwise it keeps its own
+            forward, and the report says so.
+
+    Attributes:
+        report: What was done; None before the first batch.
+        attached: Whether the forwards are in.
+        forwards: One per pipelined module, in the order of the model.
+
+    Raises:
+        RewriteError: The model has no sharded module.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        *,
+        kind: Kind = "split",
+        find: Find = "trace",
+        inputs: Mapping[str, str] | None = None,
+        strict: bool = True,
+    ) -> None:
+        self.kind: Kind = kind
+        self.report: RewriteReport | None = None
+        self.attached = False
+        self.forwards: tuple[Any, ...] = ()
+        self._device = device
+        self._find: Find = find
+        self._inputs = dict(inputs or {})
+        self._strict = strict
+        self._inner = unwrapped(model)
+        self._undo: list[Callable[[], None]] = []
+        self._fused = False
+        self._sharded = sharded_modules(self._inner)
+        self._check_names()
+
+    @property
+    def sharded(self) -> tuple[nn.Module, ...]:
+        """All sharded modules, pipelined or not."""
+        return tuple(self._sharded.values())
+
+    def prepare(self, batch: Any) -> None:
+        """Find the modules' inputs, once, and attach.
+
+        Args:
+            batch: A batch on the device.
+
+        Raises:
+            RewriteError: A module cannot be pipelined, and ``strict`` was asked for.
+        """
+        found = self._find_inputs(batch)
+        self.report = RewriteReport(
+            tuple(
+                ModuleReport(name, type(module).__name__, not found[name].why, str(found[name]))
+                for name, module in self._sharded.items()
+            ),
+            self._find,
+            describe(),
+        )
+        if self._strict and any(not module.pipelined for module in self.report.modules):
+            bad = "\n".join(
+                f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined
+            )
+            raise RewriteError(
+                f"sharded modules that cannot be pipelined:\n{bad}\n(with strict=False such a "
+                "module keeps its own forward: right, but its exchange of ids is not hidden)"
+            )
+        self.forwards = tuple(
+            FORWARDS[self.kind](name, found[name].args, module, self._device)
+            for name, module in self._sharded.items()
+            if not found[name].why
+        )
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the forwards in; they are those that were there before ``detach``."""
+        if self.attached or self.report is None:
+            return
+        for forward in self.forwards:
+            self._set(forward._module, "forward", forward)
+            self._set(forward._module, "is_pipelined", True)
+        if self._fused:
+            self._fuse()
+        self.attached = True
+
+    def detach(self) -> None:
+        """Put back everything that was there before; batches in flight are not touched."""
+        while self._undo:
+            self._undo.pop()()
+        self.attached = False
+
+    def start(self, batch: Any, context: SparseDistContext) -> None:
+        """Begin the exchange of one batch's ids: their sizes first.
+
+        Raises:
+            RewriteError: At the first batch, as ``prepare``.
+            RuntimeError: The model is detached.
+        """
+        if self.report is None:
+            self.prepare(batch)
+        if not self.attached:
+            raise RuntimeError("the model is detached from its pipeline: call attach() first")
+        start_data_dist([forward._module for forward in self.forwards], batch, context)
+        context.fused_splits_awaitables = [
+            (names, fused_splits(fused, [context.module_contexts[n] for n in names], self._device))
+            for names, fused in context.fused_splits_awaitables
+        ]
+        if not self._fused:
+            self._fuse()
+            self._fused = True
+
+    def use(self, context: SparseDistContext) -> None:
+        """Let the forwards work on this iteration."""
+        for forward in self.forwards:
+            forward.set_context(context)
+
+    # ------------------------------------------------------------------ private
+
+    def _check_names(self) -> None:
+        if not self._sharded:
+            raise RewriteError(
+                f"{type(self._inner).__name__} has no sharded module, so there is nothing to "
+                "pipeline: shard its embeddings first (torchrec's DistributedModelParallel), or "
+                "use plain tasks and a prefetch_plan"
+            )
+        for name in self._inputs:
+            if name not in self._sharded:
+                raise RewriteError(
+                    f"inputs names {name!r}, which is no sharded module of the model; those are "
+                    f"{', '.join(self._sharded)}"
+                )
+
+    def _find_inputs(self, batch: Any) -> dict[str, Found]:
+        named = {name: named_input(path) for name, path in self._inputs.items()}
+        rest = {name: m for name, m in self._sharded.items() if name not in named}
+        if not rest:
+            return named
+        if self._find == "direct":
+            return named | direct_inputs(batch, rest)
+        try:
+            return named | traced_inputs(self._inner, batch, rest)
+        except ValueError as error:
+            raise RewriteError(str(error)) from error
+
+    def _fuse(self) -> None:
+        modules = [forward._module for forward in self.forwards]
+        for exchange in _exchanges(modules):
+            self._remember(exchange, "forward")
+        override_input_dist_forwards(modules)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._remember(owner, name)
+        setattr(owner, name, value)
+
+    def _remember(self, owner: Any, name: str) -> None:
+        """Whatever is set under the name now, ``detach`` puts back."""
+        before = vars(owner).get(name, _MISSING)
+
+        def undo() -> None:
+            if before is _MISSING:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = before
+
+        self._undo.append(undo)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without DistributedModelParallel, DDP, FSDP and Megatron's Float16Module."""
+    inner: nn.Module = get_unwrapped_module(model)
+    while type(inner).__name__ == "Float16Module" and isinstance(inner.module, nn.Module):
+        inner = get_unwrapped_module(inner.module)
+    return inner
+
+
+def _exchanges(modules: list[nn.Module]) -> list[Any]:
+    """The ``KJTAllToAll`` of every input dist within the modules."""
+    return [
+        input_dist._dist
+        for module in modules
+        for child in module.modules()
+        for input_dist in getattr(child, "_input_dists", ())
+        if hasattr(input_dist, "_dist")
+    ]
