@@ -120,7 +120,7 @@ class SWPipeline:
     @property
     def in_flight(self) -> int:
         """How many iterations have been pulled and not been handed out."""
-        return 0 if self._run is None else self._run.in_flight
+        return len(self._drained) + (0 if self._run is None else self._run.in_flight)
 
     def fill_pipeline(self, iterator: Iterator[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.

@@ -13,11 +13,7 @@ from swpipe.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.task import PipelineTask
 
 
-def check(
-    plan: PipelinePlan,
-    tasks: Sequence[PipelineTask],
-    device: str = "cpu",
-) -> None:
+def check(plan: PipelinePlan, tasks: Sequence[PipelineTask], device: str = "cpu") -> None:
     """Refuse what cannot run.
 
     Args:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -248,6 +251,113 @@ def test_the_first_of_two_failures_is_the_one_told() -> None:
             pipe.progress(data)
 
 
+class AfterRetirement:
+    """Acts right after an iteration was retired, within the same call."""
+
+    def __init__(self, iteration: int, act: Callable[[], Any]) -> None:
+        self.iteration, self.act = iteration, act
+
+    def arrive(self, ins: Any, iteration: int) -> None: ...
+
+    def start(self, ins: Any, iteration: int) -> None: ...
+
+    def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
+        if ins.task == "<retire>" and iteration == self.iteration:
+            self.act()
+
+
+def watch(pipe: SWPipeline, observer: AfterRetirement) -> None:
+    """Let an observer see all that runs."""
+    pipe._engine = dataclasses.replace(pipe._engine, observers=lambda: (observer,))
+
+
+def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> None:
+    """No iteration that is through is lost; the next call tells of the failure."""
+    retired = threading.Event()
+
+    def fail() -> None:
+        await_event(retired, "the retirement of iteration 0")
+        raise Planted
+
+    def let_it_fail() -> None:
+        retired.set()
+        while not pipe._run.stopping:  # type: ignore[union-attr]
+            threading.Event().wait(0.001)
+
+    with SWPipeline(piped(), tasks(h2d=at(2, fail))) as pipe:
+        watch(pipe, AfterRetirement(0, let_it_fail))
+        data = iter(range(9))
+        assert pipe.progress(data).batch == 0
+        with pytest.raises(Planted):
+            pipe.progress(data)
+        assert swpipe_threads() == []
+        assert pipe.run(range(20, 25)).iterations == 5
+
+
+def test_ctrl_c_right_after_the_last_retirement_is_told() -> None:
+    """Though all is done by then, it is not swallowed."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        watch(pipe, AfterRetirement(0, lambda: throw(KeyboardInterrupt())))
+        data = iter([0])
+        assert pipe.progress(data).batch == 0
+        with pytest.raises(KeyboardInterrupt):
+            pipe.progress(data)
+        assert pipe.run([1]).iterations == 1
+
+
+def test_draining_keeps_what_came_out_before_a_failure() -> None:
+    """The failure comes at once, and the next call hands out what was through by then."""
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks(forward=at(2, lambda: throw(Planted())))) as pipe:
+        assert pipe.progress(data).batch == 0
+        with pytest.raises(Planted):
+            pipe.drain()
+        assert pipe.in_flight == 1
+        assert [ctx.batch for ctx in pipe.drain()] == [1]
+        assert pipe.in_flight == 0
+        assert pipe.drain() == []
+
+
+def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure() -> None:
+    """A task that fails of its own just when the stall is told: the stall it is, as itself.
+
+    The interrupt comes while the caller waits for the run's lock, which the watchdog holds.
+    """
+
+    class Watched:
+        """The run's lock; the first time that the caller takes it, it is interrupted instead."""
+
+        def __init__(self) -> None:
+            self.lock, self.interrupts = threading.Lock(), 1
+
+        def __enter__(self) -> None:
+            if self.interrupts and run.stopping and run.driving:
+                self.interrupts = 0
+                raise StallError
+            self.lock.acquire()
+
+        def __exit__(self, *failure: object) -> None:
+            self.lock.release()
+
+    stall = StallError("nothing has moved")
+    watched = Watched()
+
+    def fail() -> None:
+        with watched.lock:
+            run.failure, run.stopping = stall, True
+        raise Planted
+
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks(forward=at(0, fail))) as pipe:
+        pipe.fill_pipeline(data)
+        run: Any = pipe._run
+        run.lock = watched
+        with pytest.raises(StallError) as caught:
+            pipe.progress(data)
+    assert caught.value is stall
+    assert not watched.interrupts
+
+
 def test_ctrl_c_while_waiting_for_a_worker_comes_through() -> None:
     """SIGINT on the main thread ends ``progress`` though it sleeps on a lock, and cleans up."""
     release = threading.Event()
@@ -304,6 +414,46 @@ def test_closing_while_a_run_begins_leaves_no_thread(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="closed by another thread"):
         pipe.run(range(9))
     assert swpipe_threads() == []
+
+
+UNCLOSED = """
+import contextlib, threading, torch
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+
+torch.set_num_threads(1)
+large = torch.rand(1200, 1200)
+inside = threading.Event()
+plan = PipelinePlan({"multiply": TaskSchedule(0, None, "io"), "end": TaskSchedule(1)})
+
+def multiply(ctx):
+    inside.set()
+    for _ in range(8):
+        torch.mm(large, large)
+
+def batches():
+    yield 0
+    inside.wait()
+    raise ArithmeticError
+
+tasks = [PipelineTask("multiply", multiply), PipelineTask("end", lambda ctx: None)]
+pipe = SWPipeline(plan, tasks, device="cpu")
+if WHICH == "never closed":
+    pipe.fill_pipeline(iter(range(9)))
+    inside.wait()
+else:
+    with contextlib.suppress(ArithmeticError):
+        pipe.run(batches())
+"""
+
+
+@pytest.mark.parametrize("which", ["never closed", "failed"])
+def test_a_script_may_end_while_a_worker_is_inside_torch(which: str) -> None:
+    """Cut off there, a thread takes the whole process down with it (exit code 134)."""
+    script = f"WHICH = {which!r}\n{UNCLOSED}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_failing_serial_run_names_the_task() -> None:

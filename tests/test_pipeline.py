@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe.device import AcceleratorDevice
 from tests.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.sequencer import await_event
 
@@ -341,6 +343,41 @@ def test_an_unknown_device_is_refused() -> None:
     """The error says what the machine has."""
     with pytest.raises(ValueError, match="'xpu' is not on this machine"):
         SWPipeline(piped(), tasks(), device="xpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:x", 3])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    """The error gives names that would do."""
+    with pytest.raises(ValueError, match=f"device.*{device!r}.*give a name such as 'cpu'"):
+        SWPipeline(piped(), tasks(), device=device)
+
+
+def test_a_stream_of_another_device_of_the_same_kind_is_refused() -> None:
+    """The pipeline's own device has an index, even where the user gave none."""
+    stream = torch.Stream(stream_id=0, device_index=0, device_type=1)
+    plan = PipelinePlan(schedule={task("a"): TaskSchedule(stream=stream)})
+    with pytest.raises(PlanError, match=r"belongs to cuda:0.*device \(cuda:1\)"):
+        SWPipeline(plan, device=AcceleratorDevice(torch.device("cuda:1")))
+
+
+@pytest.mark.parametrize("stall_timeout_s", [0, -1.5, "600", True, float("nan")])
+def test_a_stall_timeout_is_a_time(stall_timeout_s: Any) -> None:
+    """Seconds above 0, or None."""
+    with pytest.raises(ValueError, match=f"stall_timeout_s is {stall_timeout_s!r}: give seconds"):
+        SWPipeline(piped(), tasks(), stall_timeout_s=stall_timeout_s)
+
+
+@pytest.mark.parametrize("given", [5, task("h2d"), print])
+def test_tasks_come_in_a_list(given: Any) -> None:
+    """One task alone is no list of tasks."""
+    with pytest.raises(PlanError, match=r"tasks is .*: give the tasks in a list"):
+        SWPipeline(piped(), given)
+
+
+def test_plan_and_tasks_in_the_wrong_order_are_told() -> None:
+    """The plan comes first."""
+    with pytest.raises(PlanError, match=r"the plan is \[.*\]: give a PipelinePlan, then the tasks"):
+        SWPipeline(tasks(), piped())  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------- pictures

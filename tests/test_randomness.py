@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from tests.plans_for_tests import NAMES, piped, spread
+from swpipe import (
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    StallError,
+    SWPipeline,
+    TaskSchedule,
+)
+from swpipe.randomness import Draws, Turns
+from swpipe.signal import Cancelled, Signal
+from tests.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.sequencer import PATIENCE_S, await_event
 
 PLANS = {"two groups": piped(), "four groups": spread(), "deep": piped(depth=6)}
 
@@ -47,6 +58,14 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_draws_do_not_depend_on_the_plan(plan: PipelinePlan) -> None:
     """Threads and overlap change nothing."""
     assert same(draws(plan), serial_draws())
+
+
+def test_serial_iterations_one_by_one_draw_what_the_plan_draws() -> None:
+    """Without a number, each is the pipeline's next: no draw comes twice."""
+    with SWPipeline(piped(), [drawing(name) for name in NAMES], seed=7) as pipe:
+        contexts = [pipe.run_one_serial_iter(batch) for batch in range(6)]
+    assert [ctx.iter_idx for ctx in contexts] == list(range(6))
+    assert same([getattr(ctx, name) for ctx in contexts for name in NAMES], draws(piped()))
 
 
 def test_draws_depend_on_seed_task_and_iteration() -> None:
@@ -105,3 +124,100 @@ def test_the_generators_are_put_back_when_a_task_fails() -> None:
         with pytest.raises(ArithmeticError):
             pipe.run_one_serial_iter(0)
     assert torch.equal(torch.rand(3), expected)
+
+
+# ------------------------------------------------------------------------------- tasks that hang
+
+
+def hangs_once(hanging: threading.Event, release: threading.Event) -> PipelineTask:
+    """A task that draws, but in its first run does nothing until it is released."""
+
+    def draw(ctx: IterContext) -> None:
+        if hanging.is_set():
+            ctx.h2d = torch.rand(3)
+        else:
+            hanging.set()
+            release.wait()
+
+    return PipelineTask("h2d", draw, random=True)
+
+
+def drawn_from(seed: int) -> torch.Tensor:
+    """Seed torch, and draw."""
+    torch.manual_seed(seed)
+    return torch.rand(3)
+
+
+def test_a_task_left_behind_neither_keeps_the_next_run_waiting_nor_turns_its_generators() -> None:
+    """Its turn is of the run that failed, and the generators were put back on its behalf."""
+    release = threading.Event()
+    mine = [hangs_once(threading.Event(), release), *tasks()[1:]]
+    before, after = drawn_from(5), drawn_from(6)
+    with SWPipeline(piped(), mine, seed=7, stall_timeout_s=0.1) as pipe:
+        torch.manual_seed(5)
+        with pytest.raises(StallError):
+            pipe.run(range(9))
+        assert torch.equal(torch.rand(3), before)
+        left = next(t for t in threading.enumerate() if t.name == "swpipe-io")
+        ours = [(ctx.iter_idx, ctx.h2d) for ctx in pipe.iterate(range(4))]
+        assert all(torch.equal(x, pipe.run_one_serial_iter(0, i).h2d) for i, x in ours)
+        torch.manual_seed(6)
+        release.set()
+        left.join(PATIENCE_S)
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_no_turn_is_given_once_the_run_has_ended() -> None:
+    """A thread that the system put off until then does not set the next run's generators."""
+    turns = Turns(Draws(7, "cpu"), Signal())
+    turns.end()
+    torch.manual_seed(5)
+    with pytest.raises(Cancelled), turns.of("h2d", 0):
+        pass
+    assert torch.initial_seed() == 5
+
+
+def test_who_waits_for_a_turn_wakes_when_the_run_fails() -> None:
+    """Only the task that hangs is left behind; its turn once kept the others asleep as well."""
+    hanging, release = threading.Event(), threading.Event()
+    plan = PipelinePlan(
+        schedule={
+            "h2d": TaskSchedule(thread_group="a"),
+            "gate": TaskSchedule(thread_group="b"),
+            "waits": TaskSchedule(thread_group="b"),
+        },
+        deps=[("waits", "gate")],
+    )
+    mine = [
+        hangs_once(hanging, release),
+        task("gate", lambda _: await_event(hanging, "the other task")),
+        task("waits", random=True),
+    ]
+    with SWPipeline(plan, mine, stall_timeout_s=0.1) as pipe:
+        with pytest.raises(StallError) as caught:
+            pipe.run(range(3))
+        release.set()
+    assert caught.value.__notes__ == [
+        "swpipe: thread group 'a' is still inside task 'h2d'; its thread ends when that returns"
+    ]
+
+
+def test_a_caller_on_another_thread_that_waits_for_its_turn_to_pull_hears_of_a_stall() -> None:
+    """No signal reaches it there, and it sleeps on a lock: it has to be woken."""
+    release = threading.Event()
+    caught: list[BaseException] = []
+
+    def drive() -> None:
+        mine = [hangs_once(threading.Event(), release), *tasks()[1:]]
+        with SWPipeline(piped(), mine, stall_timeout_s=0.1) as pipe:
+            try:
+                pipe.run(range(9))
+            except StallError as error:
+                caught.append(error)
+
+    caller = threading.Thread(target=drive)
+    caller.start()
+    caller.join(5)
+    release.set()
+    caller.join(PATIENCE_S)
+    assert "inside task 'h2d' of iteration 0" in str(caught[0])

@@ -119,6 +119,24 @@ def test_an_iteration_keeps_the_settings_under_which_it_was_admitted() -> None:
     assert seen == {0: True, 1: True, 2: False, 3: False, 4: True, 5: True}
 
 
+def test_an_iteration_keeps_the_context_variables_under_which_it_was_admitted() -> None:
+    """They were once those of the fill, for as long as the run went on."""
+    seen: dict[int, str] = {}
+
+    def note(ctx: IterContext) -> None:
+        seen[ctx.batch] = USER_SETTING.get()
+        USER_SETTING.set("changed by a task")  # which ends with the task
+
+    data = iter(range(4))
+    with SWPipeline(piped(), tasks(h2d=note)) as pipe:
+        with user_setting("fill"):
+            pipe.fill_pipeline(data)
+        for value in ("one", "two"):
+            with user_setting(value):
+                pipe.progress(data)
+    assert seen == {0: "fill", 1: "fill", 2: "one", 3: "two"}
+
+
 def test_a_worker_casts_weights_anew_under_autocast() -> None:
     """Torch clears its cache of casts when the caller leaves autocast; a worker never does."""
     weight = torch.nn.Parameter(torch.ones(4, 4))

@@ -134,6 +134,34 @@ def test_streams_must_fit_the_device_and_be_used() -> None:
     assert "stream 'odd': its description is 3" in text
 
 
+def test_a_stream_belongs_to_the_very_device_of_the_pipeline() -> None:
+    """Where both are known, the index counts as well."""
+    second = torch.Stream(stream_id=0, device_index=1, device_type=1)
+    plan = PipelinePlan(schedule={"a": TaskSchedule(stream=second)})
+    text = refused(plan, "a", device="cuda:0")
+    assert (
+        "task 'a': its stream belongs to cuda:1, unknown to the pipeline's device (cuda:0)" in text
+    )
+    check(plan, [task("a")], "cuda:1")
+    check(plan, [task("a")], "cuda")
+
+
+@pytest.mark.parametrize("stream", [["memcpy"], {"memcpy": 1}, 7])
+def test_a_stream_is_a_name_or_a_stream(stream: Any) -> None:
+    """Whatever else stands there is told, even what no set can hold."""
+    plan = PipelinePlan(schedule={"a": TaskSchedule(stream=stream)}, streams={"s": StreamSpec()})
+    assert f"task 'a': stream is {stream!r}; give a name" in refused(plan, "a")
+
+
+def test_what_is_no_task_is_refused() -> None:
+    """A bare function has no name to stand for it in a plan."""
+    plan = PipelinePlan(schedule={"a": TaskSchedule()})
+    with pytest.raises(
+        PlanError, match=r"tasks has <built-in .*write PipelineTask\(name, function"
+    ):
+        check(plan, [task("a"), print])  # type: ignore[list-item]
+
+
 def test_a_thread_group_needs_a_name() -> None:
     """An empty group is refused."""
     plan = PipelinePlan(schedule={"a": TaskSchedule(thread_group="")})
