@@ -11,6 +11,7 @@ shared with ``swpipe.happens``: no clock, no reasoning about iterations; the tim
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 from swpipe.plan import StreamRef
@@ -24,11 +25,15 @@ class TooManyError(Exception):
     """More states than were asked for."""
 
 
+Runs = int
+"""A set of runs: a bit for each."""
+
+
 class Item(NamedTuple):
     """Device work in a queue, and the runs whose events it waits for."""
 
     run: Run
-    awaited: frozenset[Run]
+    awaited: Runs
 
 
 class State(NamedTuple):
@@ -43,8 +48,8 @@ class State(NamedTuple):
 
     passed: tuple[int, ...]
     queues: tuple[tuple[Item, ...], ...]
-    called: frozenset[Run]
-    done: frozenset[Run]
+    called: Runs
+    done: Runs
 
 
 class Exhaustive:
@@ -68,14 +73,18 @@ class Exhaustive:
     def __init__(
         self, program: Program, iterations: int, *, streams: bool, most: int = 50_000
     ) -> None:
-        self.host_before: dict[Run, frozenset[Run]] = {}
-        self.device_before: dict[Run, frozenset[Run]] = {}
+        self._bits = {
+            (task, i): 1 << n
+            for n, (task, i) in enumerate(product(program.instructions, range(iterations)))
+        }
+        self._host_before: dict[Run, Runs] = {}
+        self._device_before: dict[Run, Runs] = {}
         self._program = program
         self._iterations = iterations
         self._has_streams = streams
         names: dict[StreamRef, None] = {ins.stream: None for ins in program.instructions.values()}
         self._streams = list(names)
-        start = State((0,) * len(program.lanes), ((),) * len(names), frozenset(), frozenset())
+        start = State((0,) * len(program.lanes), ((),) * len(names), 0, 0)
         seen, left = {start}, [start]
         while left:
             for state in self._moves(left.pop()):
@@ -85,6 +94,14 @@ class Exhaustive:
             if len(seen) > most:
                 raise TooManyError
         self.states = len(seen)
+        self.host_before = self._named(self._host_before)
+        self.device_before = self._named(self._device_before)
+
+    def _named(self, before: dict[Run, Runs]) -> dict[Run, frozenset[Run]]:
+        bits = self._bits.items()
+        return {
+            of: frozenset(run for run, bit in bits if runs & bit) for of, runs in before.items()
+        }
 
     def _moves(self, state: State) -> list[State]:
         lanes = (self._pass(state, lane) for lane in range(len(state.passed)))
@@ -108,33 +125,35 @@ class Exhaustive:
             return state._replace(passed=passed)
         if self._has_streams and ins.task == ADMIT:
             held_up_by = (RETIRE, i - self._program.depth)
-            if i >= self._program.depth and held_up_by not in state.done:
+            if i >= self._program.depth and not state.done & self._bits[held_up_by]:
                 return None
-        _strike(self.host_before, (ins.task, i), state.called)
-        return State(
-            passed, self._queued(state, ins, i), state.called | {(ins.task, i)}, state.done
-        )
+        _strike(self._host_before, (ins.task, i), state.called)
+        called = state.called | self._bits[ins.task, i]
+        return State(passed, self._queued(state, ins, i), called, state.done)
 
     def _queued(self, state: State, ins: Instruction, i: int) -> tuple[tuple[Item, ...], ...]:
         """The queues, once the instruction has submitted its work."""
         if not self._has_streams or ins.task == ADMIT:
             return state.queues
-        awaited = {(wait.producer, i - wait.distance) for wait in ins.event_waits}
+        awaited = 0
+        for wait in ins.event_waits:
+            if wait.producer != ADMIT:
+                awaited |= self._bits.get((wait.producer, i - wait.distance), 0)
         # To wait for an event that was never recorded is to wait for nothing.
-        item = Item((ins.task, i), frozenset(awaited & state.called) - {(ADMIT, i)})
+        item = Item((ins.task, i), awaited & state.called)
         n = self._streams.index(ins.stream)
         return (*state.queues[:n], (*state.queues[n], item), *state.queues[n + 1 :])
 
     def _run(self, state: State, n: int) -> State | None:
         """(2) The state after the head of a queue, or None if it cannot run now."""
-        if not state.queues[n] or not state.queues[n][0].awaited <= state.done:
+        if not state.queues[n] or state.queues[n][0].awaited & ~state.done:
             return None
         run = state.queues[n][0].run
-        _strike(self.device_before, run, state.done)
+        _strike(self._device_before, run, state.done)
         queues = (*state.queues[:n], state.queues[n][1:], *state.queues[n + 1 :])
-        return state._replace(queues=queues, done=state.done | {run})
+        return state._replace(queues=queues, done=state.done | self._bits[run])
 
 
-def _strike(before: dict[Run, frozenset[Run]], run: Run, done: frozenset[Run]) -> None:
+def _strike(before: dict[Run, Runs], run: Run, done: Runs) -> None:
     """Keep of what comes before a run only what is done in this state, too."""
     before[run] = before.get(run, done) & done

@@ -26,7 +26,7 @@ from swpipe.soundness import (
     stale_problems,
 )
 from swpipe.task import PipelineTask
-from swpipe.verify import check
+from swpipe.verify import check, tasks_given
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def verify(
         PlanError: Lists all that is wrong.
         TypeError: Neither tasks nor effects, or a budget without sizes.
     """
-    given = tuple(plan.tasks if tasks is None else tasks)
+    given = tasks_given(plan, tasks)
     if not given and effects is None:
         raise TypeError("verify needs the tasks, or a table of their effects: give one of the two")
     if budget_bytes is not None and sizes is None:
