@@ -129,6 +129,32 @@ class PipelinePlan:
         tasks = tuple(tasks)
         return cls(schedule={task: TaskSchedule() for task in tasks}, order=tasks, pipeline_depth=1)
 
+    @classmethod
+    def infer(cls, tasks: Iterable[PipelineTask], batch: Any, **options: Any) -> Self:
+        """All tasks in stage 0 on the caller's thread, with the dependences that a recording finds.
+
+        The tasks run a few times, serially, on copies of the batch; models and optimizers are put
+        back afterwards. ``swpipe.inference.record`` says what is seen, what is not, and takes
+        ``options``. The plan keeps the tasks; with ``dataclasses.replace`` it gets stages, thread
+        groups and streams, and keeps its dependences. Tasks that communicate are globally ordered.
+
+        Raises:
+            PlanError: There are no tasks, or two have one name.
+            BaseException: Whatever a task raised, with a note of where.
+        """
+        from swpipe.inference import record  # loaded for those who ask
+
+        recording = record(tasks, batch, **options)
+        found = recording.dependences()
+        return cls(
+            schedule={
+                task: TaskSchedule(globally_ordered=task.name in recording.collectives)
+                for task in recording.tasks
+            },
+            deps=found.deps,
+            cross_iter_deps=found.cross_iter_deps,
+        )
+
     @property
     def max_stage(self) -> int:
         """The last stage; -1 for a plan without tasks."""

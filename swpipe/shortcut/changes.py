@@ -92,7 +92,7 @@ class _Content:
         )
 
     def modified(self) -> bool:
-        return any(not _same(node, open_node(node.value)) for node in self._nodes) or any(
+        return any(not same_node(node, open_node(node.value)) for node in self._nodes) or any(
             state.moved() for state in self._tensors
         )
 
@@ -151,7 +151,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _same(before: Node, now: Node) -> bool:
+def same_node(before: Node, now: Node) -> bool:
+    """Whether a container holds what it held, but for what it works out lazily when asked."""
     if has_record_stream(type(now.value)):
         before, now = _without_lazy(before, now)
     return _all_same(before.keys, now.keys) and _all_same(before.children, now.children)

@@ -1,0 +1,42 @@
+"""How generators of random numbers stand: whoever lets one move on has drawn from it."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+TORCH = "torch's default generators"
+"""The one that tasks with ``random=True`` need not keep their order over."""
+
+
+def states(device_type: str, found: Mapping[str, Any]) -> dict[str, object]:
+    """Name to where the generator stands: those of torch, Python and numpy, and those found."""
+    of_torch = [_bytes(torch.get_rng_state())]
+    if device_type != "cpu":
+        of_torch.append(_bytes(torch.get_device_module(device_type).get_rng_state()))
+    where: dict[str, object] = {
+        TORCH: of_torch,
+        "Python's default generator": random.getstate(),
+    }
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        where["numpy's default generator"] = pickle.dumps(numpy.get_state())
+    return where | {name: _state(generator) for name, generator in found.items()}
+
+
+def _state(generator: Any) -> object:
+    if isinstance(generator, torch.Generator):
+        return _bytes(generator.get_state())
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return pickle.dumps(bits.state)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.tolist())

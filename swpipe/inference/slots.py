@@ -1,0 +1,180 @@
+"""Named places outside the context that tensors lie in: parameters, gradients, optimizer state.
+
+A *slot* is a place that keeps its name while its tensor may change: ``model.net.weight``, its
+``.grad``, ``optimizer: exp_avg of model.net.weight``, or a tensor that an object or a closure
+holds. Slots are found by what the tasks' functions can reach (``swpipe.reach``), anew each time:
+an optimizer makes its state when it first steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from swpipe.reach import PLAIN, Found, find_all, is_generator
+from swpipe.shortcut.changes import grad_of
+from swpipe.task import PipelineTask
+from swpipe.tree import nodes_in, tensors_in
+
+
+class Slot(NamedTuple):
+    """A place for a tensor.
+
+    Attributes:
+        name: "model.net.weight".
+        root: The object that it belongs to: "model".
+        kind: "parameters", "buffers", "gradients", "state" of an optimizer, or "" for a tensor that
+            belongs to neither a module nor an optimizer.
+    """
+
+    name: str
+    root: str
+    kind: str
+
+
+@dataclass
+class Reached:
+    """What lay within reach at one moment.
+
+    Attributes:
+        tensors: Slot to its tensor.
+        options: Optimizer's name to its id, and what its groups say beside the parameters.
+        generators: Name to a generator of random numbers.
+        plain: Path to a plain Python value, or to how long a container is.
+    """
+
+    tensors: dict[Slot, Tensor] = field(default_factory=dict)
+    options: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+def reached_by(tasks: Iterable[PipelineTask]) -> Reached:
+    """All that the tasks can reach now."""
+    reached = Reached()
+    names = _Names()
+    names_of: dict[int, str] = {}
+    optimizers: list[tuple[str, Optimizer]] = []
+    for found in find_all(tasks):
+        if is_generator(found.owner) or isinstance(found.owner, random.Random):
+            reached.generators[names.unique(_pretty(found))] = found.owner
+        elif isinstance(found.owner, Optimizer):
+            optimizers.append((names.unique(_pretty(found)), found.owner))
+        elif isinstance(found.owner, Tensor | torch.nn.Module):
+            _add(reached, names_of, _of_owner(names.unique(_pretty(found)), found.owner))
+        elif isinstance(found.owner, PLAIN):
+            reached.plain[names.unique(_pretty(found))] = found.owner
+        elif isinstance(found.owner, list | dict | set):
+            reached.plain[names.unique(f"the length of {_pretty(found)}")] = len(found.owner)
+    for root, optimizer in optimizers:  # last: their state is named after parameters
+        _add(reached, names_of, _parameters_of(root, optimizer, names_of))
+        _add(reached, names_of, _state_of(root, optimizer, names_of))
+        reached.options[root] = (id(optimizer), _options(optimizer))
+    return reached
+
+
+class _Names:
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+
+    def unique(self, name: str) -> str:
+        self._count[name] += 1
+        return name if self._count[name] == 1 else f"{name} ({self._count[name]})"
+
+
+def _pretty(found: Found) -> str:
+    path = found.path.replace(".[", "[")
+    while path.startswith("self.") or path == "self":
+        path = path[5:]
+    return path or type(found.owner).__name__
+
+
+def _add(reached: Reached, names_of: dict[int, str], slots: Iterable[tuple[Slot, Tensor]]) -> None:
+    """Add slots whose tensors are not in one yet, and their gradients."""
+    for slot, tensor in slots:
+        if id(tensor) in names_of:
+            continue
+        names_of[id(tensor)] = slot.name
+        reached.tensors[slot] = tensor
+        grad = grad_of(tensor)
+        if grad is not None and id(grad) not in names_of:
+            names_of[id(grad)] = f"{slot.name}.grad"
+            reached.tensors[Slot(f"{slot.name}.grad", slot.root, "gradients")] = grad
+
+
+def _of_owner(root: str, owner: Any) -> Iterator[tuple[Slot, Tensor]]:
+    if isinstance(owner, Tensor):
+        yield Slot(root, root, ""), owner
+        return
+    seen = {id(owner)}
+    ahead: list[tuple[str, torch.nn.Module]] = [(root, owner)]
+    while ahead:
+        path, module = ahead.pop(0)
+        for name, value in list(vars(module).items()):
+            held = value if name in _REGISTERED else {name: value}
+            if not isinstance(held, dict):
+                continue
+            kind = "parameters" if name == "_parameters" else "buffers"
+            for key, item in held.items():
+                yield from _numbered(f"{path}.{key}", root, kind, item)
+                for where, child in _modules(f"{path}.{key}", item):
+                    if id(child) not in seen:
+                        seen.add(id(child))
+                        ahead.append((where, child))
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _numbered(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[Slot, Tensor]]:
+    if isinstance(value, Tensor):
+        yield Slot(path, root, kind), value
+    else:
+        for index, tensor in enumerate(tensors_in(value)):
+            yield Slot(f"{path}[{index}]", root, kind), tensor
+
+
+def _modules(path: str, value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module, or those in a plain list or dict."""
+    if isinstance(value, torch.nn.Module):
+        yield path, value
+    for node in nodes_in(value):
+        for index, item in enumerate(node.children):
+            if isinstance(item, torch.nn.Module):
+                yield f"{path}[{node.keys[index] if node.keys else index}]", item
+
+
+def _parameters_of(
+    root: str, optimizer: Optimizer, names_of: dict[int, str]
+) -> Iterator[tuple[Slot, Tensor]]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if id(parameter) not in names_of:
+            yield Slot(f"{root}: parameter {index}", root, "parameters"), parameter
+
+
+def _state_of(
+    root: str, optimizer: Optimizer, names_of: dict[int, str]
+) -> Iterator[tuple[Slot, Tensor]]:
+    for index, (parameter, state) in enumerate(optimizer.state.items()):
+        of = names_of.get(id(parameter), f"parameter {index}")
+        for key, value in state.items() if isinstance(state, dict) else [("state", state)]:
+            yield from _numbered(f"{root}: {key} of {of}", root, "state", value)
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield from _numbered(f"{root}: {key} of group {number}", root, "state", value)
+
+
+def _options(optimizer: Optimizer) -> Any:
+    return [
+        [(key, value) for key, value in group.items() if isinstance(value, (*PLAIN, tuple))]
+        for group in optimizer.param_groups
+    ]
