@@ -8,7 +8,8 @@ the largest lookahead. What rules an assignment:
   tasks, at lookahead 0.
 - **No future is read.** Where a consumer comes after a producer d iterations before, the producer's
   lookahead is at least the consumer's less d. So a raise pulls producers along, and a producer
-  that stays holds its consumers back.
+  that stays holds its consumers back. A dependence within a period counts with the distance that it
+  has as the plan stands: a raise may make that smaller, which asks for more, but not greater.
 - **Communicators keep their queues.** Of two tasks of one queue the later is never raised above
   the sooner, so an iteration's collectives keep their order. Tickets stay as they are.
 - **In flight** are no more iterations than the limits allow: L + 1.
@@ -168,7 +169,7 @@ class Rules:
         """The rules of a plan that keeps to the limits."""
         floor = lookaheads(plan)
         queues = communicator_queues(plan, costs)
-        bounds = [Bound(*dep[:3]) for dep in dependences(plan) if dep.source != "same_period_deps"]
+        bounds = [Bound(*dep[:3]) for dep in dependences(plan)]
         stays = {*limits.frozen, *callers_own(plan)}
         for later, sooner in tickets(queues):
             if floor[later] <= floor[sooner]:
@@ -201,13 +202,12 @@ class Rules:
 def too_deep(plan: PipelinePlan, limits: Limits) -> Iterator[Problem]:
     """What in a plan is further ahead than the limits admit, where lookaheads only rise."""
     ahead = lookaheads(plan)
-    first = max(ahead, key=lambda name: ahead[name])
-    if ahead[first] + 1 > limits.in_flight:
+    if (least := plan.max_stage + 1) > limits.in_flight:
         yield Problem(
-            f"the limit of {limits.in_flight} iterations in flight binds: task {first!r} runs "
-            f"{ahead[first]} ahead of the last stage as the plan stands, and lookaheads only rise: "
-            f"allow {ahead[first] + 1} or more, or begin with fewer stages",
-            (first,),
+            f"the limit of {limits.in_flight} iterations in flight binds: the plan as it stands "
+            f"has {least} stages, and lookaheads only rise: allow {least} or more, or begin with "
+            "fewer stages",
+            tuple(name for name, entry in plan.schedule.items() if not entry.stage),
         )
     for name in limits.frozen:
         if ahead[name]:
@@ -252,9 +252,7 @@ def best_assignment(
     None where no assignment has an order: the queues contradict the plan's edges of lag 0. Fewer
     iterations in flight come first, and where the lower bound is reached nothing more is tried.
     """
-    # The distance of a same-period dependence goes by stages, and the bound with it.
-    bounded = not plan.same_period_deps
-    least_us = lower_bounds(plan, costs, streams=streams).ii_us if bounded else 0.0
+    least_us = lower_bounds(plan, costs, streams=streams).ii_us
     best: Scored | None = None
     tried = 0
     for levels in _assignments(plan, costs, rules):
@@ -274,7 +272,7 @@ def best_assignment(
 def _with(
     plan: PipelinePlan, levels: Mapping[str, int], priority: Sequence[str], rules: Rules
 ) -> PipelinePlan:
-    most = max(levels.values())
+    most = max(plan.max_stage, *levels.values())
     depth = plan.pipeline_depth
     raised = replace(
         plan,
