@@ -226,6 +226,16 @@ class PipelineFactory:
         return sorted(cls._builders)
 
 
+def _semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
+    if tasks.tables_in_step:
+        raise ValueError(
+            "semi_sync looks up the next batch before this one's backward, which data-parallel "
+            "tables and those that the optimizers step do not allow: shard them otherwise, with a "
+            "fused optimizer, or take jagged_split_sparse_dist"
+        )
+    return plans.semi_sync()
+
+
 def _named(plan: PipelinePlan | PlanFor) -> Builder:
     def builder(**arguments: Any) -> SparseDistPipeline:
         return build(plan, **arguments)
@@ -240,4 +250,4 @@ PipelineFactory.register(
     "jagged_split_sparse_dist",
     _named(lambda tasks: plans.split(tables_in_step=tasks.tables_in_step)),
 )
-PipelineFactory.register("jagged_semi_sync_sparse_dist", _named(plans.semi_sync()))
+PipelineFactory.register("jagged_semi_sync_sparse_dist", _named(_semi_sync))

@@ -125,8 +125,8 @@ def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Fou
 
 
 def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
-    wanted = _input_type(module)
-    if wanted is None:
+    wanted = _input_types(module)
+    if not wanted:
         return Found(
             why=f"the first parameter of {type(module).__name__}.input_dist says no type to match "
             "the batch's attributes with: annotate it, or name its input"
@@ -134,19 +134,19 @@ def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
     fitting = [name for name, value in attributes.items() if isinstance(value, wanted)]
     if len(fitting) == 1:
         return named_input(fitting[0])
+    kinds = " or ".join(kind.__name__ for kind in wanted)
     have = f"{len(fitting)} ({', '.join(fitting)})" if fitting else "none"
     return Found(
-        why=f"of the attributes of {type(batch).__name__}, {have} is a {wanted.__name__}, which "
+        why=f"of the attributes of {type(batch).__name__}, {have} is a {kinds}, which "
         'its input_dist takes: name the right one, inputs={"module": "attribute"}'
     )
 
 
-def _input_type(module: Any) -> type | None:
-    """The annotated type of the parameter that follows the module's context."""
+def _input_types(module: Any) -> tuple[type, ...]:
+    """The annotated types of the parameter that follows the module's context."""
     names = list(inspect.signature(module.input_dist).parameters)
-    hints = typing.get_type_hints(type(module).input_dist)
-    wanted = hints.get(names[1]) if len(names) > 1 else None
-    return wanted if isinstance(wanted, type) else None
+    hint = typing.get_type_hints(type(module).input_dist).get(names[1]) if names[1:] else None
+    return tuple(kind for kind in typing.get_args(hint) or (hint,) if isinstance(kind, type))
 
 
 def named_input(path: str) -> Found:

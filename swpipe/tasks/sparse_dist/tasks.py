@@ -35,7 +35,6 @@ gradients       of all that optimizers step                                  kep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist

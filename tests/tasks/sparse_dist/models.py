@@ -57,6 +57,10 @@ class Batch(Pipelineable):  # type: ignore[misc]
             self.labels.to(device, non_blocking=non_blocking),
         )
 
+    def work(self) -> Tensor:
+        """Ids per row, as floats: what a shuffler balances."""
+        return self.ids.lengths().view(TABLES, -1).sum(0).float()
+
     def record_stream(self, stream: Any) -> None:
         for part in (self.dense, self.ids, self.labels):
             part.record_stream(stream)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swpipe.tasks.sparse_dist import PipelineFactory
+from swpipe.tasks.sparse_dist.shuffle import KarmarkarKarpShuffler
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,
@@ -48,20 +49,14 @@ class Outcome:
 
     def differences(self, other: Outcome) -> list[str]:
         """Where two trainings differ, in any bit."""
-        found = [
-            f"output {k}"
-            for k, (a, b) in enumerate(zip(self.outputs, other.outputs))
-            if not torch.equal(a, b)
-        ]
-        if len(self.outputs) != len(other.outputs):
-            found.append(f"{len(self.outputs)} and {len(other.outputs)} outputs")
+        found = [f"{len(self.outputs)} outputs, and {len(other.outputs)}"]
+        if len(self.outputs) == len(other.outputs):
+            pairs = zip(self.outputs, other.outputs, strict=True)
+            found = [f"output {k}" for k, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
         if self.state.keys() != other.state.keys():
-            found.append("the names of the parameters")
-        return found + [
-            k
-            for k in self.state
-            if k in other.state and not torch.equal(self.state[k], other.state[k])
-        ]
+            return [*found, "the names of the parameters"]
+        mine, theirs = self.state, other.state
+        return found + [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
 def to_the_end(pipeline: Any, data: Iterator[Batch]) -> list[Tensor]:
@@ -74,27 +69,42 @@ def to_the_end(pipeline: Any, data: Iterator[Batch]) -> list[Tensor]:
             return outputs
 
 
-def by_torchrec(job: Job, steps: int) -> Outcome:
+def by_torchrec(job: Job, data: Iterator[Batch]) -> Outcome:
     """What TorchRec's unpipelined pipeline makes of a job."""
     model = sharded(job)
     pipeline = TrainPipelineBase(model, dense_optimizer(job, model), CPU)
-    return Outcome(to_the_end(pipeline, batches(steps)), everything(model))
+    return Outcome(to_the_end(pipeline, data), everything(model))
 
 
-def by_name(name: str, job: Job, steps: int, **options: Any) -> Outcome:
+def by_name(name: str, job: Job, data: Iterator[Batch], **options: Any) -> Outcome:
     """What one of our pipelines makes of it."""
     model = sharded(job)
     with PipelineFactory.create(
         name, model=model, optimizer=dense_optimizer(job, model), device=CPU, **options
     ) as pipeline:
-        outputs = to_the_end(pipeline, batches(steps))
+        outputs = to_the_end(pipeline, data)
     return Outcome(outputs, everything(model))
 
 
 def differences(
-    job: Job, steps: int, names: tuple[str, ...] = EXACT, **options: Any
+    job: Job, steps: int, names: tuple[str, ...] = EXACT, shuffled: bool = False, **options: Any
 ) -> dict[str, list[str]]:
-    """For each of our pipelines, where it differs from TorchRec's base; empty where it does not."""
-    wanted = by_torchrec(job, steps)
-    found = {name: by_name(name, job, steps, **options).differences(wanted) for name in names}
-    return {name: where for name, where in found.items() if where}
+    """For each of our pipelines that differs from TorchRec's base, where it does."""
+    wanted = by_torchrec(job, _dealt(steps) if shuffled else batches(steps))
+    found = {}
+    for name in names:
+        shuffler = KarmarkarKarpShuffler(Batch.work) if shuffled else None
+        outcome = by_name(name, job, batches(steps), shuffler=shuffler, **options)
+        if where := outcome.differences(wanted):
+            found[name] = where
+        if shuffler is not None:
+            shuffler.close()
+    return found
+
+
+def _dealt(steps: int) -> Iterator[Batch]:
+    """The batches as a shuffler deals them, one by one."""
+    shuffler = KarmarkarKarpShuffler(Batch.work)
+    for batch in batches(steps):
+        yield shuffler.finish(batch, shuffler.start(batch))
+    shuffler.close()
