@@ -63,6 +63,8 @@ class LoopGraph:
         last: These, and all that come after them in their iteration: they can only be in the last
             stage as well.
         serial: The tasks in the order of a serial run.
+        least_stages: Task to the least stage it can have: above 0 only where ``same_period_deps``
+            reach into later iterations.
         handover_us: What a wait for another thread costs.
     """
 
@@ -78,6 +80,7 @@ class LoopGraph:
     frozen: frozenset[int]
     last: frozenset[int]
     serial: tuple[int, ...]
+    least_stages: tuple[int, ...]
     handover_us: float
 
     @property
@@ -124,6 +127,7 @@ def loop_graph(plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams:
         frozen=frozen,
         last=_after(deps, frozen),
         serial=tuple(index[name] for name in serial_order(plan, names)),
+        least_stages=_least_stages(len(names), deps),
         handover_us=costs.handover_us,
     )
 
@@ -177,3 +181,12 @@ def _after(deps: Sequence[tuple[int, int, int]], first: frozenset[int]) -> froze
     while more := {c for c, p, d in deps if d <= 0 and p in found} - found:
         found |= more
     return frozenset(found)
+
+
+def _least_stages(size: int, deps: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    stages = [0] * size
+    if any(d < 0 for _, _, d in deps):
+        for _ in range(size):
+            for c, p, d in deps:
+                stages[c] = max(stages[c], stages[p] - d)
+    return tuple(stages)

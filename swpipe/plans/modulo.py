@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from swpipe.costs import CostModel
+from swpipe.errors import InternalError
 from swpipe.plan import PipelinePlan
+from swpipe.plans.cycles import Arc, heaviest_cycle, ticks
 from swpipe.plans.iterative import Schedule, schedule
 from swpipe.plans.lanes import lane_choices
-from swpipe.plans.layout import layouts, plan_of
+from swpipe.plans.layout import Layout, layouts, plan_of
 from swpipe.plans.loop_graph import LoopGraph
 from swpipe.plans.simulate import steady_interval
 from swpipe.program import compile_plan
@@ -75,7 +77,19 @@ class Search:
     tries: int = 4
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def best(self, bound_us: float, threads: int, depth: int) -> Found | None:
+    def bound_us(self, threads: int, depth: int) -> float:
+        """No plan with so many threads and iterations in flight is faster."""
+        n, graph = self.graph.size, self.graph
+        host = max(sum(graph.host_us) / threads, *graph.host_us, _busiest(graph))
+        begin, end = 2 * n, 2 * n + 1
+        arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
+        for v in range(n):
+            last = n + v if graph.streams else v
+            arcs += [Arc(begin, v, 0, 0), Arc(last, end, ticks(graph.time_us(last)), 0)]
+        cycle = heaviest_cycle(2 * n + 2, [*arcs, Arc(end, begin, 0, depth)])
+        return max(host, cycle.ratio_us if cycle is not None else 0.0)
+
+    def best(self, bound_us: float, threads: int, depth: int) -> Found:
         """The best plan found with at most so many threads and iterations in flight.
 
         Args:
@@ -83,8 +97,11 @@ class Search:
             threads: Thread groups at most.
             depth: Iterations in flight at most.
         """
-        best = self.at(bound_us, threads, depth)
-        if best is not None and best.ii_us <= bound_us * (1 + SAME):
+        best = self.serial()
+        found = self.at(bound_us, threads, depth)
+        if found is not None and found.beats(best):
+            best = found
+        if best.ii_us <= bound_us * (1 + SAME):
             return best
         low = bound_us
         for step in _STEPS:
@@ -92,11 +109,11 @@ class Search:
             found = self.at(period_us, threads, depth)
             if found is not None and found.beats(best):
                 best = found
-            if best is not None and best.ii_us <= period_us * (1 + SAME):
+            if best.ii_us <= period_us * (1 + SAME):
                 break
             low = period_us
         for _ in range(_HALVINGS):
-            if best is None or best.ii_us <= low * (1 + 1e-4):
+            if best.ii_us <= low * (1 + 1e-4):
                 break
             middle = (low + best.ii_us) / 2
             found = self.at(middle, threads, depth)
@@ -115,6 +132,23 @@ class Search:
                     best = found
                 if found.ii_us <= period_us * (1 + SAME):
                     return best
+        return best
+
+    def serial(self) -> Found:
+        """The plan that overlaps nothing but what the device overlaps by itself."""
+        stages = self.graph.least_stages
+        order = sorted(self.graph.serial, key=lambda v: -stages[v])
+        layout = Layout((0,) * self.graph.size, stages, tuple(order), max(stages) + 1)
+        found = self._found(plan_of(self.base, self.graph, layout, layout.depth), layout.lanes)
+        if found is None:
+            raise InternalError("the least stages do not say what same_period_deps ask for")
+        return found
+
+    def realised(self, times: Schedule, depth: int) -> Found | None:
+        """The best plan that these start times make, whoever found them."""
+        best: Found | None = None
+        for found in self._plans(times, times.period_us, depth):
+            best = found if found.beats(best) else best
         return best
 
     def _schedules(self, period_us: float, threads: int) -> Iterator[Schedule]:
@@ -150,3 +184,11 @@ class Search:
             interval = steady_interval(program, self.costs, streams=self.graph.streams)
             self._seen[key] = interval.ii_us
         return Found(plan, self._seen[key], len({0, *lanes}))
+
+
+def _busiest(graph: LoopGraph) -> float:
+    load = [0.0] * len(graph.resources)
+    for holds in graph.holds:
+        for hold in holds:
+            load[hold.what] += hold.time_us
+    return max(load, default=0.0)

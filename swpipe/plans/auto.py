@@ -1,0 +1,187 @@
+"""The planner to use: the least interval, then the least depth, then the fewest threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swpipe.costs import CostModel
+from swpipe.effects import EffectTable
+from swpipe.errors import PlanError, Problem
+from swpipe.plan import PipelinePlan
+from swpipe.plans.bounds import Bounds, lower_bounds
+from swpipe.plans.limits import Limits
+from swpipe.plans.loop_graph import LoopGraph, loop_graph
+from swpipe.plans.modulo import SAME, Found, Search
+from swpipe.plans.paper import check_on_paper
+from swpipe.plans.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan, and why it is this one.
+
+    Attributes:
+        plan: The plan that was chosen.
+        ii_us: The interval that the simulator predicts for it, in microseconds.
+        bounds: What no plan within the limit on threads can beat.
+        in_flight: Iterations in flight: the plan's depth.
+        threads: Thread groups, the caller's counted.
+        why: In words, a sentence each: what limits the interval, what each thread earned, what the
+            depth is for.
+    """
+
+    plan: PipelinePlan
+    ii_us: float
+    bounds: Bounds
+    in_flight: int
+    threads: int
+    why: tuple[str, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far the interval is above the lower bound; 0.01 is 1%."""
+        return self.ii_us / self.bounds.ii_us - 1 if self.bounds.ii_us else 0.0
+
+    def format(self) -> str:
+        """A head line, and the reasons."""
+        head = (
+            f"{_ms(self.ii_us)} per iteration, {_count(self.in_flight, 'iteration')} in flight, "
+            f"{_count(self.threads, 'thread')}"
+        )
+        return "\n".join([head, *(f"  {sentence}" for sentence in self.why)])
+
+
+def auto_plan(
+    plan: PipelinePlan,
+    costs: CostModel,
+    *,
+    limits: Limits | None = None,
+    streams: bool = True,
+    effects: EffectTable | None = None,
+) -> Choice:
+    """Plan a loop by modulo scheduling.
+
+    Stages, thread groups, order and depth are chosen. Dependences, streams, global order and meant
+    staleness stay as they are. A pair of ``same_period_deps`` keeps the distance that the stages of
+    ``plan`` give it.
+
+    Args:
+        plan: Carries the tasks' names, dependences, streams and global order. Its own stages,
+            groups, order and depth count for nothing else.
+        costs: A cost for each task.
+        limits: What to keep to; None for ``Limits()``.
+        streams: Whether the device has streams; False for a CPU.
+        effects: What the tasks touch, where it is known: the plan found must keep its order.
+
+    Raises:
+        PlanError: ``plan`` cannot run, a task has no cost, a frozen task is unknown, the limits
+            admit no plan, or dependences are missing for the effects given.
+    """
+    limits = limits if limits is not None else Limits()
+    check_on_paper(plan)
+    limits.check(plan)
+    bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
+    graph = loop_graph(plan, costs, limits, streams=streams)
+    _admits(graph, limits)
+    search = Search(plan, costs, graph)
+    by_threads = _by_threads(search, limits, bounds)
+    best = _shallower(search, _best(by_threads), limits)
+    if effects is not None:
+        verify(best.plan, effects=effects, streams=streams)
+    return Choice(
+        plan=best.plan,
+        ii_us=best.ii_us,
+        bounds=bounds,
+        in_flight=best.plan.depth,
+        threads=best.threads,
+        why=tuple(_why(best, by_threads, bounds, graph)),
+    )
+
+
+def _by_threads(search: Search, limits: Limits, bounds: Bounds) -> list[Found]:
+    """The best plan for one thread, two, and so on, until more cannot help."""
+    found: list[Found] = []
+    for threads in range(1, limits.threads + 1):
+        bound_us = search.bound_us(threads, limits.in_flight)
+        if found and bound_us >= _best(found).ii_us * (1 - SAME):
+            continue
+        found.append(search.best(bound_us, threads, limits.in_flight))
+        if found[-1].ii_us <= bounds.ii_us * (1 + SAME):
+            break
+    return found
+
+
+def _best(found: Sequence[Found]) -> Found:
+    best = found[0]
+    for each in found[1:]:
+        best = each if each.beats(best) else best
+    return best
+
+
+def _shallower(search: Search, best: Found, limits: Limits) -> Found:
+    """The same interval with fewer iterations in flight, then with fewer threads."""
+    while best.plan.depth > 1:
+        depth = best.plan.depth - 1
+        if search.bound_us(limits.threads, depth) > best.ii_us * (1 + SAME):
+            break
+        found = search.at(best.ii_us, limits.threads, depth)
+        if found is None or not found.beats(best):
+            break
+        best = found
+    while best.threads > 1:
+        if search.bound_us(best.threads - 1, best.plan.depth) > best.ii_us * (1 + SAME):
+            break
+        found = search.at(best.ii_us, best.threads - 1, best.plan.depth)
+        if found is None or not found.beats(best):
+            break
+        best = found
+    return best
+
+
+def _admits(graph: LoopGraph, limits: Limits) -> None:
+    """Refuse limits under which no plan exists: pairs that reach into later iterations."""
+    least = max(graph.least_stages) + 1
+    if least <= limits.in_flight:
+        return
+    reaching = [(graph.names[c], graph.names[p]) for c, p, d in graph.deps if d < 0]
+    pairs = ", ".join(f"{c} after {p}" for c, p in reaching)
+    raise PlanError(
+        [
+            Problem(
+                f"the limit of {_count(limits.in_flight, 'iteration')} in flight admits no plan: "
+                f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} "
+                "or more",
+                tuple(dict.fromkeys(name for pair in reaching for name in pair)),
+            )
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------------------ words
+
+
+def _why(best: Found, by_threads: Sequence[Found], bounds: Bounds, graph: LoopGraph) -> list[str]:
+    gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
+    reached = "reaches" if gap < 1e-6 else f"is {gap:.1%} above"
+    words = [f"It {reached} the lower bound of {_ms(bounds.ii_us)}: {bounds.limiting}."]
+    tried = [f for f in by_threads if f.threads <= best.threads]
+    for fewer, more in pairwise(tried):
+        words.append(
+            f"{_count(more.threads, 'thread')} instead of {fewer.threads} save "
+            f"{_ms(fewer.ii_us - more.ii_us)} of {_ms(fewer.ii_us)}."
+        )
+    if best.threads == 1:
+        words.append("One thread is enough: another would have nothing to wait for in its place.")
+    serial_us = sum(graph.host_us) + sum(graph.device_us)
+    words.append(f"All tasks one after the other take {_ms(serial_us)}.")
+    return words
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3f} ms"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
