@@ -123,7 +123,9 @@ def _cycle_words(graph: TimedGraph, cycle: Cycle) -> str:
         return _load_words(graph, rows.pop())
     nodes = graph.nodes
     steps, iteration = [], 0
-    for tail, head, _, lag in cycle.arcs:
+    arcs = cycle.arcs
+    first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
+    for tail, head, _, lag in (*arcs[first:], *arcs[:first]):
         steps.append(_Step(tail, iteration))
         iteration += lag - nodes[head].stage + nodes[tail].stage
     return _path_words(graph, steps, iteration, cycle.ratio_us)
