@@ -71,7 +71,7 @@ class Exhaustive:
     """
 
     def __init__(
-        self, program: Program, iterations: int, *, streams: bool, most: int = 50_000
+        self, program: Program, iterations: int, *, streams: bool, most: int = 2_000
     ) -> None:
         self._bits = {
             (task, i): 1 << n

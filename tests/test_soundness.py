@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -54,17 +55,23 @@ def named(problems: list[Problem]) -> set[frozenset[str]]:
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None:
     """No false alarm on 500 safe plans; all unsafe ones refused, for the pairs at fault."""
-    safe = unsafe = threaded = seed = 0
-    while safe < SAFE_PLANS:
+    safe = unsafe = threaded = too_large = 0
+    for seed in count():
         plan, workload = random_pair(seed)
         effects = effects_of(workload)
-        broken = fights(plan, effects, streams=streams)
+        try:
+            broken = fights(plan, effects, streams=streams)
+        except TooManyError:
+            too_large += 1
+            continue
         assert named(order_problems(plan, effects, streams=streams)) == broken, f"seed {seed}"
-        seed += 1
         safe += not broken
         unsafe += bool(broken)
         groups = {entry.thread_group for entry in plan.schedule.values()}
         threaded += not broken and len(groups) > 1
+        if safe == SAFE_PLANS:
+            break
+    assert too_large < SAFE_PLANS // 5
     assert unsafe > SAFE_PLANS // 5
     assert threaded > SAFE_PLANS // 2
 
@@ -72,12 +79,16 @@ def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None
 @pytest.mark.property
 def test_what_lies_further_apart_follows() -> None:
     """In runs of four iterations nothing else goes wrong than in runs of two."""
+    explored = 0
     for seed in range(60):
         plan, workload = random_pair(seed, most_tasks=3)
         effects = effects_of(workload)
         for streams in KINDS:
-            broken = fights(plan, effects, streams=streams, iterations=(3, 4))
-            assert named(order_problems(plan, effects, streams=streams)) == broken
+            with suppress(TooManyError):
+                broken = fights(plan, effects, streams=streams, iterations=(3, 4))
+                assert named(order_problems(plan, effects, streams=streams)) == broken
+                explored += 1
+    assert explored > 90
 
 
 @pytest.mark.property
@@ -92,7 +103,10 @@ def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bo
         assert not order_problems(plan, effects, streams=streams)
         for edge in edges_of(plan):
             mutant = without(plan, edge)
-            broken = fights(mutant, effects, streams=streams)
+            try:
+                broken = fights(mutant, effects, streams=streams)
+            except TooManyError:
+                continue
             pairs = named(order_problems(mutant, effects, streams=streams))
             assert pairs == broken, f"seed {seed}, without {edge}"
             lost = frozenset(map(str, edge[1][:2])) in pairs
