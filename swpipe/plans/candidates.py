@@ -105,7 +105,7 @@ class Space:
         }
 
     def beginnings(self) -> Iterator[Candidate]:
-        """The plan at hand with its own threads, and with those of the default preset.
+        """The plan at hand and the default preset's threads, in its order and the engine's own.
 
         Raises:
             PlanError: Neither keeps to the limit on threads.
@@ -121,7 +121,10 @@ class Space:
                     )
                 ]
             )
-        yield from (self._first._replace(threads=name) for name in need)
+        ties = tuple(period_order(replace(self._plan, order=())))
+        for name in need:
+            yield self._first._replace(threads=name)
+            yield self._first._replace(threads=name, priority=ties)
 
     def neighbours(self, one: Judged) -> Iterator[Candidate]:
         """What differs from a candidate in its threads, in one home's stream, or in its order."""

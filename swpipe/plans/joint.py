@@ -12,8 +12,8 @@
 Lookaheads are not searched: they are what ``swpipe.plans.lookahead`` makes of threads, streams and
 order. A score is the interval under the simulator; of equals, fewer threads are better, then fewer
 iterations in flight. The search begins with the plan as given, and with its threads as in the
-default preset; so what it returns is never worse than the plan given, where that keeps to the
-limits.
+default preset; so what it returns is never worse than the plan given, nor than lookaheads alone
+make of it, where that keeps to the limits.
 
 Frozen tasks and the caller's own stay on the caller's thread, on their stream, and at the lookahead
 that they have. No edge is dropped, and the tickets of a communicator stay in their order. The
