@@ -16,7 +16,10 @@ Guarantees
     - ``Flights.total``, the number of iterations, is set before ``<admit>`` publishes that the data
       has ended; every task comes after ``<admit>`` of its iteration, and so knows whether that
       iteration exists.
-    - A context is handed out by ``<retire>`` and forgotten in the same step.
+    - A context is handed out by ``<retire>`` and forgotten in the same step; a failure that comes
+      right after it waits for the next call.
+    - At the interpreter's end every run is ended: a worker that was then cut off inside torch would
+      abort the process.
 
 Assumptions
     - One thread at a time drives a run; the pipeline sees to that.

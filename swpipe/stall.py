@@ -113,7 +113,9 @@ def _doing(run: Run, lane: LaneRunner) -> str:
     if wait is None:
         if ins.task == ADMIT:
             return f"pulling the batch of iteration {iteration}, or waiting for the device"
-        return f"inside task {ins.task!r} of iteration {iteration}"
+        task = run.engine.tasks.get(ins.task)  # None for <retire>
+        turn = ", or waiting for its turn to draw" if task is not None and task.random else ""
+        return f"inside task {ins.task!r} of iteration {iteration}{turn}"
     other = run.lanes[wait.lane]
     producer = other.instructions[wait.position]
     of = run.flights.first_iteration + lane.period - wait.lag - producer.stage

@@ -197,6 +197,8 @@ def test_who_waits_for_a_turn_wakes_when_the_run_fails() -> None:
         with pytest.raises(StallError) as caught:
             pipe.run(range(3))
         release.set()
+    told = "inside task 'waits' of iteration 0, or waiting for its turn to draw"
+    assert told in str(caught.value)
     assert caught.value.__notes__ == [
         "swpipe: thread group 'a' is still inside task 'h2d'; its thread ends when that returns"
     ]
