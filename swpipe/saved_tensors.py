@@ -25,8 +25,11 @@ class SavedTensors:
         self._saved: dict[int, _SavedTensor] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Save a tensor, and its gradient if it has one."""
-        if id(tensor) not in self._saved and not isinstance(tensor, UNMADE):
+        """Save a tensor, and its gradient if it has one; of a ShardedTensor, the local shards."""
+        if hasattr(tensor, "local_shards"):
+            for shard in tensor.local_shards():
+                self.add(shard.tensor)
+        elif id(tensor) not in self._saved and not isinstance(tensor, UNMADE):
             self._saved[id(tensor)] = _SavedTensor(tensor)
             if tensor.is_leaf and tensor.grad is not None:
                 self.add(tensor.grad)
@@ -82,8 +85,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     if inner := _inner_names(tensor):
         for name in inner:
             yield from _parts(getattr(tensor, name))
-    elif hasattr(tensor, "local_shards"):  # a ShardedTensor
-        yield from (shard.tensor for shard in tensor.local_shards())
     elif tensor.layout is not torch.strided:
         yield tensor
     elif not tensor.is_meta:
