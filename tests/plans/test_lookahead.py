@@ -174,12 +174,27 @@ def test_no_collective_overtakes_another_of_its_communicator() -> None:
 
 def test_one_that_has_overtaken_goes_no_further() -> None:
     """A plan may begin with a later collective ahead of a sooner one: it stays where it is."""
-    schedule = dict(COLLECTIVES.schedule)
-    ahead = {n: replace(e, stage=0 if n == "dist" else 1) for n, e in schedule.items()}
-    plan = replace(COLLECTIVES, schedule=ahead, order=["count", "dist"])
-    long = {"count": TaskCost(device_us=1), "dist": TaskCost(device_us=150)}
-    costs = CostModel({**long, "train": TaskCost(device_us=100)})
-    assert assign_lookaheads(plan, costs).lookahead == {"count": 0, "dist": 1, "train": 0}
+    plan = PipelinePlan(
+        {
+            "count": TaskSchedule(1, globally_ordered=True),
+            "dist": TaskSchedule(0, "dist", globally_ordered=True),
+            "cache": TaskSchedule(1, "cache"),
+            "train": TaskSchedule(1),
+        },
+        deps=[("cache", "dist"), ("train", "cache"), ("train", "count")],
+        cross_iter_deps=[("train", "train")],
+        order=["count", "dist"],
+    )
+    times = {"count": 1, "dist": 90, "cache": 80, "train": 100}
+
+    def ahead(dist: str) -> int:
+        of = {"count": ("x",), "dist": (dist,)}
+        costs = CostModel(
+            {n: TaskCost(device_us=us, resources=of.get(n, ())) for n, us in times.items()}
+        )
+        return assign_lookaheads(plan, costs).lookahead["dist"]
+
+    assert (ahead("x"), ahead("y")) == (1, 2)
 
 
 def test_tickets_stay_in_order() -> None:
