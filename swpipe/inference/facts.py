@@ -27,7 +27,7 @@ class TaskFacts(NamedTuple):
         difference: Between the task's beginning and its end.
         stepped: Optimizers whose ``step`` ran; their names.
         collectives: Names of operators that communicate.
-        sizes: Attribute that it set to its bytes.
+        sizes: Attribute that it set to its bytes; 0 where it deleted it.
         opaque: Attribute that it set to the class of something in it that cannot be looked into.
     """
 

@@ -111,6 +111,7 @@ def _facts(
     after: Moment,
 ) -> TaskFacts:
     values = {name: after.attributes[name] for name in log.sets if name in after.attributes}
+    gone = log.deletes - after.attributes.keys()
     return TaskFacts(
         task=task.name,
         reads=frozenset(log.reads - {"iter_idx"}),
@@ -125,7 +126,7 @@ def _facts(
         difference=before.until(after),
         stepped=frozenset(after.optimizers[n] for n in stepped if n in after.optimizers),
         collectives=frozenset(touched.collectives),
-        sizes={name: _size(value) for name, value in values.items()},
+        sizes={name: _size(value) for name, value in values.items()} | dict.fromkeys(gone, 0),
         opaque={name: kind for name, value in values.items() if (kind := _opaque(value))},
     )
 

@@ -20,8 +20,8 @@ class Recording:
         tasks: In serial order.
         effects: Task to what it reads and writes, declared states included; in serial order.
         states: State to what it stands for: names of parameters, gradients and the like.
-        sizes: (task, attribute that it set) to bytes; the largest of the recorded iterations.
-            Memory counts for each attribute that shares it.
+        sizes: (task, attribute that it set) to bytes, 0 where it deleted it; the largest of the
+            recorded iterations. Memory counts for each attribute that shares it.
         collectives: Tasks that were seen to communicate.
         notes: What was not, or not surely, seen; whole sentences.
     """

@@ -26,9 +26,9 @@ from swpipe.happens import HappensBefore
 from swpipe.plan import PipelinePlan
 from swpipe.program import RETIRE
 
-Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
-"""Task to attribute to the bytes that it holds when the task has run; 0 where the task deletes it.
-Attributes that a task does not touch are left out."""
+Sizes: TypeAlias = Mapping[tuple[str, str], int]
+"""(task, attribute that it sets or deletes) to the bytes that the attribute then holds, 0 where it
+is deleted; tasks in serial order. ``Recording.sizes`` is such a table."""
 
 SHOWN_ATTRIBUTES = 3
 """Of the largest attributes, so many are named in a message."""
@@ -79,7 +79,7 @@ def bytes_in_flight(plan: PipelinePlan, sizes: Sizes, *, streams: bool) -> Footp
 
     Args:
         plan: ``swpipe.verify.check`` finds nothing wrong with it.
-        sizes: Task to attribute to bytes, in serial order.
+        sizes: What each task leaves in its attributes.
         streams: Whether the device has streams.
     """
     before = HappensBefore.of(plan, streams=streams)
@@ -90,7 +90,7 @@ def bytes_in_flight(plan: PipelinePlan, sizes: Sizes, *, streams: bool) -> Footp
                 (n for n in range(1, plan.depth) if not streams and before.host(end, task, n)),
                 plan.depth,
             )
-            held.append(Held(attribute, task, copies, sizes[task][attribute]))
+            held.append(Held(attribute, task, copies, sizes[task, attribute]))
     held.sort(key=lambda h: (-h.total_bytes, h.attribute, h.task))
     return Footprint(tuple(held), streams)
 
@@ -116,16 +116,15 @@ def memory_problems(
 
 def size_problems(plan: PipelinePlan, sizes: Sizes) -> Iterator[Problem]:
     """Sizes that cannot be right."""
-    for task, of_task in sizes.items():
+    for (task, attribute), size in sizes.items():
         if task not in plan.schedule:
             yield Problem(f"sizes has task {task!r}, which the plan does not schedule")
-        for attribute, size in of_task.items():
-            if type(size) is not int or size < 0:
-                yield Problem(
-                    f"the size of ctx.{attribute} after task {task!r} is {size!r}: give a number "
-                    "of bytes, 0 or more",
-                    (task,) if task in plan.schedule else (),
-                )
+        elif type(size) is not int or size < 0:
+            yield Problem(
+                f"the size of ctx.{attribute} after task {task!r} is {size!r}: give a number of "
+                "bytes, 0 or more",
+                (task,),
+            )
 
 
 def in_words(size: int) -> str:
@@ -140,9 +139,12 @@ def _lives(plan: PipelinePlan, sizes: Sizes) -> dict[str, list[tuple[str, str]]]
     """Attribute to the tasks that set it, each with the task that ends what it set."""
     lives: dict[str, list[tuple[str, str]]] = {}
     begun: dict[str, str] = {}
-    silent = [task for task in plan.schedule if task not in sizes]
-    for task in serial_order(plan, [*sizes, *silent]):
-        for attribute, size in sizes.get(task, {}).items():
+    left: dict[str, dict[str, int]] = {task: {} for task, _ in sizes}
+    for (task, attribute), size in sizes.items():
+        left[task][attribute] = size
+    silent = [task for task in plan.schedule if task not in left]
+    for task in serial_order(plan, [*left, *silent]):
+        for attribute, size in left.get(task, {}).items():
             if attribute in begun:
                 lives[attribute].append((begun.pop(attribute), task))
             if size:

@@ -9,15 +9,13 @@ serially (``swpipe.soundness``), and more bytes in flight than there is room for
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
-from swpipe.context import IterContext
 from swpipe.effects import Effects, EffectTable, declared_effects
 from swpipe.errors import Problem
 from swpipe.plan import PipelinePlan
 from swpipe.plans.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
+from swpipe.plans.paper import check_on_paper
 from swpipe.soundness import (
     demands,
     order_problems,
@@ -26,7 +24,7 @@ from swpipe.soundness import (
     stale_problems,
 )
 from swpipe.task import PipelineTask
-from swpipe.verify import check, tasks_given
+from swpipe.verify import tasks_given
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +53,20 @@ def verify(
     """Make sure that a plan gives the numbers of the serial run in every interleaving.
 
     What is known of the tasks is what is checked: the states that they declare, and ``effects``,
-    which a recorded iteration gives. Serial order is that in which a pipeline would run the tasks
-    serially: as given, as far as the dependences within an iteration allow.
+    which a recorded iteration gives.
 
     Args:
         plan: The plan.
         tasks: The tasks that it is to run; their declared states are checked. May be left out where
             ``effects`` are given, or the plan has the tasks themselves.
-        effects: What each task touches, in serial order; joined with what the tasks declare.
+        effects: What each task touches, in serial order, which the plan must keep; joined with what
+            the tasks declare. Without it, serial order is that of a pipeline: that of the tasks, as
+            far as the dependences within an iteration allow.
         streams: Whether the device has streams. None asks for both kinds of device: stream order
             keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
             that streams let go. A plan that is right on one kind only is refused then, which the
             message says.
-        sizes: Task to attribute to bytes, in serial order, as recorded.
+        sizes: (task, attribute) to the bytes that the task leaves there, as recorded.
         budget_bytes: What may be in flight at most; needs ``sizes``.
 
     Returns:
@@ -82,12 +81,11 @@ def verify(
         raise TypeError("verify needs the tasks, or a table of their effects: give one of the two")
     if budget_bytes is not None and sizes is None:
         raise TypeError("a budget needs sizes to check against: give those of a recorded iteration")
-    check(plan, given or _stand_ins(plan), _device_type(plan))
-    table = _merged(given, effects or {})
-    problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
+    check_on_paper(replace(plan, tasks=given))
+    table = _table(plan, given, effects)
     late = streams is not False  # with streams memory comes back later: the bound is larger
+    problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
     if not problems:
-        table = serial_effects(plan, table)
         problems = [*stale_problems(plan, table), *order_problems(plan, table, streams=streams)]
         if sizes is not None and budget_bytes is not None:
             problems += memory_problems(plan, sizes, budget_bytes, streams=late)
@@ -99,27 +97,14 @@ def verify(
     )
 
 
-def _stand_ins(plan: PipelinePlan) -> Sequence[PipelineTask]:
-    """Tasks for a plan on paper."""
-    return [PipelineTask(name, _nothing) for name in plan.schedule]
-
-
-def _nothing(ctx: IterContext) -> None:
-    """A task on paper."""
-
-
-def _device_type(plan: PipelinePlan) -> str:
-    """Of the device that the plan's own streams belong to, if it brings any."""
-    own = [s.stream for s in plan.schedule.values() if isinstance(s.stream, torch.Stream)]
-    return own[0].device.type if own else "cpu"
-
-
-def _merged(tasks: Sequence[PipelineTask], effects: EffectTable) -> dict[str, Effects]:
-    """What is declared and what was recorded; in the order of the tasks, where there are any."""
+def _table(
+    plan: PipelinePlan, tasks: Sequence[PipelineTask], effects: EffectTable | None
+) -> EffectTable:
+    """What was recorded, if anything, and what the tasks declare; in serial order."""
     declared = declared_effects(tasks)
-    names = dict.fromkeys((*declared, *effects))
-    nothing = Effects()
-    return {name: declared.get(name, nothing) | effects.get(name, nothing) for name in names}
+    if effects is None:
+        return serial_effects(plan, declared)
+    return {name: found | declared.get(name, Effects()) for name, found in effects.items()}
 
 
 def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:
