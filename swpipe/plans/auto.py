@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from swpipe.costs import CostModel
 from swpipe.effects import EffectTable
@@ -86,8 +84,7 @@ def auto_plan(
     graph = loop_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)
     search = Search(plan, costs, graph)
-    by_threads = _by_threads(search, limits, bounds)
-    best = _shallower(search, _best(by_threads), limits)
+    best = _fewest(search, limits)
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams)
     return Choice(
@@ -96,47 +93,42 @@ def auto_plan(
         bounds=bounds,
         in_flight=best.plan.depth,
         threads=best.threads,
-        why=tuple(_why(best, by_threads, bounds, graph)),
+        why=tuple(_why(best, bounds, search)),
     )
 
 
-def _by_threads(search: Search, limits: Limits, bounds: Bounds) -> list[Found]:
-    """The best plan for one thread, two, and so on, until more cannot help."""
-    found: list[Found] = []
-    for threads in range(1, limits.threads + 1):
-        bound_us = search.bound_us(threads, limits.in_flight)
-        if found and bound_us >= _best(found).ii_us * (1 - SAME):
-            continue
-        found.append(search.best(bound_us, threads, limits.in_flight))
-        if found[-1].ii_us <= bounds.ii_us * (1 + SAME):
+def _fewest(search: Search, limits: Limits) -> Found:
+    """The least interval; then the least depth for it; then the fewest threads."""
+    bound_us = search.bound_us(limits.threads, limits.in_flight)
+    best: Found | None = None
+    for threads in range(1, limits.threads):
+        if search.bound_us(threads, limits.in_flight) <= bound_us * (1 + SAME):
+            best = search.at(bound_us, threads, limits.in_flight)
+            if best is not None and best.ii_us <= bound_us * (1 + SAME):
+                break
+    else:
+        best = search.best(limits.threads, limits.in_flight)
+    return _leaner(search, _shallower(search, best, limits.threads))
+
+
+def _shallower(search: Search, best: Found, threads: int) -> Found:
+    while best.plan.depth > 1:
+        depth = best.plan.depth - 1
+        if search.bound_us(threads, depth) > best.ii_us * (1 + SAME):
             break
-    return found
-
-
-def _best(found: Sequence[Found]) -> Found:
-    best = found[0]
-    for each in found[1:]:
-        best = each if each.beats(best) else best
+        found = search.at(best.ii_us, threads, depth)
+        if found is None or not found.beats(best):
+            break
+        best = found
     return best
 
 
-def _shallower(search: Search, best: Found, limits: Limits) -> Found:
-    """The same interval with fewer iterations in flight, then with fewer threads."""
-    while best.plan.depth > 1:
-        depth = best.plan.depth - 1
-        if search.bound_us(limits.threads, depth) > best.ii_us * (1 + SAME):
-            break
-        found = search.at(best.ii_us, limits.threads, depth)
-        if found is None or not found.beats(best):
-            break
-        best = found
-    while best.threads > 1:
-        if search.bound_us(best.threads - 1, best.plan.depth) > best.ii_us * (1 + SAME):
-            break
-        found = search.at(best.ii_us, best.threads - 1, best.plan.depth)
-        if found is None or not found.beats(best):
-            break
-        best = found
+def _leaner(search: Search, best: Found) -> Found:
+    for threads in range(1, best.threads):
+        if search.bound_us(threads, best.plan.depth) <= best.ii_us * (1 + SAME):
+            found = search.at(best.ii_us, threads, best.plan.depth)
+            if found is not None and found.beats(best):
+                return found
     return best
 
 
@@ -162,20 +154,23 @@ def _admits(graph: LoopGraph, limits: Limits) -> None:
 # ------------------------------------------------------------------------------------------ words
 
 
-def _why(best: Found, by_threads: Sequence[Found], bounds: Bounds, graph: LoopGraph) -> list[str]:
+def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
     gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
-    reached = "reaches" if gap < 1e-6 else f"is {gap:.1%} above"
-    words = [f"It {reached} the lower bound of {_ms(bounds.ii_us)}: {bounds.limiting}."]
-    tried = [f for f in by_threads if f.threads <= best.threads]
-    for fewer, more in pairwise(tried):
-        words.append(
-            f"{_count(more.threads, 'thread')} instead of {fewer.threads} save "
-            f"{_ms(fewer.ii_us - more.ii_us)} of {_ms(fewer.ii_us)}."
-        )
+    reached = "That is" if gap < 1e-6 else f"That is {gap:.2%} above"
+    words = [f"{reached} the lower bound of {_ms(bounds.ii_us)}; it is set by {bounds.limiting}."]
     if best.threads == 1:
-        words.append("One thread is enough: another would have nothing to wait for in its place.")
-    serial_us = sum(graph.host_us) + sum(graph.device_us)
-    words.append(f"All tasks one after the other take {_ms(serial_us)}.")
+        words.append("The caller's thread is enough.")
+    for threads in range(2, best.threads + 1):
+        fewer_us = search.bound_us(threads - 1, best.plan.depth)
+        saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.plan.depth))
+        words.append(
+            f"Thread {threads} earns {_ms(saved_us)}: without it no plan of this depth is below "
+            f"{_ms(fewer_us)}."
+            if saved_us > 0
+            else f"Thread {threads}: no plan of this interval and depth was found without it."
+        )
+    one_by_one = sum(search.graph.host_us) + sum(search.graph.device_us)
+    words.append(f"All tasks one after the other take {_ms(one_by_one)}.")
     return words
 
 

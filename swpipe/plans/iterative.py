@@ -24,6 +24,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swpipe.plans.loop_graph import LoopGraph
 from swpipe.plans.reservation import EPS_US, Ring
@@ -48,50 +49,39 @@ class Schedule:
 
 def schedule(
     graph: LoopGraph,
-    lanes: Sequence[int],
+    allowed: Sequence[Sequence[int]],
     period_us: float,
+    depth: int,
     *,
     snug: bool = False,
     nudge: int = 0,
-    budget: int = 6,
+    budget: int = 4,
 ) -> Schedule | None:
     """Start times at this initiation interval; None where none were found.
 
     Args:
         graph: What to schedule.
-        lanes: Task to its thread.
+        allowed: Task to the threads that it may run on; the first that is free soonest takes it.
         period_us: The initiation interval to reach.
+        depth: Iterations in flight at most: a task that would end later is placed anew.
         snug: Place operations side by side on rings with little to spare.
         nudge: Tries differ in the order in which tasks are placed; 0 is by height alone.
         budget: Placements per task before giving up.
     """
-    heights = _heights(graph, lanes, period_us)
+    heights = _heights(graph, period_us)
     if heights is None:
         return None
-    return _Scheduler(graph, lanes, period_us, heights, snug, nudge).run(budget * graph.size)
+    scheduler = _Scheduler(graph, allowed, period_us, heights, snug, nudge)
+    scheduler.latest = [depth * period_us - height for height in heights]
+    return scheduler.run(budget * graph.size)
 
 
-def _arcs(graph: LoopGraph, lanes: Sequence[int]) -> list[tuple[int, int, float, int]]:
-    n = graph.size
-    return [
-        (
-            tail,
-            head,
-            time_us
-            + (graph.handover_us if max(tail, head) < n and lanes[tail] != lanes[head] else 0),
-            distance,
-        )
-        for tail, head, time_us, distance in graph.edges
-    ]
-
-
-def _heights(graph: LoopGraph, lanes: Sequence[int], period_us: float) -> list[float] | None:
+def _heights(graph: LoopGraph, period_us: float) -> list[float] | None:
     """Operation to its height; None where a recurrence is too long for the period."""
-    heights = [
-        graph.time_us(k) if k < graph.size or graph.streams else 0.0 for k in range(2 * graph.size)
-    ]
-    weights = [(t, h, w - d * period_us) for t, h, w, d in reversed(_arcs(graph, lanes))]
-    for _ in range(2 * graph.size + 1):
+    n = graph.size
+    heights = [*graph.host_us, *graph.device_us]
+    weights = [(e.tail, e.head, e.time_us - e.distance * period_us) for e in reversed(graph.edges)]
+    for _ in range(2 * n + 1):
         changed = False
         for tail, head, weight in weights:
             if heights[head] + weight > heights[tail] + EPS_US:
@@ -102,173 +92,202 @@ def _heights(graph: LoopGraph, lanes: Sequence[int], period_us: float) -> list[f
     return None
 
 
+class _Spot(NamedTuple):
+    """Where a task may go: its thread, and the starts of its host and device work."""
+
+    lane: int
+    host: float
+    device: float
+
+
 class _Scheduler:
     def __init__(
         self,
         graph: LoopGraph,
-        lanes: Sequence[int],
+        allowed: Sequence[Sequence[int]],
         period_us: float,
         heights: Sequence[float],
         snug: bool,
         nudge: int,
     ) -> None:
         n = graph.size
-        self.graph, self.lanes, self.period_us = graph, tuple(lanes), period_us
+        self.graph, self.allowed, self.period_us = graph, allowed, period_us
         self.into: list[list[tuple[int, float]]] = [[] for _ in range(2 * n)]
         self.out: list[list[tuple[int, float]]] = [[] for _ in range(2 * n)]
-        for tail, head, time_us, distance in _arcs(graph, lanes):
+        for tail, head, time_us, distance in graph.edges:
             self.into[head].append((tail, time_us - distance * period_us))
             self.out[tail].append((head, time_us - distance * period_us))
-        self.at: list[float] = [math.nan] * (2 * n)
+        self.at: list[float] = [0.0] * (2 * n)
+        self.lane: list[int] = [0] * n
+        self.placed: set[int] = set()
         self.before: list[float] = [-math.inf] * n
         self._make_rings(snug)
+        self.latest: Sequence[float] = [math.inf] * (2 * n)
         self.rank = [(-heights[v] * _wobble(v, nudge), v) for v in range(n)]
 
     def _make_rings(self, snug: bool) -> None:
-        graph, n = self.graph, self.graph.size
-        count = len(graph.resources)
-        held = [list(hold) for hold in graph.holds]
-        uses: list[list[tuple[int, float]]] = [[(h.what, h.time_us) for h in hs] for hs in held]
-        for v in range(n):
-            uses[v].append((count + self.lanes[v], graph.host_us[v]))
-        load = [0.0] * (count + max(self.lanes) + 1)
-        for operation in uses:
-            for what, time_us in operation:
+        graph, period = self.graph, self.period_us
+        threads = max(max(lanes) for lanes in self.allowed) + 1
+        load = [0.0] * len(graph.resources)
+        for holds in graph.holds:
+            for what, time_us in holds:
                 load[what] += time_us
-        slack = [max(0.0, self.period_us - taken) if snug else math.inf for taken in load]
-        self.rings = [Ring(self.period_us, spare) for spare in slack]
-        self.uses = [[(self.rings[what], time_us) for what, time_us in use] for use in uses]
+        spare = [max(0.0, period - taken) if snug else math.inf for taken in load]
+        rings = [Ring(period, slack) for slack in spare]
+        self.uses = [[(rings[what], time_us) for what, time_us in hs] for hs in graph.holds]
+        idle = max(0.0, period - sum(graph.host_us) / threads) if snug else math.inf
+        self.threads = [Ring(period, idle) for _ in range(threads)]
 
     def run(self, budget: int) -> Schedule | None:
         waiting = list(self.rank)
         heapq.heapify(waiting)
-        placed: set[int] = set()
         for _ in range(budget):
             if not waiting:
                 n = self.graph.size
-                return Schedule(self.period_us, self.lanes, tuple(self.at[:n]), tuple(self.at[n:]))
+                return Schedule(
+                    self.period_us, tuple(self.lane), tuple(self.at[:n]), tuple(self.at[n:])
+                )
             _, task = heapq.heappop(waiting)
-            for other in self._place(task, placed):
-                placed.discard(other)
+            for other in self._put(task, self._spot(task)):
                 self._take_out(other)
                 heapq.heappush(waiting, self.rank[other])
-            placed.add(task)
         return None
 
-    def _place(self, task: int, placed: set[int]) -> set[int]:
+    def _put(self, task: int, spot: _Spot) -> set[int]:
         """Place a task; those that must be placed anew because of it."""
-        n = self.graph.size
-        host_from = self._earliest(task, placed, 0.0)
-        device_from = self._earliest(n + task, placed, host_from + self.graph.host_us[task])
-        found = self._free(task, host_from, device_from, placed)
-        if found is None:
-            found = self._forced(task, host_from, device_from)
-        host, device = found
-        self.before[task] = host
-        out = set()
-        for operation, start in ((task, host), (n + task, device)):
+        n, out = self.graph.size, set()
+        self.lane[task], self.before[task] = spot.lane, spot.host
+        for operation, start in ((task, spot.host), (n + task, spot.device)):
             self.at[operation] = start
-            for ring, time_us in self.uses[operation]:
-                out |= {other for other, _, _ in ring.clashes(start, time_us)}
+            for ring, time_us in self._rings(operation, spot.lane):
+                out |= ring.clashing(start, time_us)
                 ring.put(task, start, time_us)
             for head, weight in self.out[operation]:
                 other = head % n
-                if other != task and other in placed and self.at[head] < start + weight - EPS_US:
-                    out.add(other)
-        out |= self._out_of_order(task, host, device, placed)
+                if other in self.placed and other != task:
+                    handover = self._handover(operation, head, spot.lane, self.lane[other])
+                    if self.at[head] < start + weight + handover - EPS_US:
+                        out.add(other)
+        out |= self._out_of_order(task, spot.host, spot.device)
         out.discard(task)
+        self.placed.add(task)
         return out
 
     def _take_out(self, task: int) -> None:
+        self.placed.discard(task)
         for operation in (task, self.graph.size + task):
-            for ring, _ in self.uses[operation]:
+            for ring, _ in self._rings(operation, self.lane[task]):
                 ring.taken.pop(task, None)
 
-    def _earliest(self, operation: int, placed: set[int], least: float) -> float:
+    def _rings(self, operation: int, lane: int) -> list[tuple[Ring, float]]:
+        if operation >= self.graph.size:
+            return self.uses[operation]
+        return [*self.uses[operation], (self.threads[lane], self.graph.host_us[operation])]
+
+    def _handover(self, tail: int, head: int, tail_lane: int, head_lane: int) -> float:
+        n = self.graph.size
+        return self.graph.handover_us if tail < n and head < n and tail_lane != head_lane else 0.0
+
+    def _earliest(self, operation: int, lane: int, least: float) -> float:
         n = self.graph.size
         for tail, weight in self.into[operation]:
-            if tail % n in placed:
-                least = max(least, self.at[tail] + weight)
+            if tail % n in self.placed:
+                handover = self._handover(tail, operation, self.lane[tail % n], lane)
+                least = max(least, self.at[tail] + weight + handover)
         return least
 
-    def _forced(self, task: int, host_from: float, device_from: float) -> tuple[float, float]:
+    # ------------------------------------------------------------------ spots
+
+    def _spot(self, task: int) -> _Spot:
+        """The best free spot, or one that others have to leave."""
+        best: _Spot | None = None
+        best_end = math.inf
+        for lane in self.allowed[task]:
+            spot = self._free(task, lane)
+            if spot is not None and spot.device < best_end - EPS_US:
+                best, best_end = spot, spot.device
+        return best if best is not None else self._forced(task)
+
+    def _forced(self, task: int) -> _Spot:
+        lanes = self.allowed[task]
+        lane = min(lanes, key=lambda k: (len(self.threads[k].taken), k))
         host_us = self.graph.host_us[task]
-        host = host_from
+        host = self._earliest(task, lane, 0.0)
         if self.before[task] >= host - EPS_US:
             later = [
                 ring.later_us(self.before[task] + 2 * EPS_US, time_us)
-                for ring, time_us in self.uses[task]
+                for ring, time_us in self._rings(task, lane)
             ]
-            step = min(
-                (x for x in later if x > EPS_US), default=self.period_us / (2 * self.graph.size)
-            )
-            host = self.before[task] + step
-        return host, max(device_from, host + host_us)
+            a_step = self.period_us / (2 * self.graph.size)
+            host = self.before[task] + min((x for x in later if x > EPS_US), default=a_step)
+        device = self._earliest(self.graph.size + task, lane, host + host_us)
+        return _Spot(lane, host, device)
 
-    # ------------------------------------------------------------- free times
-
-    def _free(
-        self, task: int, host_from: float, device_from: float, placed: set[int]
-    ) -> tuple[float, float] | None:
-        host_us, n = self.graph.host_us[task], self.graph.size
-        until = host_from + self.period_us
-        first_host = self._first(task, host_from, until)
+    def _free(self, task: int, lane: int) -> _Spot | None:
+        host_us, device_op = self.graph.host_us[task], self.graph.size + task
+        host_rings = self._rings(task, lane)
+        host_from = self._earliest(task, lane, 0.0)
+        until = min(host_from + self.period_us, self.latest[task])
+        first_host = self._first(host_rings, host_from, until)
         if first_host is None:
             return None
         if not self.graph.streams:
-            return first_host, first_host + host_us
-        device = max(device_from, first_host + host_us)
-        until = device + self.period_us
-        while (found := self._first(n + task, device, until)) is not None:
-            host = self._last(task, found - host_us, first_host)
-            if not self._out_of_order(task, host, found, placed):
-                return host, found
-            device = self._next(n + task, found)
+            return _Spot(lane, first_host, first_host + host_us)
+        device_rings = self.uses[device_op]
+        device = self._earliest(device_op, lane, first_host + host_us)
+        until = min(device + self.period_us, self.latest[device_op])
+        while (found := self._first(device_rings, device, until)) is not None:
+            host = self._last(host_rings, found - host_us, first_host)
+            if not self._out_of_order(task, host, found):
+                return _Spot(lane, host, found)
+            device = self._next(device_rings, found)
         return None
 
-    def _first(self, operation: int, start: float, until: float) -> float | None:
-        """The first time from ``start`` on at which all its rings are free."""
+    def _first(
+        self, rings: Sequence[tuple[Ring, float]], start: float, until: float
+    ) -> float | None:
+        """The first time from ``start`` on at which all the rings are free."""
         while start < until + EPS_US:
             later = 0.0
-            for ring, time_us in self.uses[operation]:
+            for ring, time_us in rings:
                 later = max(later, ring.later_us(start, time_us))
             if later <= EPS_US:
-                for ring, time_us in self.uses[operation]:
+                for ring, time_us in rings:
                     later = max(later, ring.snug_us(start, time_us))
                 if later <= EPS_US:
                     return start
             start += later
         return None
 
-    def _last(self, operation: int, start: float, least: float) -> float:
-        """The last time up to ``start`` at which all its rings are free; ``least`` is free."""
+    def _last(self, rings: Sequence[tuple[Ring, float]], start: float, least: float) -> float:
+        """The last time up to ``start`` at which all the rings are free; ``least`` is free."""
         while start > least + EPS_US:
             sooner = 0.0
-            for ring, time_us in self.uses[operation]:
+            for ring, time_us in rings:
                 sooner = max(sooner, ring.sooner_us(start, time_us))
             if sooner <= EPS_US:
                 return start
             start -= sooner
         return least
 
-    def _next(self, operation: int, start: float) -> float:
+    def _next(self, rings: Sequence[tuple[Ring, float]], start: float) -> float:
         """The next time after ``start`` that is worth a try: the end of somebody's turn."""
         period = self.period_us
         ends = [
             (begin + length - start) % period
-            for ring, _ in self.uses[operation]
+            for ring, _ in rings
             for begin, length in ring.taken.values()
         ]
         return start + min((e for e in ends if e > EPS_US), default=period)
 
-    def _out_of_order(self, task: int, host: float, device: float, placed: set[int]) -> set[int]:
+    def _out_of_order(self, task: int, host: float, device: float) -> set[int]:
         """Placed tasks of the same stream whose device work is not in the order of submission."""
         graph, period = self.graph, self.period_us
         if not graph.streams:
             return set()
         n, stream = graph.size, graph.stream[task]
         out = set()
-        for other in placed:
+        for other in self.placed:
             if graph.stream[other] == stream and other != task:
                 turns = math.floor((host - self.at[other] + EPS_US) / period)
                 apart = device - self.at[n + other] - turns * period

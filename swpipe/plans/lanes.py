@@ -11,7 +11,7 @@ the order in which they are to be tried:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 from swpipe.plans.loop_graph import LoopGraph
@@ -21,16 +21,30 @@ _STEPS = 20_000
 """Host times are rounded to a part of their sum in the knapsack."""
 
 
-def lane_choices(graph: LoopGraph, threads: int, period_us: float) -> Iterator[tuple[int, ...]]:
-    """Task to thread, the caller's being 0: distinct ways that leave room for all, best first."""
-    seen = set()
-    ways = [_along(graph, threads, period_us), _balanced(graph, threads)]
-    if threads > 1:
-        ways.insert(1, _longest_fit(graph, threads, period_us))
-    for way in ways:
-        if way is not None and way not in seen and _fits(graph, way, period_us):
-            seen.add(way)
-            yield way
+def lane_choices(
+    graph: LoopGraph, threads: int, period_us: float
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Task to the threads that it may run on, the caller's being 0: distinct ways, best first."""
+    if threads == 1:
+        return [((0,),) * graph.size]
+    fixed = (
+        _along(graph, threads, period_us),
+        _longest_fit(graph, threads, period_us),
+        _balanced(graph, threads),
+    )
+    any_lane = tuple(range(threads))
+    ways = [tuple((0,) if v in graph.frozen else any_lane for v in range(graph.size))]
+    ways += [
+        tuple((lane,) for lane in way)
+        for way in fixed
+        if way is not None and _fits(graph, way, period_us)
+    ]
+    return list(dict.fromkeys(ways))
+
+
+def least_load(graph: LoopGraph, threads: int) -> float:
+    """What the busiest thread has to do where the work is spread as evenly as was found."""
+    return max(_loads(graph, _balanced(graph, threads)))
 
 
 def _fits(graph: LoopGraph, lanes: Sequence[int], period_us: float) -> bool:

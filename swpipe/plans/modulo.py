@@ -22,7 +22,7 @@ from swpipe.errors import InternalError
 from swpipe.plan import PipelinePlan
 from swpipe.plans.cycles import Arc, heaviest_cycle, ticks
 from swpipe.plans.iterative import Schedule, schedule
-from swpipe.plans.lanes import lane_choices
+from swpipe.plans.lanes import lane_choices, least_load
 from swpipe.plans.layout import Layout, layouts, plan_of
 from swpipe.plans.loop_graph import LoopGraph
 from swpipe.plans.simulate import steady_interval
@@ -31,10 +31,15 @@ from swpipe.program import compile_plan
 SAME = 1e-9
 """Intervals that differ by less than this part are the same."""
 
-_STEPS = (1.002, 1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 3.0)
+_STEPS = (1.0, 1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 3.0)
 """Candidate intervals above the lower bound, until one is reached."""
 
-_HALVINGS = 6
+_HALVINGS = 4
+_NEAR = 1e-3
+"""Half the way back is not gone where it is less than this part."""
+
+_TRIES, _MANY_TRIES = 2, 6
+"""How often to look for start times, for each way to choose threads; often at the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +73,11 @@ class Search:
         base: The plan that the loop came from.
         costs: What its tasks cost.
         graph: The loop.
-        tries: How many start times to look for at one candidate interval and thread choice.
     """
 
     base: PipelinePlan
     costs: CostModel
     graph: LoopGraph
-    tries: int = 4
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def bound_us(self, threads: int, depth: int) -> float:
@@ -89,44 +92,38 @@ class Search:
         cycle = heaviest_cycle(2 * n + 2, [*arcs, Arc(end, begin, 0, depth)])
         return max(host, cycle.ratio_us if cycle is not None else 0.0)
 
-    def best(self, bound_us: float, threads: int, depth: int) -> Found:
-        """The best plan found with at most so many threads and iterations in flight.
-
-        Args:
-            bound_us: No plan is faster; where the search begins.
-            threads: Thread groups at most.
-            depth: Iterations in flight at most.
-        """
-        best = self.serial()
-        found = self.at(bound_us, threads, depth)
-        if found is not None and found.beats(best):
-            best = found
+    def best(self, threads: int, depth: int) -> Found:
+        """The best plan found with at most so many threads and iterations in flight."""
+        bound_us = self.bound_us(threads, depth)
+        best = self.at(bound_us, threads, depth, tries=_MANY_TRIES) or self.serial()
         if best.ii_us <= bound_us * (1 + SAME):
             return best
-        low = bound_us
+        best = min(best, self.serial(), key=lambda found: found.ii_us)
+        low, first = bound_us, max(bound_us, least_load(self.graph, threads))
         for step in _STEPS:
-            period_us = bound_us * step
+            period_us = first * step
+            if best.ii_us <= period_us * (1 + SAME):
+                break
             found = self.at(period_us, threads, depth)
             if found is not None and found.beats(best):
                 best = found
-            if best.ii_us <= period_us * (1 + SAME):
-                break
-            low = period_us
+            if best.ii_us > period_us * (1 + SAME):
+                low = period_us
         for _ in range(_HALVINGS):
-            if best.ii_us <= low * (1 + 1e-4):
+            if best.ii_us <= low * (1 + _NEAR):
                 break
             middle = (low + best.ii_us) / 2
             found = self.at(middle, threads, depth)
             if found is not None and found.beats(best):
                 best = found
-            if found is None or found.ii_us > middle * (1 + SAME):
+            if best.ii_us > middle * (1 + SAME):
                 low = middle
         return best
 
-    def at(self, period_us: float, threads: int, depth: int) -> Found | None:
+    def at(self, period_us: float, threads: int, depth: int, tries: int = _TRIES) -> Found | None:
         """The best plan from start times at this interval; it may turn out slower, or faster."""
         best: Found | None = None
-        for times in self._schedules(period_us, threads):
+        for times in self._schedules(period_us, threads, depth, tries):
             for found in self._plans(times, period_us, depth):
                 if found.beats(best):
                     best = found
@@ -151,13 +148,14 @@ class Search:
             best = found if found.beats(best) else best
         return best
 
-    def _schedules(self, period_us: float, threads: int) -> Iterator[Schedule]:
-        choices = list(lane_choices(self.graph, threads, period_us))
-        for attempt in range(self.tries):
-            for lanes in choices:
-                times = schedule(
-                    self.graph, lanes, period_us, snug=attempt % 2 == 1, nudge=attempt // 2
-                )
+    def _schedules(
+        self, period_us: float, threads: int, depth: int, tries: int
+    ) -> Iterator[Schedule]:
+        choices = lane_choices(self.graph, threads, period_us)
+        for attempt in range(tries):
+            snug, nudge = attempt % 2 == 1, attempt // 2
+            for allowed in choices:
+                times = schedule(self.graph, allowed, period_us, depth, snug=snug, nudge=nudge)
                 if times is not None:
                     yield times
 

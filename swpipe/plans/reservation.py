@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 EPS_US = 1e-6
 """Times that differ by less are the same."""
 
@@ -29,31 +27,46 @@ class Ring:
         """Take it for a task."""
         self.taken[task] = (start_us % self.period_us, time_us)
 
-    def clashes(self, start_us: float, time_us: float) -> Iterator[tuple[int, float, float]]:
-        """The tasks in the way of a start: each with how much later, and sooner, would be clear."""
-        period = self.period_us
+    def clashing(self, start_us: float, time_us: float) -> set[int]:
+        """The tasks that have some of that time."""
+        period, found = self.period_us, set()
         for task, (begin, length) in self.taken.items():
-            after = (start_us - begin) % period
-            if after > period - EPS_US:
-                after -= period
-            if after < length - EPS_US and (after > EPS_US or time_us > EPS_US):
-                yield task, length - after, after + time_us
-            elif after + time_us > period + EPS_US:
-                yield task, period - after + length, after + time_us - period
+            after = (start_us - begin + EPS_US) % period - EPS_US
+            inside = after < length - EPS_US and (after > EPS_US or time_us > EPS_US)
+            if inside or after + time_us > period + EPS_US:
+                found.add(task)
+        return found
 
     def later_us(self, start_us: float, time_us: float) -> float:
         """How much later a start would be clear of those in its way; 0 if it is clear."""
-        return max((later for _, later, _ in self.clashes(start_us, time_us)), default=0.0)
+        period, later = self.period_us, 0.0
+        for begin, length in self.taken.values():
+            after = (start_us - begin + EPS_US) % period - EPS_US
+            if after < length - EPS_US and (after > EPS_US or time_us > EPS_US):
+                if length - after > later:
+                    later = length - after
+            elif after + time_us > period + EPS_US and period - after + length > later:
+                later = period - after + length
+        return later
 
     def sooner_us(self, start_us: float, time_us: float) -> float:
         """How much sooner a start would be clear of those in its way; 0 if it is clear."""
-        return max((sooner for _, _, sooner in self.clashes(start_us, time_us)), default=0.0)
+        period, sooner = self.period_us, 0.0
+        for begin, length in self.taken.values():
+            after = (start_us - begin + EPS_US) % period - EPS_US
+            if after < length - EPS_US and (after > EPS_US or time_us > EPS_US):
+                sooner = max(sooner, after + time_us)
+            elif after + time_us > period + EPS_US:
+                sooner = max(sooner, after + time_us - period)
+        return sooner
 
     def snug_us(self, start_us: float, time_us: float) -> float:
         """How much later a clear start would leave no gap that the resource cannot spare."""
         if not self.taken:
             return 0.0
         period = self.period_us
-        left = min((start_us - b - t + EPS_US) % period for b, t in self.taken.values())
-        right = min((b - start_us - time_us + EPS_US) % period for b, _ in self.taken.values())
-        return max(0.0, right - EPS_US) if min(left, right) > self.slack_us + 2 * EPS_US else 0.0
+        left = min([(start_us - b - t + EPS_US) % period for b, t in self.taken.values()])
+        if left <= self.slack_us + 2 * EPS_US:
+            return 0.0
+        right = min([(b - start_us - time_us + EPS_US) % period for b, _ in self.taken.values()])
+        return max(0.0, right - EPS_US) if right > self.slack_us + 2 * EPS_US else 0.0
