@@ -113,7 +113,7 @@ def assign_lookaheads(
     orders = dict.fromkeys(tuple(period_order(p)) for p in (plan, replace(plan, order=())))
     best = Scored(given, given_us, 1)
     for order in orders:
-        found = best_assignment(plan, costs, rules, order, streams=streams)
+        found = best_assignment(given, costs, rules, order, streams=streams)
         if found is not None:
             best = _better(best, found)
     assigned, start = lookaheads(best.plan), lookaheads(plan)
@@ -278,7 +278,7 @@ def _with(
         plan,
         schedule={n: replace(e, stage=most - levels[n]) for n, e in plan.schedule.items()},
         order=(),
-        pipeline_depth=None if depth is None else min(max(depth, most + 1), rules.in_flight),
+        pipeline_depth=None if depth is None else max(depth, most + 1),
     )
     return replace(raised, order=fire_order(raised, priority, rules.queues))
 

@@ -129,6 +129,17 @@ def test_a_raise_pulls_producers_along() -> None:
     check_on_paper(found.plan)
 
 
+def test_nothing_falls_because_the_last_stage_rises() -> None:
+    """Where all of the last stage would be pulled ahead, the others would fall behind it."""
+    schedule = {**STEP.schedule, "late": TaskSchedule(1, "side")}
+    step = replace(
+        STEP, schedule=schedule, cross_iter_deps=[("copy", "late", 1), ("train", "train")]
+    )
+    found = assign_lookaheads(step, device(copy=190, dist=180, train=100, late=150))
+    assert found.lookahead["train"] == 1
+    assert found.lookahead["late"] == 0
+
+
 def test_a_dependence_within_a_period_asks_for_no_less() -> None:
     """Its distance is given by stages: raising the consumer alone would stretch it."""
     step = replace(STEP, deps=[("dist", "copy"), ("train", "dist")])
