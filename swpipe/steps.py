@@ -98,7 +98,8 @@ def dress(flights: Flights, wardrobe: Wardrobe, step: Step) -> Step:
 
     def dressed(i: int) -> None:
         flight = slots[i % depth]
-        wardrobe.wear(flight.state)
+        if flight.state is not wardrobe.worn:
+            wardrobe.wear(flight.state)
         # A copy, since only one thread at a time may be within a set of context variables.
         flight.variables.copy().run(step, i)
 

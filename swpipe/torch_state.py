@@ -64,19 +64,21 @@ def _default_device() -> torch.device | None:
 
 
 class Wardrobe:
-    """Puts snapshots on the thread that it is made on; ``off`` before the thread ends."""
+    """Puts snapshots on the thread that it is made on; ``off`` before the thread ends.
+
+    Attributes:
+        worn: The snapshot that the thread wears; None for its own settings.
+    """
 
     def __init__(self) -> None:
-        self._worn: TorchState | None = None
+        self.worn: TorchState | None = None
         self._inference: torch.autograd.grad_mode.inference_mode | None = None
         self._device: torch.device | None = None
 
     def wear(self, state: TorchState) -> None:
         """Make the thread's settings those of ``state``; free where it wears them already."""
-        if state is self._worn:
-            return
-        if state == self._worn:
-            self._worn = state
+        if state == self.worn:
+            self.worn = state
             return
         # Inference mode carries a grad mode of its own, so it goes first.
         self.off()
@@ -95,7 +97,7 @@ class Wardrobe:
             self._device.__enter__()
         # The OpenMP runtime keeps the count per thread, so each thread has to set it.
         torch.set_num_threads(state.threads)
-        self._worn = state
+        self.worn = state
 
     def off(self) -> None:
         """Leave the modes that were entered."""
@@ -105,4 +107,4 @@ class Wardrobe:
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
             self._inference = None
-        self._worn = None
+        self.worn = None
