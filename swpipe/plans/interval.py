@@ -12,7 +12,7 @@ from swpipe.plans.timed_graph import LOCK, TimedGraph
 from swpipe.program import ADMIT
 from swpipe.trace.span import OWN, Row
 
-LENGTHS = (4, 16)
+LENGTHS = (3, 16)
 """How many times the system's memory is played before giving up on a repetition."""
 
 LONGEST_PATTERN = 12

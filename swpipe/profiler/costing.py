@@ -4,13 +4,16 @@
                     interpreter lock (``swpipe.profiler.lock``)
     pipelined=True  host and device times while the plan runs
 
-Serially each task has the machine to itself. Under a plan tasks that run side by side share memory
-bandwidth, caches and cores, which no sum of lone tasks tells: where that matters, measure under the
-plan (or one like it), and the costs hold for plans that put the same tasks side by side. Under the
-plan a task's time includes what it waits for the interpreter lock, so its ``gil_us`` is 0 then.
+Serially each task has the machine to itself. Under a plan, tasks that run side by side share cores,
+caches and memory bandwidth, and a worker thread gets its memory from elsewhere than the caller's
+(large arrays may take several times as long to make there). No sum of lone tasks tells that: where
+it matters, measure under the plan or one like it. The costs then hold for plans that put the same
+tasks side by side. Under the plan a task's time includes what it waits for the interpreter lock, so
+its ``gil_us`` is 0 then.
 
-Host times are means over batches of the medians over runs; so are device times. ``gil_us`` is the
-least of several runs, as ``swpipe.profiler.lock`` tells, and not above the task's CPU time.
+Times are means over the runs on a batch, then over batches: the interval between iterations is made
+of slow runs too, which a median leaves out. ``gil_us`` is the least of several runs, as
+``swpipe.profiler.lock`` tells, and not above the task's CPU time.
 
 A device time is the time between two events around what the task gave to its stream. Where the
 host gives it work more slowly than the device does it, that includes the device's idle moments: it
@@ -22,7 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from swpipe.costs import CostModel, TaskCost
@@ -113,16 +116,16 @@ def _costs(bench: Bench, *, lock: bool) -> dict[str, TaskCost]:
     """On one batch."""
     times = HostTimes(task.name for task in bench.pipe.tasks)
     bench.host_window(times)
-    host_s, blocked_s = times.host_s, times.blocked_s
-    locked_s = _locked_s(bench) if lock else {}
+    host_s, median_s, blocked_s = times.mean_s, times.host_s, times.blocked_s
+    locked_s = _locked_s(bench) if lock else dict.fromkeys(host_s, 0.0)
     device_s = _device_s(bench) if bench.pipe.device.has_streams else {}
     return {
         name: TaskCost(
-            host_us=_US * host_s[name],
-            gil_us=_US * min(locked_s.get(name, 0.0), host_s[name] - blocked_s[name]),
+            host_us=_US * mean_s,
+            gil_us=_US * min(mean_s, locked_s[name], median_s[name] - blocked_s[name]),
             device_us=_US * device_s.get(name, 0.0),
         )
-        for name in host_s
+        for name, mean_s in host_s.items()
     }
 
 
@@ -143,7 +146,7 @@ def _device_s(bench: Bench) -> dict[str, float]:
     for span in trace.spans:
         if span.row.kind == "stream" and span.iteration >= first:
             runs[span.task].append(span.duration_ns)
-    return {name: median(of) / 1e9 for name, of in runs.items()}
+    return {name: fmean(of) / 1e9 for name, of in runs.items()}
 
 
 def _mean(costs: Sequence[TaskCost]) -> TaskCost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from swpipe.program import Instruction
@@ -42,16 +42,21 @@ class HostTimes:
         if turns is not None and begin is not None:
             turns.append(_Turn(iteration, wall_s - begin[0], cpu_s - begin[1]))
 
-    def keep_from(self, iteration: int) -> None:
-        """Keep what was timed since the last call on iterations from this one on."""
+    def keep(self, iterations: range) -> None:
+        """Keep what was timed since the last call on these iterations, and forget the rest."""
         for name, turns in self._turns.items():
-            self._kept[name] += [turn for turn in turns if turn.iteration >= iteration]
+            self._kept[name] += [turn for turn in turns if turn.iteration in iterations]
             turns.clear()
 
     @property
     def host_s(self) -> dict[str, float]:
         """Task to the seconds per iteration for which it holds its thread."""
         return {name: median(turn.wall_s for turn in turns) for name, turns in self._kept.items()}
+
+    @property
+    def mean_s(self) -> dict[str, float]:
+        """Like ``host_s``, with slow turns counted in full: what an interval is made of."""
+        return {name: fmean(turn.wall_s for turn in turns) for name, turns in self._kept.items()}
 
     @property
     def blocked_s(self) -> dict[str, float]:

@@ -61,11 +61,12 @@ class Bench:
             return self._pipelined() if self.pipelined else self._serial()
 
     def host_window(self, times: HostTimes) -> None:
-        """A window in which every task is timed on its thread; its warm-up does not count."""
+        """A window in which every task is timed on its thread; warm-up and drain do not count."""
         first = self.pipe._next_iteration
         with observed(self.pipe, times):
             self.window()
-        times.keep_from(first + self.num_warmup)
+        begin = first + self.num_warmup
+        times.keep(range(begin, begin + self.measure))
 
     @property
     def num_warmup(self) -> int:
