@@ -53,18 +53,21 @@ class Recorder:
         Raises:
             BaseException: Whatever a task raised, with a note of where.
         """
-        facts, stored = self._run(batch, iter_idx)
-        gc.collect()  # what only cycles hold does not survive
+        facts, stored, left = self._run(batch, iter_idx)
         before = self._alive | stored
         self._met |= stored.union(*(one.met for one in facts))
-        self._alive = frozenset(s for s in self._met if self.storages.alive(s))
+        if any(self.storages.alive(number) for number in self._met - before - left):
+            gc.collect()  # what only cycles hold does not survive
+        self._alive = frozenset(number for number in self._met if self.storages.alive(number))
         return IterationFacts(facts, before, self._alive)
 
-    def _run(self, batch: Any, iter_idx: int) -> tuple[tuple[TaskFacts, ...], frozenset[StorageId]]:
-        """What was seen of each task, and the storages of all slots at the beginning."""
+    def _run(
+        self, batch: Any, iter_idx: int
+    ) -> tuple[tuple[TaskFacts, ...], frozenset[StorageId], frozenset[StorageId]]:
+        """What was seen of each task; the storages of all slots at the beginning and the end."""
         ctx = RecordedContext(map_tensors(batch, _copy), iter_idx)
         before = self._moment(ctx)
-        stored = frozenset[StorageId]().union(*before.slots.values())
+        stored = before.stored()
         facts = []
         for task in self._tasks:
             log, touched, stepped = self._call(task, ctx)
@@ -72,7 +75,7 @@ class Recorder:
             log.compare(before.attributes, after.attributes)
             facts.append(_facts(task, log, touched, stepped, before, after))
             before = after
-        return tuple(facts), stored
+        return tuple(facts), stored, before.stored()
 
     def _moment(self, ctx: RecordedContext) -> Moment:
         return Moment(ctx, self._tasks, self.storages, self._device)

@@ -110,6 +110,10 @@ class Moment:
         self._options = {name: options for name, (_, options) in reached.options.items()}
         self._plain = reached.plain
 
+    def stored(self) -> frozenset[StorageId]:
+        """The storages of all slots."""
+        return frozenset[StorageId]().union(*self.slots.values())
+
     def until(self, later: Moment) -> Difference:
         """What differs at a later moment, which is now."""
         sums = dict(later._sums)
@@ -129,7 +133,8 @@ class Moment:
             items=frozenset(self._modified()),
             storages=frozenset(changed | moved),
             silent=frozenset(changed - moved),
-            generators=_differing(self._generators, later._generators),
+            # One that is new was made, or its library loaded: nobody has drawn from it yet.
+            generators=_differing(self._generators, later._generators) & self._generators.keys(),
             options=_differing(self._options, later._options),
             plain=_differing(self._plain, later._plain),
         )

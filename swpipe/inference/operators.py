@@ -29,6 +29,9 @@ RUNNING = ("running_mean", "running_var")
 """Written by every batch norm in training, whatever its schema says."""
 
 
+ALIASED = "aliased"
+"""The mode of an argument that the result views, as a rule; ``to`` and ``reshape`` may copy."""
+
 MADE = "made"
 """The mode of a result, and of the tensor that ``torch.tensor`` has just made."""
 
@@ -69,13 +72,24 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        aliased: list[Tensor] = []
         for value, mode in self._arguments(func, args, kwargs):
             self._note(value, mode)
+            if mode == ALIASED:
+                aliased.extend(_tensors(value))
         if func.namespace in COLLECTIVES:
             self.touched.collectives.add(str(func))
         result = func(*args, **kwargs)
         self._note(result, MADE)
+        if aliased:
+            self._note_copied(aliased, result)
         return result
+
+    def _note_copied(self, aliased: list[Tensor], result: Any) -> None:
+        """What might have been viewed, and lies elsewhere in the result, was read to be copied."""
+        viewed = {number for one in _tensors(result) for number in self._storages.of(one)}
+        copied = {number for one in aliased for number in self._storages.of(one)} - viewed
+        self.touched.reads |= copied
 
     def _note(self, value: Any, mode: str) -> None:
         touched = self.touched
@@ -92,7 +106,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[Any, str]]:
-        """Each argument with how it is used: "r", "w", "rw", or "" where its content is not."""
+        """Each argument with how it is used: "r", "w", "rw", "" for its shape alone, or else."""
         modes = self._modes.get(func)
         if modes is None:
             modes = self._modes[func] = _modes(func)
@@ -123,7 +137,7 @@ def _mode(operator: str, argument: Any) -> str:
     if alias is None:
         return "r"
     if not alias.is_write:
-        return ""  # a view of it
+        return ALIASED
     return "w" if operator in OVERWRITES or argument.is_out else "rw"
 
 

@@ -119,7 +119,7 @@ def _of_owner(root: str, owner: Any) -> Iterator[tuple[Slot, Tensor]]:
         path, module = ahead.pop(0)
         for name, value in list(vars(module).items()):
             held = value if name in _REGISTERED else {name: value}
-            if not isinstance(held, dict):
+            if not isinstance(held, dict) or isinstance(value, PLAIN) or value == {}:
                 continue
             kind = "parameters" if name == "_parameters" else "buffers"
             for key, item in held.items():

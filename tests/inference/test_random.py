@@ -1,0 +1,71 @@
+"""Random tasks that say what they touch: the recording finds that, no more and no less."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swpipe.effects import conflicts
+from swpipe.inference import Recording, record
+from swpipe.inference.orders import Edge, Orders, edge_of
+from tests.machines import TorchMachine, tasks_of
+from tests.strategies import Workload, dependences_of, random_workload
+
+pytestmark = pytest.mark.property
+
+
+def stated(workload: Workload) -> dict[str, tuple[set[str], set[str]]]:
+    """Task to the names that it says to read and to write."""
+    table = {}
+    for spec in workload.tasks:
+        # Who computes nothing never looks at what is in a state.
+        looks = bool(spec.sets) or any(use.writes for use in spec.states)
+        read = {*spec.reads, *(use.state for use in spec.states if looks)}
+        written = {*spec.sets, *spec.deletes, *(use.state for use in spec.states if use.writes)}
+        table[spec.name] = (read, written)
+    return table
+
+
+def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], set[str]]]:
+    """The same as recorded; a state goes by the machine's name for it."""
+
+    def plain(name: str) -> str:
+        members = recording.states.get(name, (name,))
+        return next((s for s in workload.slots for m in members if re.search(rf"\b{s}\b", m)), name)
+
+    return {
+        task: ({plain(p.name) for p in e.reads}, {plain(p.name) for p in e.writes})
+        for task, e in recording.effects.items()
+    }
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=40, derandomize=True)
+def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
+    """Attributes and states, read and written; and the dependences imply all that serial keeps."""
+    workload = random_workload(rng)
+    machine = TorchMachine(workload, lambda: None)
+    tasks = tasks_of(machine, workload, draws=True)
+    recording = record(tasks, rng.choice((None, 3)), device="cpu")
+    assert seen(recording, workload) == stated(workload)
+
+    found = recording.dependences()
+    edges = [Edge(c, p, 0) for c, p in found.deps] + [Edge(*e) for e in found.cross_iter_deps]
+    kept = Orders(tuple(recording.effects), edges)
+    lost = [c for c in conflicts(recording.effects) if not kept.implies(edge_of(c))]
+    assert lost == []
+    for edge in edges:
+        rest = Orders(tuple(recording.effects), [other for other in edges if other != edge])
+        assert not rest.implies(edge), f"{edge} is implied by the others"
+    for edge in dependences_of(workload):
+        if edge.consumer in looking(workload) and edge.producer in looking(workload):
+            assert kept.implies(Edge(*edge))
+
+
+def looking(workload: Workload) -> set[str]:
+    """Tasks whose use of states shows in what they do."""
+    return {t.name for t in workload.tasks if t.sets or any(use.writes for use in t.states)}

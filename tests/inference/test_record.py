@@ -1,0 +1,212 @@
+"""Recording from the outside: what it refuses, what it leaves behind, what follows a failure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from swpipe import PipelinePlan, PipelineTask, PlanError
+from swpipe.inference import record
+from tests.inference.looking import orders, reads, recorded, writes
+
+
+def nothing(ctx: Any) -> None:
+    """Does nothing."""
+
+
+def test_tasks_must_be_there_and_have_names_of_their_own() -> None:
+    """Both are said in the words of a refused plan."""
+    with pytest.raises(PlanError, match="no tasks to record"):
+        record([], None)
+    with pytest.raises(PlanError, match="'a' is given 2 times"):
+        record([PipelineTask("a", nothing), PipelineTask("a", nothing)], None)
+
+
+@pytest.mark.parametrize("iterations", [0, 1.5, True, "2"])
+def test_iterations_are_counted_in_whole_numbers(iterations: Any) -> None:
+    """From 1."""
+    with pytest.raises(ValueError, match="whole number, 1 or more"):
+        record([PipelineTask("a", nothing)], None, iterations=iterations)
+
+
+def test_what_has_no_state_cannot_be_put_back() -> None:
+    """As for the profiler."""
+    with pytest.raises(TypeError, match="cannot be put back"):
+        record([PipelineTask("a", nothing)], None, state=[object()])
+
+
+class Failing:
+    """Trains, then fails in the second iteration.
+
+    Args:
+        error: What to raise.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.model = nn.Linear(2, 1)
+        self.error = error
+        self.count = 0
+
+    def train(self, ctx: Any) -> None:
+        """Changes the model, and a plain number."""
+        self.count += 1
+        with torch.no_grad():
+            self.model.weight.add_(1)
+
+    def fail(self, ctx: Any) -> None:
+        """In the second iteration."""
+        if ctx.iter_idx == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_a_failure_is_the_users_own(error: BaseException) -> None:
+    """With a note of where; the model is as it was, and nobody watches any more."""
+    job = Failing(error)
+    before = copy.deepcopy(job.model.state_dict())
+    with pytest.raises(type(error)) as caught:
+        recorded(job.train, job.fail)
+    assert caught.value is error
+    assert "at task 'fail', iteration 1, while its effects were being recorded" in str(
+        error.__notes__
+    )
+    assert all(torch.equal(v, before[k]) for k, v in job.model.state_dict().items())
+    assert job.count == 0
+    assert _get_current_dispatch_mode() is None
+
+
+def test_what_could_not_be_put_back_is_told() -> None:
+    """A list that grows, for one."""
+    seen = []
+
+    def note(ctx: Any) -> None:
+        seen.append(ctx.iter_idx)
+
+    (remark,) = [one for one in recorded(note).notes if "Not put back" in one]
+    assert "the length of seen" in remark
+
+
+def test_one_iteration_sees_what_is_there() -> None:
+    """But not what only the second one does: gradients that are thrown away."""
+    weight = nn.Parameter(torch.ones(2))
+
+    def zero(ctx: Any) -> None:
+        weight.grad = None
+
+    def backward(ctx: Any) -> None:
+        (weight * 2).sum().backward()
+
+    assert writes(recorded(zero, backward, iterations=1), "zero") == set()
+    assert writes(recorded(zero, backward), "zero") == {"weight.grad"}
+
+
+def test_compiled_functions_run_as_they_are_written() -> None:
+    """Recording sees through ``torch.compile``, without compiling anything."""
+    model = nn.Linear(2, 2)
+
+    def refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
+        raise AssertionError("compiled")
+
+    compiled = torch.compile(model, backend=refuse)
+
+    def forward(ctx: Any) -> None:
+        ctx.y = compiled(ctx.batch)
+
+    found = recorded(forward, batch=torch.ones(1, 2))
+    assert any("parameters" in state for state in reads(found, "forward"))
+
+
+def test_under_inference_mode_and_autocast() -> None:
+    """Neither hides what is read."""
+    model = nn.Linear(2, 2)
+
+    def evaluate(ctx: Any) -> None:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            ctx.y = model(ctx.batch)
+
+    def double(ctx: Any) -> None:
+        with torch.inference_mode():
+            ctx.y.mul_(2)
+
+    found = recorded(evaluate, double, batch=torch.ones(1, 2))
+    assert "model parameters" in reads(found, "evaluate")
+    assert writes(found, "double") == {"ctx.y"}
+
+
+def test_sparse_gradients_are_gradients() -> None:
+    """An embedding's, as indices and values."""
+    table = nn.EmbeddingBag(5, 2, sparse=True, mode="sum")
+    optimizer = torch.optim.SparseAdam(table.parameters())
+
+    def backward(ctx: Any) -> None:
+        optimizer.zero_grad()
+        table(ctx.batch).sum().backward()
+
+    def step(ctx: Any) -> None:
+        optimizer.step()
+
+    found = recorded(backward, step, batch=torch.tensor([[0, 1], [1, 4]]))
+    assert "table.weight" in reads(found, "backward")
+    assert "table.weight.grad" in reads(found, "step")
+    assert orders(found) == {("step", "backward", 0), ("backward", "step", 1)}
+
+
+def test_a_module_as_task_and_lists_of_modules() -> None:
+    """What plain lists and dicts inside a module hold is found."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [nn.Linear(2, 2)]
+
+        def forward(self, ctx: Any) -> None:
+            ctx.y = self.hidden[0](torch.ones(1, 2))
+
+    found = record([PipelineTask("run", Holder())], None, device="cpu")
+    assert set(found.states["Holder parameters"]) == {
+        "Holder.hidden[0].weight",
+        "Holder.hidden[0].bias",
+    }
+
+
+def test_infer_makes_a_plan_that_keeps_the_tasks() -> None:
+    """Stage 0, the caller's thread, the given order; the dependences are those recorded."""
+
+    def make(ctx: Any) -> None:
+        ctx.a = 1
+
+    def use(ctx: Any) -> None:
+        ctx.b = ctx.a
+
+    tasks = [PipelineTask("make", make), PipelineTask("use", use)]
+    plan = PipelinePlan.infer(tasks, None, device="cpu")
+    assert plan.tasks == tuple(tasks)
+    assert plan.deps == (("use", "make"),)
+    assert plan.cross_iter_deps == ()
+    assert plan.depth == 1
+
+
+def test_who_communicates_is_globally_ordered(tmp_path: Any) -> None:
+    """A collective in a task shows in its schedule, and in the notes."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+
+        def reduce(ctx: Any) -> None:
+            torch.distributed.all_reduce(ctx.batch)
+
+        tasks = [PipelineTask("reduce", reduce), PipelineTask("rest", nothing)]
+        plan = PipelinePlan.infer(tasks, torch.ones(2), device="cpu")
+        found = record(tasks, torch.ones(2), device="cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [entry.globally_ordered for entry in plan.schedule.values()] == [True, False]
+    assert writes(found, "reduce") == {"ctx.batch"}
+    assert any("'reduce' communicates" in note for note in found.notes)

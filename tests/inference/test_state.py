@@ -1,0 +1,315 @@
+"""Which parameters, buffers, gradients and optimizer state tasks touch, without being told."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swpipe import DeclaredIO, PipelineTask
+from swpipe.inference import record
+from tests.inference.looking import orders, reads, recorded, writes
+
+
+class Job:
+    """A small training step.
+
+    Args:
+        make: Makes the optimizer of some parameters.
+    """
+
+    def __init__(self, make: Any = None) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        self.optimizer = make(self.model.parameters())
+
+    def forward(self, ctx: Any) -> None:
+        """The loss."""
+        ctx.loss = self.model(ctx.batch).square().mean()
+
+    def zero_grad(self, ctx: Any) -> None:
+        """No gradients."""
+        self.optimizer.zero_grad()
+
+    def backward(self, ctx: Any) -> None:
+        """Gradients."""
+        ctx.loss.backward()
+
+    def step(self, ctx: Any) -> None:
+        """Parameters."""
+        self.optimizer.step()
+
+
+BATCH = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused adam": lambda p: torch.optim.Adam(p, fused=True),
+    "foreach adamw": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_step_needs_no_declaration(name: str) -> None:
+    """Whatever the optimizer: who reads parameters, makes gradients, and uses both up."""
+    job = Job(OPTIMIZERS[name])
+    found = recorded(job.zero_grad, job.forward, job.backward, job.step, batch=BATCH)
+    assert reads(found, "forward") == {"ctx.batch", "model parameters"}
+    assert writes(found, "forward") == {"ctx.loss"}
+    assert writes(found, "zero_grad") == {"model gradients"}
+    assert writes(found, "backward") == {"model gradients"}
+    assert {"model parameters", "model gradients"} <= reads(found, "step")
+    assert "model parameters" in writes(found, "step")
+    assert ("optimizer state" in writes(found, "step")) == (name != "sgd")
+    assert orders(found) == {
+        ("backward", "zero_grad", 0),
+        ("backward", "forward", 0),
+        ("step", "backward", 0),
+        ("forward", "step", 1),
+        ("zero_grad", "step", 1),
+    }
+
+
+def test_parameters_are_where_they_were_afterwards() -> None:
+    """Nothing is trained by being recorded: bits, gradients and optimizer state."""
+    job = Job(OPTIMIZERS["momentum"])
+    before = copy.deepcopy(job.model.state_dict())
+    recorded(job.forward, job.backward, job.step, batch=BATCH)
+    assert all(torch.equal(v, before[k]) for k, v in job.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert not job.optimizer.state
+
+
+def test_gradients_that_add_up_are_read_and_written() -> None:
+    """Accumulation over iterations ties each backward to the one before."""
+    job = Job()
+    found = recorded(job.forward, job.backward, batch=BATCH)
+    assert "model gradients" in reads(found, "backward")
+    assert "model gradients" in writes(found, "backward")
+
+
+def test_buffers_are_state() -> None:
+    """A batch norm in training writes its running figures; in evaluation it reads them."""
+    norm = nn.BatchNorm1d(3)
+
+    def train(ctx: Any) -> None:
+        norm.train()
+        ctx.y = norm(ctx.batch)
+
+    def evaluate(ctx: Any) -> None:
+        norm.eval()
+        ctx.z = norm(ctx.batch)
+
+    found = recorded(train, evaluate, batch=BATCH)
+    assert any("buffers" in state for state in writes(found, "train"))
+    assert not any("norm" in state for state in writes(found, "evaluate"))
+    assert ("train", "evaluate", 1) in orders(found)
+    assert not [note for note in found.notes if "no operator says" in note]
+
+
+def test_an_average_of_the_parameters_reads_them_and_writes_itself() -> None:
+    """The copy is a state of its own."""
+    job = Job()
+    average = copy.deepcopy(job.model)
+
+    def update(ctx: Any) -> None:
+        with torch.no_grad():
+            for mean, new in zip(average.parameters(), job.model.parameters(), strict=True):
+                mean.lerp_(new, 0.1)
+
+    found = recorded(job.forward, job.backward, job.step, update, batch=BATCH)
+    assert "model parameters" in reads(found, "update")
+    assert writes(found, "update") == {"average parameters"}
+    assert ("step", "update", 1) in orders(found)
+
+
+def test_a_detached_copy_is_no_state() -> None:
+    """Once copied, a parameter's value is the context's; a view of it still is the parameter."""
+    weight = nn.Parameter(torch.ones(3))
+
+    def take(ctx: Any) -> None:
+        ctx.copy = weight.detach().clone()
+        ctx.view = weight.detach()
+
+    def use_copy(ctx: Any) -> None:
+        ctx.y = ctx.copy * 2
+
+    def use_view(ctx: Any) -> None:
+        ctx.z = ctx.view * 2
+
+    def step(ctx: Any) -> None:
+        with torch.no_grad():
+            weight.add_(1)
+
+    found = recorded(take, use_copy, use_view, step)
+    assert reads(found, "use_copy") == {"ctx.copy"}
+    assert reads(found, "use_view") == {"ctx.view", "weight"}
+    assert orders(found) >= {("step", "use_view", 0), ("take", "step", 1)}
+
+
+def test_parts_of_a_model_that_are_used_apart_are_states_apart() -> None:
+    """Two halves with an optimizer each ask for no order between them."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def half(name: str) -> Any:
+        def train(ctx: Any) -> None:
+            model[name].zero_grad()
+            model[name](ctx.batch).sum().backward()
+            with torch.no_grad():
+                for parameter in model[name].parameters():
+                    parameter.sub_(parameter.grad)
+
+        train.__name__ = name
+        return train
+
+    found = recorded(half("a"), half("b"), batch=BATCH)
+    assert writes(found, "a").isdisjoint(writes(found, "b"))
+    assert orders(found) == set()
+
+
+def test_a_tensor_that_is_replaced_is_the_same_state() -> None:
+    """An attribute of an object that becomes a new tensor each iteration."""
+
+    class Mean:
+        def __init__(self) -> None:
+            self.total = torch.zeros(1)
+
+        def add(self, ctx: Any) -> None:
+            self.total = self.total + ctx.batch.sum()
+
+        def show(self, ctx: Any) -> None:
+            ctx.shown = self.total * 1
+
+    mean = Mean()
+    found = recorded(mean.add, mean.show, batch=BATCH)
+    assert writes(found, "add") == {"total"}
+    assert reads(found, "show") == {"total"}
+    assert orders(found) == {("show", "add", 0), ("add", "show", 1)}
+    assert mean.total.tolist() == [0]
+
+
+def test_memory_that_nothing_reaches_is_described() -> None:
+    """A cache behind too many objects still orders those who use it, under a description."""
+
+    class Hidden:
+        pass
+
+    root: Any = Hidden()
+    root.a = Hidden()
+    root.a.b = Hidden()
+    root.a.b.cache = torch.zeros(5)
+
+    def fill(ctx: Any) -> None:
+        root.a.b.cache.add_(1)
+
+    def use(ctx: Any) -> None:
+        ctx.y = root.a.b.cache * 2
+
+    found = recorded(fill, use)
+    (state,) = writes(found, "fill")
+    assert state == "memory without a name (float32 [5], first met in 'fill')"
+    assert orders(found) == {("use", "fill", 0), ("fill", "use", 1)}
+
+
+def test_options_of_an_optimizer_are_state() -> None:
+    """A scheduler of learning rates comes after the step, and before the next one."""
+    job = Job()
+    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1)
+
+    def schedule(ctx: Any) -> None:
+        scheduler.step()
+
+    found = recorded(job.forward, job.backward, job.step, schedule, batch=BATCH)
+    assert writes(found, "schedule") == {"optimizer options"}
+    assert {("schedule", "step", 0), ("step", "schedule", 1)} <= orders(found)
+
+
+def draw_torch(ctx: Any) -> None:
+    """From torch's generator."""
+    ctx.x = torch.rand(2)
+
+
+def draw_python(ctx: Any) -> None:
+    """From Python's."""
+    ctx.y = random.random()
+
+
+def test_draws_keep_their_order() -> None:
+    """Each generator is a state, and the notes say how to be free of it."""
+    own = torch.Generator()
+
+    def one(ctx: Any) -> None:
+        ctx.one = torch.rand(2, generator=own)
+
+    def two(ctx: Any) -> None:
+        ctx.two = torch.rand(2, generator=own)
+
+    found = recorded(one, draw_torch, two, draw_python)
+    assert orders(found) == {("two", "one", 0), ("one", "two", 1)}
+    assert writes(found, "one") == {"ctx.one", "own"}
+    assert writes(found, "draw_torch") == {"ctx.x", "torch's default generators"}
+    assert writes(found, "draw_python") == {"ctx.y", "Python's default generator"}
+    (note,) = [note for note in found.notes if "random=True" in note]
+    assert note.startswith("'draw_torch'")
+
+
+def test_draws_that_are_declared_need_no_order() -> None:
+    """With random=True the generator is nobody's."""
+    tasks = [PipelineTask(name, draw_torch, random=True) for name in ("a", "b")]
+    found = record(tasks, None, device="cpu")
+    assert writes(found, "a") == {"ctx.x"}
+
+
+def test_declared_states_are_merged_in() -> None:
+    """What a task declares counts, seen or not."""
+    log = [DeclaredIO(state="log")]
+    tasks = [PipelineTask(name, lambda ctx: None, io=log) for name in ("a", "b")]
+    found = record(tasks, None, device="cpu")
+    assert orders(found) == {("b", "a", 0), ("a", "b", 1)}
+
+
+def test_plain_python_that_changes_is_told() -> None:
+    """Its readers are not seen: the notes name task and path, unless the task declares a state."""
+
+    class Counter:
+        steps = 0
+
+        def count(self, ctx: Any) -> None:
+            self.steps += 1
+
+    counter = Counter()
+    counter.steps = 0
+    (note,) = [one for one in recorded(counter.count).notes if "plain Python" in one]
+    assert "'count' changes steps" in note
+    assert counter.steps == 0
+    declared = PipelineTask("count", counter.count, io=[DeclaredIO(state="steps")])
+    assert not [one for one in record([declared], None).notes if "plain Python, whose" in one]
+
+
+def test_an_operator_whose_schema_hides_a_write_is_found_out() -> None:
+    """A custom kernel that says it modifies nothing, and does."""
+
+    @torch.library.custom_op("swpipe_tests::sneaky", mutates_args=())
+    def sneaky(x: torch.Tensor) -> torch.Tensor:
+        x.detach().numpy()[:] = 5
+        return x.clone()
+
+    table = torch.zeros(3)
+
+    def update(ctx: Any) -> None:
+        ctx.y = sneaky(table)
+
+    def look(ctx: Any) -> None:
+        ctx.z = table + 1
+
+    found = recorded(update, look)
+    assert "table" in writes(found, "update")
+    assert ("look", "update", 0) in orders(found)
+    (note,) = [one for one in found.notes if "no operator says" in one]
+    assert "'update' modified table" in note
