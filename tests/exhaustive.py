@@ -70,9 +70,7 @@ class Exhaustive:
         TooManyError: There are more states than ``most``.
     """
 
-    def __init__(
-        self, program: Program, iterations: int, *, streams: bool, most: int = 2_000
-    ) -> None:
+    def __init__(self, program: Program, iterations: int, *, streams: bool, most: int) -> None:
         self._bits = {
             (task, i): 1 << n
             for n, (task, i) in enumerate(product(program.instructions, range(iterations)))

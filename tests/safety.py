@@ -69,9 +69,12 @@ def random_pair(seed: int, most_tasks: int = 4) -> tuple[PipelinePlan, Workload]
 # ----------------------------------------------------------------------------- by trying everything
 
 
-def orders(plan: PipelinePlan, iterations: int, *, streams: bool) -> dict[Run, frozenset[Run]]:
+def orders(
+    plan: PipelinePlan, iterations: int, *, streams: bool, most: int = 2_000
+) -> dict[Run, frozenset[Run]]:
     """Each run of a task to those that always come before it, on the host and on the device."""
-    found = Exhaustive(compile_plan(plan, streams=streams), iterations, streams=streams)
+    program = compile_plan(plan, streams=streams)
+    found = Exhaustive(program, iterations, streams=streams, most=most)
     if not streams:
         return found.host_before
     return {run: found.host_before[run] & found.device_before[run] for run in found.device_before}
@@ -92,12 +95,21 @@ def meetings(effects: EffectTable, iterations: int) -> Iterator[tuple[Run, Run, 
 
 
 def fights(
-    plan: PipelinePlan, effects: EffectTable, *, streams: bool, iterations: tuple[int, ...] = (1, 2)
+    plan: PipelinePlan,
+    effects: EffectTable,
+    *,
+    streams: bool,
+    iterations: tuple[int, ...] = (1, 2),
+    most: int = 2_000,
 ) -> set[frozenset[str]]:
-    """The pairs of tasks that do not always meet in serial order, in runs of so many iterations."""
+    """The pairs of tasks that do not always meet in serial order, in runs of so many iterations.
+
+    Raises:
+        TooManyError: A run has more than ``most`` states.
+    """
     found = set()
     for count in iterations:
-        before = orders(plan, count, streams=streams)
+        before = orders(plan, count, streams=streams, most=most)
         for first, then, _ in meetings(effects, count):
             if first not in before[then]:
                 found.add(frozenset({first[0], then[0]}))
