@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swpipe.tasks.sparse_dist import PipelineFactory
 from swpipe.tasks.sparse_dist.shuffle import KarmarkarKarpShuffler
@@ -69,9 +69,9 @@ def to_the_end(pipeline: Any, data: Iterator[Batch]) -> list[Tensor]:
             return outputs
 
 
-def by_torchrec(job: Job, data: Iterator[Batch]) -> Outcome:
+def by_torchrec(job: Job, data: Iterator[Batch], model: nn.Module | None = None) -> Outcome:
     """What TorchRec's unpipelined pipeline makes of a job."""
-    model = sharded(job)
+    model = sharded(job) if model is None else model
     pipeline = TrainPipelineBase(model, dense_optimizer(job, model), CPU)
     return Outcome(to_the_end(pipeline, data), everything(model))
 
