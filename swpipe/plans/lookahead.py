@@ -17,9 +17,8 @@ the largest lookahead. What rules an assignment:
 How far is a matter of time. The preparation's critical path, from the beginning of a task to
 the first task that stays and needs it, takes some time; spread over n periods, a task on it
 belongs ceil(n * its time to go / the longest) periods ahead. Each n up to the cap gives an
-assignment, and one more comes from queues: a period for each change of stream or thread on the way.
-The simulator says which is best, the plan as it stands among them; of equals the one that holds
-the fewest iterations.
+assignment. The simulator says which is best, the plan as it stands among them; of equals the one
+that holds the fewest iterations.
 
 Source: the lookahead scheduler of the schedulable engine in NVIDIA's recsys-examples, which its
 joint search asks for the lookaheads of each candidate. The rules above are its rules; how far it
@@ -57,7 +56,7 @@ class Lookaheads:
     """What the assignment gave.
 
     Attributes:
-        plan: The plan given, with later stages for some, the depth that this takes, and an order.
+        plan: The plan given, with the stages and the depth that this takes, and an order.
         ii_us: Its interval between iterations under the simulator; microseconds.
         lookahead: Task to the periods that it runs ahead of the last stage; from 0.
         tried: How many assignments were simulated.
@@ -287,7 +286,7 @@ def _assignments(plan: PipelinePlan, costs: CostModel, rules: Rules) -> Iterable
     """What is worth a simulation: none twice, and the fewest iterations in flight first."""
     ways = _ways(plan, costs, rules)
     longest = max((way.time_us for way in ways.values()), default=0.0)
-    targets = [{}, {name: way.base + way.queues for name, way in ways.items()}]
+    targets: list[dict[str, int]] = [{}]
     targets += [
         {n: way.base + _periods(periods, way.time_us, longest) for n, way in ways.items()}
         for periods in range(1, rules.in_flight)
@@ -307,12 +306,10 @@ class _Way(NamedTuple):
 
     Attributes:
         time_us: The longest way, in microseconds.
-        queues: The most changes of stream or thread on a way, the last one to what stays included.
         base: The greatest lookahead among those that stay.
     """
 
     time_us: float
-    queues: int
     base: int
 
 
@@ -326,17 +323,9 @@ def _ways(plan: PipelinePlan, costs: CostModel, rules: Rules) -> dict[str, _Way]
     for name in reversed(serial_order(plan, list(plan.schedule))):
         if name in rules.stays:
             continue
-        on = [_Way(0.0, 1, rules.floor[c]) for c in consumers[name] if c in rules.stays]
-        for c in consumers[name]:
-            if c in ways:
-                other = _queue(plan, c) != _queue(plan, name)
-                on.append(ways[c]._replace(queues=ways[c].queues + other))
+        on = [_Way(0.0, rules.floor[c]) for c in consumers[name] if c in rules.stays]
+        on += [ways[c] for c in consumers[name] if c in ways]
         if on:
             time_us = costs.tasks[name].total_us + max(way.time_us for way in on)
-            ways[name] = _Way(time_us, max(w.queues for w in on), max(w.base for w in on))
+            ways[name] = _Way(time_us, max(way.base for way in on))
     return ways
-
-
-def _queue(plan: PipelinePlan, name: str) -> tuple[object, str]:
-    entry = plan.schedule[name]
-    return entry.stream, entry.thread_group

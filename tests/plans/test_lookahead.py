@@ -49,6 +49,12 @@ def test_the_preparation_runs_ahead_as_far_as_it_must() -> None:
     assert found.why == "190 us become 100 us; raised: copy 0 to 1, dist 0 to 1"
 
 
+def test_nothing_more_is_tried_once_the_bound_is_reached() -> None:
+    """The plan given, the same with an order, and one period ahead: no need to look further."""
+    assert assign_lookaheads(STEP, COSTS).tried == 3
+    assert assign_lookaheads(STEP, device(copy=90, dist=80, train=100)).tried == 4
+
+
 def test_a_long_preparation_is_spread_over_periods() -> None:
     """What takes longer than a period is cut where its time says."""
     costs = device(copy=90, dist=80, train=100)
