@@ -1,0 +1,46 @@
+"""A plan that a race hides in, what verification says, and the same plan mended."""
+
+from dataclasses import replace
+
+from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe.effects import Effects, Place
+from swpipe.plans import verify
+
+batch, ids, loss = (Place(name, outlives=False) for name in ("batch", "ids", "loss"))
+model = Place("model", outlives=True)
+
+
+def touching(reads=(), writes=()):
+    return Effects(frozenset(reads), frozenset(writes))
+
+
+effects = {  # in serial order; a recording gives this table
+    "read": touching([batch], [ids]),
+    "embed": touching([ids, model], [ids]),
+    "train": touching([ids, model], [model, loss]),
+}
+plan = PipelinePlan(
+    schedule={
+        "read": TaskSchedule(stage=0, thread_group="io"),
+        "embed": TaskSchedule(stage=0, thread_group="io", stream="side"),
+        "train": TaskSchedule(stage=1),
+    },
+    deps=[("embed", "read"), ("train", "embed")],
+)
+
+try:
+    verify(plan, effects=effects)
+except PlanError as error:
+    print(error)
+
+mended = replace(plan, cross_iter_deps=[("embed", "train", 1)])
+print(f"\nmended: {verify(mended, effects=effects).orders} orders are kept")
+
+late = replace(plan, same_period_deps=[("train", "embed")], stale={"model": 1})
+print(f"stale on purpose: {verify(late, effects=effects).orders} orders are kept")
+
+sizes = {("read", "ids"): 2**20, ("embed", "ids"): 64 * 2**20, ("train", "loss"): 4}
+try:
+    verify(mended, effects=effects, sizes=sizes, budget_bytes=100 * 2**20)
+except PlanError as error:
+    print(f"\n{error.problems[0].text}")
