@@ -313,3 +313,79 @@ def test_an_operator_whose_schema_hides_a_write_is_found_out() -> None:
     assert ("look", "update", 0) in orders(found)
     (note,) = [one for one in found.notes if "no operator says" in one]
     assert "'update' modified table" in note
+
+
+def test_freezing_a_parameter_is_a_write() -> None:
+    """Backward must not run before or after it at will."""
+    job = Job()
+
+    def freeze(ctx: Any) -> None:
+        job.model[0].weight.requires_grad_(ctx.iter_idx % 2 == 0)
+
+    found = recorded(freeze, job.forward, batch=BATCH, iterations=3)
+    assert any("weight" in state or "parameters" in state for state in writes(found, "freeze"))
+
+
+def test_a_buffer_that_iterations_share_orders_them() -> None:
+    """A staging buffer put into the context: it is filled anew only when all have read it."""
+    staging = torch.zeros(2, 3)
+
+    def copy_in(ctx: Any) -> None:
+        ctx.inputs = staging.copy_(ctx.batch)
+
+    def use(ctx: Any) -> None:
+        ctx.y = ctx.inputs * 2
+
+    found = recorded(copy_in, use, batch=BATCH)
+    assert reads(found, "use") == {"ctx.inputs", "staging"}
+    assert writes(found, "copy_in") == {"ctx.inputs", "staging"}
+    assert orders(found) == {("use", "copy_in", 0), ("copy_in", "use", 1)}
+
+
+def test_what_is_kept_for_later_is_not_read_through_the_context() -> None:
+    """Keeping the last loss ties nobody to it who only reads the context."""
+
+    class Kept:
+        last: Any = None
+
+        def keep(self, ctx: Any) -> None:
+            ctx.loss = ctx.batch.sum()
+            self.last = ctx.loss
+
+        def show(self, ctx: Any) -> None:
+            ctx.shown = ctx.loss + 1
+
+    kept = Kept()
+    found = recorded(kept.keep, kept.show, batch=BATCH)
+    assert reads(found, "show") == {"ctx.loss"}
+    assert orders(found) == {("show", "keep", 0)}
+
+
+def test_storage_shared_by_parameters_is_one_memory() -> None:
+    """Views of one flat buffer: who writes one writes its neighbours' memory."""
+    flat = torch.zeros(4)
+    left, right = nn.Parameter(flat[:2]), nn.Parameter(flat[2:])
+
+    def read_left(ctx: Any) -> None:
+        ctx.y = left * 2
+
+    def write_right(ctx: Any) -> None:
+        with torch.no_grad():
+            right.add_(1)
+
+    found = recorded(read_left, write_right)
+    assert ("write_right", "read_left", 0) in orders(found)
+
+
+def test_names_are_told_apart() -> None:
+    """Two models under one name are two states."""
+    jobs = Job(), Job()
+    tasks = [
+        PipelineTask(f"{fn.__name__} {n}", fn)
+        for n, job in enumerate(jobs)
+        for fn in (job.forward, job.backward, job.step)
+    ]
+    found = record(tasks, BATCH, device="cpu")
+    assert "model parameters" in reads(found, "forward 0")
+    assert "model (2) parameters" in reads(found, "forward 1")
+    assert ("forward 1", "step 0", 0) not in orders(found)

@@ -1,0 +1,119 @@
+"""The click job: what is inferred of it makes plans that run, and its own plans lack nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import PipelinePlan, SWPipeline
+from swpipe.effects import conflicts
+from swpipe.inference import Recording, record
+from swpipe.inference.orders import Orders, declared_edges, edge_of
+from swpipe.verify import check
+from tests.inference.looking import orders, reads, writes
+from tests.tasks.rows import write_log
+
+pytest.importorskip("torchrec")
+pytest.importorskip("polars")
+
+from swpipe.plans.clicks import PLANS
+from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
+
+SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
+
+
+def job_on(path: Path) -> ClickJob:
+    """A small model on 50 rows, in batches of 8; a new one starts from the same parameters."""
+    log = path / "small.tsv"
+    if not log.exists():
+        write_log(log, 50)
+    return ClickJob(ClickConfig([log], [], batch_size=8, model=SMALL, device="cpu"))
+
+
+def recording_of(job: ClickJob) -> Recording:
+    """Two iterations on its first batch."""
+    return record(job.tasks(), next(job.batches()), device="cpu")
+
+
+def results(job: ClickJob, plan: PipelinePlan) -> list[torch.Tensor]:
+    """Losses of one epoch, and the parameters after it."""
+    with SWPipeline(plan, job.tasks(), device="cpu") as pipe:
+        losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches())]
+    return [*losses, *(parameter.detach() for parameter in job.model.parameters())]
+
+
+def test_the_step_is_known_without_a_declaration(tmp_path: Path) -> None:
+    """Who touches model, gradients, optimizer, loss guard and running figures."""
+    found = recording_of(job_on(tmp_path))
+    assert reads(found, "embed") == {"ctx.inputs", "model parameters"}
+    assert "guard.first_bad" in writes(found, "forward")
+    assert writes(found, "backward") == {"model gradients"}
+    assert writes(found, "step") >= {"model parameters", "optimizer state"}
+    assert writes(found, "auc") == {"auc.counts"}
+    assert orders(found) == {
+        ("decode", "read", 0),
+        ("hash", "decode", 0),
+        ("copy", "hash", 0),
+        ("embed", "copy", 0),
+        ("forward", "embed", 0),
+        ("backward", "forward", 0),
+        ("step", "backward", 0),
+        ("auc", "forward", 0),
+        ("embed", "step", 1),
+    }
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plans_written_by_hand_lack_nothing(tmp_path: Path, name: str) -> None:
+    """Every conflict is in order."""
+    found = recording_of(job_on(tmp_path))
+    assert found.compare(PLANS[name]()).missing == ()
+
+
+def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) -> None:
+    """Two stages, two threads, and nothing declared by hand: the serial run's losses."""
+    job = job_on(tmp_path)
+    inferred = PipelinePlan.infer(job.tasks(), next(job.batches()), device="cpu")
+    piped = replace(inferred, schedule=job.plan("pipelined").schedule, pipeline_depth=3)
+    check(piped, job.tasks())
+    serially = results(job_on(tmp_path), job.plan("serial"))
+    assert all(map(torch.equal, serially, results(job, piped)))
+
+
+def test_recording_trains_nothing(tmp_path: Path) -> None:
+    """A job that was recorded goes on as one that was not."""
+    recorded = job_on(tmp_path)
+    recording_of(recorded)
+    assert torch.equal(recorded.guard.first_bad, job_on(tmp_path).guard.first_bad)
+    plan = recorded.plan("serial")
+    assert all(map(torch.equal, results(recorded, plan), results(job_on(tmp_path), plan)))
+
+
+def test_without_an_edge_the_plan_lacks_it(tmp_path: Path) -> None:
+    """Each inferred dependence, left out, is the one that is missing once the tasks part."""
+    found = recording_of(job_on(tmp_path))
+    needed = found.dependences()
+    schedule: dict[Any, Any] = {
+        task.name: replace(PLANS["serial"]().schedule[task.name], thread_group=task.name)
+        for task in found.tasks
+    }
+    whole = PipelinePlan(schedule, needed.deps, needed.cross_iter_deps)
+    assert found.compare(whole).missing == ()
+    for edge in needed.needed:
+        plan = replace(
+            whole,
+            deps=[pair for pair in needed.deps if (*pair, 0) != edge[:3]],
+            cross_iter_deps=[entry for entry in needed.cross_iter_deps if entry != edge[:3]],
+        )
+        lacking = found.compare(plan).missing
+        assert edge[:3] in {one[:3] for one in lacking}
+        mended = Orders(tuple(found.effects), [*declared_edges(plan), *map(_edge, lacking)])
+        assert all(mended.implies(edge_of(conflict)) for conflict in conflicts(found.effects))
+
+
+def _edge(one: Any) -> Any:
+    return edge_of(one)

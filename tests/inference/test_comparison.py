@@ -1,0 +1,187 @@
+"""A plan's dependences beside those that effects ask for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe.effects import Effects, EffectTable, Place
+from swpipe.inference.comparison import compare, needed
+from swpipe.inference.orders import Edge, Orders
+from tests.inference.looking import recorded
+
+
+def place(name: str) -> Place:
+    """Capital letters are states."""
+    return Place(name, outlives=name.isupper())
+
+
+def table(**tasks: str) -> EffectTable:
+    """Task to "reads>writes", each a string of one-letter places."""
+    return {
+        name: Effects(*(frozenset(map(place, part)) for part in text.split(">")))
+        for name, text in tasks.items()
+    }
+
+
+CHAIN = table(load=">a", forward="aM>b", backward="b>G", step="GM>M")
+DEPS = [("forward", "load"), ("backward", "forward"), ("step", "backward")]
+
+
+def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
+    """The chain's tasks in stage 0, each in a thread group named by a letter."""
+    schedule = {
+        name: TaskSchedule(thread_group={"d": "default"}.get(group, group))
+        for name, group in zip(CHAIN, groups, strict=True)
+    }
+    return PipelinePlan(**{"schedule": schedule, **changes})
+
+
+def edges(found: Any) -> list[tuple[str, str, int]]:
+    """The orders, without what they are for."""
+    return [one[:3] for one in found]
+
+
+def test_the_fewest_dependences_are_asked_for() -> None:
+    """What others imply is left out: the step comes after forward by way of backward."""
+    assert edges(needed(CHAIN)) == [
+        ("forward", "load", 0),
+        ("backward", "forward", 0),
+        ("step", "backward", 0),
+        ("forward", "step", 1),
+    ]
+
+
+def test_a_plan_with_all_of_them_lacks_nothing() -> None:
+    """Whatever the threads."""
+    found = compare(plan("abcd", deps=DEPS, cross_iter_deps=[("forward", "step")]), CHAIN)
+    assert (found.missing, found.by_schedule, found.needless) == ((), (), ())
+    assert str(found) == "no dependence is missing"
+
+
+def test_what_is_missing_is_named_with_the_reason() -> None:
+    """The pair, the list that it belongs into, and what both touch."""
+    (one,) = compare(plan("abcd", deps=DEPS), CHAIN).missing
+    assert str(one) == '("forward", "step") in cross_iter_deps, for state \'M\''
+
+
+def test_a_path_stands_for_a_dependence() -> None:
+    """Load -> x -> forward is as good as load -> forward."""
+    effects = table(load=">a", x="a>c", forward="ac>b")
+    schedule = {name: TaskSchedule(thread_group=name) for name in effects}
+    short = PipelinePlan(schedule, deps=[("x", "load"), ("forward", "x")])
+    assert compare(short, effects).missing == ()
+
+
+def test_a_dependence_on_an_older_iteration_is_not_enough() -> None:
+    """Two iterations back leaves the one in between open."""
+    older = plan("abcd", deps=DEPS, cross_iter_deps=[("forward", "step", 2)])
+    assert edges(compare(older, CHAIN).missing) == [("forward", "step", 1)]
+
+
+def test_same_period_dependences_count_by_the_stages() -> None:
+    """Forward in stage 1 after the step in stage 2, in one period: one iteration back."""
+    schedule = {
+        name: TaskSchedule(stage=stage, thread_group=name)
+        for name, stage in zip(CHAIN, (0, 1, 1, 2), strict=True)
+    }
+    pairs = [("forward", "step")]
+    assert compare(PipelinePlan(schedule, DEPS, same_period_deps=pairs), CHAIN).missing == ()
+
+
+def test_what_the_schedule_keeps_is_told_apart() -> None:
+    """On one thread nothing goes wrong; on two, it does."""
+    together = compare(plan(), CHAIN)
+    assert together.missing == ()
+    assert edges(together.by_schedule) == edges(needed(CHAIN))
+    apart = compare(plan("ddde"), CHAIN)
+    assert edges(apart.missing) == [("step", "backward", 0), ("forward", "step", 1)]
+
+
+def test_another_stream_is_another_order() -> None:
+    """One thread that submits to two streams orders the submissions only."""
+    split = plan()
+    moved = replace(split.schedule["load"], stream="copy")
+    split = replace(split, schedule={**split.schedule, "load": moved})
+    assert edges(compare(split, CHAIN).missing) == [("forward", "load", 0)]
+
+
+def test_stages_part_what_one_thread_keeps() -> None:
+    """In one thread the higher stage runs first: the step, then the next forward."""
+    schedule = {
+        name: TaskSchedule(stage=stage) for name, stage in zip(CHAIN, (0, 0, 1, 1), strict=True)
+    }
+    found = compare(PipelinePlan(schedule, DEPS), CHAIN)
+    assert edges(found.by_schedule) == [("forward", "step", 1)]
+
+
+def test_a_needless_dependence_is_told() -> None:
+    """Backward shares nothing with load; the text says to think twice."""
+    extra = plan("abcd", deps=[*DEPS, ("backward", "load")], cross_iter_deps=[("forward", "step")])
+    found = compare(extra, CHAIN)
+    (one,) = found.needless
+    assert (one.dependence[:3], one.carries) == (("backward", "load", 0), False)
+    assert "keep those that stand for what no recording sees" in str(found)
+
+
+def test_a_needless_dependence_may_carry_another() -> None:
+    """A chain through a task that touches nothing orders its neighbours."""
+    effects = table(make=">a", idle=">", use="a>b")
+    schedule = {name: TaskSchedule(thread_group=name) for name in effects}
+    found = compare(PipelinePlan(schedule, [("idle", "make"), ("use", "idle")]), effects)
+    assert found.missing == ()
+    assert [one.carries for one in found.needless] == [True, True]
+
+
+def test_a_dependence_across_iterations_needs_a_state() -> None:
+    """Attributes are each iteration's own."""
+    found = compare(plan("abcd", deps=DEPS, cross_iter_deps=[("load", "forward")]), CHAIN)
+    assert [one.dependence[:3] for one in found.needless] == [("load", "forward", 1)]
+
+
+def test_a_plan_for_other_tasks_is_refused() -> None:
+    """Before anything is compared."""
+
+    def load(ctx: Any) -> None:
+        ctx.a = 1
+
+    with pytest.raises(PlanError, match="not among the tasks"):
+        recorded(load).compare(plan())
+
+
+def test_orders_follow_paths_of_any_distance() -> None:
+    """Distances add up, negative ones too; a task comes after itself."""
+    orders = Orders("abc", [Edge("b", "a", 1), Edge("c", "b", -1)])
+    assert orders.implies(Edge("c", "a", 0))
+    assert orders.implies(Edge("c", "a", 3))
+    assert not orders.implies(Edge("b", "a", 0))
+    assert orders.implies(Edge("a", "a", 1))
+    assert not orders.implies(Edge("a", "b", 9))
+
+
+def test_the_report_has_all_parts() -> None:
+    """Tasks, states, dependences or the comparison, and the notes."""
+
+    def load(ctx: Any) -> None:
+        ctx.a = 1
+
+    def use(ctx: Any) -> None:
+        ctx.b = ctx.a
+
+    found = recorded(load, use)
+    alone = str(found.report())
+    assert "reads" in alone
+    assert '("use", "load") in deps, for ctx.a' in alone
+    assert "Not seen by any recording" in alone
+    serial = PipelinePlan.serial(found.tasks)
+    assert "no dependence is missing" in str(found.report(serial))
+
+
+def test_many_tasks_are_reduced_quickly() -> None:
+    """Two hundred tasks that all touch one state: a chain, and its way round."""
+    names = [f"t{n}" for n in range(200)]
+    effects = {name: Effects(frozenset(), frozenset({place("M")})) for name in names}
+    assert len(needed(effects)) == 200
