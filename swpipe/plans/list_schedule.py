@@ -39,6 +39,7 @@ class ListSchedule:
         plan: The plan given, with the better of the two orders.
         ii_us: Its interval between iterations under the simulator; microseconds.
         given_ii_us: The same for the plan as it was given.
+        listed: The order that the list gave, whether or not it was chosen.
         path_us: Task to the longest path from its beginning to the end of the period; microseconds.
         why: What was chosen, in words.
     """
@@ -46,6 +47,7 @@ class ListSchedule:
     plan: PipelinePlan
     ii_us: float
     given_ii_us: float
+    listed: tuple[str, ...]
     path_us: Mapping[str, float]
     why: str
 
@@ -74,9 +76,9 @@ def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True)
     listed_ii = interval_us(listed, costs, streams=streams)
     if listed_ii < given_ii:
         why = f"the longest path first: {given_ii:.0f} us becomes {listed_ii:.0f} us"
-        return ListSchedule(listed, listed_ii, given_ii, path, why)
+        return ListSchedule(listed, listed_ii, given_ii, order, path, why)
     why = f"the order given stays: {given_ii:.0f} us; longest path first: {listed_ii:.0f} us"
-    return ListSchedule(plan, given_ii, given_ii, path, why)
+    return ListSchedule(plan, given_ii, given_ii, order, path, why)
 
 
 def _remaining(

@@ -60,6 +60,72 @@ def test_what_can_begin_goes_before_what_is_longer() -> None:
     assert (found.given_ii_us, found.ii_us) == (211, 161)
 
 
+def work(host: float, device: float = 0, gil: float = 0, *resources: str) -> TaskCost:
+    """A task's cost; microseconds."""
+    return TaskCost(host_us=host, gil_us=gil, device_us=device, resources=resources)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "other"),
+    [
+        pytest.param(
+            (TaskSchedule(stream="a"), work(0, 200)),
+            (TaskSchedule(stream="a"), work(0, 90)),
+            (TaskSchedule(stream="b"), work(0, 60)),
+            id="stream",
+        ),
+        pytest.param(
+            (TaskSchedule(stream="a"), work(0, 200, 0, "pcie")),
+            (TaskSchedule(stream="b"), work(0, 90, 0, "pcie")),
+            (TaskSchedule(stream="c"), work(0, 60)),
+            id="resource",
+        ),
+        pytest.param(
+            (TaskSchedule(thread_group="x"), work(200, 0, 0, "disk")),
+            (TaskSchedule(thread_group="y"), work(90, 0, 0, "disk")),
+            (TaskSchedule(thread_group="z"), work(60)),
+            id="resource of the host",
+        ),
+        pytest.param(
+            (TaskSchedule(thread_group="x"), work(200)),
+            (TaskSchedule(thread_group="x"), work(90)),
+            (TaskSchedule(thread_group="y"), work(60)),
+            id="thread",
+        ),
+        pytest.param(
+            (TaskSchedule(thread_group="x"), work(200, 0, 200)),
+            (TaskSchedule(thread_group="y"), work(90, 0, 90)),
+            (TaskSchedule(thread_group="z"), work(60)),
+            id="interpreter lock",
+        ),
+    ],
+)
+def test_what_is_taken_is_waited_for(
+    first: tuple[TaskSchedule, TaskCost],
+    second: tuple[TaskSchedule, TaskCost],
+    other: tuple[TaskSchedule, TaskCost],
+) -> None:
+    """The second has a longer path than the other, but wants what the first has."""
+    entries = {"first": first, "second": second, "other": other}
+    plan = PipelinePlan({name: entry for name, (entry, _) in entries.items()})
+    costs = CostModel({name: cost for name, (_, cost) in entries.items()})
+    assert list_schedule(plan, costs).listed == ("first", "other", "second")
+
+
+def test_on_a_cpu_device_time_is_time_on_the_thread() -> None:
+    """Streams mean nothing there: two tasks of one thread are in each other's way."""
+    plan = PipelinePlan(
+        {
+            "first": TaskSchedule(stream="a", thread_group="x"),
+            "second": TaskSchedule(stream="b", thread_group="x"),
+            "other": TaskSchedule(stream="a", thread_group="y"),
+        }
+    )
+    costs = device(first=200, second=90, other=60)
+    assert list_schedule(plan, costs).listed == ("first", "second", "other")
+    assert list_schedule(plan, costs, streams=False).listed == ("first", "other", "second")
+
+
 def test_only_the_order_changes() -> None:
     """Stages, streams, groups, dependences and depth stay."""
     for seed in range(60):
