@@ -106,6 +106,7 @@ class SparseDistTasks:
         self._random = random
         self._ddp = tuple(ddp_modules(model))
         self._parameters = step.parameters()
+        self._first: int | None = None
         # The stream of the caller, which a cache must know when it is filled from another.
         self._home = self.device.current_stream()
         own = [p for module in self.rewrite.sharded for p in module.parameters()]
@@ -271,8 +272,13 @@ class SparseDistTasks:
     def _begin_forward(self, ctx: IterContext) -> None:
         self.rewrite.use(ctx.pipeline)
         if self.step.accumulate > 1:
+            if self._first is None and self.model.training and torch.is_grad_enabled():
+                self._first = ctx.iter_idx
+            # DDP takes its static graph from a first iteration that reduces; to reduce gradients
+            # once more than needed does not change their mean.
+            reduces = self.step.ends(ctx.iter_idx) or ctx.iter_idx == self._first
             for module in self._ddp:  # what DDP's no_sync() does, for one forward
-                module.require_backward_grad_sync = self.step.ends(ctx.iter_idx)
+                module.require_backward_grad_sync = reduces
 
     def _run_model(self, ctx: IterContext) -> None:
         ctx.training = self.model.training and torch.is_grad_enabled()
