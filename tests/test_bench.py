@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench import dispatch, extras, gpu, interval, memory, serial, streams
+from tests.bench import dispatch, extras, gpu, interval, memory, predict, serial, streams
 from tests.bench.bound import bound_ms, rec_mii_ms
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import StandIn
@@ -112,6 +114,14 @@ def test_interval_runs() -> None:
     row = interval.row(interval.CASES[0], rounds=1, periods=5)
     assert row.bar == interval.BAR
     assert row.ratio is not None
+
+
+def test_predictions_run(tmp_path: Path) -> None:
+    """A row for tasks that block, and one for real work, each with its bar."""
+    blocking = next(predict.blocking())
+    assert predict.row(blocking, rounds=1, periods=3).bar == predict.BLOCKING_BAR
+    loop = predict.data_bound(tmp_path, pipelined=True)
+    assert predict.row(loop, rounds=1, periods=3).bar == predict.REAL_BAR
 
 
 def test_serial_runs() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tests.bench import dispatch, extras, interval, memory, serial, streams
+from tests.bench import dispatch, extras, interval, memory, predict, serial, streams
 from tests.bench.measure import Row, sharpen_timers, table
 
 
@@ -14,7 +14,7 @@ def main() -> int:
     torch.set_num_threads(1)
     sharpen_timers()
     rows: list[Row] = []
-    for part in (dispatch, interval, serial, memory, streams, extras):
+    for part in (dispatch, interval, predict, serial, memory, streams, extras):
         print(f"measuring: {(part.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
         rows += part.rows()
     print(table(rows))

@@ -1,0 +1,181 @@
+"""The interval that ``simulate`` predicts from measured costs, beside the interval of the run.
+
+Tasks that block for known times must come within 5%, from costs taken one task at a time. Real work
+must come within 15%, from costs taken while the plan runs: side by side its tasks share cores and
+memory, and a worker thread's large arrays cost more to make. What costs taken one by one would have
+predicted is told beside it, with no bar.
+
+Costs and run are taken anew in each round, one after the other. The ratio is that of prediction and
+run, the greater over the smaller: 1.05 is 5% off, in either direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe.costs import CostModel
+from swpipe.plans import prefetch_plan, simulate
+from swpipe.profiler import measure_costs
+from tests.bench.interval import CASES, ms_per_period
+from tests.bench.measure import Row, Spread, interleaved, ratios
+
+BLOCKING_BAR, REAL_BAR = 1.05, 1.15
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something to predict.
+
+    Attributes:
+        what: What it is.
+        plan: The plan.
+        tasks: What it runs.
+        batches: What the costs are measured on, and the run is fed with, over and over.
+        bar: How far the prediction may be off, as a ratio; None where the row only informs.
+        pipelined: Costs are measured while the plan runs, or else one task at a time.
+    """
+
+    what: str
+    plan: PipelinePlan
+    tasks: Sequence[PipelineTask]
+    batches: Sequence[Any]
+    bar: float | None
+    pipelined: bool = False
+
+
+def predicted_ms(pipe: SWPipeline, costs: CostModel) -> float:
+    """The interval by the simulator."""
+    return simulate(pipe.plan, costs, streams=pipe.device.has_streams).ii_us / 1e3
+
+
+def measured_ms(pipe: SWPipeline, batches: Sequence[Any], periods: int) -> float:
+    """The interval of a run."""
+    return ms_per_period(pipe, periods, lambda n: [batches[i % len(batches)] for i in range(n)])
+
+
+def row(work: Work, rounds: int, periods: int) -> Row:
+    """Prediction and run side by side."""
+    with SWPipeline(work.plan, work.tasks, device="cpu") as pipe:
+
+        def predict() -> float:
+            return predicted_ms(pipe, measure_costs(pipe, work.batches, 2, 8, work.pipelined))
+
+        def measure() -> float:
+            return measured_ms(pipe, work.batches, periods)
+
+        predicted, measured = interleaved(rounds, predict, measure)
+    ratio = ratios(predicted, measured)
+    how = "costs under the plan" if work.pipelined else "costs one by one"
+    return Row(
+        what=f"predicted, {work.what}, {how}",
+        ours=f"predicted {Spread.of(predicted).text()} ms",
+        beside=f"run {Spread.of(measured).text()} ms",
+        ratio=ratio if ratio.median >= 1 else ratios(measured, predicted),
+        bar=work.bar,
+    )
+
+
+# ------------------------------------------------------------------------------------- work
+
+
+def blocking() -> Iterator[Work]:
+    """Tasks that block for known times."""
+    for case in CASES:
+        yield Work(case.what, case.plan, case.tasks(), [None], BLOCKING_BAR)
+
+
+def files(folder: Path, count: int = 4, rows: int = 4096) -> list[Path]:
+    """Compressed batches on disk."""
+    rng = np.random.default_rng(0)
+    paths = [folder / f"{number}.z" for number in range(count)]
+    for path in paths:
+        path.write_bytes(zlib.compress(rng.integers(0, 9, (rows, 64), dtype=np.int32).tobytes()))
+    return paths
+
+
+def data_bound_tasks() -> list[PipelineTask]:
+    """Read, inflate, make features; then train a small network, quicker than that."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def read(ctx: IterContext) -> None:
+        ctx.packed = ctx.batch.read_bytes()
+
+    def inflate(ctx: IterContext) -> None:
+        ctx.raw = zlib.decompress(ctx.packed)
+
+    def features(ctx: IterContext) -> None:
+        counts = np.frombuffer(ctx.raw, np.int32).reshape(-1, 64)
+        logs = np.log1p(counts.astype(np.float32))
+        ctx.x = torch.from_numpy(logs - logs.mean(0))
+
+    def forward(ctx: IterContext) -> None:
+        ctx.loss = model(ctx.x).square().mean()
+
+    def backward(ctx: IterContext) -> None:
+        optimizer.zero_grad()
+        ctx.loss.backward()
+
+    def step(ctx: IterContext) -> None:
+        optimizer.step()
+
+    named = (read, inflate, features, forward, backward, step)
+    return [PipelineTask(fn.__name__, fn) for fn in named]
+
+
+def _bar(*, pipelined: bool) -> float | None:
+    return REAL_BAR if pipelined else None
+
+
+def data_bound(folder: Path, *, pipelined: bool = False) -> Work:
+    """A loop that waits for its data."""
+    plan = prefetch_plan(
+        ("read", "inflate", "features"),
+        ("forward", "backward", "step"),
+        carried=[("forward", "step")],
+    )
+    tasks = data_bound_tasks()
+    return Work(
+        "a data-bound loop", plan, tasks, files(folder), _bar(pipelined=pipelined), pipelined
+    )
+
+
+def clicks(folder: Path, *, pipelined: bool = False) -> Work:
+    """The click job under its pipelined plan."""
+    from swpipe.plans.clicks import PLANS
+    from swpipe.tasks.clicks.config import ClickConfig
+    from swpipe.tasks.clicks.generate import click_logs
+    from swpipe.tasks.clicks.job import ClickJob
+
+    logs = click_logs(folder, train_rows=8192, held_out_rows=1)
+    job = ClickJob(ClickConfig(data=(logs.train,), batch_size=2048))
+    batches = list(job.batches(4))
+    plan = PLANS["pipelined"]()
+    return Work("the click job", plan, job.tasks(), batches, _bar(pipelined=pipelined), pipelined)
+
+
+@contextlib.contextmanager
+def real() -> Iterator[list[Work]]:
+    """Real workloads, by either way to measure costs."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield [
+            make(Path(folder), pipelined=pipelined)
+            for make in (data_bound, clicks)
+            for pipelined in (True, False)
+        ]
+
+
+def rows(rounds: int = 7, periods: int = 40) -> list[Row]:
+    """A row for each."""
+    with real() as works:
+        return [row(work, rounds, periods) for work in (*blocking(), *works)]
