@@ -113,7 +113,7 @@ def joint_search(
     beam = _best_first(begun)[:beam_width]
     best, without = beam[0], 0
     history = [Round(0, len(begun), len(begun), best.ii_us, best.ii_us)]
-    ended = f"{rounds} rounds were allowed"
+    ended = "all rounds were used"
     for number in range(1, rounds + 1):
         judged = space.judge(near for one in beam for near in space.neighbours(one))
         kept = prune(judged)
@@ -126,7 +126,7 @@ def joint_search(
             best, without = beam[0], 0
         history.append(Round(number, len(judged), len(kept), beam[0].ii_us, best.ii_us))
         if without == patience:
-            ended = f"{patience} rounds found nothing better"
+            ended = "patience ran out"
             break
     given_us = interval_us(plan, costs, streams=streams)
     rejected = {
@@ -158,8 +158,8 @@ def _why(best: Judged, given_us: float, history: Iterable[Round], ended: str) ->
     _, threads, depth = best.score
     tried = sum(one.tried for one in history)
     return (
-        f"{given_us:.0f} us become {best.ii_us:.0f} us, with {depth} in flight on {threads} "
-        f"thread(s) ({best.candidate.threads}); {tried} candidates, until {ended}"
+        f"{given_us:.0f} us become {best.ii_us:.0f} us; iterations in flight: {depth}; threads: "
+        f"{threads} ({best.candidate.threads}); candidates tried: {tried}, until {ended}"
     )
 
 
