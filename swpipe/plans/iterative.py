@@ -29,6 +29,9 @@ from typing import NamedTuple
 from swpipe.plans.loop_graph import LoopGraph
 from swpipe.plans.reservation import EPS_US, Ring
 
+_ADMIT = -1
+"""Where a period begins: nothing on the caller's thread crosses it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -54,6 +57,7 @@ def schedule(
     depth: int,
     *,
     snug: bool = False,
+    anchored: bool = False,
     nudge: int = 0,
     budget: int = 4,
 ) -> Schedule | None:
@@ -65,6 +69,8 @@ def schedule(
         period_us: The initiation interval to reach.
         depth: Iterations in flight at most: a task that would end later is placed anew.
         snug: Place operations side by side on rings with little to spare.
+        anchored: Let a period begin with an iteration: of all plans one is anchored, but a
+            schedule that is not may have a better place to begin.
         nudge: Tries differ in the order in which tasks are placed; 0 is by height alone.
         budget: Placements per task before giving up.
     """
@@ -72,6 +78,8 @@ def schedule(
     if heights is None:
         return None
     scheduler = _Scheduler(graph, allowed, period_us, heights, snug, nudge)
+    if anchored:
+        scheduler.threads[0].put(_ADMIT, 0.0, 0.0)
     scheduler.latest = [depth * period_us - height for height in heights]
     return scheduler.run(budget * graph.size)
 
@@ -121,6 +129,7 @@ class _Scheduler:
         self.lane: list[int] = [0] * n
         self.placed: set[int] = set()
         self.before: list[float] = [-math.inf] * n
+        self.snug = snug
         self._make_rings(snug)
         self.latest: Sequence[float] = [math.inf] * (2 * n)
         self.rank = [(-heights[v] * _wobble(v, nudge), v) for v in range(n)]
@@ -160,7 +169,7 @@ class _Scheduler:
         for operation, start in ((task, spot.host), (n + task, spot.device)):
             self.at[operation] = start
             for ring, time_us in self._rings(operation, spot.lane):
-                out |= ring.clashing(start, time_us)
+                out |= ring.clashing(start, time_us) - {_ADMIT}
                 ring.put(task, start, time_us)
             for head, weight in self.out[operation]:
                 other = head % n
@@ -237,7 +246,9 @@ class _Scheduler:
         device = self._earliest(device_op, lane, first_host + host_us)
         until = min(device + self.period_us, self.latest[device_op])
         while (found := self._first(device_rings, device, until)) is not None:
-            host = self._last(host_rings, found - host_us, first_host)
+            # Later would queue less, but tear a gap into a thread that has none to spare.
+            late = first_host if self.snug else found - host_us
+            host = self._last(host_rings, late, first_host)
             if not self._out_of_order(task, host, found):
                 return _Spot(lane, host, found)
             device = self._next(device_rings, found)

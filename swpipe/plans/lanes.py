@@ -31,6 +31,7 @@ def lane_choices(
         _along(graph, threads, period_us),
         _longest_fit(graph, threads, period_us),
         _balanced(graph, threads),
+        _clustered(graph, threads),
     )
     any_lane = tuple(range(threads))
     ways = [tuple((0,) if v in graph.frozen else any_lane for v in range(graph.size))]
@@ -88,6 +89,29 @@ def _longest_fit(graph: LoopGraph, threads: int, period_us: float) -> tuple[int,
             return None
         lanes[v] = lane
         free[lane] -= graph.host_us[v]
+    return tuple(lanes)
+
+
+def _clustered(graph: LoopGraph, threads: int) -> tuple[int, ...]:
+    """The users of the busiest resource on one thread, where they cannot be in each other's way."""
+    load = [
+        sum(h.time_us for hs in graph.holds[: graph.size] for h in hs if h.what == what)
+        for what in range(len(graph.resources))
+    ]
+    busiest = max(range(len(load)), key=lambda what: load[what], default=-1)
+    users = {
+        v for v in range(graph.size) if any(h.what == busiest for h in graph.holds[v])
+    } - graph.frozen
+    loads = [0.0] * threads
+    loads[0] = sum(graph.host_us[v] for v in graph.frozen)
+    lanes = [0] * graph.size
+    clusters = [sorted(users)] if users else []
+    clusters += [[v] for v in range(graph.size) if v not in users and v not in graph.frozen]
+    for cluster in sorted(clusters, key=lambda vs: -sum(graph.host_us[v] for v in vs)):
+        lane = min(range(threads), key=lambda k: (loads[k], k))
+        for v in cluster:
+            lanes[v] = lane
+            loads[lane] += graph.host_us[v]
     return tuple(lanes)
 
 

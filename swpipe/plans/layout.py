@@ -46,7 +46,7 @@ def layouts(graph: LoopGraph, times: Schedule) -> list[Layout]:
     """All ways to cut a period, the least depth first; none where no cut suits frozen tasks."""
     period = times.period_us
     callers = [v for v in range(graph.size) if times.lanes[v] == 0] or range(graph.size)
-    cuts = sorted({round(times.host_us[v] % period / EPS_US) for v in callers})
+    cuts = sorted({0, *(round(times.host_us[v] % period / EPS_US) for v in callers)})
     found: dict[tuple[int, ...], Layout] = {}
     for cut in cuts:
         layout = _cut(graph, times, cut * EPS_US)
@@ -58,26 +58,49 @@ def layouts(graph: LoopGraph, times: Schedule) -> list[Layout]:
 def _cut(graph: LoopGraph, times: Schedule, cut_us: float) -> Layout | None:
     period, n = times.period_us, graph.size
     turns = [math.floor((at - cut_us) / period + 1e-9) for at in times.host_us]
-    first = min(turns)
-    stages = [turn - first for turn in turns]
-    last = max(stages)
-    if any(stages[v] != last for v in graph.last):
+    host = [at - turn * period for at, turn in zip(times.host_us, turns, strict=True)]
+    device = [at - turn * period for at, turn in zip(times.device_us, turns, strict=True)]
+    stages = _stages(graph, [*host, *device], period)
+    if stages is None:
         return None
-    offsets = [at - turn * period for at, turn in zip(times.host_us, turns, strict=True)]
-    rank = {
-        str(v): (
-            round(offsets[v] / EPS_US),
-            round((times.device_us[v] - turns[v] * period) / EPS_US),
-            v,
-        )
-        for v in range(n)
-    }
+    rank = {str(v): (round(host[v] / EPS_US), round(device[v] / EPS_US), v) for v in range(n)}
     edges = [(str(c), str(p)) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
     try:
         order = tuple(int(v) for v in topological(rank, edges))
     except CycleError:
         return None
-    return Layout(times.lanes, tuple(stages), order, _depth(graph, times, stages))
+    moved = Schedule(
+        period,
+        times.lanes,
+        tuple(at + stage * period for at, stage in zip(host, stages, strict=True)),
+        tuple(at + stage * period for at, stage in zip(device, stages, strict=True)),
+    )
+    return Layout(times.lanes, tuple(stages), order, _depth(graph, moved, stages))
+
+
+def _stages(graph: LoopGraph, offsets: Sequence[float], period: float) -> list[int] | None:
+    """The least stages for these starts within a period; None where there are none.
+
+    Whole periods may lie between any two tasks: no resource is taken at another time for it.
+    """
+    n, stages = graph.size, [0] * graph.size
+    arcs = []
+    for tail, head, time_us, distance in graph.edges:
+        if tail % n != head % n:
+            gap = (offsets[tail] + time_us - offsets[head]) / period
+            arcs.append((tail % n, head % n, math.ceil(gap - 1e-9) - distance))
+    last = min(graph.last, default=-1)
+    if last >= 0:
+        arcs += [(v, last, 0) for v in range(n)] + [(last, v, 0) for v in graph.last]
+    for _ in range(n + 1):
+        changed = False
+        for tail, head, periods in arcs:
+            if stages[tail] + periods > stages[head]:
+                stages[head] = stages[tail] + periods
+                changed = True
+        if not changed:
+            return stages
+    return None
 
 
 def _depth(graph: LoopGraph, times: Schedule, stages: Sequence[int]) -> int:

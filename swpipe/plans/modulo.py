@@ -38,7 +38,17 @@ _HALVINGS = 4
 _NEAR = 1e-3
 """Half the way back is not gone where it is less than this part."""
 
-_TRIES, _MANY_TRIES = 2, 6
+_VARIANTS = (
+    (False, False, 0),
+    (True, True, 0),
+    (True, False, 0),
+    (False, True, 0),
+    (True, True, 1),
+    (False, False, 1),
+)
+"""Ways to place tasks (snug, anchored, nudge), the most promising first."""
+
+_TRIES, _MANY_TRIES = 3, 6
 """How often to look for start times, for each way to choose threads; often at the bound."""
 
 
@@ -152,10 +162,11 @@ class Search:
         self, period_us: float, threads: int, depth: int, tries: int
     ) -> Iterator[Schedule]:
         choices = lane_choices(self.graph, threads, period_us)
-        for attempt in range(tries):
-            snug, nudge = attempt % 2 == 1, attempt // 2
+        for snug, anchored, nudge in _VARIANTS[:tries]:
             for allowed in choices:
-                times = schedule(self.graph, allowed, period_us, depth, snug=snug, nudge=nudge)
+                times = schedule(
+                    self.graph, allowed, period_us, depth, snug=snug, anchored=anchored, nudge=nudge
+                )
                 if times is not None:
                     yield times
 

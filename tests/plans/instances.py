@@ -2,8 +2,7 @@
 
 They are meant to be as unlike as real loops are: chains, layered graphs and loose ones; work on two
 to five streams and resources, or on threads alone; recurrences short and long; times that are
-alike, or of which one is a hundred times another; limits from one thread and one iteration in
-flight to four and five.
+alike, or of which one is a hundred times another; limits from one thread to four.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ class Instance:
     streams: bool
 
 
-def instance(number: int, size: int = 14) -> Instance:
-    """The instance of this number; times are whole microseconds."""
+def instance(number: int, size: int = 14, *, tight: bool = False) -> Instance:
+    """The instance of this number; times are multiples of 10 us, of 5 ms and so.
+
+    ``tight`` ones may have only two to four iterations in flight, others five.
+    """
     rng = random.Random(f"instance {number} of {size}")
     streams = number % 2 == 0
     deps = _deps(rng, size)
@@ -55,7 +57,7 @@ def instance(number: int, size: int = 14) -> Instance:
         for v, name in enumerate(names)
     }
     limits = Limits(
-        in_flight=rng.choice((1, 2, 3, 4, 5, 5)),
+        in_flight=rng.choice((2, 3, 4)) if tight else 5,
         threads=rng.choice((1, 2, 2, 3, 4)),
         frozen=[names[v] for v in sorted(frozen)],
     )
@@ -109,18 +111,17 @@ def _carried(rng: random.Random, size: int, frozen: set[int]) -> list[tuple[int,
 
 def _times(rng: random.Random, size: int) -> list[int]:
     spread = rng.choice((0.1, 0.6, 1.4))
-    unit = rng.choice((1, 10, 100))
-    return [max(1, round(rng.lognormvariate(0, spread) * 2000 / unit)) * unit for _ in range(size)]
+    return [max(1, round(rng.lognormvariate(0, spread) * 50)) * 100 for _ in range(size)]
 
 
 def _cost(
     rng: random.Random, time_us: int, streams: bool, resources: tuple[str, ...], frozen: bool
 ) -> TaskCost:
     if not streams:
-        gil = rng.choice((0, 0, 0, time_us // 10, time_us // 2))
+        gil = rng.choice((0, 0, 0, time_us // 10, time_us // 20 * 10))
         return TaskCost(host_us=time_us, gil_us=gil, resources=resources)
     kind = "device" if frozen else rng.choice(("device", "device", "device", "host", "both"))
     if kind == "host":
         return TaskCost(host_us=time_us, resources=resources)
-    submission = rng.choice((0, 10, 50)) if kind == "device" else time_us // 2
+    submission = rng.choice((0, 10, 50)) if kind == "device" else time_us // 20 * 10
     return TaskCost(host_us=submission, device_us=time_us, resources=resources)
