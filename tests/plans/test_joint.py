@@ -245,6 +245,13 @@ def test_it_ends_when_patience_does() -> None:
     assert "until all rounds were used" in joint_search(STEP, COSTS, rounds=1).why
 
 
+def test_it_ends_when_nothing_is_left_to_try() -> None:
+    """One task of the caller's can be planned in one way."""
+    found = joint_search(PipelinePlan({"train": TaskSchedule()}), blocking(train=5))
+    assert (found.ii_us, len(found.history)) == (5, 1)
+    assert "until nothing was left to try" in found.why
+
+
 def test_the_beam_is_as_wide_as_it_is_told() -> None:
     """A wider one tries more."""
 
