@@ -184,5 +184,5 @@ def _words(plan: PipelinePlan, cycle: Cycle, of: str) -> str:
         words.append(f"{names[arc.tail]} i{iteration:+d}" if iteration else f"{names[arc.tail]} i")
         iteration += arc.distance
     words.append(f"{names[cycle.arcs[0].tail]} i{iteration:+d}")
-    time = f"{of} time" if of else "time"
-    return f"a cycle of dependences, by {time}: {' -> '.join(words)}"
+    by = f", by {of} time" if of else ""
+    return f"a cycle of dependences{by}: {' -> '.join(words)}"

@@ -53,6 +53,7 @@ from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
 _TICKS_PER_NS = TICKS_PER_US // 1000
+_KINDS = ("thread", "stream", "resource", "lock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Simulation:
             for the one before it.
         latency_us: From the first iteration's admission until it is handed out and its device work
             is done.
-        loads: Threads, streams, resources and the interpreter lock.
+        loads: Threads, then streams, then resources, then the interpreter lock.
         spans: Who runs when, in a run of ``iterations``, from fill to drain.
         iterations: How many iterations ``spans`` has.
     """
@@ -153,7 +154,7 @@ def simulate(
         exact=interval.exact,
         limit=interval.limit,
         latency_us=_latency_us(playout),
-        loads=tuple(_loads(graph, interval)),
+        loads=tuple(sorted(_loads(graph, interval), key=lambda load: _KINDS.index(load.kind))),
         spans=in_order(_spans(playout)),
         iterations=shown,
     )

@@ -75,7 +75,7 @@ def test_the_heaviest_cycle_bounds_it() -> None:
     bounds = lower_bounds(loop(), model, streams=False)
     assert (bounds.ii_us, bounds.res_mii_us, bounds.rec_mii_us) == (14.0, 10.0, 14.0)
     assert bounds.limiting == (
-        "a cycle of dependences, by time: prefetch i -> forward i -> step i -> prefetch i+2"
+        "a cycle of dependences: prefetch i -> forward i -> step i -> prefetch i+2"
     )
     assert simulate(loop(), model, streams=False).ii_us == 14.0
 
