@@ -16,10 +16,11 @@ from swpipe.dependence import period_order
 from swpipe.errors import PlanError, Problem
 from swpipe.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.plans.limits import Limits
-from swpipe.plans.lookahead import Rules, best_assignment, too_deep, within
+from swpipe.plans.lookahead import best_assignment
 from swpipe.plans.policies import POLICIES, Outlook, ranked, swaps
 from swpipe.plans.presets import PRESETS, Roles, thread_map
 from swpipe.plans.queues import require
+from swpipe.plans.rules import Rules, too_deep, within
 
 GIVEN = "as given"
 """Stands for the thread groups of the plan at hand."""

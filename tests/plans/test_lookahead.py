@@ -11,9 +11,9 @@ import torch
 from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
 from swpipe.plans import Limits, assign_lookaheads, recsys14, simulate
-from swpipe.plans.lookahead import lookaheads
 from swpipe.plans.paper import check_on_paper
 from swpipe.plans.queues import callers_own, communicator_queues
+from swpipe.plans.rules import lookaheads
 from swpipe.plans.verify import verify
 from tests.plans.papers import paper
 
