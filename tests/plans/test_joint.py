@@ -24,7 +24,8 @@ from swpipe.plans import (
     simulate,
 )
 from swpipe.plans.candidates import GIVEN, Judged, Space
-from swpipe.plans.presets import PRESETS
+from swpipe.plans.policies import POLICIES, Outlook, ranked, swaps
+from swpipe.plans.presets import PRESETS, Roles
 from swpipe.plans.queues import callers_own, communicator_queues
 from swpipe.plans.verify import verify
 from tests.plans.papers import paper
@@ -142,13 +143,32 @@ def test_the_tasks_of_a_home_move_together() -> None:
     assert {candidate.streams[1] for candidate in frozen.neighbours(first)} == {"dist"}
 
 
-def test_every_preset_and_policy_is_tried() -> None:
-    """Of one candidate: all thread presets, and at least one order for each policy that differs."""
-    space = Space(recsys14.plan(), recsys14.costs(), recsys14.limits(), streams=True)
+def test_every_preset_policy_and_swap_is_tried() -> None:
+    """Of one candidate: all thread presets, an order for each policy, and one for each swap."""
+    plan, costs = recsys14.plan(), recsys14.costs()
+    space = Space(plan, costs, recsys14.limits(), streams=True)
     (first, *_) = space.judge(space.beginnings())
     near = list(space.neighbours(first))
     assert {candidate.threads for candidate in near} == {GIVEN, *PRESETS}
-    assert len({candidate.priority for candidate in near}) > 5
+    order = first.candidate.priority
+    outlook = Outlook.of(plan, costs, Roles.of(plan, recsys14.FROZEN), order)
+    policies = {ranked(policy, outlook, order) for policy in POLICIES}
+    swapped = {*swaps(first.plan, order, communicator_queues(plan, costs))}
+    assert len(swapped) > 3
+    assert {candidate.priority for candidate in near} == {order} | policies | swapped
+
+
+def test_it_begins_with_the_order_given_and_the_engines_own() -> None:
+    """Each with the plan's own threads, and with the default preset."""
+    free = PipelinePlan(
+        {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
+        deps=[("train", "a"), ("train", "b")],
+        order=["b", "a"],
+    )
+    space = Space(free, blocking(a=1, b=1, train=1), Limits(), streams=True)
+    begun = {(candidate.threads, candidate.priority) for candidate in space.beginnings()}
+    orders = (("b", "a", "train"), ("a", "b", "train"))
+    assert begun == {(threads, order) for threads in (GIVEN, "default") for order in orders}
 
 
 def test_nothing_is_judged_twice() -> None:
