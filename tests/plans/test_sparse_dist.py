@@ -1,0 +1,95 @@
+"""The recommender's plans: their stages, the order of their periods, their promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from swpipe import PipelinePlan
+from swpipe.dependence import period_order, serial_order
+from swpipe.plans.sparse_dist import (
+    DENSE,
+    DENSE_BACK,
+    EMBED,
+    EMBED_BACK,
+    ORDERED,
+    PLANS,
+    PREFETCH,
+    START,
+    STEP,
+    TASKS,
+    WAIT,
+    split,
+)
+
+
+def before(order: Sequence[str], *names: str) -> bool:
+    """Whether names come in this order."""
+    places = [order.index(name) for name in names]
+    return places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("serial", 1), ("sparse_dist", 3), ("prefetch", 4), ("split", 4), ("semi_sync", 4)],
+)
+def test_each_plan_has_its_stages(name: str, stages: int) -> None:
+    """As many batches are in flight as there are stages; every task is scheduled."""
+    plan = PLANS[name]()
+    assert plan.depth == stages
+    assert tuple(plan.schedule) == TASKS
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_keeps_the_serial_order_within_an_iteration(name: str) -> None:
+    """The eleven tasks, as they are numbered."""
+    assert serial_order(PLANS[name](), TASKS) == list(TASKS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_launches_collectives_is_globally_ordered(name: str) -> None:
+    """All but the prefetch, whichever thread a task goes to; all are on the caller's here."""
+    plan = PLANS[name]()
+    assert {n for n, entry in plan.schedule.items() if entry.globally_ordered} == ORDERED
+    assert {entry.thread_group for entry in plan.schedule.values()} == {"default"}
+
+
+@pytest.mark.parametrize("name", ["sparse_dist", "prefetch", "split"])
+def test_exchanges_have_the_forward_to_hide_behind(name: str) -> None:
+    """Sizes go out before this batch's forward and are asked for after it, before its backward."""
+    assert before(period_order(PLANS[name]()), START, DENSE, WAIT, DENSE_BACK)
+
+
+@pytest.mark.parametrize("name", ["prefetch", "split"])
+def test_the_next_prefetch_comes_after_this_forward_and_before_its_backward(name: str) -> None:
+    """Before it, cache lines of two batches would be locked at once; after it, nothing hides it."""
+    plan = PLANS[name]()
+    assert plan.schedule[PREFETCH].stage == plan.schedule[DENSE].stage - 1
+    assert before(period_order(plan), DENSE, PREFETCH, DENSE_BACK)
+
+
+@pytest.mark.parametrize(
+    ("tables_in_step", "order"),
+    [(True, (EMBED_BACK, STEP, EMBED)), (False, (EMBED_BACK, EMBED, STEP))],
+)
+def test_the_next_look_up_comes_once_the_tables_are_up_to_date(
+    tables_in_step: bool, order: tuple[str, ...]
+) -> None:
+    """After backward where they update themselves there, or else after the optimizers."""
+    plan = split(tables_in_step=tables_in_step)
+    assert plan.schedule[EMBED].stage == plan.schedule[EMBED_BACK].stage - 1
+    assert before(period_order(plan), *order)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_staleness_is_asked_for_by_name(name: str) -> None:
+    """Only the semi-synchronous plan reads tables that are one batch behind."""
+    assert PLANS[name]().stale == ({"tables": 1} if name == "semi_sync" else {})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_goes_to_a_file_and_back(name: str) -> None:
+    """It is plain data."""
+    plan = PLANS[name]()
+    assert PipelinePlan.from_toml(plan.to_toml()) == plan
