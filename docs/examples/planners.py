@@ -5,13 +5,13 @@ from tabulate import tabulate
 from swpipe import PipelinePlan
 from swpipe.plans import (
     assign_lookaheads,
+    auto_plan,
     joint_search,
     list_schedule,
     lower_bounds,
     recsys14,
     simulate,
 )
-from swpipe.plans.auto import auto_plan
 
 plan, costs, limits = recsys14.plan(), recsys14.costs(), recsys14.limits()
 
