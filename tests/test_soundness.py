@@ -259,6 +259,12 @@ def test_writers_keep_their_order_whatever_is_stale() -> None:
     assert says(two(stale={"model": 3}), effects)
 
 
+def test_an_attribute_is_never_stale() -> None:
+    """Though a state of the same name may be."""
+    turned = two(TaskSchedule(), TaskSchedule(), order=["b", "a"], stale={"x": 2})
+    assert says(turned, SET_AND_READ)
+
+
 def test_an_edge_that_would_close_a_cycle_is_not_advised() -> None:
     """What stands in its way is named instead."""
     plan = two(TaskSchedule(), TaskSchedule(), order=["b", "a"])
