@@ -20,7 +20,7 @@ from swpipe.observers import active_observers
 from swpipe.plan import PipelinePlan, StreamSpec
 from swpipe.program import compile_plan
 from swpipe.randomness import Draws
-from swpipe.ranks import check_same_plan
+from swpipe.ranks import check_same_plan, tell_failure
 from swpipe.report import RunReport, run_to_end
 from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
@@ -383,8 +383,9 @@ class SWPipeline:
     def _advance(self, run: Run) -> IterContext | None:
         try:
             ctx = run.advance()
-        except BaseException:
+        except BaseException as error:
             self._forget(run)
+            tell_failure(error)
             raise
         if run.over:
             self._forget(run)

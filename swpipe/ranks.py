@@ -1,8 +1,24 @@
-"""One plan on all ranks."""
+"""Ranks told of each other: one plan on all of them, and who failed first.
+
+When one rank fails and its process ends, the others' collectives fail too: with gloo within
+milliseconds, as "connection closed by peer". Which of the errors was the cause is then anyone's
+guess. So the first rank to fail leaves word in the job's store, and the others' errors get a note.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+from typing import Any
+
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+FIRST_FAILURE = "swpipe/first_failure"
+"""The store's key for it."""
+
+RECENT_S = 60.0
+"""An older failure was got over: it is not the cause of one that comes now."""
 
 
 def check_same_plan(digest: str) -> None:
@@ -25,3 +41,35 @@ def check_same_plan(digest: str) -> None:
             f"{held}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
         )
+
+
+def tell_failure(error: BaseException) -> None:
+    """Leave word of this rank's failure, or note on the error which rank had failed before."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    own = {"rank": dist.get_rank(), "error": _said(error), "time_s": time.time()}
+    try:
+        first = _first_failure(own)
+    except RuntimeError as gone:
+        error.add_note(f"swpipe: whether another rank had failed before is not known: {gone}")
+        return
+    if first["rank"] != own["rank"]:
+        error.add_note(
+            f"swpipe: rank {first['rank']} had failed before, which may be the cause: "
+            f"{first['error']}"
+        )
+
+
+def _said(error: BaseException) -> str:
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def _first_failure(own: dict[str, Any]) -> dict[str, Any]:
+    """The first of the recent failures: another rank's, or else this one, told now."""
+    # A connection of its own: another thread may be waiting on the store's.
+    store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    held = store.compare_set(FIRST_FAILURE, "", json.dumps(own)).decode()
+    first: dict[str, Any] = json.loads(held)
+    if own["time_s"] - first["time_s"] > RECENT_S:
+        first = json.loads(store.compare_set(FIRST_FAILURE, held, json.dumps(own)).decode())
+    return first

@@ -11,6 +11,7 @@ from swpipe.flight import Engine
 from swpipe.observers import Observer, told
 from swpipe.plan import PipelinePlan
 from swpipe.program import Instruction, compile_plan
+from swpipe.ranks import tell_failure
 from swpipe.task import PipelineTask
 
 
@@ -35,6 +36,7 @@ class SerialLane:
                     _call(engine, task, ctx)
             except BaseException as error:
                 error.add_note(f"swpipe: at task {task.name!r}, iteration {ctx.iter_idx}, serially")
+                tell_failure(error)
                 raise
         return ctx
 
