@@ -14,6 +14,7 @@ The same input gives the same plan: no clock and no chance is involved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -93,6 +94,8 @@ class Search:
     def bound_us(self, threads: int, depth: int) -> float:
         """No plan with so many threads and iterations in flight is faster."""
         n, graph = self.graph.size, self.graph
+        if depth <= max(graph.least_stages):
+            return math.inf  # there is no such plan
         host = max(sum(graph.host_us) / threads, *graph.host_us, _busiest(graph))
         begin, end = 2 * n, 2 * n + 1
         arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]

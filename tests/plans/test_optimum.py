@@ -1,0 +1,59 @@
+"""Proofs of how good a plan is."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.costs import CostModel, TaskCost
+from swpipe.plans import Limits, prove, recsys14
+from tests.plans.instances import instance
+
+
+def test_a_plan_that_reaches_the_bound_is_proved_without_a_search() -> None:
+    """The lower bound is proof enough."""
+    proof = prove(recsys14.plan(), recsys14.costs(), limits=recsys14.limits())
+    assert proof.optimal
+    assert (proof.ii_us, proof.bound_us, proof.gap) == (108_380, 108_380, 0)
+
+
+def test_an_optimum_above_the_lower_bound_is_proved() -> None:
+    """Three tasks of 3 ms on two threads: half of 9 ms each cannot be, 6 ms is the least."""
+    names = ("a", "b", "c")
+    plan = PipelinePlan({name: TaskSchedule() for name in names})
+    costs = CostModel({name: TaskCost(host_us=3_000) for name in names})
+    proof = prove(plan, costs, limits=Limits(threads=2), streams=False, resolution_us=10)
+    assert proof.optimal
+    assert proof.ii_us == 6_000
+    assert proof.bound_us == 5_990
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_no_plan_beats_what_is_proved(number: int) -> None:
+    """The planner's interval is not below the bound of the proof."""
+    given = instance(number, size=7)
+    proof = prove(
+        given.plan,
+        given.costs,
+        limits=given.limits,
+        streams=given.streams,
+        seconds=2,
+        resolution_us=10,
+    )
+    assert proof.bound_us <= proof.ii_us <= proof.planned_us
+
+
+def test_without_ortools_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is named."""
+    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
+    with pytest.raises(ImportError, match=r"pip install 'swpipe\[optimum\]'"):
+        prove(recsys14.plan(), recsys14.costs())
+
+
+@pytest.mark.parametrize(("seconds", "resolution_us"), [(0, 1), (1, 0), (float("nan"), 1)])
+def test_times_that_are_none_are_refused(seconds: float, resolution_us: float) -> None:
+    """A solver without time, or times in steps of nothing, prove nothing."""
+    with pytest.raises(ValueError, match="both must be above 0"):
+        prove(recsys14.plan(), recsys14.costs(), seconds=seconds, resolution_us=resolution_us)
