@@ -1,7 +1,8 @@
-"""Attributes of plain objects: tensors and plain Python values, put back where they were.
+"""Tensors that plain objects hold as attributes, put back where they were.
 
-Modules and optimizers have ``swpipe.snapshot``. This is for the rest: a counter, a running mean
-that is a new tensor after each iteration. What lies in lists, dicts and closures stays as it is.
+Modules and optimizers have ``swpipe.snapshot``. This is for the rest: a running mean, say, that is
+a new tensor after each iteration. Attributes that are no tensors stay as they are: an object that
+prepares itself when it is first used would else come back half prepared.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe.reach import FOREIGN, PLAIN, WHOLE, find_all
+from swpipe.reach import FOREIGN, WHOLE, find_all
 from swpipe.task import PipelineTask
 
 SKIPPED = (*WHOLE, FunctionType, MethodType, ModuleType, type)
 
 
 def save_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
-    """Save the attributes of all objects within reach; what is returned puts them back."""
+    """Save the tensors that objects within reach have; what is returned puts them back."""
     saved = [
-        (held, {name: v for name, v in held.items() if isinstance(v, (Tensor, *PLAIN))})
+        (held, {name: v for name, v in held.items() if isinstance(v, Tensor)})
         for held in (_held(found.owner) for found in find_all(tasks))
         if held
     ]
 
     def put_back() -> None:
         for held, values in saved:
-            held.update((n, v) for n, v in values.items() if held.get(n, saved) is not v)
+            held.update((n, v) for n, v in values.items() if isinstance(held.get(n), Tensor))
 
     return put_back
 

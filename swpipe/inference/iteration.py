@@ -20,7 +20,7 @@ from swpipe.inference.context import AttributeLog, RecordedContext, keep_log
 from swpipe.inference.facts import IterationFacts, TaskFacts
 from swpipe.inference.moment import Moment
 from swpipe.inference.operators import OperatorWatch, Touched
-from swpipe.inference.storages import StorageId, Storages, nbytes
+from swpipe.inference.storages import StorageId, Storages, nbytes, unsharded
 from swpipe.randomness import Draws
 from swpipe.reach import PLAIN
 from swpipe.task import PipelineTask
@@ -158,7 +158,8 @@ def _size(value: Any) -> int:
     """Bytes of the memory that a value holds: of tensors, of bytes, of what tells its nbytes."""
     storages: dict[StorageId, int] = {}
     for tensor in tensors_in(value):
-        storages |= nbytes(tensor)
+        for one in unsharded(tensor):
+            storages |= nbytes(one)
     return sum(storages.values()) + sum(_plain_size(leaf) for leaf in _leaves(value))
 
 

@@ -15,7 +15,7 @@ from swpipe.device import Device
 from swpipe.inference.context import RecordedContext, attributes
 from swpipe.inference.generators import states
 from swpipe.inference.slots import Slot, reached_by
-from swpipe.inference.storages import StorageId, Storages, checksums
+from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
 from swpipe.shortcut.changes import grad_of, same_node
 from swpipe.task import PipelineTask
 from swpipe.tree import Node, nodes_in, open_node, tensors_in
@@ -143,7 +143,7 @@ class Moment:
         for node in nodes_in(value):
             self._nodes[id(node.value)] = node
             yield Item("container", id(node.value))
-        for tensor in tensors_in(value):
+        for tensor in (part for one in tensors_in(value) for part in unsharded(one)):
             # A parameter's gradient is in a slot too, and not the context's.
             grad = None if id(tensor) in known else grad_of(tensor)
             for one in (tensor,) if grad is None else (tensor, grad):

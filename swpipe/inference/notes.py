@@ -34,8 +34,8 @@ def notes(
     ]
     if left_changed:
         found.append(
-            f"Not put back after recording: {_listed(left_changed)}. They are part neither of a "
-            "module, an optimizer or an object with state_dict, nor attributes of an object."
+            f"Not put back after recording: {_listed(left_changed)}. Models, optimizers, "
+            "objects with state_dict, tensors and generators were."
         )
     return (*dict.fromkeys(found), UNSEEN)
 

@@ -40,9 +40,8 @@ def record(
     """Run a few iterations serially, and learn what each task touches.
 
     Parameters, buffers, gradients and optimizer state are recognised by themselves. Afterwards
-    models, optimizers, other objects with ``state_dict``, tensors and plain attributes within
-    reach, and generators are put back as they were, also when a task fails. What was not put back
-    stands in the notes.
+    models, optimizers, other objects with ``state_dict``, tensors within reach and generators are
+    put back as they were, also when a task fails. What was not put back stands in the notes.
 
     Args:
         tasks: In serial order.

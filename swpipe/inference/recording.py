@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from swpipe.effects import Effects, Place
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
-from swpipe.plan import DistantPair, Pair, PipelinePlan
+from swpipe.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.task import PipelineTask
 from swpipe.verify import check
 
@@ -36,6 +36,21 @@ class Recording:
     def dependences(self) -> Dependences:
         """The fewest dependences that keep all tasks in their serial order where it matters."""
         return Dependences(needed(self.effects))
+
+    def plan(self) -> PipelinePlan:
+        """All tasks in stage 0 on the caller's thread, with the dependences that were found.
+
+        Tasks that were seen to communicate are globally ordered.
+        """
+        found = self.dependences()
+        return PipelinePlan(
+            schedule={
+                task: TaskSchedule(globally_ordered=task.name in self.collectives)
+                for task in self.tasks
+            },
+            deps=found.deps,
+            cross_iter_deps=found.cross_iter_deps,
+        )
 
     def compare(self, plan: PipelinePlan) -> Comparison:
         """Dependences that a plan lacks, and those that nothing recorded asks for.

@@ -9,7 +9,7 @@ an optimizer makes its state when it first steps.
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from swpipe.inference.storages import unsharded
 from swpipe.reach import PLAIN, Found, find_all, is_generator
 from swpipe.shortcut.changes import grad_of
 from swpipe.task import PipelineTask
@@ -98,8 +99,8 @@ def _pretty(found: Found) -> str:
 
 def _add(reached: Reached, names_of: dict[int, str], slots: Iterable[tuple[Slot, Tensor]]) -> None:
     """Add slots whose tensors are not in one yet, and their gradients."""
-    for slot, tensor in slots:
-        if id(tensor) in names_of:
+    for slot, tensor in ((slot, part) for slot, one in slots for part in unsharded(one)):
+        if id(tensor) in names_of or slot in reached.tensors:
             continue
         names_of[id(tensor)] = slot.name
         reached.tensors[slot] = tensor
@@ -113,42 +114,61 @@ def _of_owner(root: str, owner: Any) -> Iterator[tuple[Slot, Tensor]]:
     if isinstance(owner, Tensor):
         yield Slot(root, root, ""), owner
         return
+    modules = list(_modules_in(root, owner))
+    # Registered ones first: these have the better names for what wrappers keep lists of, too.
+    for path, module in modules:
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                kind = "parameters" if name in module._parameters else "buffers"
+                yield Slot(f"{path}.{name}", root, kind), tensor
+    for path, module in modules:
+        for name, value in vars(module).items():
+            if name not in _REGISTERED:
+                yield from _numbered(f"{path}.{name}", root, "buffers", value)
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+_WRAPPED = ("_dmp_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""What wrappers call the module in them; names go without."""
+
+
+def _modules_in(root: str, owner: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module and those below it, those in plain lists and dicts too, by their paths."""
     seen = {id(owner)}
-    ahead: list[tuple[str, torch.nn.Module]] = [(root, owner)]
+    ahead: deque[tuple[str, torch.nn.Module]] = deque([(root, owner)])
     while ahead:
-        path, module = ahead.pop(0)
+        path, module = ahead.popleft()
+        yield path, module
         for name, value in list(vars(module).items()):
-            held = value if name in _REGISTERED else {name: value}
-            if not isinstance(held, dict) or isinstance(value, PLAIN) or value == {}:
-                continue
-            kind = "parameters" if name == "_parameters" else "buffers"
-            for key, item in held.items():
-                yield from _numbered(f"{path}.{key}", root, kind, item)
-                for where, child in _modules(f"{path}.{key}", item):
+            for key, item in value.items() if name == "_modules" else [(name, value)]:
+                inside = key in _WRAPPED or (key == "module" and isinstance(module, _PARALLEL))
+                for where, child in _modules(path if inside else f"{path}.{key}", item):
                     if id(child) not in seen:
                         seen.add(id(child))
                         ahead.append((where, child))
 
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
 def _numbered(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[Slot, Tensor]]:
-    if isinstance(value, Tensor):
-        yield Slot(path, root, kind), value
-    else:
-        for index, tensor in enumerate(tensors_in(value)):
-            yield Slot(f"{path}[{index}]", root, kind), tensor
+    if isinstance(value, (*PLAIN, Optimizer)):
+        return
+    for index, tensor in enumerate(tensors_in(value)):
+        known = "parameters" if isinstance(tensor, torch.nn.Parameter) else kind
+        yield Slot(path if tensor is value else f"{path}[{index}]", root, known), tensor
 
 
 def _modules(path: str, value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """A module, or those in a plain list or dict."""
     if isinstance(value, torch.nn.Module):
         yield path, value
-    for node in nodes_in(value):
-        for index, item in enumerate(node.children):
-            if isinstance(item, torch.nn.Module):
-                yield f"{path}[{node.keys[index] if node.keys else index}]", item
+    elif not isinstance(value, (*PLAIN, Tensor)):
+        for node in nodes_in(value):
+            for index, item in enumerate(node.children):
+                if isinstance(item, torch.nn.Module):
+                    yield f"{path}[{node.keys[index] if node.keys else index}]", item
 
 
 def _parameters_of(

@@ -59,6 +59,14 @@ class Storages:
         return self._looks[number]
 
 
+def unsharded(tensor: Any) -> Iterator[Tensor]:
+    """A tensor itself, or what this rank holds of a ShardedTensor, which is no tensor to torch."""
+    if hasattr(tensor, "local_shards"):
+        yield from (shard.tensor for shard in tensor.local_shards())
+    else:
+        yield tensor
+
+
 def nbytes(tensor: Tensor) -> dict[StorageId, int]:
     """Bytes of each storage of a tensor."""
     storages = (part.untyped_storage() for part in parts_of(tensor) if torch._C._has_storage(part))
