@@ -158,7 +158,7 @@ class _Player:
                 if distance is not None and not (exists and 0 <= iteration + distance < total):
                     continue
                 time = ended + extra
-                if time > ready[other] or bound_by[other] < 0:
+                if time > ready[other]:
                     ready[other] = time
                     bound_by[other] = turn
                 pending[other] -= 1

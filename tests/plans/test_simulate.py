@@ -304,6 +304,28 @@ def test_a_cycle_is_told_by_tasks_and_iterations() -> None:
     )
 
 
+def test_contention_that_never_repeats_itself_is_told_as_a_mean() -> None:
+    """It is near that of a run several times as long, and says that it is no more than that."""
+    plan = random_case(171).plan
+    costs = contended_costs(random.Random(171), plan)
+    found = simulate(plan, costs, iterations=400)
+    assert not found.exact
+    assert "simulated: about 0.124 ms" in found.format()
+    begin, end = (done_us(found, i) for i in (100, 350))
+    assert (end - begin) / 250 == pytest.approx(found.ii_us, rel=2e-2)
+
+
+def test_tasks_that_wait_for_each_others_lock_are_told_as_a_cycle() -> None:
+    """No thread and no resource is busy all the time: the order of the turns is what limits."""
+    costs = CostModel({"read": TaskCost(30e3, 20e3), "train": TaskCost(25e3, 20e3)})
+    found = simulate(feeding(depth=2), costs, streams=False)
+    assert (found.ii_us, found.exact) == (45e3, True)
+    assert found.limit == (
+        "a cycle, 45.000 ms per iteration: "
+        "<retire> i -> <admit> i+2 -> read i+2 -> train i+1 -> <retire> i+1"
+    )
+
+
 # -------------------------------------------------------------------------------- refused
 
 
