@@ -129,8 +129,8 @@ class PipelinePlan:
         tasks = tuple(tasks)
         return cls(schedule={task: TaskSchedule() for task in tasks}, order=tasks, pipeline_depth=1)
 
-    @classmethod
-    def infer(cls, tasks: Iterable[PipelineTask], batch: Any, **options: Any) -> Self:
+    @staticmethod
+    def infer(tasks: Iterable[PipelineTask], batch: Any, **options: Any) -> PipelinePlan:
         """All tasks in stage 0 on the caller's thread, with the dependences that a recording finds.
 
         The tasks run a few times, serially, on copies of the batch; models and optimizers are put
@@ -144,16 +144,7 @@ class PipelinePlan:
         """
         from swpipe.inference import record  # loaded for those who ask
 
-        recording = record(tasks, batch, **options)
-        found = recording.dependences()
-        return cls(
-            schedule={
-                task: TaskSchedule(globally_ordered=task.name in recording.collectives)
-                for task in recording.tasks
-            },
-            deps=found.deps,
-            cross_iter_deps=found.cross_iter_deps,
-        )
+        return record(tasks, batch, **options).plan()
 
     @property
     def max_stage(self) -> int:

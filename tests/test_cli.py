@@ -109,9 +109,9 @@ def test_steps_may_go_through_the_data_again(capsys: pytest.CaptureFixture[str],
 def test_a_plan_may_come_from_a_file(
     capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path
 ) -> None:
-    """What ``swpipe plan`` wrote can be trained under, and compared with."""
+    """What ``swpipe plan show`` wrote can be trained under, and compared with."""
     file = tmp_path / "plan.toml"
-    assert run("plan", "pipelined", "--output", file) == 0
+    assert run("plan", "show", "pipelined", "--output", file) == 0
     assert PipelinePlan.load(file) == PLANS["pipelined"]()
     args = ("train", "--data", log, "--batch-size", 20, "--compare", f"serial,{file}")
     assert run(*args) == 0
@@ -253,7 +253,7 @@ def test_the_demo_shows_everything(
 
 def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Who works on which iteration when, and who waits for whom; no data is needed."""
-    assert run("plan", "pipelined", "--periods", 4) == 0
+    assert run("plan", "show", "pipelined", "--periods", 4) == 0
     out = capsys.readouterr().out
     assert "read [io]            0   1   2   3" in out
     assert "forward [default]    .   0   1   2" in out
@@ -290,7 +290,7 @@ def test_strict_ends_at_the_first_malformed_row(
     assert "odd.tsv:2: I4 x is not an integer" in told
 
 
-@pytest.mark.parametrize("command", [("train", "--plan"), ("profile", "--plan"), ("plan",)])
+@pytest.mark.parametrize("command", [("train", "--plan"), ("profile", "--plan"), ("plan", "show")])
 def test_a_plan_that_does_not_parse_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
 ) -> None:
@@ -303,7 +303,7 @@ def test_a_plan_that_does_not_parse_is_refused(
     assert "line 2 column 15" in refused(capsys, *command, tmp_path / "bad.json")
 
 
-@pytest.mark.parametrize("command", [("train", "--compare"), ("plan",)])
+@pytest.mark.parametrize("command", [("train", "--compare"), ("plan", "show")])
 def test_a_plan_that_is_not_there_is_refused(
     capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
@@ -336,7 +336,7 @@ def test_a_file_that_is_no_plan_is_refused(
 ) -> None:
     """It parses, but says something else; all that is wrong stands in one line."""
     (tmp_path / "odd.toml").write_text("dept = 3\n[schedule.read]\nstage = 'one'\n")
-    told = refused(capsys, "plan", tmp_path / "odd.toml")
+    told = refused(capsys, "plan", "show", tmp_path / "odd.toml")
     assert "unknown key 'dept'" in told
     assert "schedule.read.stage is 'one'" in told
 
@@ -362,7 +362,7 @@ def test_a_plan_that_cannot_run_is_refused(
     """Also when it is only to be shown."""
     path = tmp_path / "plan.toml"
     path.write_text('deps = [["a", "b"], ["b", "a"]]\n[schedule.a]\n[schedule.b]\n')
-    assert "plan.toml" in refused(capsys, "plan", path)
+    assert "plan.toml" in refused(capsys, "plan", "show", path)
 
 
 @pytest.mark.parametrize("device", ["abacus", "cuda:99"])

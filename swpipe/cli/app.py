@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from swpipe.cli import options
+from swpipe.cli import plans as planning_commands
 from swpipe.cli.clicks import (
     format_breakdown,
+    format_outcome,
     format_training,
     open_runs,
     profile_job,
@@ -20,18 +22,19 @@ from swpipe.cli.clicks import (
 )
 from swpipe.cli.errors import UserError, about_plan, one_line_errors
 from swpipe.cli.inputs import load_plan, make_config
-from swpipe.pipeline import SWPipeline
+from swpipe.cli.planning import AUTO, load_trace, make_room, plan_workload
+from swpipe.cli.workload import click_workload
 from swpipe.plans.clicks import PLANS
-from swpipe.task import PipelineTask
-from swpipe.trace import Trace
 
 app = typer.Typer(
-    help="Software pipelining for PyTorch: train a click model, measure it, look at it.",
+    help="Software pipelining for PyTorch: train a click model, measure it, plan it, look at it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(planning_commands.app, name="plan")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -72,13 +75,20 @@ def train(
     with one_line_errors():
         if plan and compare:
             raise UserError("--plan and --compare: give one of them")
-        plans = {name: load_plan(name) for name in (compare or plan or "pipelined").split(",")}
+        wanted = (compare or plan or "pipelined").split(",")
+        plans = {name: load_plan(name) for name in wanted if name != AUTO}
         config = make_config(data, held_out, batch_size, device, seed, strict, cache_dir)
+        planned = plan_workload(click_workload(config)) if AUTO in wanted else None
+        if planned is not None:
+            plans = {name: plans.get(name, planned.choice.plan) for name in wanted}
+            typer.echo(f"auto: {planned.choice.format()}")
         with open_runs(config, plans, steps) as runs:
             recorded = train_runs(runs)
             typer.echo(format_training(runs))
+            if planned is not None:
+                typer.echo(format_outcome(planned, runs[wanted.index(AUTO)]))
             if timeline is not None:
-                _make_room(timeline)
+                make_room(timeline)
                 recorded.save(timeline)
                 typer.echo(f"timeline of the last steps under {runs[-1].name}: {timeline}")
 
@@ -109,28 +119,8 @@ def profile(
             results = profile_job(config, loaded, batches, rounds, pipelined=not serially)
         typer.echo(format_breakdown(results))
         if output is not None:
-            _make_room(output)
+            make_room(output)
             results.save(output)
-            typer.echo(f"written to {output}")
-
-
-@app.command("plan")
-def show_plan(
-    plan: Annotated[str, typer.Argument(metavar="serial|pipelined|FILE.toml")],
-    periods: Annotated[int, typer.Option(min=1, help="Periods to show.")] = 6,
-    output: Annotated[
-        Path | None, typer.Option(metavar="OUT.toml", help="Write the plan, as TOML or JSON.")
-    ] = None,
-) -> None:
-    """Show a plan: which task works on which iteration when, and what waits for what."""
-    with one_line_errors():
-        loaded = load_plan(plan)
-        tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
-        with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
-            typer.echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
-        if output is not None:
-            _make_room(output)
-            loaded.save(output)
             typer.echo(f"written to {output}")
 
 
@@ -144,9 +134,9 @@ def draw_trace(
     """Draw a saved timeline."""
     with one_line_errors():
         picture = timeline.with_suffix(".png") if output is None else output
-        _make_room(picture)
+        make_room(picture)
+        recorded = load_trace(timeline)
         try:
-            recorded = Trace.load(timeline)
             recorded.plot(picture)
         except OSError as error:
             raise UserError(f"{error.filename}: {error.strerror}") from error
@@ -182,8 +172,3 @@ def demo(
                 typer.echo(f"\n{format_breakdown(results)}")
             typer.echo(f"\n{format_training(runs)}")
             typer.echo("\n  ".join(["files:", *map(str, files)]))
-
-
-def _make_room(path: Path) -> None:
-    """Make the directory that a file is to go into."""
-    path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from swpipe.plan import PipelinePlan
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
+    from swpipe.cli.planning import Planned
     from swpipe.profiler import ProfileResults
     from swpipe.tasks.clicks import ClickConfig
     from swpipe.tasks.clicks.train import TrainRun
@@ -69,6 +70,16 @@ def format_training(runs: Sequence[TrainRun]) -> str:
         told.append(report.format_evaluation(first.job.evaluate()))
     told.append(f"data: {report.format_rows(first.rows)}")
     return "\n".join(told)
+
+
+def format_outcome(planned: Planned, run: TrainRun) -> str:
+    """What was expected of a plan that was made for this job, and what it did."""
+    expected_us = planned.choice.ii_us
+    got_us = 1e6 / run.steps_per_s
+    return (
+        f"auto: expected {expected_us / 1e3:.3f} ms per step, got {got_us / 1e3:.3f} "
+        f"({got_us / expected_us - 1:+.1%})"
+    )
 
 
 def profile_job(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,16 +63,16 @@ def _check_device(device: str) -> None:
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def load_plan(name: str) -> PipelinePlan:
+def load_plan(name: str, plans: Mapping[str, Callable[[], PipelinePlan]] = PLANS) -> PipelinePlan:
     """A ready-made plan by its name, or one from a file."""
-    if name in PLANS:
-        return PLANS[name]()
+    if name in plans:
+        return plans[name]()
     try:
         with about_plan(name):
             return PipelinePlan.load(name)
     except OSError as error:
         raise UserError(
-            f"plan {name}: {error.strerror}; name a file, or one of {', '.join(PLANS)}"
+            f"plan {name}: {error.strerror}; name a file, or one of {', '.join(plans)}"
         ) from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"plan {name}: {error}") from error

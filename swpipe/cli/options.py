@@ -28,13 +28,29 @@ Plan = Annotated[
     str,
     typer.Option(
         "--plan",
-        metavar="serial|pipelined|FILE.toml",
-        help="How to overlap.",
+        metavar="serial|pipelined|auto|FILE.toml",
+        help="How to overlap; auto measures briefly and chooses.",
         show_default="pipelined",
     ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows per step.")]
 Device = Annotated[str, typer.Option("--device", help="Where the model lives, in torch's words.")]
+OptionalDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="Where the tasks work, in torch's words.",
+        show_default="cpu for the click job, else the machine's accelerator",
+    ),
+]
+Workload = Annotated[
+    str,
+    typer.Option(
+        "--workload",
+        metavar="clicks|MODULE:FUNCTION",
+        help="The click job, or a function of yours that returns (tasks, batches).",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of the model, and of a made-up log.")]
 Strict = Annotated[bool, typer.Option("--strict", help="The first malformed row is an error.")]
 Cache = Annotated[

@@ -55,6 +55,11 @@ class Held:
         """What all copies hold together."""
         return self.copies * self.bytes_each
 
+    def __str__(self) -> str:
+        return (
+            f"ctx.{self.attribute} of {self.task!r} ({self.copies} x {in_words(self.bytes_each)})"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -72,6 +77,11 @@ class Footprint:
     def total_bytes(self) -> int:
         """All attributes together."""
         return sum(held.total_bytes for held in self.held)
+
+    def format(self) -> str:
+        """The sum, and the largest attributes, in a line."""
+        shown = ", ".join(map(str, self.held[:SHOWN_ATTRIBUTES]))
+        return f"in flight at most: {in_words(self.total_bytes)}; the largest: {shown or 'none'}"
 
 
 def bytes_in_flight(plan: PipelinePlan, sizes: Sizes, *, streams: bool) -> Footprint:
@@ -102,10 +112,7 @@ def memory_problems(
     footprint = bytes_in_flight(plan, sizes, streams=streams)
     if footprint.total_bytes > budget_bytes:
         largest = footprint.held[:SHOWN_ATTRIBUTES]
-        shown = ", ".join(
-            f"ctx.{h.attribute} of {h.task!r} ({h.copies} x {in_words(h.bytes_each)})"
-            for h in largest
-        )
+        shown = ", ".join(map(str, largest))
         yield Problem(
             f"up to {in_words(footprint.total_bytes)} may be in flight at depth {plan.depth}, more "
             f"than the budget of {in_words(budget_bytes)}; the largest are {shown}: "

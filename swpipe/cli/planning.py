@@ -1,0 +1,176 @@
+"""What the planning commands share: dependences recorded, costs measured, a plan chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from swpipe.cli.errors import UserError, about_plan
+from swpipe.cli.workload import Workload
+from swpipe.costs import CostModel
+from swpipe.device import resolve
+from swpipe.errors import PlanError
+from swpipe.pipeline import SWPipeline
+from swpipe.plan import PipelinePlan
+from swpipe.plans import Limits
+from swpipe.plans.auto import Choice, auto_plan
+from swpipe.trace import Trace
+
+if TYPE_CHECKING:
+    from swpipe.inference import Recording
+
+AUTO = "auto"
+"""The plan that is yet to be made."""
+
+_BATCHES = 3  # that costs are measured on
+
+
+def record_workload(work: Workload) -> Recording:
+    """What its tasks touch; two serial iterations on its first batch."""
+    from swpipe.inference import record
+
+    typer.echo(f"recording what the tasks of {work.name} touch", err=True)
+    with about_plan(work.name):
+        return record(work.tasks, work.take(1)[0], device=work.device)
+
+
+def measure_workload(work: Workload, plan: PipelinePlan) -> CostModel:
+    """What its tasks cost while ``plan`` runs: beside each other, as they will be."""
+    from swpipe.profiler import measure_costs
+
+    typer.echo(f"measuring what the tasks of {work.name} cost", err=True)
+    with SWPipeline(plan, work.tasks, device=work.device) as pipe:
+        return measure_costs(pipe, work.take(_BATCHES), pipelined=plan.depth > 1)
+
+
+def has_streams(work: Workload | None, costs: CostModel) -> bool:
+    """Whether to plan for a device with streams: the workload's, or one that costs speak of."""
+    if work is not None:
+        return resolve(work.device).has_streams
+    return any(cost.device_us for cost in costs.tasks.values())
+
+
+def load_costs(path: Path) -> CostModel:
+    """A cost model from a file.
+
+    Raises:
+        UserError: There is no such file, or it is something else.
+    """
+    try:
+        return CostModel.load(path)
+    except OSError as error:
+        raise UserError(f"costs {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"costs {path}: {error}") from error
+    except PlanError as error:
+        raise UserError(f"costs {path}: {'; '.join(p.text for p in error.problems)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan made for a workload.
+
+    Attributes:
+        choice: The plan, and why.
+        costs: What it was made from.
+        streams: Whether it was made for a device with streams.
+    """
+
+    choice: Choice
+    costs: CostModel
+    streams: bool
+
+
+def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
+    """Record a workload, measure it, choose a plan, and measure once more under that plan.
+
+    Tasks that run side by side slow each other on a machine with few cores. So the first plan, made
+    from what tasks cost alone, is run for its costs, and the second is made from those.
+    """
+    recording = record_workload(work)
+    carrier = inferred_plan(work, recording)
+    streams = resolve(work.device).has_streams
+    costs = measure_workload(work, carrier)
+    choice = auto_plan(carrier, costs, limits=limits, streams=streams, effects=recording.effects)
+    if choice.in_flight > 1:
+        costs = measure_workload(work, choice.plan)
+        choice = auto_plan(
+            carrier, costs, limits=limits, streams=streams, effects=recording.effects
+        )
+    return Planned(with_slack(choice, limits or Limits()), costs, streams)
+
+
+def with_slack(choice: Choice, limits: Limits) -> Choice:
+    """One more iteration in flight, where that helps threads to be late for once.
+
+    A cost model says that a task always takes the same; real ones vary from batch to batch.
+    """
+    if choice.threads == 1 or choice.in_flight >= limits.in_flight:
+        return choice
+    depth = choice.in_flight + 1
+    return replace(
+        choice,
+        plan=replace(choice.plan, pipeline_depth=depth),
+        in_flight=depth,
+        why=(*choice.why, "One iteration more in flight evens out batches that take longer."),
+    )
+
+
+def inferred_plan(work: Workload, recording: Recording) -> PipelinePlan:
+    """The dependences that were found, and the streams that the workload names."""
+    plan = recording.plan()
+    schedule = {
+        task: replace(entry, stream=work.streams.get(task)) for task, entry in plan.schedule.items()
+    }
+    return replace(plan, schedule=schedule)
+
+
+def window(trace: Trace, iterations: int) -> Trace:
+    """The last so many iterations of a trace."""
+    numbers = sorted({span.iteration for span in trace.spans})
+    return trace.window(numbers[max(0, len(numbers) - iterations)], numbers[-1])
+
+
+def load_trace(path: Path) -> Trace:
+    """A saved timeline.
+
+    Raises:
+        UserError: There is no such file, or it is something else.
+    """
+    try:
+        return Trace.load(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def keep_plan(plan: PipelinePlan, path: Path | None) -> None:
+    """Write a plan where the user wants one."""
+    if path is not None:
+        make_room(path)
+        plan.save(path)
+        typer.echo(f"written to {path}")
+
+
+def keep_costs(costs: CostModel, path: Path | None) -> None:
+    """Write costs where the user wants them."""
+    if path is not None:
+        make_room(path)
+        costs.save(path)
+        typer.echo(f"costs written to {path}")
+
+
+def make_room(path: Path) -> None:
+    """Make the directory that a file is to go into."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """``a,b`` and ``a`` ``b`` alike."""
+    return tuple(name for text in given or () for name in text.split(",") if name)
