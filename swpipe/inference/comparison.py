@@ -11,13 +11,14 @@ from swpipe.dependence import Dependence, dependences
 from swpipe.effects import Conflict, EffectTable, Place, conflicts
 from swpipe.inference.orders import Edge, Orders, declared_edges, edge_of, lane_edges
 from swpipe.plan import PipelinePlan
+from swpipe.soundness import demands
 
 
 class Needed(NamedTuple):
     """A dependence that conflicts ask for.
 
     Attributes:
-        distance: 0 or 1 iterations.
+        distance: In iterations; 0 or 1, unless the plan allows for staleness.
         places: What both tasks touch.
     """
 
@@ -84,10 +85,14 @@ class Comparison:
 
 
 def compare(plan: PipelinePlan, effects: EffectTable) -> Comparison:
-    """Compare a plan that passes ``swpipe.verify.check`` with the effects of its tasks."""
+    """Compare a plan that passes ``swpipe.verify.check`` with the effects of its tasks.
+
+    Staleness that the plan asks for by the name of a state is granted.
+    """
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
-    for conflict in conflicts(effects):
-        wanted[edge_of(conflict)].append(conflict)
+    for demand in demands(effects, plan.stale):
+        if not demand.either:
+            wanted[edge_of(demand.conflict)].append(demand.conflict)
     names = tuple(effects)
     declared = declared_edges(plan)
     orders = Orders(names, declared)

@@ -37,6 +37,7 @@ class Orders:
         self._index = {name: index for index, name in enumerate(names)}
         self._least = torch.full((len(names), len(names)), torch.inf)  # [producer, consumer]
         self._least.fill_diagonal_(0)
+        self._rows: list[list[float]] = self._least.tolist()  # the same, quick to look things up in
         for edge in edges:
             self.add(edge)
 
@@ -47,11 +48,11 @@ class Orders:
             consumer, producer = self._index[edge.consumer], self._index[edge.producer]
             through = least[:, producer, None] + edge.distance + least[consumer, None, :]
             torch.minimum(least, through, out=least)
+            self._rows = least.tolist()
 
     def implies(self, edge: Edge) -> bool:
         """Whether the order that an edge asks for is kept."""
-        row, column = self._index[edge.producer], self._index[edge.consumer]
-        return bool(self._least[row, column] <= edge.distance)
+        return self._rows[self._index[edge.producer]][self._index[edge.consumer]] <= edge.distance
 
     def missing(self, edges: Iterable[Edge]) -> list[Edge]:
         """The fewest of these edges that, added, make the others implied; adds them.

@@ -142,6 +142,14 @@ def test_a_dependence_across_iterations_needs_a_state() -> None:
     assert [one.dependence[:3] for one in found.needless] == [("load", "forward", 1)]
 
 
+def test_staleness_that_is_asked_for_is_granted() -> None:
+    """Forward may read parameters one step behind: two iterations back is enough."""
+    carried = [("forward", "step", 2), ("backward", "step", 1)]
+    late = plan("abcd", deps=DEPS, cross_iter_deps=carried)
+    assert edges(compare(late, CHAIN).missing) == [("forward", "step", 1)]
+    assert compare(replace(late, stale={"M": 1}), CHAIN).missing == ()
+
+
 def test_a_plan_for_other_tasks_is_refused() -> None:
     """Before anything is compared."""
 

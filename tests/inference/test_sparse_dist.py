@@ -1,0 +1,74 @@
+"""The recommender's training step on sharded modules, as a recording sees it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("torchrec")
+
+from swpipe.effects import declared_effects
+from swpipe.inference import Recording, record
+from swpipe.plans import sparse_dist as plans
+from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
+    """Two iterations of the eleven tasks with the split forward, on one rank."""
+    store = Path(tmp_path_factory.mktemp("ranks"), "store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what TorchRec says of itself
+            job = Job()
+            model = sharded(job)
+            step = TrainStep([dense_optimizer(job, model)])
+            tasks = SparseDistTasks(model, step, device=CPU, forward="split")
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            yield record(tasks.tasks(), next(iter(batches(1))), device=CPU)
+            after = [parameter.detach() for parameter in model.parameters()]
+            assert all(map(torch.equal, before, after))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["serial", "sparse_dist", "prefetch", "split"])
+def test_the_plans_written_by_hand_lack_nothing(recording: Recording, name: str) -> None:
+    """Every conflict is in order."""
+    assert recording.compare(plans.PLANS[name]()).missing == ()
+
+
+def test_what_is_stale_on_purpose_is_noticed(recording: Recording) -> None:
+    """The look-up ahead of the update, by the names that were inferred; once granted, it is not."""
+    plan = plans.semi_sync()
+    (one,) = recording.compare(plan).missing
+    assert one[:3] == (plans.EMBED, plans.EMBED_BACK, 1)
+
+
+def test_tables_are_seen_without_their_declaration(recording: Recording) -> None:
+    """Backward updates them inside a kernel; the dense half's step does not touch them."""
+    declared = declared_effects(recording.tasks)
+    found = {
+        task: {place.name for place in effects.writes - declared[task].writes if place.outlives}
+        for task, effects in recording.effects.items()
+    }
+    members = {
+        task: {m for state in states for m in recording.states[state]}
+        for task, states in found.items()
+    }
+    table = "model.tables.0.embedding_bags.t0.weight"
+    assert table in members[plans.EMBED_BACK]
+    assert table not in members[plans.STEP]
+    assert "model.bottom.0.weight" in members[plans.STEP]
+
+
+def test_who_communicates_is_seen(recording: Recording) -> None:
+    """The exchange of sizes, and the reduction of gradients."""
+    assert {plans.START, plans.DENSE_BACK} <= recording.collectives <= plans.ORDERED
