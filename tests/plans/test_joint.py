@@ -259,6 +259,8 @@ def test_the_history_tells_each_round() -> None:
 def test_it_ends_when_patience_does() -> None:
     """So many rounds without a better score, or so many rounds at all."""
     impatient = joint_search(STEP, COSTS, patience=1)
+    # The first round finds something better, and so does not count; the second does not.
+    assert [one.so_far_us for one in impatient.history] == [120, 60, 60]
     assert len(joint_search(STEP, COSTS, patience=3).history) == len(impatient.history) + 2
     assert "until patience ran out" in impatient.why
     assert len(joint_search(STEP, COSTS, rounds=0).history) == 1
