@@ -15,7 +15,7 @@ from swpipe.errors import PlanError
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
 from swpipe.profiler.lock import SWITCH_S, Rival
 from tests.bench.timed_device import TimedDevice, TimedEvent, TimedStream
-from tests.profiler.sleepers import measured_within, overlapped, sleepers
+from tests.profiler.sleepers import overlapped, sleepers
 
 
 class Counts(TypedDict):
@@ -28,17 +28,13 @@ COUNTS: Counts = {"num_warmup": 1, "num_measure": 5}
 
 def test_host_time_is_how_long_a_task_keeps_its_thread() -> None:
     """Sleeping is host time, and needs no lock."""
-
-    def measure() -> dict[str, tuple[float, float]]:
-        tasks, truth = sleepers(read=6, forward=3)
-        with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-            costs = measure_costs(pipe, [None], **COUNTS).tasks
-        host = {name: (costs[name].host_us / 1e6, fn.true_s) for name, fn in truth.items()}
-        lock = {f"{name}'s lock": (costs[name].gil_us / 1e6, 0.0) for name in truth}
-        assert {cost.device_us for cost in costs.values()} == {0.0}
-        return {**host, **lock}
-
-    measured_within(3, measure)
+    tasks, truth = sleepers(read=6, forward=3)
+    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
+        costs = measure_costs(pipe, [None], **COUNTS).tasks
+    for name, fn in truth.items():
+        assert min(fn.took_s) <= costs[name].host_us / 1e6 <= max(fn.took_s) + 1e-3
+        assert costs[name].gil_us <= 0.3 * costs[name].host_us
+        assert costs[name].device_us == 0.0
 
 
 def python_for(seconds: float) -> Callable[[IterContext], None]:
@@ -139,17 +135,21 @@ def test_device_time_is_what_the_task_gave_to_its_stream() -> None:
         plan = PipelinePlan({"copy": TaskSchedule(), "host": TaskSchedule()})
         with SWPipeline(plan, tasks, device=device) as pipe:
             costs = measure_costs(pipe, [None], lock=False, **COUNTS)
-    assert costs.tasks["copy"].device_us == pytest.approx(4e3, rel=0.1)
-    assert costs.tasks["copy"].host_us < 2e3
-    assert costs.tasks["host"].device_us < 1e3
+    copy, host = costs.tasks["copy"], costs.tasks["host"]
+    assert copy.device_us >= 3.9e3
+    assert copy.host_us < copy.device_us / 2
+    assert host.device_us < copy.device_us / 2
 
 
 def test_batches_count_alike() -> None:
     """One of 2 ms and one of 6 ms are 4 ms on average."""
     tasks = [PipelineTask("read", lambda ctx: time.sleep(ctx.batch))]
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        costs = measure_costs(pipe, [2e-3, 6e-3], lock=False, **COUNTS)
-    assert costs.tasks["read"].host_us == pytest.approx(4e3, rel=0.15)
+        found = [
+            measure_costs(pipe, [2e-3, 6e-3], lock=False, **COUNTS).tasks["read"].host_us
+            for _ in range(3)
+        ]
+    assert min(found) == pytest.approx(4e3, rel=0.15)  # other work makes sleeps longer only
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
