@@ -245,7 +245,6 @@ def _mend(plan: PipelinePlan, breach: _Breach) -> str:
         changed = replace(plan, deps=[*plan.deps, (consumer, producer)])
     try:
         period_order(changed)
-        serial_order(changed, list(changed.schedule))
     except CycleError as error:
         cycle = " after ".join(repr(name) for name in error.cycle)
         return (
@@ -267,7 +266,7 @@ def _mend_turned(plan: PipelinePlan, breach: _Breach) -> str:
 def _meant(plan: PipelinePlan, effects: EffectTable, breach: _Breach) -> str:
     """How to allow it, where what is read is old, but always equally old."""
     if not (breach.turned and all(c.place.outlives for c in breach.conflicts)):
-        return ""
+        return ""  # to allow staleness would not help
     pair = {name: effects[name] for name in effects if name in (breach.consumer, breach.producer)}
     for behind in range(1, plan.depth + 1):
         stale = {conflict.place.name: behind for conflict in breach.conflicts}

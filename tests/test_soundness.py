@@ -246,6 +246,13 @@ def test_staleness_must_not_be_a_matter_of_luck() -> None:
     assert not says(replace(plan, cross_iter_deps=[("a", "b", 1)], deps=[("b", "a")]), effects)
 
 
+def test_the_older_state_is_offered_only_where_the_two_meet_in_one_period() -> None:
+    """Elsewhere ``same_period_deps`` would say something else."""
+    plan = two(deps=[("b", "a")], pipeline_depth=2, stale={"model": 1})
+    (text,) = says(plan, {"a": READS_MODEL, "b": CHANGES_MODEL})
+    assert text.endswith('must be the same in every run: add cross_iter_deps=[("a", "b", 1)]')
+
+
 def test_a_write_after_a_stale_read_stays_where_it_is() -> None:
     """Staleness lets nobody read what a serial run would write only later."""
     effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
