@@ -116,16 +116,16 @@ def _costs(bench: Bench, *, lock: bool) -> dict[str, TaskCost]:
     """On one batch."""
     times = HostTimes(task.name for task in bench.pipe.tasks)
     bench.host_window(times)
-    host_s, median_s, blocked_s = times.mean_s, times.host_s, times.blocked_s
-    locked_s = _locked_s(bench) if lock else dict.fromkeys(host_s, 0.0)
+    locked_s = _locked_s(bench) if lock else {}
     device_s = _device_s(bench) if bench.pipe.device.has_streams else {}
+    cpu_s = times.cpu_s
     return {
         name: TaskCost(
             host_us=_US * mean_s,
-            gil_us=_US * min(mean_s, locked_s[name], median_s[name] - blocked_s[name]),
+            gil_us=_US * min(mean_s, cpu_s[name], locked_s.get(name, 0.0)),
             device_us=_US * device_s.get(name, 0.0),
         )
-        for name, mean_s in host_s.items()
+        for name, mean_s in times.mean_s.items()
     }
 
 

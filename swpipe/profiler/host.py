@@ -59,6 +59,11 @@ class HostTimes:
         return {name: fmean(turn.wall_s for turn in turns) for name, turns in self._kept.items()}
 
     @property
+    def cpu_s(self) -> dict[str, float]:
+        """Like ``mean_s``, of the time for which the thread is on the CPU."""
+        return {name: fmean(turn.cpu_s for turn in turns) for name, turns in self._kept.items()}
+
+    @property
     def blocked_s(self) -> dict[str, float]:
         """Task to the part of ``host_s`` in which its thread was off the CPU."""
         # By the share of all turns: some systems tell a thread's CPU time in steps of milliseconds.
