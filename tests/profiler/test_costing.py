@@ -142,14 +142,11 @@ def test_device_time_is_what_the_task_gave_to_its_stream() -> None:
 
 
 def test_batches_count_alike() -> None:
-    """One of 2 ms and one of 6 ms are 4 ms on average."""
+    """One of 1 ms and one of 21 ms are 11 ms on average."""
     tasks = [PipelineTask("read", lambda ctx: time.sleep(ctx.batch))]
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        found = [
-            measure_costs(pipe, [2e-3, 6e-3], lock=False, **COUNTS).tasks["read"].host_us
-            for _ in range(3)
-        ]
-    assert min(found) == pytest.approx(4e3, rel=0.15)  # other work makes sleeps longer only
+        costs = measure_costs(pipe, [1e-3, 21e-3], lock=False, **COUNTS)
+    assert 11e3 <= costs.tasks["read"].host_us < 18e3
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
