@@ -134,3 +134,10 @@ def test_sizes_must_be_bytes_of_tasks_that_there_are() -> None:
 def test_bytes_in_words(size: int, words: str) -> None:
     """In the largest unit that fits."""
     assert in_words(size) == words
+
+
+def test_a_stage_that_contradicts_the_order_is_not_advised() -> None:
+    """In one stage the two would have to run the other way round."""
+    plan = replace(chain((0, 1)), order=("b", "a"))
+    (found,) = memory_problems(plan, {("a", "x"): 10}, 15, streams=False)
+    assert "neither a smaller depth nor a later stage" in found.text
