@@ -181,7 +181,7 @@ def test_a_tensor_that_is_replaced_is_the_same_state() -> None:
             self.total = torch.zeros(1)
 
         def add(self, ctx: Any) -> None:
-            self.total = self.total + ctx.batch.sum()
+            self.total = self.total + ctx.batch.sum() + 1
 
         def show(self, ctx: Any) -> None:
             ctx.shown = self.total * 1
