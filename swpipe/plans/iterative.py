@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,6 +51,18 @@ class Schedule:
     device_us: tuple[float, ...]
 
 
+class Attempt(NamedTuple):
+    """What came of looking for start times.
+
+    Attributes:
+        times: None where none were found.
+        placements: How many it took: what looking costs.
+    """
+
+    times: Schedule | None
+    placements: int
+
+
 def schedule(
     graph: LoopGraph,
     allowed: Sequence[Sequence[int]],
@@ -59,9 +72,9 @@ def schedule(
     snug: bool = False,
     anchored: bool = False,
     nudge: int = 0,
-    budget: int = 4,
-) -> Schedule | None:
-    """Start times at this initiation interval; None where none were found.
+    budget: int,
+) -> Attempt:
+    """Look for start times at this initiation interval.
 
     Args:
         graph: What to schedule.
@@ -72,16 +85,16 @@ def schedule(
         anchored: Let a period begin with an iteration: of all plans one is anchored, but a
             schedule that is not may have a better place to begin.
         nudge: Tries differ in the order in which tasks are placed; 0 is by height alone.
-        budget: Placements per task before giving up.
+        budget: Placements before giving up.
     """
     heights = _heights(graph, period_us)
     if heights is None:
-        return None
+        return Attempt(None, 0)
     scheduler = _Scheduler(graph, allowed, period_us, heights, snug, nudge)
     if anchored:
         scheduler.threads[0].put(_ADMIT, 0.0, 0.0)
     scheduler.latest = [depth * period_us - height for height in heights]
-    return scheduler.run(budget * graph.size)
+    return scheduler.run(budget)
 
 
 def _heights(graph: LoopGraph, period_us: float) -> list[float] | None:
@@ -119,7 +132,7 @@ class _Scheduler:
         nudge: int,
     ) -> None:
         n = graph.size
-        self.graph, self.allowed, self.period_us = graph, allowed, period_us
+        self.n, self.graph, self.allowed, self.period_us = n, graph, allowed, period_us
         self.into: list[list[tuple[int, float]]] = [[] for _ in range(2 * n)]
         self.out: list[list[tuple[int, float]]] = [[] for _ in range(2 * n)]
         for tail, head, time_us, distance in graph.edges:
@@ -128,6 +141,7 @@ class _Scheduler:
         self.at: list[float] = [0.0] * (2 * n)
         self.lane: list[int] = [0] * n
         self.placed: set[int] = set()
+        self.queued: dict[int, set[int]] = defaultdict(set)
         self.before: list[float] = [-math.inf] * n
         self.snug = snug
         self._make_rings(snug)
@@ -147,24 +161,25 @@ class _Scheduler:
         idle = max(0.0, period - sum(graph.host_us) / threads) if snug else math.inf
         self.threads = [Ring(period, idle) for _ in range(threads)]
 
-    def run(self, budget: int) -> Schedule | None:
+    def run(self, budget: int) -> Attempt:
         waiting = list(self.rank)
         heapq.heapify(waiting)
-        for _ in range(budget):
+        for used in range(budget):
             if not waiting:
-                n = self.graph.size
-                return Schedule(
+                n = self.n
+                times = Schedule(
                     self.period_us, tuple(self.lane), tuple(self.at[:n]), tuple(self.at[n:])
                 )
+                return Attempt(times, used)
             _, task = heapq.heappop(waiting)
             for other in self._put(task, self._spot(task)):
                 self._take_out(other)
                 heapq.heappush(waiting, self.rank[other])
-        return None
+        return Attempt(None, budget)
 
     def _put(self, task: int, spot: _Spot) -> set[int]:
         """Place a task; those that must be placed anew because of it."""
-        n, out = self.graph.size, set()
+        n, out = self.n, set()
         self.lane[task], self.before[task] = spot.lane, spot.host
         for operation, start in ((task, spot.host), (n + task, spot.device)):
             self.at[operation] = start
@@ -180,29 +195,34 @@ class _Scheduler:
         out |= self._out_of_order(task, spot.host, spot.device)
         out.discard(task)
         self.placed.add(task)
+        self.queued[self.graph.stream[task]].add(task)
         return out
 
     def _take_out(self, task: int) -> None:
         self.placed.discard(task)
-        for operation in (task, self.graph.size + task):
+        self.queued[self.graph.stream[task]].discard(task)
+        for operation in (task, self.n + task):
             for ring, _ in self._rings(operation, self.lane[task]):
                 ring.taken.pop(task, None)
 
     def _rings(self, operation: int, lane: int) -> list[tuple[Ring, float]]:
-        if operation >= self.graph.size:
+        if operation >= self.n:
             return self.uses[operation]
         return [*self.uses[operation], (self.threads[lane], self.graph.host_us[operation])]
 
     def _handover(self, tail: int, head: int, tail_lane: int, head_lane: int) -> float:
-        n = self.graph.size
+        n = self.n
         return self.graph.handover_us if tail < n and head < n and tail_lane != head_lane else 0.0
 
     def _earliest(self, operation: int, lane: int, least: float) -> float:
-        n = self.graph.size
+        n, handover_us = self.n, self.graph.handover_us
         for tail, weight in self.into[operation]:
             if tail % n in self.placed:
-                handover = self._handover(tail, operation, self.lane[tail % n], lane)
-                least = max(least, self.at[tail] + weight + handover)
+                start = self.at[tail] + weight
+                if handover_us:
+                    start += self._handover(tail, operation, self.lane[tail % n], lane)
+                if start > least:
+                    least = start
         return least
 
     # ------------------------------------------------------------------ spots
@@ -227,13 +247,13 @@ class _Scheduler:
                 ring.later_us(self.before[task] + 2 * EPS_US, time_us)
                 for ring, time_us in self._rings(task, lane)
             ]
-            a_step = self.period_us / (2 * self.graph.size)
+            a_step = self.period_us / (2 * self.n)
             host = self.before[task] + min((x for x in later if x > EPS_US), default=a_step)
-        device = self._earliest(self.graph.size + task, lane, host + host_us)
+        device = self._earliest(self.n + task, lane, host + host_us)
         return _Spot(lane, host, device)
 
     def _free(self, task: int, lane: int) -> _Spot | None:
-        host_us, device_op = self.graph.host_us[task], self.graph.size + task
+        host_us, device_op = self.graph.host_us[task], self.n + task
         host_rings = self._rings(task, lane)
         host_from = self._earliest(task, lane, 0.0)
         until = min(host_from + self.period_us, self.latest[task])
@@ -293,17 +313,14 @@ class _Scheduler:
 
     def _out_of_order(self, task: int, host: float, device: float) -> set[int]:
         """Placed tasks of the same stream whose device work is not in the order of submission."""
-        graph, period = self.graph, self.period_us
-        if not graph.streams:
+        if not self.graph.streams:
             return set()
-        n, stream = graph.size, graph.stream[task]
-        out = set()
-        for other in self.placed:
-            if graph.stream[other] == stream and other != task:
-                turns = math.floor((host - self.at[other] + EPS_US) / period)
-                apart = device - self.at[n + other] - turns * period
-                if not -EPS_US <= apart <= period + EPS_US:
-                    out.add(other)
+        n, at, period, out = self.n, self.at, self.period_us, set()
+        for other in self.queued[self.graph.stream[task]]:
+            turns = (host - at[other] + EPS_US) // period
+            apart = device - at[n + other] - turns * period
+            if (apart < -EPS_US or apart > period + EPS_US) and other != task:
+                out.add(other)
         return out
 
 

@@ -17,6 +17,9 @@ from itertools import combinations
 from swpipe.plans.loop_graph import LoopGraph
 from swpipe.plans.reservation import EPS_US
 
+_STARTS = 5
+"""How many balanced ways to look for."""
+
 _STEPS = 20_000
 """Host times are rounded to a part of their sum in the knapsack."""
 
@@ -32,6 +35,7 @@ def lane_choices(
         _longest_fit(graph, threads, period_us),
         _balanced(graph, threads),
         _clustered(graph, threads),
+        *(_balanced(graph, threads, start) for start in range(1, _STARTS)),
     )
     any_lane = tuple(range(threads))
     ways = [tuple((0,) if v in graph.frozen else any_lane for v in range(graph.size))]
@@ -115,28 +119,32 @@ def _clustered(graph: LoopGraph, threads: int) -> tuple[int, ...]:
     return tuple(lanes)
 
 
-def _balanced(graph: LoopGraph, threads: int) -> tuple[int, ...]:
+def _balanced(graph: LoopGraph, threads: int, start: int = 0) -> tuple[int, ...]:
+    """The longest task first; other starts begin from another spread, each from its own."""
     lanes = [0] * graph.size
     loads = [0.0] * threads
     loads[0] = sum(graph.host_us[v] for v in graph.frozen)
     for v in sorted(range(graph.size), key=lambda v: (-graph.host_us[v], v)):
         if v not in graph.frozen:
             lanes[v] = min(range(threads), key=lambda k: (loads[k], k))
+            if start:
+                lanes[v] = ((v + 1) * 2654435761 * start >> 9) % threads
             loads[lanes[v]] += graph.host_us[v]
     step = max(sum(graph.host_us) / _STEPS, EPS_US)
     for _ in range(2 * threads):
         before = list(lanes)
         for a, b in combinations(range(threads), 2):
-            _share(graph, lanes, a, b, step)
+            _share(graph, lanes, a, b, step, start)
         if lanes == before:
             break
     return tuple(lanes)
 
 
-def _share(graph: LoopGraph, lanes: list[int], a: int, b: int, step_us: float) -> None:
+def _share(graph: LoopGraph, lanes: list[int], a: int, b: int, step_us: float, start: int) -> None:
     """Spread the tasks of two threads over the two as evenly as can be."""
     pinned = sum(graph.host_us[v] for v in graph.frozen) if a == 0 else 0.0
     tasks = [v for v, lane in enumerate(lanes) if lane in (a, b) and v not in graph.frozen]
+    tasks.sort(key=lambda v: v * (7 * start + 1) % 31)  # of equal ways the last tasks' is taken
     total = sum(graph.host_us[v] for v in tasks)
     before = max(
         pinned + sum(graph.host_us[v] for v in tasks if lanes[v] == a),

@@ -32,24 +32,33 @@ from swpipe.program import compile_plan
 SAME = 1e-9
 """Intervals that differ by less than this part are the same."""
 
-_STEPS = (1.0, 1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 3.0)
+_STEPS = (1.0, 1.02, 1.06, 1.15, 1.4, 2.0, 3.0)
 """Candidate intervals above the lower bound, until one is reached."""
 
 _HALVINGS = 4
 _NEAR = 1e-3
 """Half the way back is not gone where it is less than this part."""
 
+_BUDGET = 4
+"""Placements per task before one look for start times is given up."""
+
+EFFORT = 200
+MOST_EFFORT = 12_000
+"""Placements per task in all, and for loops of many tasks all in all."""
+
 _VARIANTS = (
     (False, False, 0),
     (True, True, 0),
-    (True, False, 0),
-    (False, True, 0),
     (True, True, 1),
+    (True, False, 0),
+    (True, True, 2),
+    (False, True, 0),
+    (True, True, 3),
     (False, False, 1),
 )
 """Ways to place tasks (snug, anchored, nudge), the most promising first."""
 
-_TRIES, _MANY_TRIES = 3, 6
+_TRIES, _MANY_TRIES = 3, 8
 """How often to look for start times, for each way to choose threads; often at the bound."""
 
 
@@ -84,12 +93,17 @@ class Search:
         base: The plan that the loop came from.
         costs: What its tasks cost.
         graph: The loop.
+        effort: Placements of tasks that are left to try; what bounds the time.
     """
 
     base: PipelinePlan
     costs: CostModel
     graph: LoopGraph
+    effort: int = field(init=False)
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.effort = min(EFFORT * self.graph.size, MOST_EFFORT)
 
     def bound_us(self, threads: int, depth: int) -> float:
         """No plan with so many threads and iterations in flight is faster."""
@@ -108,25 +122,29 @@ class Search:
     def best(self, threads: int, depth: int) -> Found:
         """The best plan found with at most so many threads and iterations in flight."""
         bound_us = self.bound_us(threads, depth)
-        best = self.at(bound_us, threads, depth, tries=_MANY_TRIES) or self.serial()
-        if best.ii_us <= bound_us * (1 + SAME):
-            return best
-        best = min(best, self.serial(), key=lambda found: found.ii_us)
+        full = self.effort
+        self.effort = full // 3
+        best = self.serial()
+        found = self.at(bound_us, threads, depth, _MANY_TRIES)
+        if found is not None and found.beats(best):
+            best = found
         low, first = bound_us, max(bound_us, least_load(self.graph, threads))
         for step in _STEPS:
             period_us = first * step
             if best.ii_us <= period_us * (1 + SAME):
                 break
-            found = self.at(period_us, threads, depth)
+            self.effort = max(self.effort, full // 6)  # some plan there must be
+            found = self.at(period_us, threads, depth, _MANY_TRIES if step == 1.0 else 2)
             if found is not None and found.beats(best):
                 best = found
             if best.ii_us > period_us * (1 + SAME):
                 low = period_us
+        self.effort = full // 2
         for _ in range(_HALVINGS):
             if best.ii_us <= low * (1 + _NEAR):
                 break
             middle = (low + best.ii_us) / 2
-            found = self.at(middle, threads, depth)
+            found = self.at(middle, threads, depth, _TRIES)
             if found is not None and found.beats(best):
                 best = found
             if best.ii_us > middle * (1 + SAME):
@@ -167,9 +185,20 @@ class Search:
         choices = lane_choices(self.graph, threads, period_us)
         for snug, anchored, nudge in _VARIANTS[:tries]:
             for allowed in choices:
-                times = schedule(
-                    self.graph, allowed, period_us, depth, snug=snug, anchored=anchored, nudge=nudge
+                budget = min(_BUDGET * self.graph.size, self.effort)
+                if budget < self.graph.size + 1:
+                    return
+                times, placements = schedule(
+                    self.graph,
+                    allowed,
+                    period_us,
+                    depth,
+                    snug=snug,
+                    anchored=anchored,
+                    nudge=nudge,
+                    budget=budget,
                 )
+                self.effort -= placements
                 if times is not None:
                     yield times
 
