@@ -9,8 +9,11 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans.sparse_dist import PLANS, TASKS
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.contexts import FIELDS, SparseDistContext, new_context
+from tests.docs.pages import DOCS
 from tests.ranks import Ranks
 from tests.tasks.sparse_dist.models import Job, batches, dense_optimizer, sharded
+
+GUIDE = DOCS / "guide" / "torchrec.md"
 
 QUIET = {
     "events",
@@ -97,6 +100,14 @@ def test_a_new_context_is_of_version_one_and_empty() -> None:
     assert (context.version, context.index) == (1, 7)
     values = [getattr(context, field.name) for field in fields(context)]
     assert [value for value in values if not isinstance(value, int) and value] == []
+
+
+def test_the_guide_has_the_same_table() -> None:
+    """Each field stands in a row with the tasks that fill and empty it."""
+    rows = GUIDE.read_text(encoding="utf-8").splitlines()
+    for use in FIELDS:
+        end = f"| `{use.writer}` | `{use.reader}` |"
+        assert [row for row in rows if f"`{use.field}`" in row and row.endswith(end)], use.field
 
 
 def test_the_table_names_every_field_that_is_used() -> None:

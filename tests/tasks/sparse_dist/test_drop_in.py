@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from swpipe import PlanError
 from swpipe.plans import sparse_dist as plans
-from swpipe.tasks.sparse_dist import PipelineFactory, SparseDistPipeline, TrainStep
+from swpipe.soundness import check_states
+from swpipe.tasks.sparse_dist import (
+    PipelineFactory,
+    SparseDistPipeline,
+    SparseDistTasks,
+    TrainStep,
+)
 from swpipe.tasks.sparse_dist.drop_in import build
 from tests.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, everything, sharded
@@ -193,6 +199,35 @@ def test_tables_that_the_optimizer_steps_are_not_read_too_early(two_ranks: Ranks
     """The look-up ahead of OptimStep is for tables that update themselves."""
     assert "'tables'" in two_ranks.run(_misfit, Job("data_parallel"), "split", "split")[0]
     assert two_ranks.run(_misfit, Job(), "split", "split") == ["it runs"] * 2
+
+
+def _on_streams(job: Job, forward: str) -> list[str]:
+    """The ready-made plans that would be refused on a device with streams."""
+    model = sharded(job)
+    step = TrainStep([dense_optimizer(job, model)])
+    tasks = SparseDistTasks(model, step, device="cpu", forward=forward)
+    made = {name: plan() for name, plan in plans.PLANS.items() if name != "semi_sync"}
+    if forward != "split":
+        del made["split"]
+    elif not tasks.tables_in_step:
+        made["early"] = plans.split(tables_in_step=False)
+        made["semi_sync"] = plans.semi_sync()
+    refused = []
+    for name, plan in made.items():
+        try:
+            check_states(plan, tasks.tasks(), streams=True)
+        except PlanError as error:
+            refused.append(f"{name}: {error}")
+    return refused
+
+
+@pytest.mark.parametrize("forward", ["pipelined", "prefetch", "split"])
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+def test_the_plans_hold_on_a_device_with_streams(
+    two_ranks: Ranks, sharding: str, forward: str
+) -> None:
+    """Their dependences order every state, across streams, too."""
+    assert two_ranks.run(_on_streams, Job(sharding), forward) == [[], []]
 
 
 def test_the_factory_knows_its_names() -> None:

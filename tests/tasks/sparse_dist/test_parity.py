@@ -95,7 +95,7 @@ def test_torchrecs_own_prefetch_pipeline_fails_on_a_cpu(two_ranks: Ranks) -> Non
 @pytest.mark.parametrize("job", MATRIX, ids=_id)
 def test_thirty_steps_on_two_ranks(two_ranks: Ranks, job: Job, shuffled: bool) -> None:
     """Every sharding, pooled and not, SGD and Adam."""
-    assert two_ranks.run(differences, job, 30, EXACT, shuffled) == [{}] * 2
+    assert two_ranks.run(differences, job, 30, EXACT, shuffled, deadline_s=170) == [{}] * 2
 
 
 @pytest.mark.property
@@ -103,4 +103,4 @@ def test_thirty_steps_on_two_ranks(two_ranks: Ranks, job: Job, shuffled: bool) -
 @pytest.mark.parametrize("job", MATRIX, ids=_id)
 def test_thirty_steps_on_four_ranks(four_ranks: Ranks, job: Job, shuffled: bool) -> None:
     """The same on four."""
-    assert four_ranks.run(differences, job, 30, EXACT, shuffled) == [{}] * 4
+    assert four_ranks.run(differences, job, 30, EXACT, shuffled, deadline_s=170) == [{}] * 4
