@@ -1,7 +1,8 @@
 """How good the planner's plans are, and how long it takes: random loops against their proofs.
 
-Not part of ``python -m tests.bench``: proofs take minutes. ``python -m tests.bench.planning 200 50``
-plans and proves 200 loops of 14 tasks, and plans 50 of 200.
+Not part of ``python -m tests.bench``: proofs take minutes.
+``python -m tests.bench.planning 200 50`` plans and proves 200 loops of 14 tasks, and plans 50 of
+200.
 """
 
 from __future__ import annotations
