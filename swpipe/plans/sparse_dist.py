@@ -131,8 +131,8 @@ def split(*, tables_in_step: bool = True) -> PipelinePlan:
 def semi_sync() -> PipelinePlan:
     """As split, but the next batch is looked up before this one has updated the tables.
 
-    Its embeddings are one batch behind, and both exchanges of embeddings are hidden. Not the serial
-    run's numbers, hence asked for by name. Needs the split forward.
+    Its embeddings are one batch behind, and their exchange has all of this batch's step to hide
+    behind. Not the serial run's numbers, hence asked for by name. Needs the split forward.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
     order = (
