@@ -15,14 +15,15 @@ One period, from left to right, with the iteration each task is on (i is the one
     prefetch     start copy embed dense wait prefetch loss dense' embed' finalize step
                  i+2   i+3  i     i     i+2  i+1      i    i      i      i        i
 
-    split        start copy dense wait prefetch loss dense' embed' embed finalize step
-                 i+2   i+3  i     i+2  i+1      i    i      i      i+1   i        i
+    split        dense prefetch loss dense' start copy embed' embed wait finalize step
+                 i     i+1      i    i      i+2   i+3  i      i+1   i+2  i        i
 
-    semi_sync    start copy embed dense wait prefetch loss dense' embed' finalize step
-                 i+2   i+3  i+1   i     i+2  i+1      i ...      (prefetch before embed)
+    semi_sync    dense loss dense' start copy prefetch embed embed' wait finalize step
+                 i     i    i      i+2   i+3  i+1      i+1   i      i+2  i        i
 
 Each exchange so has the work of the tasks between to hide behind: of sizes from "start" to "wait",
-of ids from "wait" to "prefetch", of embeddings from "embed" to "dense".
+of ids from "wait" to "prefetch", of embeddings from "embed" to "dense", and of their gradients,
+under the split forward, from the middle of "dense'" to "embed'".
 """
 
 from __future__ import annotations
@@ -108,16 +109,19 @@ def prefetch() -> PipelinePlan:
 def split(*, tables_in_step: bool = True) -> PipelinePlan:
     """Four stages; the next batch's embeddings are looked up as soon as the tables are up to date.
 
-    The exchange of embeddings hides behind what is left of this batch's step and behind the part of
-    the next batch's forward that does without them. Needs the split forward.
+    From one batch to the next the tables ask for two exchanges, one after the other: of embeddings,
+    and of their gradients. While one is under way, what does not depend on it is done. Gradients
+    travel during the last part of the dense half's backward, and while a later batch is copied and
+    its sizes go out; embeddings, while those sizes come in, the optimizers step, and the dense half
+    does what it can without them. Needs the split forward.
 
     Args:
         tables_in_step: Some tables are updated by ``OptimStep`` rather than inside backward
             (data-parallel ones are); the next look-up then comes after that.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
-    head = (START, COPY, DENSE, WAIT, PREFETCH, LOSS, DENSE_BACK, EMBED_BACK)
-    tail = (FINALIZE, STEP, EMBED) if tables_in_step else (EMBED, FINALIZE, STEP)
+    head = (DENSE, PREFETCH, LOSS, DENSE_BACK, START, COPY, EMBED_BACK)
+    tail = (FINALIZE, STEP, EMBED, WAIT) if tables_in_step else (EMBED, WAIT, FINALIZE, STEP)
     carried = [(EMBED, EMBED_BACK), *([(EMBED, STEP)] if tables_in_step else [])]
     return _plan(
         stages,
@@ -131,20 +135,20 @@ def split(*, tables_in_step: bool = True) -> PipelinePlan:
 def semi_sync() -> PipelinePlan:
     """As split, but the next batch is looked up before this one has updated the tables.
 
-    Its embeddings are one batch behind, and their exchange has all of this batch's step to hide
-    behind. Not the serial run's numbers, hence asked for by name. Needs the split forward.
+    Its embeddings are one batch behind; they and this batch's gradients travel at the same time.
+    Not the serial run's numbers, hence asked for by name. Needs the split forward.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
     order = (
+        DENSE,
+        LOSS,
+        DENSE_BACK,
         START,
         COPY,
         PREFETCH,
         EMBED,
-        DENSE,
-        WAIT,
-        LOSS,
-        DENSE_BACK,
         EMBED_BACK,
+        WAIT,
         FINALIZE,
         STEP,
     )

@@ -55,10 +55,18 @@ def test_what_launches_collectives_is_globally_ordered(name: str) -> None:
     assert {entry.thread_group for entry in plan.schedule.values()} == {"default"}
 
 
-@pytest.mark.parametrize("name", ["sparse_dist", "prefetch", "split"])
+@pytest.mark.parametrize("name", ["sparse_dist", "prefetch"])
 def test_exchanges_have_the_forward_to_hide_behind(name: str) -> None:
     """Sizes go out before this batch's forward and are asked for after it, before its backward."""
     assert before(period_order(PLANS[name]()), START, DENSE, WAIT, DENSE_BACK)
+
+
+@pytest.mark.parametrize("tables_in_step", [True, False])
+def test_exchanges_of_embeddings_have_what_does_not_need_them(tables_in_step: bool) -> None:
+    """Sizes go out while gradients travel, and come in while embeddings do, with the dense step."""
+    order = period_order(split(tables_in_step=tables_in_step))
+    assert before(order, DENSE, DENSE_BACK, START, EMBED_BACK, EMBED, WAIT)
+    assert tables_in_step or before(order, EMBED, STEP)
 
 
 @pytest.mark.parametrize("name", ["prefetch", "split"])

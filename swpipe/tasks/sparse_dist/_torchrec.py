@@ -54,6 +54,14 @@ try:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+        from torchrec.distributed.comm_ops import (
+            All2All_Pooled_Req,
+            All2All_Seq_Req,
+            ReduceScatter_Req,
+            ReduceScatterBase_Req,
+            ReduceScatterV_Req,
+            Variable_Batch_All2All_Pooled_Req,
+        )
         from torchrec.distributed.model_parallel import get_unwrapped_module
         from torchrec.distributed.train_pipeline.pipeline_context import (
             PrefetchTrainPipelineContext,
@@ -92,6 +100,16 @@ get_leaf_module_names = _get_leaf_module_names
 override_input_dist_forwards = _override_input_dist_forwards
 start_data_dist = _start_data_dist
 
+EXCHANGES = (
+    All2All_Pooled_Req,
+    All2All_Seq_Req,
+    ReduceScatter_Req,
+    ReduceScatterBase_Req,
+    ReduceScatterV_Req,
+    Variable_Batch_All2All_Pooled_Req,
+)
+"""The autograd functions that begin an exchange of embeddings, and wait for that of gradients."""
+
 
 def describe() -> str:
     """What was found, in one line."""
@@ -107,6 +125,7 @@ def describe() -> str:
 
 
 __all__ = [
+    "EXCHANGES",
     "ArgInfo",
     "ArgInfoStepFactory",
     "Awaitable",

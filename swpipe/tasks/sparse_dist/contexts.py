@@ -13,21 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from swpipe.tasks.sparse_dist._torchrec import PrefetchTrainPipelineContext
-
-
-class Cut(NamedTuple):
-    """Where the graph of a step is cut in two.
-
-    Attributes:
-        output: What the embedding half computed; its graph goes back to the tables.
-        leaf: The same numbers as a leaf of the dense half, whose backward leaves a gradient in it.
-    """
-
-    output: Tensor
-    leaf: Tensor
+from swpipe.tasks.sparse_dist.seam import Seam
 
 
 @dataclass
@@ -36,11 +23,11 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 
     Attributes:
         embeddings: Each module's embeddings, as awaitables.
-        cuts: Each module's embeddings, where they were used, in the order of their tensors.
+        seams: Where the graph is cut through each module's embeddings.
     """
 
     embeddings: dict[str, Any] = field(default_factory=dict)
-    cuts: dict[str, list[Cut]] = field(default_factory=dict)
+    seams: dict[str, Seam] = field(default_factory=dict)
 
 
 def new_context(iteration: int) -> SparseDistContext:
@@ -100,7 +87,7 @@ FIELDS = (
         "EmbForward",
     ),
     FieldUse("embeddings", "handles of the exchange of embeddings", "EmbForward", "DenseForward"),
-    FieldUse("cuts", "embeddings and their gradients", "DenseForward", "EmbBackward"),
+    FieldUse("seams", "embeddings and their gradients", "DenseForward", "EmbBackward"),
 )
 """Every field that is used. ``events``, ``postproc_fwd_results`` and all fields whose names end in
 ``_next_batch`` stay empty; ``index`` and ``version`` are set when the context is made."""

@@ -8,9 +8,9 @@ done ahead, by tasks of its own; what is left happens in one of three ways::
     prefetch      wait for ids, warm caches  model: look up           -
     split         wait for ids, warm caches  look up                  model: wait for embeddings
 
-Under the split forward the graph is cut where the dense half takes an embedding: the dense half's
-backward ends there and leaves a gradient, and the embedding half's backward starts from it. So each
-half has a backward task, and the exchange of embeddings has until the model asks for them.
+Under the split forward the graph is cut where the dense half takes an embedding (see ``seam``): the
+dense half's backward ends there, and the embedding half's backward starts from there. So each half
+has a backward task, and the exchange of embeddings has until the model asks for them.
 
 All three run on the CPU as well as on a device: which stream waits for which is the awaitables'
 affair. They are TorchRec's classes, so that TorchRec's functions take them.
@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from torch import Tensor
-
 from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     Awaitable,
@@ -32,7 +30,8 @@ from swpipe.tasks.sparse_dist._torchrec import (
 )
 from swpipe.tasks.sparse_dist._torchrec import PipelinedForward as _TorchRecPipelinedForward
 from swpipe.tasks.sparse_dist.awaitables import Replayable
-from swpipe.tasks.sparse_dist.contexts import Cut, SparseDistContext
+from swpipe.tasks.sparse_dist.contexts import SparseDistContext
+from swpipe.tasks.sparse_dist.seam import Seam
 from swpipe.tree import map_tensors
 
 Kind: TypeAlias = Literal["pipelined", "prefetch", "split"]
@@ -92,9 +91,8 @@ class SplitForward(PrefetchForward):
         """For the dense half: the embeddings, waited for when they are used."""
         context: SparseDistContext = self._context
         embeddings = _take(context.embeddings, self._name)
-        cuts: list[Cut] = []
-        context.cuts[self._name] = cuts
-        return _each(embeddings, lambda awaitable: _CutOff(awaitable, cuts))
+        seam = context.seams[self._name] = Seam()
+        return _each(embeddings, lambda awaitable: _CutOff(awaitable, seam))
 
 
 FORWARDS: dict[Kind, type[PipelinedForward] | type[PrefetchForward]] = {
@@ -107,20 +105,13 @@ FORWARDS: dict[Kind, type[PipelinedForward] | type[PrefetchForward]] = {
 class _CutOff(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
     """Embeddings as leaves of a new graph."""
 
-    def __init__(self, awaitable: Awaitable, cuts: list[Cut]) -> None:
+    def __init__(self, awaitable: Awaitable, seam: Seam) -> None:
         super().__init__()
         self._inner = awaitable
-        self._cuts = cuts
+        self._seam = seam
 
     def _wait_impl(self) -> Any:
-        return map_tensors(self._inner.wait(), self._cut)
-
-    def _cut(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        leaf = tensor.detach().requires_grad_()
-        self._cuts.append(Cut(tensor, leaf))
-        return leaf
+        return map_tensors(self._inner.wait(), self._seam.cut)
 
 
 def _each(output: Any, fn: Callable[[Any], Any]) -> Any:

@@ -47,6 +47,7 @@ from swpipe.task import DeclaredIO, Mode, PipelineTask
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
+from swpipe.tasks.sparse_dist.seam import go_on
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient, ddp_modules
 
@@ -192,17 +193,14 @@ class SparseDistTasks:
             ctx.loss = self.step.total(losses)
 
     def dense_backward(self, ctx: IterContext) -> None:
-        """Gradients of the dense half, down to the embeddings."""
+        """Gradients of the dense half, down to the embeddings; the exchange of theirs begins."""
         if ctx.training:
             self.step.backward(ctx.loss, ctx.iter_idx)
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Gradients of the embeddings back to the tables; these update themselves where fused."""
-        cuts = [cut for of_module in ctx.pipeline.cuts.values() for cut in of_module]
-        used = [cut for cut in cuts if cut.leaf.grad is not None]
-        if used:
-            torch.autograd.backward([cut.output for cut in used], [cut.leaf.grad for cut in used])
-        ctx.pipeline.cuts.clear()
+        go_on(ctx.pipeline.seams.values())
+        ctx.pipeline.seams.clear()
 
     def finalize_gradients(self, ctx: IterContext) -> None:
         """Gradients that all ranks agree on."""

@@ -1,0 +1,158 @@
+"""A slow link between ranks of one machine: no collective ends sooner than L after its issue.
+
+    issue          the other ranks' data is here      L is over
+      |------------------------|---------------------------|
+      all_to_all_single()      real handle would return    this handle's wait() returns
+
+The functions of ``torch.distributed`` that hand out a handle are wrapped, and with them every one
+who calls them by that name, whichever pipeline it is. The handle is a ``dist.Work``, since TorchRec
+asks whether it is. To wait for one sleeps: the interpreter lock is free and no core is busy. Any
+number of exchanges is under way at once, as on a link that has latency and bandwidth to spare.
+
+What C++ issues on its own does not pass through here: DDP's reducer and its all-reduces.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch.distributed as dist
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+"""All that TorchRec issues with a handle, and their kin."""
+
+
+class Exchange(NamedTuple):
+    """One collective; times are of ``time.perf_counter_ns``.
+
+    Attributes:
+        name: The function that issued it.
+        issued_ns: When it was called.
+        wait_ns: When it was waited for the first time.
+        done_ns: When that wait was over.
+    """
+
+    name: str
+    issued_ns: int
+    wait_ns: int
+    done_ns: int
+
+    @property
+    def waited_ns(self) -> int:
+        """How long somebody stood."""
+        return self.done_ns - self.wait_ns
+
+
+class EmulatedLink:
+    """While entered, the link of this process is slow.
+
+    Attributes:
+        latency_ms: Least time from a collective's issue to its end; may be set at any time, and
+            holds for those issued after that.
+        issued: How often each function was called.
+        exchanges: Those that were waited for, in that order, since ``recording`` was set.
+        recording: Whether to keep ``exchanges``.
+    """
+
+    def __init__(self, latency_ms: float = 0.0) -> None:
+        self.latency_ms = latency_ms
+        self.issued: Counter[str] = Counter()
+        self.exchanges: list[Exchange] = []
+        self.recording = False
+        self._real: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> Self:
+        for name in COLLECTIVES:
+            self._real[name] = getattr(dist, name)
+            setattr(dist, name, self._slow(name, self._real[name]))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._real:
+            setattr(dist, *self._real.popitem())
+
+    def _slow(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            issued_ns = time.perf_counter_ns()
+            work = real(*args, **kwargs)
+            self.issued[name] += 1
+            handle = LateWork(work, name, issued_ns, self)
+            if isinstance(work, dist.Work):
+                return handle
+            handle.wait()
+            return work
+
+        return collective
+
+
+class LateWork(dist.Work):
+    """A handle that completes no sooner than it should.
+
+    Args:
+        work: The real one; anything else for a collective that has completed already.
+        name: The function that issued it.
+        issued_ns: When.
+        link: Tells how late it is, and is told of the first wait.
+    """
+
+    def __init__(self, work: Any, name: str, issued_ns: int, link: EmulatedLink) -> None:
+        super().__init__()
+        self._work = work if isinstance(work, dist.Work) else None
+        self._name = name
+        self._issued_ns = issued_ns
+        self._due_ns = issued_ns + round(link.latency_ms * 1e6)
+        self._link = link
+        self._done = False
+
+    def wait(self, timeout: dt.timedelta = dt.timedelta(0)) -> bool:
+        """Sleep until the real one is done and its time has come; at once when asked again."""
+        if self._done:
+            return True
+        wait_ns = time.perf_counter_ns()
+        if self._work is not None:
+            self._work.wait(timeout)
+        while (left_ns := self._due_ns - time.perf_counter_ns()) > 0:
+            time.sleep(left_ns / 1e9)
+        self._done = True
+        if self._link.recording:
+            done_ns = time.perf_counter_ns()
+            self._link.exchanges.append(Exchange(self._name, self._issued_ns, wait_ns, done_ns))
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether both are so."""
+        real = self._work is None or self._work.is_completed()
+        return real and time.perf_counter_ns() >= self._due_ns
+
+    def is_success(self) -> bool:
+        """Whether it completed, and well."""
+        return self.is_completed() and (self._work is None or self._work.is_success())
+
+    def get_future(self) -> Any:
+        """Nobody's, here.
+
+        Raises:
+            NotImplementedError: Always: a future would complete on time.
+        """
+        raise NotImplementedError("an emulated link has handles, no futures: wait() for this one")

@@ -1,0 +1,83 @@
+"""Where the graph is cut: gradients of embeddings are on their way before the backward is over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from swpipe import IterContext, PipelineTask, SWPipeline
+from swpipe.plans.sparse_dist import DENSE_BACK, EMBED, PLANS, START, WAIT
+from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+from swpipe.tasks.sparse_dist.seam import Seam, go_on
+from tests.bench.emulated_link import EmulatedLink
+from tests.ranks import Ranks
+from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
+
+
+def _issued(job: Job) -> dict[str, int]:
+    """Task to how many exchanges it issues for the third batch of a serial run."""
+    found: dict[str, int] = {}
+    model = sharded(job)
+    tasks = SparseDistTasks(model, TrainStep([dense_optimizer(job, model)]), device=CPU)
+    with EmulatedLink() as link:
+
+        def counted(task: PipelineTask) -> PipelineTask:
+            def fn(ctx: IterContext) -> None:
+                before = link.issued.total()
+                task.fn(ctx)
+                found[task.name] = link.issued.total() - before
+
+            return PipelineTask(task.name, fn, task.io)
+
+        with SWPipeline(PLANS["serial"](), [counted(t) for t in tasks.tasks()], device=CPU) as pipe:
+            pipe.run(batches(3))
+    return {name: count for name, count in found.items() if count}
+
+
+@pytest.mark.parametrize("job", [Job(), Job(pooled=False), Job("row_wise", modules=2)], ids=str)
+def test_gradients_are_under_way_when_the_dense_backward_ends(two_ranks: Ranks, job: Job) -> None:
+    """One exchange of each kind for a step, sizes of all modules fused; none is left for later."""
+    found = two_ranks.run(_issued, job)[0]
+    assert found.keys() == {START, WAIT, EMBED, DENSE_BACK}
+    assert found[START] == 1
+    assert found[WAIT] >= 2 * job.modules
+    assert found[EMBED] == found[DENSE_BACK] == job.modules
+
+
+def test_a_gradient_goes_on_from_its_leaf_to_what_made_it() -> None:
+    """Without an exchange the graph stays in one piece until the embedding half goes on."""
+    table = torch.ones(3, requires_grad=True)
+    seam = Seam()
+    leaf = seam.cut(table * 2)
+    functional.mse_loss(leaf, torch.zeros(3), reduction="sum").backward()
+    assert table.grad is None
+    go_on([seam])
+    assert torch.equal(table.grad, torch.full((3,), 8.0))
+
+
+def test_a_leaf_that_the_loss_does_not_use_is_left_out() -> None:
+    """The others go on."""
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seam = Seam()
+    used, _unused = seam.cut(first * 3), seam.cut(second * 3)
+    used.sum().backward()
+    go_on([seam])
+    assert torch.equal(first.grad, torch.full((2,), 3.0))
+    assert second.grad is None
+
+
+def test_gradients_go_on_once() -> None:
+    """A seam that was gone through has nothing left."""
+    table = torch.ones(2, requires_grad=True)
+    seam = Seam()
+    seam.cut(table * 1).sum().backward()
+    go_on([seam])
+    go_on([seam])
+    assert torch.equal(table.grad, torch.ones(2))
+
+
+def test_what_needs_no_gradient_is_not_cut() -> None:
+    """As in evaluation."""
+    output = torch.ones(2)
+    assert Seam().cut(output) is output
