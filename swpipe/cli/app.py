@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swpipe.cli import options
+from swpipe.cli import options, ranks
 from swpipe.cli import plans as planning_commands
 from swpipe.cli.clicks import (
     format_breakdown,
@@ -21,9 +22,10 @@ from swpipe.cli.clicks import (
     train_runs,
 )
 from swpipe.cli.errors import UserError, about_plan, one_line_errors
-from swpipe.cli.inputs import load_plan, make_config
+from swpipe.cli.inputs import Plans, load_plan, make_config
 from swpipe.cli.planning import AUTO, load_trace, make_room, plan_workload
 from swpipe.cli.workload import click_workload
+from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
 
 app = typer.Typer(
@@ -33,6 +35,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+RANKED = ("train", "profile")
+"""Commands that several ranks run together."""
 
 app.add_typer(planning_commands.app, name="plan")
 
@@ -47,11 +52,26 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: Always: 0 when all went well, 2 when the user got something wrong.
     """
     given = sys.argv[1:] if args is None else args
-    app(args=options.spread_lists(given), prog_name="swpipe")
+    run = partial(app, args=options.spread_lists(given), prog_name="swpipe")
+    if ranks.launched():
+        sys.exit(ranks.run_on_ranks(lambda job: run(standalone_mode=False, obj=job)))
+    run()
+
+
+@app.callback()
+def check_command(context: typer.Context) -> None:
+    """Under torchrun some commands run on all ranks; the others make no sense there."""
+    with one_line_errors():
+        if context.obj is not None and context.invoked_subcommand not in RANKED:
+            raise UserError(
+                f"{context.invoked_subcommand}: under torchrun there are {' and '.join(RANKED)}; "
+                "start this one without it"
+            )
 
 
 @app.command("train")
 def train(
+    context: typer.Context,
     data: options.Data = None,
     held_out: options.HeldOut = None,
     plan: options.Plan = "",
@@ -75,19 +95,21 @@ def train(
     with one_line_errors():
         if plan and compare:
             raise UserError("--plan and --compare: give one of them")
-        wanted = (compare or plan or "pipelined").split(",")
-        plans = {name: load_plan(name) for name in wanted if name != AUTO}
-        config = make_config(data, held_out, batch_size, device, seed, strict, cache_dir)
+        job: ranks.RankedJob | None = context.obj
+        wanted = (compare or plan or default_plan(job)).split(",")
+        plans = {name: load_plan(name, plans_for(job)) for name in wanted if name != AUTO or job}
+        make = partial(make_config, data, held_out, batch_size, device, seed, strict, cache_dir)
+        config = make() if job is None else ranks.on_all(job, make)
         planned = plan_workload(click_workload(config)) if AUTO in wanted else None
         if planned is not None:
             plans = {name: plans.get(name, planned.choice.plan) for name in wanted}
             typer.echo(f"auto: {planned.choice.format()}")
-        with open_runs(config, plans, steps) as runs:
+        with open_runs(config, plans, steps, ranked=job is not None) as runs:
             recorded = train_runs(runs)
             typer.echo(format_training(runs))
             if planned is not None:
                 typer.echo(format_outcome(planned, runs[wanted.index(AUTO)]))
-            if timeline is not None:
+            if timeline is not None and (job is None or job.rank == 0):
                 make_room(timeline)
                 recorded.save(timeline)
                 typer.echo(f"timeline of the last steps under {runs[-1].name}: {timeline}")
@@ -95,8 +117,9 @@ def train(
 
 @app.command("profile")
 def profile(
+    context: typer.Context,
     data: options.Data = None,
-    plan: options.Plan = "pipelined",
+    plan: options.Plan = "",
     serially: Annotated[
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
@@ -113,12 +136,18 @@ def profile(
 ) -> None:
     """Show what each task of the click job really costs: its exposed time."""
     with one_line_errors():
-        loaded = load_plan(plan)
-        config = make_config(data, None, batch_size, device, seed, strict, cache_dir)
+        job: ranks.RankedJob | None = context.obj
+        plan = plan or default_plan(job)
+        loaded = load_plan(plan, plans_for(job))
+        make = partial(make_config, data, None, batch_size, device, seed, strict, cache_dir)
+        config = make() if job is None else ranks.on_all(job, make)
+        ranked = job is not None
         with about_plan(plan):
-            results = profile_job(config, loaded, batches, rounds, pipelined=not serially)
+            results = profile_job(
+                config, loaded, batches, rounds, pipelined=not serially, ranked=ranked
+            )
         typer.echo(format_breakdown(results))
-        if output is not None:
+        if output is not None and (job is None or job.rank == 0):
             make_room(output)
             results.save(output)
             typer.echo(f"written to {output}")
@@ -172,3 +201,13 @@ def demo(
                 typer.echo(f"\n{format_breakdown(results)}")
             typer.echo(f"\n{format_training(runs)}")
             typer.echo("\n  ".join(["files:", *map(str, files)]))
+
+
+def plans_for(job: ranks.RankedJob | None) -> Plans:
+    """Ready-made plans of the click job: the one-process one, or that of several ranks."""
+    return PLANS if job is None else sharded_clicks.PLANS
+
+
+def default_plan(job: ranks.RankedJob | None) -> str:
+    """The plan where the user names none."""
+    return "pipelined" if job is None else "sparse_dist"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swpipe.cli.errors import about_plan
 from swpipe.pipeline import SWPipeline
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swpipe.cli.planning import Planned
     from swpipe.profiler import ProfileResults
     from swpipe.tasks.clicks import ClickConfig
+    from swpipe.tasks.clicks.feed import AnyClickJob
     from swpipe.tasks.clicks.train import TrainRun
 
 _TRACED = 12  # steps in a timeline
@@ -26,17 +27,34 @@ _TIMED = 50  # steps that a statement about speed takes
 
 @contextmanager
 def open_runs(
-    config: ClickConfig, plans: Mapping[str, PipelinePlan], steps: int | None
+    config: ClickConfig,
+    plans: Mapping[str, PipelinePlan],
+    steps: int | None,
+    *,
+    ranked: bool = False,
 ) -> Iterator[list[TrainRun]]:
-    """One run per plan, of the same config."""
+    """One run per plan, of the same config; ``ranked`` on all ranks of the process group."""
     from swpipe.tasks.clicks.train import TrainRun
+
+    job = job_class(ranked)
 
     with ExitStack() as stack:
         runs = []
         for name, plan in plans.items():
             with about_plan(name):
-                runs.append(stack.enter_context(TrainRun(name, config, plan, steps)))
+                runs.append(stack.enter_context(TrainRun(name, config, plan, steps, job)))
         yield runs
+
+
+def job_class(ranked: bool) -> type[AnyClickJob[Any]]:
+    """The click job of one process, or of all ranks."""
+    if ranked:
+        from swpipe.tasks.clicks.sharded import ShardedClickJob
+
+        return ShardedClickJob
+    from swpipe.tasks.clicks import ClickJob
+
+    return ClickJob
 
 
 def train_runs(runs: Sequence[TrainRun]) -> Trace:
@@ -68,7 +86,7 @@ def format_training(runs: Sequence[TrainRun]) -> str:
         told.append(report.format_comparison(first, other, compare(first, other)))
     if first.job.held_out is not None:
         told.append(report.format_evaluation(first.job.evaluate()))
-    told.append(f"data: {report.format_rows(first.rows)}")
+    told.append(f"data: {report.format_rows(first.all_rows())}")
     return "\n".join(told)
 
 
@@ -90,13 +108,13 @@ def profile_job(
     *,
     pipelined: bool,
     labels: Sequence[str] | None = None,
+    ranked: bool = False,
 ) -> ProfileResults:
     """Measure the tasks of a fresh job under a plan, or in a plain loop."""
     from swpipe.profiler import TaskProfiler
-    from swpipe.tasks.clicks import ClickJob
 
-    job = ClickJob(config)
-    with SWPipeline(plan, job.tasks(), device=config.device) as pipe:
+    job = job_class(ranked)(config)
+    with closing(job), SWPipeline(plan, job.tasks(), device=config.device) as pipe:
         return TaskProfiler(pipe).profile_many(
             list(job.batches(batches)),
             num_warmup=3,

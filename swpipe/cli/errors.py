@@ -5,11 +5,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import IO, Any
 
 import typer
 
 from swpipe.errors import PlanError
+
+ClickError: Any = typer.BadParameter.__mro__[2]
+"""What ends a command: a message and an exit code. Typer has it from click, and names it no more
+than by its heirs."""
+
+
+class Reported(typer.BadParameter):
+    """An error that is told in one line.
+
+    Args:
+        message: The line.
+        code: The exit code.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+    def format_message(self) -> str:
+        """The line, as it is."""
+        return self.message
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it."""
+        typer.echo(f"swpipe: {self.message}", file=file, err=True)
 
 
 class UserError(Exception):
@@ -22,9 +47,9 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except _user_errors() as error:
-        _fail(str(error), 2)
+        raise Reported(str(error), 2) from error
     except _diverged() as error:
-        _fail(str(error), 1)
+        raise Reported(str(error), 1) from error
 
 
 @contextmanager
@@ -48,8 +73,3 @@ def _user_errors() -> tuple[type[Exception], ...]:
 def _diverged() -> tuple[type[Exception], ...]:
     clicks = sys.modules.get("swpipe.tasks.clicks")
     return () if clicks is None else (clicks.TrainingDivergedError,)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    typer.echo(f"swpipe: {message}", err=True)
-    raise typer.Exit(code)

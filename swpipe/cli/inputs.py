@@ -6,16 +6,19 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from swpipe.cli.errors import UserError, about_plan
 from swpipe.plan import PipelinePlan
+from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
 
 if TYPE_CHECKING:
     from swpipe.tasks.clicks import ClickConfig
+
+Plans: TypeAlias = Mapping[str, Callable[[], PipelinePlan]]
 
 
 def make_config(
@@ -63,10 +66,11 @@ def _check_device(device: str) -> None:
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def load_plan(name: str, plans: Mapping[str, Callable[[], PipelinePlan]] = PLANS) -> PipelinePlan:
+def load_plan(name: str, plans: Plans = PLANS) -> PipelinePlan:
     """A ready-made plan by its name, or one from a file."""
     if name in plans:
         return plans[name]()
+    _check_job(name, plans)
     try:
         with about_plan(name):
             return PipelinePlan.load(name)
@@ -76,3 +80,15 @@ def load_plan(name: str, plans: Mapping[str, Callable[[], PipelinePlan]] = PLANS
         ) from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"plan {name}: {error}") from error
+
+
+def _check_job(name: str, plans: Plans) -> None:
+    """Refuse a name that only the other click job's plans have."""
+    jobs = {"in one process": PLANS, "under torchrun": sharded_clicks.PLANS}
+    if name == "auto":
+        raise UserError(f"plan auto: it measures one process; here there are {', '.join(plans)}")
+    other = next((where for where, there in jobs.items() if name in there), None)
+    if other is not None and plans in jobs.values():
+        raise UserError(
+            f"plan {name}: it is for the job {other}; here there are {', '.join(plans)}"
+        )

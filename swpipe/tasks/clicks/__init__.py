@@ -13,7 +13,8 @@ os.environ.setdefault("POLARS_MAX_THREADS", "1")
 
 from swpipe.tasks.clicks.config import ClickConfig, ModelConfig
 from swpipe.tasks.clicks.decode import MalformedRowError, RejectedRow
-from swpipe.tasks.clicks.job import ClickJob, Evaluation
+from swpipe.tasks.clicks.feed import Evaluation
+from swpipe.tasks.clicks.job import ClickJob
 from swpipe.tasks.clicks.log import BatchSpec, ClickDataError, ClickLog
 from swpipe.tasks.clicks.metrics import TrainingDivergedError
 

@@ -32,7 +32,7 @@ class Comparison:
 
 
 def compare(a: TrainRun, b: TrainRun) -> Comparison:
-    """Compare losses and parameters by bits.
+    """Compare losses and parameters by bits, on all ranks.
 
     Raises:
         ValueError: The runs are not of the same length.
@@ -50,7 +50,13 @@ def compare(a: TrainRun, b: TrainRun) -> Comparison:
     parameters = tuple(
         name for name, mine in a.job.model.named_parameters() if not torch.equal(mine, theirs[name])
     )
-    return Comparison(next(apart, None), parameters)
+    return _together(a.job.over_ranks(Comparison(next(apart, None), parameters)))
+
+
+def _together(found: Sequence[Comparison]) -> Comparison:
+    """What differs on any rank."""
+    first = min((one.first_loss for one in found if one.first_loss is not None), default=None)
+    return Comparison(first, tuple(sorted({name for one in found for name in one.parameters})))
 
 
 def alternate(

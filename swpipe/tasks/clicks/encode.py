@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 import torch
@@ -24,19 +24,26 @@ class ClickBatch:
         labels: [B] float32, 0 or 1.
         dense: [B, 13] float32: ``sign(x) log(1 + |x|)`` of the integers, 0 where missing.
         ids: Buckets of the 26 ids, one bag per row and feature, empty where missing.
+
+    A batch may end in rows without a label (``encode_for_ranks``), which count for nothing.
     """
 
     labels: torch.Tensor
     dense: torch.Tensor
     ids: KeyedJaggedTensor
 
-    def to(self, device: torch.device) -> ClickBatch:
+    def to(self, device: torch.device, non_blocking: bool = True) -> ClickBatch:
         """The batch on ``device``; the host does not wait for the copies of a pinned batch."""
         return ClickBatch(
-            self.labels.to(device, non_blocking=True),
-            self.dense.to(device, non_blocking=True),
-            self.ids.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=non_blocking),
+            self.dense.to(device, non_blocking=non_blocking),
+            self.ids.to(device, non_blocking=non_blocking),
         )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Another stream uses the tensors; TorchRec asks batches for this."""
+        for part in (self.labels, self.dense, self.ids):
+            part.record_stream(stream)
 
     def pin_memory(self) -> ClickBatch:
         """The batch in page-locked memory, from which a GPU copies by itself."""
@@ -57,6 +64,18 @@ def encode(frame: pl.DataFrame, buckets: int) -> ClickBatch:
         dense=torch.from_numpy(frame.select(tamed).to_numpy(order="c", writable=True)),
         ids=_bags(frame.select(IDS), buckets),
     )
+
+
+def encode_for_ranks(frame: pl.DataFrame, buckets: int) -> ClickBatch:
+    """As ``encode``; a batch without rows gets one that has ids and integers but no label.
+
+    Exchanges between ranks go on when one of them has nothing: TorchRec knows no bags of no rows.
+    What is computed of a row without a label counts for nothing.
+    """
+    if frame.height:
+        return encode(frame, buckets)
+    blank = encode(frame.clear(1), buckets)
+    return replace(blank, labels=blank.labels[:0])
 
 
 def _bags(ids: pl.DataFrame, buckets: int) -> KeyedJaggedTensor:

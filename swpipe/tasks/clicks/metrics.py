@@ -39,7 +39,11 @@ class RunningAUC(nn.Module):
 
     def compute(self) -> float:
         """The area, 0 to 1; NaN until both labels have been seen. Waits for the device."""
-        negatives, positives = self.counts.view(2, self.bins).double().cpu()
+        return self.area(self.counts)
+
+    def area(self, counts: torch.Tensor) -> float:
+        """As ``compute``, of another histogram, such as the sum of several ranks'."""
+        negatives, positives = counts.view(2, self.bins).double().cpu()
         below = negatives.cumsum(0) - negatives
         pairs = negatives.sum() * positives.sum()
         won = (positives * (below + negatives / 2)).sum()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from swpipe.tasks.clicks.compare import Comparison, Speed
-from swpipe.tasks.clicks.job import Evaluation
+from swpipe.tasks.clicks.feed import Evaluation
 from swpipe.tasks.clicks.train import RowCount, TrainRun
 
 
@@ -19,9 +19,9 @@ def format_runs(runs: Sequence[TrainRun]) -> str:
             run.name,
             len(run.losses),
             f"{run.steps_per_s:.1f}",
-            f"{run.steps_per_s * run.job.config.batch_size:,.0f}",
-            f"{run.recent_loss:.4f}",
-            _auc(run.job.auc.compute()),
+            f"{run.rows_per_s:,.0f}",
+            f"{run.recent_loss():.4f}",
+            _auc(run.auc()),
         )
         for run in runs
     ]
@@ -46,7 +46,12 @@ def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
         if result.first_loss is None
         else f"losses differ from step {result.first_loss} on"
     )
-    return f"{names}: NOT EQUAL: {losses}; {len(result.parameters)} parameters differ"
+    told = f"{names}: NOT EQUAL: {losses}; {len(result.parameters)} parameters differ"
+    return told + "".join(
+        f"; {run.name} may read {state} {count} iteration{'s' * (count > 1)} old"
+        for run in (a, b)
+        for state, count in run.plan.stale.items()
+    )
 
 
 def format_speed(a: TrainRun, b: TrainRun, result: Speed) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -19,8 +19,9 @@ from swpipe.plan import PipelinePlan
 from swpipe.task import PipelineTask, TaskFn
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import RejectedRow
+from swpipe.tasks.clicks.feed import AnyClickJob
 from swpipe.tasks.clicks.job import ClickJob
-from swpipe.tasks.clicks.log import ClickDataError
+from swpipe.tasks.clicks.log import BatchSpec, ClickDataError
 
 _EXAMPLES = 5  # malformed rows that are shown
 
@@ -39,12 +40,21 @@ class RowCount:
     malformed: int = 0
     examples: list[RejectedRow] = field(default_factory=list)
 
-    def add(self, ctx: IterContext) -> None:
+    def add(self, spec: BatchSpec, rejected: Sequence[RejectedRow]) -> None:
         """Count one batch; later epochs meet the same rows again and are not counted."""
-        if ctx.batch.epoch == 0:
-            self.lines += ctx.batch.rows
-            self.malformed += len(ctx.rejected)
-            self.examples += ctx.rejected[: _EXAMPLES - len(self.examples)]
+        if spec.epoch == 0:
+            self.lines += spec.rows
+            self.malformed += len(rejected)
+            self.examples += rejected[: _EXAMPLES - len(self.examples)]
+
+    @classmethod
+    def together(cls, counts: Sequence[RowCount]) -> RowCount:
+        """What several ranks counted."""
+        return cls(
+            sum(count.lines for count in counts),
+            sum(count.malformed for count in counts),
+            [example for count in counts for example in count.examples][:_EXAMPLES],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +87,38 @@ class TrainRun:
         config: The job.
         plan: How to overlap its tasks.
         steps: How many steps there are in all; None for once through the data.
+        make_job: Makes the job of the config.
 
     Attributes:
         name: As given.
         plan: As given.
-        job: The job.
+        job: The job. On several ranks each has its share of it.
         steps: How many steps there are in all.
         pipe: The pipeline that runs it.
-        losses: One per step so far; scalars on the job's device.
+        losses: One per step so far; scalars on the job's device, of this rank's rows.
         chunks: What was run so far.
-        rows: Rows met so far.
+        rows: Rows met so far, by this rank.
     """
 
     def __init__(
-        self, name: str, config: ClickConfig, plan: PipelinePlan, steps: int | None = None
+        self,
+        name: str,
+        config: ClickConfig,
+        plan: PipelinePlan,
+        steps: int | None = None,
+        make_job: Callable[[ClickConfig], AnyClickJob[Any]] = ClickJob,
     ) -> None:
         self.name = name
         self.plan = plan
-        self.job = ClickJob(config)
-        self.steps = len(self.job.log) if steps is None else steps
+        self.job = make_job(config)
+        self.steps = self.job.epoch_steps if steps is None else steps
         self._task_s: dict[str, float] = defaultdict(float)
         tasks = [self._clocked(task) for task in self.job.tasks()]
         self.pipe = SWPipeline(plan, tasks, device=config.device)
         self.losses: list[torch.Tensor] = []
         self.chunks: list[Chunk] = []
         self.rows = RowCount()
-        self._batches = self.job.batches(self.steps)
+        self._batches = self.job.batches(steps)
 
     def advance(
         self, steps: int, on_step: Callable[[], object] | None = None, *, timed: bool = True
@@ -124,16 +140,17 @@ class TrainRun:
         begin = time.perf_counter()
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             self.losses.append(ctx.loss.detach())
-            self.rows.add(ctx)
+            self.rows.add(self.job.spec(ctx), ctx.rejected)
             if on_step:
                 on_step()
         self.pipe.device.synchronize()
         seconds = time.perf_counter() - begin
         done = len(self.losses) - before
         self.job.guard.check()
-        if self.rows.lines and self.rows.malformed == self.rows.lines:
+        rows = self.all_rows()
+        if rows.lines and rows.malformed == rows.lines:
             raise ClickDataError(
-                f"not one good row among {self.rows.lines}; the first: {self.rows.examples[0]}"
+                f"not one good row among {rows.lines}; the first: {rows.examples[0]}"
             )
         if done:
             self.chunks.append(Chunk(done, seconds, dict(self._task_s), timed))
@@ -154,9 +171,23 @@ class TrainRun:
         return 1 / statistics.median(chunk.step_s for chunk in self.timed)
 
     @property
+    def rows_per_s(self) -> float:
+        """Rows per second, malformed ones included, of all ranks together."""
+        return self.steps_per_s * self.job.config.batch_size * len(self.job.over_ranks(None))
+
     def recent_loss(self) -> float:
-        """Mean loss of the last 50 steps."""
-        return float(torch.stack(self.losses[-50:]).mean())
+        """Mean loss of the last 50 steps, over all ranks."""
+        own = float(torch.stack(self.losses[-50:]).mean())
+        return statistics.fmean(self.job.over_ranks(own))
+
+    def all_rows(self) -> RowCount:
+        """Rows met so far, by all ranks together."""
+        return RowCount.together(self.job.over_ranks(self.rows))
+
+    def auc(self) -> float:
+        """The running AUC, over all ranks; NaN until both labels have been seen."""
+        counts = torch.stack(self.job.over_ranks(self.job.auc.counts.cpu())).sum(0)
+        return self.job.auc.area(counts)
 
     def _clocked(self, task: PipelineTask) -> PipelineTask:
         """The task, with the time of its calls added up. Only its own thread writes its sum."""
@@ -170,8 +201,9 @@ class TrainRun:
         return PipelineTask(name, _named(clocked, fn), task.io, task.random)
 
     def close(self) -> None:
-        """End the pipeline's threads."""
+        """End the pipeline's threads, and what the job holds."""
         self.pipe.close()
+        self.job.close()
 
     def __enter__(self) -> Self:
         return self

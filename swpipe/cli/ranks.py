@@ -1,0 +1,217 @@
+"""The command line on several ranks: it speaks with rank 0's voice, and all ranks end alike.
+
+Under torchrun the same command runs on every rank. Rank 0 prints; what the others print goes
+nowhere. When the user got something wrong, often only one rank sees it (a malformed row of its own
+share) while the others wait for it in a collective, from which no Python gets them out. Hence::
+
+    rank that sees it     leaves its verdict (message, exit code) in the job's store; the first
+                          one counts
+    rank 0                prints the message, once, and says so in the store
+    every rank            when that was said and all are ready, ends with the verdict's exit code
+
+A thread on each rank looks out for a verdict, and ends the process where the main thread cannot.
+All other exceptions take their own way: a traceback of the rank that raised, torchrun ends the job,
+and other ranks' errors name the first one (``swpipe.ranks``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from swpipe.cli.errors import ClickError, UserError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from swpipe.tasks.clicks import ClickConfig
+
+T = TypeVar("T")
+
+_LOOK_S = 0.2  # between two looks for a verdict
+_TELL_S = 10.0  # that other ranks have to hear of it
+_FIRST_S = 600.0  # that a node's first rank has for what it does ahead of the others
+
+_VERDICT, _TOLD = "swpipe/verdict", "swpipe/told"
+_READY, _LEAVE = "swpipe/ready", "swpipe/leave"
+
+
+def launched() -> bool:
+    """Whether torchrun, or something that says the same, started this process as a rank."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+class Verdict(NamedTuple):
+    """How the job ends.
+
+    Attributes:
+        message: One line.
+        code: The exit code.
+    """
+
+    message: str
+    code: int
+
+
+class RankedJob:
+    """This process as one rank of several.
+
+    Attributes:
+        rank: Among all.
+        size: How many there are.
+    """
+
+    def __init__(self) -> None:
+        self._store, self.rank, self.size = next(rendezvous("env://"))
+        self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        if self._local_rank < torch.accelerator.device_count():
+            torch.accelerator.set_device_index(self._local_rank)
+
+    def first(self, fn: Callable[[], T]) -> T:
+        """Call ``fn`` on each node's first rank, and then on the others."""
+        key = f"swpipe/first/{os.environ.get('GROUP_RANK', '0')}"
+        if self._local_rank:
+            self._store.wait([key], timedelta(seconds=_FIRST_S))
+            return fn()
+        result = fn()
+        self._store.set(key, "done")
+        return result
+
+    def join(self, device: str) -> str:
+        """Form the process group for a kind of device; the device of this rank.
+
+        Raises:
+            UserError: Every rank takes a device of its own, and one was named, or there is none.
+        """
+        kind = torch.device(device)
+        if kind.type == "cpu":
+            dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size)
+            return device
+        if ":" in device:
+            raise UserError(
+                f"--device {device}: each rank takes a device of its own; say --device {kind.type}"
+            )
+        if self._local_rank >= torch.accelerator.device_count():
+            raise UserError(
+                f"--device {device}: local rank {self._local_rank} has none of its own, there are "
+                f"{torch.accelerator.device_count()}; start as many ranks as there are devices"
+            )
+        backend = dist.get_default_backend_for_device(kind.type)
+        dist.init_process_group(
+            f"cpu:gloo,{kind.type}:{backend}",
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+        )
+        return f"{kind.type}:{self._local_rank}"
+
+    def end(self, verdict: Verdict) -> NoReturn:
+        """End this process, and with it the job.
+
+        Args:
+            verdict: This rank's. Where another rank's was first, that one counts.
+        """
+        held = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
+        self._leave(self._store, Verdict(*json.loads(held)), sys.stderr)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block, end the process when another rank has left a verdict."""
+        done = threading.Event()
+        voice = sys.stderr
+        watcher = threading.Thread(
+            target=self._watch, args=(done, voice), name="swpipe-verdict", daemon=True
+        )
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+
+    # ------------------------------------------------------------------ private
+
+    def _leave(self, store: Store, verdict: Verdict, voice: TextIO) -> NoReturn:
+        said = f"swpipe: {verdict.message}"
+        within = timedelta(seconds=_TELL_S)
+        try:
+            if self.rank == 0:
+                print(said, file=voice, flush=True)
+                store.set(_TOLD, "yes")
+            else:
+                store.wait([_TOLD], within)
+            # Together: torchrun ends with a signal whom it finds running after another has failed.
+            if store.add(_READY, 1) == self.size:
+                store.set(_LEAVE, "yes")
+            else:
+                store.wait([_LEAVE], within)
+        except RuntimeError as gone:  # some rank, or the store: better told twice than not at all
+            print(f"{said} (rank {self.rank}, left alone: {gone})", file=voice, flush=True)
+        sys.stdout.flush()
+        os._exit(verdict.code)  # not through what waits for collectives that will not come
+
+    def _watch(self, done: threading.Event, voice: TextIO) -> None:
+        store = self._store.clone()
+        while not done.wait(_LOOK_S):
+            try:
+                if not store.check([_VERDICT]):
+                    continue
+            except RuntimeError:  # the store is gone, and with it whoever could leave a verdict
+                return
+            if not done.wait(2 * _LOOK_S):  # the main thread may be about to end by itself
+                print(file=voice)  # a progress bar may stand there
+                self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), voice)
+
+
+def on_all(job: RankedJob, make: Callable[[], ClickConfig]) -> ClickConfig:
+    """What to train on what, on this rank's device; each node's first rank makes what is missing.
+
+    Raises:
+        UserError: As ``RankedJob.join``.
+    """
+    config = job.first(make)
+    return replace(config, device=job.join(config.device))
+
+
+def run_on_ranks(command: Callable[[RankedJob], int | None]) -> int:
+    """Run a command on this rank, together with the others; its exit code.
+
+    Raises:
+        Exception: Whatever is not the user's mistake.
+    """
+    job = RankedJob()
+    # Several ranks share a machine's cores; and a sum that is split among threads rounds otherwise.
+    torch.set_num_threads(1)
+    verdict, code = None, 0
+    with Path(os.devnull).open("w") as nowhere, job.watched():
+        try:
+            with _muted(nowhere if job.rank else None):
+                code = command(job) or 0
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except ClickError as error:
+            verdict = Verdict(error.format_message(), error.exit_code)
+    if verdict is not None:
+        job.end(verdict)
+    return code
+
+
+@contextmanager
+def _muted(nowhere: Any) -> Iterator[None]:
+    if nowhere is None:
+        yield
+        return
+    with redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield

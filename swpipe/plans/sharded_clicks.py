@@ -1,0 +1,64 @@
+"""Ready-made plans of the click job on several ranks (``swpipe.tasks.clicks.sharded``), by name.
+
+Those of the recommender's step (``swpipe.plans.sparse_dist``), with reading, decoding and hashing
+ahead of them and the running AUC behind. Under all but the serial one these three have a thread of
+their own and run a stage ahead: they keep the host busy, and launch no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+from swpipe.plan import PipelinePlan, TaskSchedule
+from swpipe.plans import sparse_dist
+
+FEED = ("read", "decode", "hash")
+"""Tasks that bring a batch from the file to tensors on the host."""
+
+AUC = "auc"
+
+TASKS = (*FEED, *sparse_dist.TASKS, AUC)
+"""All tasks, in serial order."""
+
+
+def fed(step: PipelinePlan, *, group: str = "io") -> PipelinePlan:
+    """A plan of the eleven tasks with the feed a stage ahead of them, on a thread of its own.
+
+    One iteration more in flight than the stages need lets that thread be late for once.
+    """
+    ahead = {name: TaskSchedule(stage=0, thread_group=group) for name in FEED}
+    later = {name: replace(entry, stage=entry.stage + 1) for name, entry in step.schedule.items()}
+    return _joined(step, {**ahead, **later}, depth=step.depth + 2)
+
+
+def serial() -> PipelinePlan:
+    """One task after the other on the caller's thread and stream."""
+    step = sparse_dist.serial()
+    return _joined(step, {**dict.fromkeys(FEED, TaskSchedule()), **step.schedule}, depth=1)
+
+
+def _joined(step: PipelinePlan, schedule: dict[str, TaskSchedule], *, depth: int) -> PipelinePlan:
+    last = TaskSchedule(stage=schedule[sparse_dist.STEP].stage)
+    return replace(
+        step,
+        schedule={**schedule, AUC: last},
+        deps=[*step.deps, *_chain(*FEED, sparse_dist.COPY), (AUC, sparse_dist.STEP)],
+        order=[*FEED, *step.order, AUC],
+        pipeline_depth=depth,
+    )
+
+
+def _chain(*names: str) -> list[tuple[str, str]]:
+    return [(after, before) for before, after in pairwise(names)]
+
+
+PLANS: dict[str, Callable[[], PipelinePlan]] = {
+    "serial": serial,
+    "sparse_dist": lambda: fed(sparse_dist.sparse_dist()),
+    "prefetch": lambda: fed(sparse_dist.prefetch()),
+    # Its tables update themselves inside backward.
+    "split": lambda: fed(sparse_dist.split(tables_in_step=False)),
+    "semi_sync": lambda: fed(sparse_dist.semi_sync()),
+}

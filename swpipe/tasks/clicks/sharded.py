@@ -1,0 +1,243 @@
+"""The click job on several ranks: its tables sharded by TorchRec, its step the eleven tasks.
+
+What goes through the context, attribute by attribute::
+
+    ctx.batch -- read --> raw -- decode --> frame, rejected -- hash --> spec, batch (tensors)
+    batch -- the eleven of swpipe.tasks.sparse_dist --> losses, loss, output (logits)
+    output, batch -- auc --> (histogram)
+
+Reading, decoding and hashing are tasks ahead of the eleven rather than the iterator's work: so they
+show in breakdowns and timelines, can be shortcut, and a plan may give them a thread of their own.
+
+Each rank trains on its own rows. Batch k of the log is step k // R of rank k % R, R being the
+number of ranks, so no row is read twice and all have equally many. Once through the data may end
+with fewer batches than ranks; those without one get a batch without rows, which counts for nothing,
+and so no row is left out either. What a step minimises is the mean over ranks of their mean loss.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swpipe.context import IterContext
+from swpipe.task import PipelineTask
+from swpipe.tasks.clicks._torchrec import (
+    BinaryAUROC,
+    DistributedModelParallel,
+    EmbeddingBagCollectionSharder,
+    ShardingEnv,
+    ShardingPlan,
+    apply_optimizer_in_backward,
+    construct_module_sharding_plan,
+    in_backward_optimizer_filter,
+    table_wise,
+)
+from swpipe.tasks.clicks.config import ClickConfig
+from swpipe.tasks.clicks.decode import decode
+from swpipe.tasks.clicks.encode import ClickBatch, encode_for_ranks
+from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation, bytes_of
+from swpipe.tasks.clicks.log import IDS, BatchSpec, ClickLog
+from swpipe.tasks.clicks.model import ClickModel, click_loss
+from swpipe.tasks.sparse_dist import EvenData, SparseDistTasks, TrainStep
+
+T = TypeVar("T")
+
+_TABLES = "net.sparse_arch.embedding_bag_collection"
+
+
+class LossOfBatch(nn.Module):
+    """A batch in training: (loss, logits), as TorchRec's pipelines want it.
+
+    Args:
+        net: Takes integers and ids, gives logits [B, 1].
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.criterion = _Criterion()
+
+    def forward(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        """The mean loss of the rows with a label, and their logits [B] without a graph."""
+        result: tuple[Tensor, Tensor] = self.criterion(
+            self.net(batch.dense, batch.ids), batch.labels
+        )
+        return result
+
+
+class _Criterion(nn.Module):
+    """Apart from the model, since TorchRec traces all that holds sharded modules."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        labelled = logits.squeeze(1)[: len(labels)]
+        return click_loss(labelled, labels), labelled.detach()
+
+
+class ShardedClickJob(AnyClickJob[nn.Module]):
+    """A click model in training on all ranks of the default process group; each rank makes one.
+
+    The tables go to the ranks one by one, table by table, and are updated inside backward by a
+    fused Adagrad; all other parameters are replicated, their gradients averaged. Making a job is a
+    collective, and so are iterating, evaluating and ``over_ranks``.
+
+    Args:
+        config: What to train on what; ``batch_size`` is each rank's. The data files are scanned for
+            line ends here, on every rank.
+
+    Attributes:
+        step_tasks: The eleven tasks; their ``rewrite`` says what was pipelined.
+
+    Raises:
+        ClickDataError: A data file is missing or empty.
+        RuntimeError: There is no process group.
+    """
+
+    def __init__(self, config: ClickConfig) -> None:
+        super().__init__(config)
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "a sharded click job runs on the ranks of a process group, and there is none: call "
+                "torch.distributed.init_process_group() first, under torchrun or with one rank"
+            )
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.model = _sharded(ClickModel(config.model, config.seed), config, self.device)
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self.optimizer = torch.optim.Adagrad(
+            dense.values(),
+            lr=config.model.learning_rate,
+            fused=True if self.device.type == "cpu" else None,
+        )
+        self.step_tasks = SparseDistTasks(
+            self.model, TrainStep([self.optimizer]), device=self.device
+        )
+        self._even = EvenData("pad", pad=lambda _: BatchSpec(0, 0, ()))
+
+    # ------------------------------------------------------------------- tasks
+
+    def hash(self, ctx: IterContext) -> None:
+        """Ids into buckets, all into tensors on the host, in the place of their address."""
+        batch = encode_for_ranks(ctx.frame, self.config.model.buckets)
+        ctx.spec, ctx.batch = ctx.batch, self._on_host(batch)
+        del ctx.frame
+
+    def update_auc(self, ctx: IterContext) -> None:
+        """Count the predictions; a loss that is not finite ends the training."""
+        self.guard.watch(ctx.loss, ctx.iter_idx)
+        self.auc.update(ctx.output, ctx.batch.labels)
+
+    def tasks(self) -> tuple[PipelineTask, ...]:
+        """Three that feed, the eleven, and the running AUC, in serial order."""
+        return (
+            PipelineTask("read", self.read),
+            PipelineTask("decode", self.decode),
+            PipelineTask("hash", self.hash),
+            *self.step_tasks.tasks(),
+            PipelineTask("auc", self.update_auc, io=[self._histogram()]),
+        )
+
+    # -------------------------------------------------------------------- data
+
+    @property
+    def epoch_steps(self) -> int:
+        """How many steps once through the data takes."""
+        return math.ceil(len(self.log) / self.size)
+
+    def batches(self, steps: int | None = None) -> Iterator[BatchSpec]:
+        """Addresses of this rank's batches: one epoch, or ``steps`` of them."""
+        count = None if steps is None else steps * self.size
+        return iter(self._even.over(self._share(self.log, count)))
+
+    def spec(self, ctx: IterContext) -> BatchSpec:
+        """Where the rows of a trained batch lie."""
+        spec: BatchSpec = ctx.spec
+        return spec
+
+    def _share(self, log: ClickLog, count: int | None = None) -> Iterator[BatchSpec]:
+        own = islice(log.batches(count), self.rank, None, self.size)
+        return (replace(spec, step=step) for step, spec in enumerate(own))
+
+    # ------------------------------------------------------------------- ranks
+
+    def over_ranks(self, value: T) -> list[T]:
+        """What each rank has, by rank. A collective, with no iteration in flight."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    # -------------------------------------------------------------- evaluation
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Predict the held-out rows, each rank its share; the same result on all.
+
+        Raises:
+            RuntimeError: The config names no held-out files, or iterations are in flight.
+        """
+        held_out = self._to_evaluate()
+        rewrite, loss = self.step_tasks.rewrite, 0.0
+        logits: list[Tensor] = [torch.empty(0)]
+        labels: list[Tensor] = [torch.empty(0)]
+        rewrite.detach()
+        try:
+            for spec in self._even.over(self._share(held_out)):
+                frame = decode(bytes_of(spec), spec.ranges).frame
+                batch = encode_for_ranks(frame, self.config.model.buckets).to(self.device)
+                mean, predicted = self.model(batch)
+                loss += float(mean) * frame.height
+                logits.append(predicted.cpu())
+                labels.append(batch.labels.cpu())
+        finally:
+            rewrite.attach()
+        told = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
+        all_logits, all_labels = torch.cat([t[1] for t in told]), torch.cat([t[2] for t in told])
+        rows, clicked = len(all_labels), int(all_labels.sum())
+        exact = BinaryAUROC(thresholds=None, validate_args=False)
+        exact.update(all_logits.sigmoid(), all_labels.long())
+        auc = float(exact.compute()) if 0 < clicked < rows else math.nan
+        return Evaluation(rows, sum(t[0] for t in told) / max(rows, 1), auc)
+
+    def close(self) -> None:
+        """Give the model back."""
+        self.step_tasks.rewrite.detach()
+
+
+def _sharded(model: ClickModel, config: ClickConfig, device: torch.device) -> nn.Module:
+    """The model over all ranks, table t on rank t % R, with their optimizer in backward."""
+    whole = LossOfBatch(model.net)
+    tables = whole.get_submodule(_TABLES)
+    initial = {name: value.detach().clone() for name, value in tables.named_parameters()}
+    options = {"lr": config.model.learning_rate}
+    apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), options)
+    sharder = EmbeddingBagCollectionSharder()
+    size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    plan = construct_module_sharding_plan(
+        tables,
+        {f"table_{name}": table_wise(rank=t % size) for t, name in enumerate(IDS)},
+        sharder=sharder,
+        local_size=local_size,
+        world_size=size,
+        device_type=device.type,
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    with warnings.catch_warnings():  # TorchRec gives DDP an argument that has been renamed
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        sharded: nn.Module = DistributedModelParallel(
+            whole, env, device, ShardingPlan({_TABLES: plan}), sharders=[sharder]
+        )
+    # TorchRec draws a sharded table's rows anew; as they were, they depend on the seed alone.
+    with torch.no_grad():
+        for name, value in sharded.named_parameters():
+            if name.startswith(_TABLES) and value.numel():
+                value.copy_(initial[name.removeprefix(f"{_TABLES}.")])
+    return sharded
