@@ -1,20 +1,56 @@
-"""Print the table of costs; exit with 1 where a bar is missed."""
+"""Print the table of costs; exit with 1 where a bar is missed.
+
+With names of sections only those are measured: ``python -m tests.bench sparse_dist soak``.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
-from tests.bench import dispatch, extras, interval, memory, predict, serial, streams
+from tests.bench import (
+    dispatch,
+    extras,
+    interval,
+    memory,
+    predict,
+    predict_ranks,
+    serial,
+    soak,
+    sparse_dist,
+    streams,
+)
 from tests.bench.measure import Row, sharpen_timers, table
 
+PARTS = {
+    part.__name__.rpartition(".")[2]: part
+    for part in (
+        dispatch,
+        interval,
+        predict,
+        serial,
+        memory,
+        streams,
+        extras,
+        sparse_dist,
+        predict_ranks,
+        soak,
+    )
+}
+"""By name, in the order in which they are measured."""
 
-def main() -> int:
+
+def main(names: Sequence[str] = ()) -> int:
+    """Measure some sections, or all; 2 where a name is none of theirs."""
+    if unknown := [name for name in names if name not in PARTS]:
+        print(f"no section is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        return 2
     torch.set_num_threads(1)
     sharpen_timers()
     rows: list[Row] = []
-    for part in (dispatch, interval, predict, serial, memory, streams, extras):
+    for part in (PARTS[name] for name in names or PARTS):
         print(f"measuring: {(part.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
         rows += part.rows()
     print(table(rows))
@@ -25,4 +61,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

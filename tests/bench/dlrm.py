@@ -121,7 +121,9 @@ def sharded_dlrm(size: Size) -> nn.Module:
     )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     plans = ShardingPlan({TABLES_MODULE: plan})
-    return DistributedModelParallel(model, env, CPU, plans, sharders=[sharder])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of DDP, about how TorchRec calls it
+        return DistributedModelParallel(model, env, CPU, plans, sharders=[sharder])
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,98 @@
+"""A DLRM on two ranks beside TorchRec's train pipelines, on links of several latencies.
+
+Same model, same batches, one torch thread per rank, contenders in turn within each round. At the
+end all exact ones must have trained the same parameters, bit for bit. DDP's all-reduces, which C++
+issues, go past the emulated link, for all contenders alike.
+
+The best of our exact plans is held against the best of TorchRec's pipelines, and against the lower
+bound (``tests.bench.sparse_bound``); the stale one, against the best exact one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from statistics import median
+from typing import TYPE_CHECKING
+
+from tests.bench.measure import Row, Spread, ratios
+from tests.bench.sparse_bound import bounds
+
+if TYPE_CHECKING:
+    from tests.bench.contest import Contest
+    from tests.bench.dlrm import Size
+
+LATENCIES = (0.0, 2.0, 5.0, 20.0)
+"""Milliseconds."""
+
+PLAIN_BAR, LINK_BAR, BOUND_BAR, STALE_BAR = 1.02, 1.0, 1.1, 0.8
+STALE_FROM = 20.0
+"""Where the stale plan has a bar."""
+
+
+def rows(rounds: int = 7, steps: int = 20, size: Size | None = None) -> list[Row]:
+    """The contenders' figures, and what they are held against."""
+    if find_spec("torchrec") is None:
+        return [Row("DLRM on two ranks", "skipped: there is no torchrec")]
+    from tests.bench.contest import contest, on_ranks
+    from tests.bench.dlrm import Size
+
+    found: list[Contest] = on_ranks(contest, LATENCIES, rounds, steps, size or Size())
+    if any(of_rank.differ for of_rank in found):
+        raise ValueError(f"not the numbers of TorchRec's base pipeline: {found[0].differ}")
+    return [*figures(found[0]), *verdicts(found[0])]
+
+
+def figures(found: Contest) -> Iterator[Row]:
+    """A row per contender: ms per step on each link."""
+    issued = ", ".join(f"{count:g} {name}" for name, count in found.per_step.items())
+    yield Row("DLRM on two ranks: collectives per step on the link", issued)
+    links = ", ".join(f"{latency:g}" for latency in found.ms)
+    for name in next(iter(found.ms.values())):
+        each = ", ".join(f"{median(by_name[name]):.1f}" for by_name in found.ms.values())
+        yield Row(f"{name}: at L = {links} ms", f"{each} ms")
+
+
+def verdicts(found: Contest) -> Iterator[Row]:
+    """For each link: ours over TorchRec's, over the bound; the stale plan over ours."""
+    from tests.bench.contenders import CONTENDERS
+
+    kinds = {contender.name: contender.kind for contender in CONTENDERS}
+    for latency, by_name in found.ms.items():
+        ours = _best(by_name, [name for name in by_name if kinds[name] == "exact"])
+        theirs = _best(by_name, [name for name in by_name if kinds[name] == "torchrec"])
+        yield Row(
+            what=f"L = {latency:g} ms: {ours} over {theirs}",
+            ours=f"{Spread.of(by_name[ours]).text(1)} ms",
+            beside=f"{Spread.of(by_name[theirs]).text(1)} ms",
+            ratio=ratios(by_name[ours], by_name[theirs]),
+            bar=LINK_BAR if latency else PLAIN_BAR,
+        )
+        yield _over_bound(found, latency, ours, 0)
+        for stale in (name for name in by_name if kinds[name] == "stale"):
+            yield Row(
+                what=f"L = {latency:g} ms: {stale} over {ours}",
+                ours=f"{Spread.of(by_name[stale]).text(1)} ms",
+                beside=f"{Spread.of(by_name[ours]).text(1)} ms",
+                ratio=ratios(by_name[stale], by_name[ours]),
+                bar=STALE_BAR if latency >= STALE_FROM else None,
+            )
+            yield _over_bound(found, latency, stale, 1)
+
+
+def _over_bound(found: Contest, latency: float, name: str, staleness: int) -> Row:
+    """Beside the bound, which is measured anew in each round."""
+    each = [bounds(parts, latency, staleness) for parts in found.parts[latency]]
+    least_ms = [bound.ii_us / 1e3 for bound in each]
+    by_cycle = sum(bound.rec_mii_us > bound.res_mii_us for bound in each) > len(each) / 2
+    return Row(
+        what=f"L = {latency:g} ms: {name} over its bound, {'a cycle' if by_cycle else 'the work'}",
+        ours=f"{Spread.of(found.ms[latency][name]).text(1)} ms",
+        beside=f"{Spread.of(least_ms).text(1)} ms",
+        ratio=ratios(found.ms[latency][name], least_ms),
+        bar=None if staleness else BOUND_BAR,
+    )
+
+
+def _best(by_name: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
+    return min(names, key=lambda name: median(by_name[name]))

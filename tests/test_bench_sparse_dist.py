@@ -1,0 +1,76 @@
+"""The benchmarks on two ranks run, at sizes too small to tell anything; their bounds are right."""
+
+from __future__ import annotations
+
+import pytest
+
+from swpipe.plans.sparse_dist import EMBED
+from tests.bench import __main__ as bench
+from tests.bench import soak, sparse_dist
+from tests.bench.contest import Contest, contest
+from tests.bench.dlrm import TINY
+from tests.bench.sparse_bound import WORK, bounds
+from tests.ranks import Ranks
+
+MS = dict.fromkeys(WORK, 1.0)
+
+
+def test_the_work_bounds_a_step_on_a_quick_link() -> None:
+    """One thread: the sum of the parts."""
+    bound = bounds(MS, 0.0)
+    assert bound.ii_us == pytest.approx(1e3 * len(WORK))
+    assert "thread" in bound.limiting
+
+
+def test_a_slow_link_bounds_a_step_by_both_exchanges_of_embeddings() -> None:
+    """Look-up, top forward, loss, top backward and update, and twice the link's latency."""
+    bound = bounds(MS, 20.0)
+    assert bound.ii_us == pytest.approx(1e3 * (5 + 2 * 20))
+    assert f"{EMBED} i" in bound.limiting
+
+
+def test_a_batch_of_staleness_halves_the_cycle() -> None:
+    """Two steps then have one cycle's time."""
+    assert bounds(MS, 20.0, 1).rec_mii_us == pytest.approx(bounds(MS, 20.0).rec_mii_us / 2)
+
+
+def test_the_contest_runs_and_its_exact_contenders_agree(two_ranks: Ranks) -> None:
+    """Every contender has its figures, and every verdict that can be given is given."""
+    found: list[Contest] = two_ranks.run(contest, (0.0, 1.0), 2, 2, TINY, deadline_s=120.0)
+    assert [of_rank.differ for of_rank in found] == [[], []]
+    assert found[0].per_step == {"all_to_all_single": 5.0}
+    rows = [*sparse_dist.figures(found[0]), *sparse_dist.verdicts(found[0])]
+    bars = [row.bar for row in rows if row.bar is not None]
+    assert bars == [1.02, 1.1, 1.0, 1.1]
+
+
+def test_a_contender_with_other_numbers_is_noticed(two_ranks: Ranks) -> None:
+    """The stale plan, were it called exact."""
+    assert two_ranks.run(_miscalled) == [["semi_sync"]] * 2
+
+
+def _miscalled() -> list[str]:
+    from dataclasses import replace
+
+    from tests.bench import contest as module
+
+    real = module.CONTENDERS
+    module.CONTENDERS = tuple(replace(c, kind="exact") for c in real)
+    try:
+        return contest((0.0,), 1, 2, TINY, ("TorchRec base", "semi_sync")).differ
+    finally:
+        module.CONTENDERS = real
+
+
+def test_a_short_soak_loses_no_batch(two_ranks: Ranks) -> None:
+    """As many outputs as batches, whatever comes in between."""
+    for done in two_ranks.run(soak.soak, 120, 20):
+        assert done.steps == done.pulled >= 120
+        assert done.finite
+        assert min(done.switches, done.detached, done.ends, done.left) > 0
+
+
+def test_sections_are_known_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another name is refused with those that there are."""
+    assert bench.main(["nonsense"]) == 2
+    assert "sparse_dist" in capsys.readouterr().out
