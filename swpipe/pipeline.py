@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -20,7 +21,7 @@ from swpipe.observers import active_observers
 from swpipe.plan import PipelinePlan, StreamSpec
 from swpipe.program import compile_plan
 from swpipe.randomness import Draws
-from swpipe.ranks import check_same_plan, tell_failure
+from swpipe.ranks import check_same_plan, check_same_shortcuts, tell_failure
 from swpipe.report import RunReport, run_to_end
 from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
@@ -53,7 +54,7 @@ class SWPipeline:
         record_all_events: Record the device event of every task, needed or not, for hunting
             trouble.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
-            fill.
+            fill, and shortcuts whenever some are enabled.
         host: Where threads come from; for tests.
 
     Raises:
@@ -82,7 +83,7 @@ class SWPipeline:
         self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
         check_states(plan, self.tasks, streams=self.device.has_streams)
         self._serial = SerialLane(self.tasks)
-        self._check_ranks = check_ranks
+        self._check_ranks = self._alike = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         self._recorder: Recorder | None = None
         self._engine = Engine(
@@ -246,12 +247,17 @@ class SWPipeline:
     def enable_shortcut(self, *tasks: TaskRef) -> None:
         """Keep what a task's next run produces; after that, put it back instead of running it.
 
-        On several ranks, enable the same tasks on all of them.
+        On several ranks, enable the same tasks on all of them; they wait for each other here.
 
         Raises:
             ValueError: A task that this pipeline does not have.
+            RuntimeError: Another rank enables other tasks, or none within ``stall_timeout_s``.
         """
-        self._engine.shortcuts.enable(self._known(tasks))
+        names, shortcuts = self._known(tasks), self._engine.shortcuts
+        if self._alike:
+            patience_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
+            check_same_shortcuts(self.plan.digest(), {*shortcuts.names, *names}, patience_s)
+        shortcuts.enable(names)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
         """Run tasks as usual again, and let go of what was kept; without arguments, all of them."""

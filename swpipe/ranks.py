@@ -1,4 +1,4 @@
-"""Ranks told of each other: one plan on all of them, and who failed first.
+"""Ranks told of each other: one plan and the same shortcuts on all of them, and who failed first.
 
 When one rank fails and its process ends, the others' collectives fail too: with gloo within
 milliseconds, as "connection closed by peer". Which of the errors was the cause is then anyone's
@@ -7,8 +7,10 @@ guess. So the first rank to fail leaves word in the job's store, and the others'
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +18,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 FIRST_FAILURE = "swpipe/first_failure"
 """The store's key for it."""
+
+_SHORTCUTS = "swpipe/shortcuts/{}/{}"
+_shortcut_checks = itertools.count()  # ranks count alike: each check is made on all of them
 
 RECENT_S = 60.0
 """An older failure was got over: it is not the cause of one that comes now."""
@@ -41,6 +46,55 @@ def check_same_plan(digest: str) -> None:
             f"{held}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
         )
+
+
+def check_same_shortcuts(digest: str, names: Collection[str], timeout_s: float) -> None:
+    """Compare what is to be shortcut across the ranks of the default group; without one, return.
+
+    A task that communicates and is run on one rank and replayed on another would never end. Ranks
+    are compared through the job's store, not by a collective: it would get in between those of
+    iterations in flight.
+
+    Args:
+        digest: Of the pipeline's plan.
+        names: Tasks that will be shortcut.
+        timeout_s: That the other ranks have to come here, too.
+
+    Raises:
+        RuntimeError: The ranks differ, or one has not come. Where they differ, it is raised on all.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    turn = next(_shortcut_checks)
+    store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    own = json.dumps([digest, sorted(names)])
+    store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
+    others = [_said_by(rank, turn, store, timeout_s) for rank in range(dist.get_world_size())]
+    if len(set(others)) > 1:
+        held = "; ".join(
+            f"rank {rank} shortcuts {', '.join(json.loads(said)[1])}"
+            for rank, said in enumerate(others)
+        )
+        raise RuntimeError(
+            "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
+            f"each other's collectives for ever: {held}. Enable the same tasks on all ranks, in "
+            "the same order"
+        )
+
+
+def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
+    key, deadline, pause_s = _SHORTCUTS.format(turn, rank), time.monotonic() + timeout_s, 1e-4
+    while not store.check([key]):  # looked at in turns, so that Ctrl-C comes through
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"rank {rank} has not enabled shortcuts within {timeout_s:g} s: enable the same "
+                "tasks on all ranks, or build the pipeline with check_ranks=False on ranks that do "
+                "without the others"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
+    said: str = store.get(key).decode()
+    return said
 
 
 def tell_failure(error: BaseException) -> None:

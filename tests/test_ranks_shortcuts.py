@@ -1,0 +1,74 @@
+"""Ranks that would shortcut different tasks are refused before any of them runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from swpipe import SWPipeline, TaskProfiler
+from tests.plans_for_tests import piped, tasks
+from tests.ranks import Ranks
+
+
+def _enabled(one: str, other: str, check_ranks: bool = True) -> list[str]:
+    """What is shortcut where rank 0 asks for one task and rank 1 for another."""
+    with SWPipeline(piped(3), tasks(), check_ranks=check_ranks) as pipe:
+        try:
+            pipe.enable_shortcut(one if dist.get_rank() == 0 else other)
+        except RuntimeError as error:
+            return [str(error), *pipe._engine.shortcuts.names]
+        assert pipe.run(range(4)).iterations == 4
+        return sorted(pipe._engine.shortcuts.names)
+
+
+NAMES = [task.name for task in tasks()]
+
+
+def test_ranks_that_shortcut_different_tasks_are_refused(two_ranks: Ranks) -> None:
+    """On all of them alike, by name, and nothing is shortcut."""
+    for said in two_ranks.run(_enabled, NAMES[0], NAMES[1]):
+        assert len(said) == 1
+        assert f"rank 0 shortcuts {NAMES[0]}; rank 1 shortcuts {NAMES[1]}" in said[0]
+        assert "Enable the same tasks on all ranks" in said[0]
+
+
+def test_ranks_that_shortcut_the_same_task_run(two_ranks: Ranks) -> None:
+    """After a refusal, too."""
+    assert two_ranks.run(_enabled, NAMES[0], NAMES[0]) == [NAMES[:1]] * 2
+
+
+def test_ranks_that_go_alone_are_not_compared(two_ranks: Ranks) -> None:
+    """``check_ranks=False`` leaves plans and shortcuts to each rank."""
+    assert two_ranks.run(_enabled, NAMES[0], NAMES[1], False) == [[NAMES[0]], [NAMES[1]]]
+
+
+def _profiled() -> str:
+    with SWPipeline(piped(3), tasks()) as pipe:
+        try:
+            TaskProfiler(pipe).profile(0, 1, 2, 1, tasks=NAMES[dist.get_rank()])
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_profile_different_tasks_are_refused(two_ranks: Ranks) -> None:
+    """A profile shortcuts one task after the other."""
+    for said in two_ranks.run(_profiled):
+        assert "the ranks would shortcut different tasks" in said
+
+
+def _alone() -> str:
+    with SWPipeline(piped(3), tasks(), stall_timeout_s=0.3) as pipe:
+        said = ""
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="rank 1 has not enabled shortcuts") as caught:
+                pipe.enable_shortcut(NAMES[0])
+            said = str(caught.value)
+        dist.barrier()
+        return said
+
+
+def test_a_rank_that_shortcuts_alone_is_refused() -> None:
+    """After the time in which a stall is one."""
+    with Ranks(2) as ranks:
+        assert "within 0.3 s" in ranks.run(_alone)[0]
