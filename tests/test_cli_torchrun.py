@@ -1,0 +1,210 @@
+"""The command line under torchrun: rank 0 speaks, and all ranks end alike."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from swpipe.cli import ranks
+from swpipe.cli.app import main
+from swpipe.cli.errors import UserError
+from swpipe.cli.inputs import load_plan
+from swpipe.plans import sharded_clicks
+from swpipe.plans.clicks import PLANS
+from swpipe.trace import Trace
+from tests.tasks.rows import lines, row, write_log
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torchrec") is None or find_spec("polars") is None,
+    reason="needs swpipe[clicks] and TorchRec",
+)
+ROOT = Path(__file__).parent.parent
+
+
+class Done(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        out: What was printed.
+        err: What was said on stderr.
+        codes: Exit codes, by rank; empty where all went well.
+    """
+
+    out: str
+    err: str
+    codes: dict[int, int]
+
+    @property
+    def told(self) -> list[str]:
+        """What swpipe said on stderr."""
+        return [line for line in self.err.splitlines() if line.startswith("swpipe: ")]
+
+
+def torchrun(*args: object, program: tuple[str, ...] = ("-m", "swpipe")) -> Done:
+    """Run the command line on two ranks."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, *launch, *program, *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,  # most of it goes into importing torch, on a busy machine
+        check=False,
+    )
+    told = re.findall(r"rank +: (\d+).*\n +exitcode +: (-?\d+)", done.stderr)
+    return Done(done.stdout, done.stderr, {int(rank): int(code) for rank, code in told})
+
+
+def test_two_ranks_train_bit_equal_under_two_plans(tmp_path: Path) -> None:
+    """One bar, one table, one timeline: those of rank 0."""
+    log, held_out = write_log(tmp_path / "log.tsv", 60), write_log(tmp_path / "held.tsv", 25)
+    timeline = tmp_path / "timeline.json"
+    done = torchrun(
+        "train", "--data", log, "--held-out", held_out, "--batch-size", 8, "--steps", 6,
+        "--compare", "serial,sparse_dist", "--timeline", timeline,
+    )  # fmt: skip
+    assert done.codes == {}, done.err
+    assert done.out.count("serial and sparse_dist: bit-equal: 6 losses and 37 parameters") == 1
+    assert done.out.count("held-out rows: AUC ") == 1
+    assert done.out.count("data: 60 rows, none malformed") == 1
+    assert done.err.count("12/12") == 1
+    assert {span.task for span in Trace.load(timeline).spans} >= set(sharded_clicks.TASKS)
+
+
+def test_what_one_rank_finds_wrong_is_told_once(tmp_path: Path) -> None:
+    """The malformed row is rank 1's; rank 0 tells, and both end with exit code 2."""
+    log = tmp_path / "log.tsv"
+    good = write_log(log, 60).read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(good[:13]) + lines(row({0: "7"})) + b"".join(good[13:]))
+    done = torchrun("train", "--data", log, "--batch-size", 8, "--strict")
+    (told,) = done.told
+    assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
+    assert done.codes == {0: 2, 1: 2}
+
+
+FAILING = """
+import time
+import torch.distributed as dist
+from swpipe.cli import main
+from swpipe.tasks.clicks.sharded import ShardedClickJob
+
+hash = ShardedClickJob.hash
+def fail(self, ctx):
+    if dist.get_rank() == 1 and ctx.iter_idx == 3:
+        print("BEGIN", time.time(), flush=True, file=__import__("sys").__stdout__)
+        raise ZeroDivisionError("planted on rank one")
+    hash(self, ctx)
+ShardedClickJob.hash = fail
+main()
+"""
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
+    """Within seconds, with its task and iteration."""
+    log, script = write_log(tmp_path / "log.tsv", 60), tmp_path / "failing.py"
+    script.write_text(FAILING)
+    done = torchrun("train", "--data", log, "--batch-size", 4, program=(str(script),))
+    began_s = float(done.out.split("BEGIN")[1].split()[0])
+    assert time.time() - began_s < 20.0
+    assert done.codes[1] == 1
+    assert "ZeroDivisionError: planted on rank one" in done.err
+    assert "at task 'hash', iteration 3, thread group 'io'" in done.err
+    assert "rank      : 1 " in done.err.split("Root Cause")[1]
+
+
+# ------------------------------------------------- one rank, in this very process
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[ranks.Verdict]:
+    """What torchrun says to a job's only rank; verdicts are kept, where a job would end."""
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**told, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    verdicts: list[ranks.Verdict] = []
+    monkeypatch.setattr(ranks.RankedJob, "end", lambda _, verdict: verdicts.append(verdict))
+    return verdicts
+
+
+def run(*args: object) -> int:
+    """Run the command line; its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    code = caught.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
+def test_a_breakdown_is_of_every_task(
+    one_rank: list[ranks.Verdict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
+    log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
+    args = ("--data", log, "--batch-size", 8, "--rounds", 1, "--output", figures)
+    assert run("profile", *args) == 0
+    out = capsys.readouterr().out
+    for task in sharded_clicks.TASKS:
+        assert len(re.findall(rf"^{task} ", out, re.MULTILINE)) == 1
+    assert figures.exists()
+    assert not dist.is_initialized()
+    assert one_rank == []
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("demo",), "demo: under torchrun there are train and profile"),
+        (("plan", "show", "serial"), "plan: under torchrun there are train and profile"),
+        (("train", "--no-such"), "No such option: --no-such"),
+        (("train", "--plan", "auto"), "plan auto: it measures one process"),
+        (("train", "--data", "no.tsv", "--plan", "serial"), "no.tsv: no such file"),
+    ],
+)
+def test_what_the_user_got_wrong_is_a_verdict(
+    one_rank: list[ranks.Verdict], args: tuple[str, ...], told: str
+) -> None:
+    """One line and exit code 2, for all ranks."""
+    run(*args)
+    ((message, code),) = one_rank
+    assert message.startswith(told)
+    assert "\n" not in message
+    assert code == 2
+    if dist.is_initialized():  # it would have ended with the job
+        dist.destroy_process_group()
+
+
+def test_a_device_is_each_ranks_own(one_rank: list[ranks.Verdict]) -> None:
+    """One that is named belongs to one rank only."""
+    with pytest.raises(UserError, match="each rank takes a device of its own; say --device cuda"):
+        ranks.RankedJob().join("cuda:1")
+
+
+def test_a_plan_of_the_other_job_is_refused_by_name() -> None:
+    """With the names that there are, in both directions."""
+    with pytest.raises(UserError, match="plan split: it is for the job under torchrun; here.* pip"):
+        load_plan("split")
+    with pytest.raises(UserError, match="plan pipelined: it is for the job in one proc.* semi_syn"):
+        load_plan("pipelined", sharded_clicks.PLANS)
+    with pytest.raises(UserError, match="plan auto: it measures one process; here there are ser"):
+        load_plan("auto", sharded_clicks.PLANS)
+    assert load_plan("serial") == PLANS["serial"]()
+
+
+def test_ranks_are_known_by_what_torchrun_sets(
+    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it; without a rank, say, this is one process."""
+    assert ranks.launched()
+    monkeypatch.delenv("RANK")
+    assert not ranks.launched()
