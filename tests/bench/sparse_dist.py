@@ -30,7 +30,7 @@ STALE_FROM = 20.0
 """Where the stale plan has a bar."""
 
 
-def rows(rounds: int = 7, steps: int = 20, size: Size | None = None) -> list[Row]:
+def rows(rounds: int = 9, steps: int = 10, size: Size | None = None) -> list[Row]:
     """The contenders' figures, and what they are held against."""
     if find_spec("torchrec") is None:
         return [Row("DLRM on two ranks", "skipped: there is no torchrec")]
