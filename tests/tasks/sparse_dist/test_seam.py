@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from swpipe import IterContext, PipelineTask, SWPipeline
@@ -65,6 +68,39 @@ def test_a_leaf_that_the_loss_does_not_use_is_left_out() -> None:
     go_on([seam])
     assert torch.equal(first.grad, torch.full((2,), 3.0))
     assert second.grad is None
+
+
+class All2All_Pooled_Req(torch.autograd.Function):  # noqa: N801 - TorchRec's name, which counts
+    """What stands in a graph where an exchange was begun."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_an_exchange_is_where_the_graph_stops_until_it_goes_on() -> None:
+    """What lies behind it has no gradient yet, and then the right one."""
+    table = torch.ones(2, requires_grad=True)
+    seam = Seam()
+    seam.cut(All2All_Pooled_Req.apply(table * 5) * 2).sum().backward()
+    assert seam._under_way is not None
+    assert table.grad is None
+    go_on([seam])
+    assert torch.equal(table.grad, torch.full((2,), 10.0))
+
+
+def test_tables_with_and_without_an_exchange_go_on_together() -> None:
+    """Those without lose nothing."""
+    far, near = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seam = Seam()
+    seam.cut(All2All_Pooled_Req.apply(far * 5) + near * 3).sum().backward()
+    go_on([seam])
+    assert torch.equal(far.grad, torch.full((2,), 5.0))
+    assert torch.equal(near.grad, torch.full((2,), 3.0))
 
 
 def test_gradients_go_on_once() -> None:
