@@ -29,8 +29,9 @@ Plan = Annotated[
     typer.Option(
         "--plan",
         metavar="serial|pipelined|auto|FILE.toml",
-        help="How to overlap; auto measures briefly and chooses.",
-        show_default="pipelined",
+        help="How to overlap; auto measures briefly and chooses. Under torchrun: serial, "
+        "sparse_dist, prefetch, split, semi_sync, FILE.toml.",
+        show_default="pipelined; sparse_dist under torchrun",
     ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows per step.")]

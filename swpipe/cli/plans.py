@@ -27,9 +27,10 @@ from swpipe.cli.planning import (
 )
 from swpipe.cli.workload import open_workload
 from swpipe.pipeline import SWPipeline
-from swpipe.plans import Limits, lower_bounds, recsys14, verify
+from swpipe.plans import Limits, lower_bounds, recsys14, sharded_clicks, verify
 from swpipe.plans import simulate as play_out
 from swpipe.plans.auto import auto_plan
+from swpipe.plans.clicks import PLANS
 from swpipe.task import PipelineTask
 from swpipe.trace import format_stacked, plot_stacked
 
@@ -41,6 +42,9 @@ app = typer.Typer(
 
 PAPER = {"recsys14": recsys14.plan}
 """Plans on paper, whose costs come with them."""
+
+SHOWN = {**PLANS, **sharded_clicks.PLANS, **PLANS, **PAPER}
+"""All plans by name; a name that both click jobs know is the one-process job's."""
 
 PlanName = Annotated[str, typer.Argument(metavar="PLAN", help="Its name, or FILE.toml or .json.")]
 Costs = Annotated[
@@ -64,7 +68,7 @@ def show(
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
     with one_line_errors():
-        loaded = PAPER[plan]() if plan in PAPER else load_plan(plan)
+        loaded = load_plan(plan, SHOWN)
         tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
         with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
             typer.echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
