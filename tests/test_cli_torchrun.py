@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from swpipe.cli import ranks
 from swpipe.cli.app import main
+from swpipe.cli.clicks import job_class
 from swpipe.cli.errors import UserError
 from swpipe.cli.inputs import load_plan
 from swpipe.plans import sharded_clicks
@@ -188,6 +189,13 @@ def test_a_device_is_each_ranks_own(one_rank: list[ranks.Verdict]) -> None:
     """One that is named belongs to one rank only."""
     with pytest.raises(UserError, match="each rank takes a device of its own; say --device cuda"):
         ranks.RankedJob().join("cuda:1")
+
+
+def test_a_torchrec_that_will_not_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of whoever refused it."""
+    monkeypatch.setitem(sys.modules, "swpipe.tasks.clicks.sharded", None)
+    with pytest.raises(UserError, match="sharded"):
+        job_class(ranked=True)
 
 
 def test_a_plan_of_the_other_job_is_refused_by_name() -> None:

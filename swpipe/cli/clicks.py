@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swpipe.cli.errors import about_plan
+from swpipe.cli.errors import UserError, about_plan
 from swpipe.pipeline import SWPipeline
 from swpipe.plan import PipelinePlan
 from swpipe.trace import Trace
@@ -47,10 +47,16 @@ def open_runs(
 
 
 def job_class(ranked: bool) -> type[AnyClickJob[Any]]:
-    """The click job of one process, or of all ranks."""
-    if ranked:
-        from swpipe.tasks.clicks.sharded import ShardedClickJob
+    """The click job of one process, or of all ranks.
 
+    Raises:
+        UserError: TorchRec is of a version that the sharded step was not written for.
+    """
+    if ranked:
+        try:
+            from swpipe.tasks.clicks.sharded import ShardedClickJob
+        except ImportError as error:
+            raise UserError(str(error)) from error
         return ShardedClickJob
     from swpipe.tasks.clicks import ClickJob
 

@@ -92,7 +92,8 @@ class Speed:
 
     Attributes:
         ratio: Steps per second over the serial run's.
-        allowed: What the serial run's task times allow: their sum over the busiest thread group's.
+        allowed: What the serial run's task times allow: their sum over the busiest thread group's;
+            NaN on several ranks, where tasks wait for other ranks and these times say little.
     """
 
     ratio: float
@@ -118,4 +119,5 @@ def speed(serial: TrainRun, run: TrainRun) -> Speed:
         allowed.append(sum(group_s.values()) / max(group_s.values()))
     if not ratios:
         return Speed(math.nan, math.nan)
-    return Speed(statistics.median(ratios), statistics.median(allowed))
+    alone = run.job.size == 1
+    return Speed(statistics.median(ratios), statistics.median(allowed) if alone else math.nan)

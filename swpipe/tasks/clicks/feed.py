@@ -57,6 +57,7 @@ class AnyClickJob(ABC, Generic[Model]):
         optimizer: Does so.
         auc: Over all rows trained on, each predicted before it was learned from.
         guard: Stops training when the loss is not finite.
+        size: Over how many ranks it runs.
 
     Raises:
         ClickDataError: A data file is missing or empty.
@@ -64,6 +65,7 @@ class AnyClickJob(ABC, Generic[Model]):
 
     model: Model
     optimizer: torch.optim.Optimizer
+    size: int = 1
 
     def __init__(self, config: ClickConfig) -> None:
         self.config = config

@@ -173,7 +173,7 @@ class TrainRun:
     @property
     def rows_per_s(self) -> float:
         """Rows per second, malformed ones included, of all ranks together."""
-        return self.steps_per_s * self.job.config.batch_size * len(self.job.over_ranks(None))
+        return self.steps_per_s * self.job.config.batch_size * self.job.size
 
     def recent_loss(self) -> float:
         """Mean loss of the last 50 steps, over all ranks."""
