@@ -99,15 +99,7 @@ def auto_plan(
 
 def _fewest(search: Search, limits: Limits) -> Found:
     """The least interval; then the least depth for it; then the fewest threads."""
-    bound_us = search.bound_us(limits.threads, limits.in_flight)
-    best: Found | None = None
-    for threads in range(1, limits.threads):
-        if search.bound_us(threads, limits.in_flight) <= bound_us * (1 + SAME):
-            best = search.at(bound_us, threads, limits.in_flight)
-            if best is not None and best.ii_us <= bound_us * (1 + SAME):
-                break
-    else:
-        best = search.best(limits.threads, limits.in_flight)
+    best = search.best(limits.threads, limits.in_flight)
     return _leaner(search, _shallower(search, best, limits.threads))
 
 
@@ -116,7 +108,7 @@ def _shallower(search: Search, best: Found, threads: int) -> Found:
         depth = best.plan.depth - 1
         if search.bound_us(threads, depth) > best.ii_us * (1 + SAME):
             break
-        found = search.at(best.ii_us, threads, depth)
+        found = search.reach(best.ii_us, threads, depth, share=0.3)
         if found is None or not found.beats(best):
             break
         best = found
@@ -126,7 +118,7 @@ def _shallower(search: Search, best: Found, threads: int) -> Found:
 def _leaner(search: Search, best: Found) -> Found:
     for threads in range(1, best.threads):
         if search.bound_us(threads, best.plan.depth) <= best.ii_us * (1 + SAME):
-            found = search.at(best.ii_us, threads, best.plan.depth)
+            found = search.reach(best.ii_us, threads, best.plan.depth, share=0.3)
             if found is not None and found.beats(best):
                 return found
     return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,11 +35,17 @@ class Interval:
     limit: str
 
 
-def interval_of(graph: TimedGraph) -> Interval:
-    """The interval of a program's graph."""
+def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
+    """The interval of a program's graph.
+
+    Args:
+        graph: The graph.
+        enough_us: To those who compare, an interval of this or more is as good as any other: where
+            a bound shows that it is, the bound stands for it, and nothing is played.
+    """
     cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
     least_us = cycle.ratio_us if cycle is not None else 0.0
-    if not graph.contended:
+    if not graph.contended or least_us >= enough_us:
         return Interval(least_us, True, "nothing" if cycle is None else _cycle_words(graph, cycle))
     key, load = max(graph.load.items(), key=lambda item: item[1])
     taken_us = load / TICKS_PER_US

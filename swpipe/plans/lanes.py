@@ -5,7 +5,9 @@ the order in which they are to be tried:
 
 1. *Along the iteration*: the last tasks stay with the caller as long as its period has room, those
    before them go to the next thread, and so on. Few edges cross threads.
-2. *Balanced*: the longest task first, to the thread with the least work; then pairs of threads
+2. *Exchanged*: segments of the iteration as long as each other, evened out by moving or swapping
+   single tasks. Few edges cross threads, and the load is nearly even.
+3. *Balanced*: the longest task first, to the thread with the least work; then pairs of threads
    share their tasks anew, as evenly as a knapsack can. It finds room where the first way does not.
 """
 
@@ -13,43 +15,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import TypeAlias
 
 from swpipe.plans.loop_graph import LoopGraph
-from swpipe.plans.reservation import EPS_US
 
-_STARTS = 5
+EPS_US = 1e-6
+
+_STARTS = 3
 """How many balanced ways to look for."""
+
+_SEGMENTS = 4
+"""How many ways to begin exchanging."""
 
 _STEPS = 20_000
 """Host times are rounded to a part of their sum in the knapsack."""
 
 
-def lane_choices(
-    graph: LoopGraph, threads: int, period_us: float
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Task to the threads that it may run on, the caller's being 0: distinct ways, best first."""
+Way: TypeAlias = tuple[int, ...]
+"""Task to its thread."""
+
+Choice: TypeAlias = tuple[tuple[int, ...], ...]
+"""Task to the threads that it may run on."""
+
+
+def lane_ways(graph: LoopGraph, threads: int) -> list[Way]:
+    """Ways to spread host work as evenly as can be, whatever the interval; the best first."""
     if threads == 1:
-        return [((0,),) * graph.size]
-    fixed = (
-        _along(graph, threads, period_us),
-        _longest_fit(graph, threads, period_us),
-        _balanced(graph, threads),
-        _clustered(graph, threads),
-        *(_balanced(graph, threads, start) for start in range(1, _STARTS)),
-    )
-    any_lane = tuple(range(threads))
-    ways = [tuple((0,) if v in graph.frozen else any_lane for v in range(graph.size))]
-    ways += [
-        tuple((lane,) for lane in way)
-        for way in fixed
-        if way is not None and _fits(graph, way, period_us)
-    ]
+        return [(0,) * graph.size]
+    ways = [_exchanged(graph, threads, start) for start in range(_SEGMENTS)]
+    ways += [_balanced(graph, threads), _clustered(graph, threads)]
+    ways += [_balanced(graph, threads, start) for start in range(1, _STARTS)]
     return list(dict.fromkeys(ways))
 
 
-def least_load(graph: LoopGraph, threads: int) -> float:
-    """What the busiest thread has to do where the work is spread as evenly as was found."""
-    return max(_loads(graph, _balanced(graph, threads)))
+def lane_choices(
+    graph: LoopGraph, threads: int, period_us: float, ways: Sequence[Way]
+) -> list[Choice]:
+    """What to try at an interval: distinct choices, the caller's thread being 0, best first."""
+    if threads == 1:
+        return [((0,),) * graph.size]
+    any_lane = tuple(range(threads))
+    anywhere = tuple((0,) if v in graph.frozen else any_lane for v in range(graph.size))
+    fitted = (_along(graph, threads, period_us), _longest_fit(graph, threads, period_us))
+    fixed = [
+        tuple((lane,) for lane in way)
+        for way in (*fitted, *ways)
+        if way is not None and _fits(graph, way, period_us)
+    ]
+    return list(dict.fromkeys([anywhere, *fixed]))
+
+
+def least_load(graph: LoopGraph, ways: Sequence[Way]) -> float:
+    """What the busiest thread has to do in the most even of these ways."""
+    return min(max(_loads(graph, way)) for way in ways)
 
 
 def _fits(graph: LoopGraph, lanes: Sequence[int], period_us: float) -> bool:
@@ -78,6 +96,59 @@ def _along(graph: LoopGraph, threads: int, period_us: float) -> tuple[int, ...] 
         lanes[v] = lane
         free[lane] -= graph.host_us[v]
     return tuple(lanes)
+
+
+def _exchanged(graph: LoopGraph, threads: int, start: int) -> tuple[int, ...]:
+    """Segments of the iteration, evened out task by task; starts differ in their lengths."""
+    host, frozen = graph.host_us, graph.frozen
+    free = [v for v in graph.serial if v not in frozen]
+    total, pinned = sum(host), sum(host[v] for v in frozen)
+    lanes = [0] * graph.size
+    loads = [0.0] * threads
+    loads[0] = pinned
+    lane = threads - 1
+    for v in free:
+        # The last segment is the caller's; each of the others ends a little sooner or later.
+        quota = total / threads * (1 + 0.15 * ((start * 7 + lane * 3) % 5 - 2) * min(start, 1))
+        if lane and loads[lane] + host[v] / 2 > quota:
+            lane -= 1
+        lanes[v] = lane
+        loads[lane] += host[v]
+    for _ in range(2 * graph.size):
+        step = _exchange(graph, lanes, loads, free)
+        if step is None:
+            break
+        for v, to in step:
+            loads[lanes[v]] -= host[v]
+            loads[to] += host[v]
+            lanes[v] = to
+    return tuple(lanes)
+
+
+def _exchange(
+    graph: LoopGraph, lanes: Sequence[int], loads: Sequence[float], free: Sequence[int]
+) -> tuple[tuple[int, int], ...] | None:
+    """The move or swap that relieves the busiest thread most; None where none does."""
+    host = graph.host_us
+    a = max(range(len(loads)), key=lambda k: loads[k])
+    best = loads[a] - EPS_US
+    step: tuple[tuple[int, int], ...] | None = None
+    for v in free:
+        if lanes[v] != a:
+            continue
+        for b in range(len(loads)):
+            if b != a:
+                after = max(loads[a] - host[v], loads[b] + host[v])
+                if after < best:
+                    best, step = after, ((v, b),)
+        for w in free:
+            b = lanes[w]
+            if b != a:
+                change = host[v] - host[w]
+                after = max(loads[a] - change, loads[b] + change)
+                if after < best:
+                    best, step = after, ((v, b), (w, a))
+    return step
 
 
 def _longest_fit(graph: LoopGraph, threads: int, period_us: float) -> tuple[int, ...] | None:

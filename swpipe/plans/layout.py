@@ -22,7 +22,11 @@ from swpipe.dependence import CycleError, topological
 from swpipe.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.plans.iterative import Schedule
 from swpipe.plans.loop_graph import LoopGraph
-from swpipe.plans.reservation import EPS_US
+
+EPS_US = 1e-6
+
+_MOST_CUTS = 12
+"""So many are tried, evenly spread, where a period could be cut in more places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,11 @@ class Layout:
 
 
 def layouts(graph: LoopGraph, times: Schedule) -> list[Layout]:
-    """All ways to cut a period, the least depth first; none where no cut suits frozen tasks."""
+    """Ways to cut a period, the least depth first; none where no cut suits frozen tasks."""
     period = times.period_us
     callers = [v for v in range(graph.size) if times.lanes[v] == 0] or range(graph.size)
     cuts = sorted({0, *(round(times.host_us[v] % period / EPS_US) for v in callers)})
+    cuts = cuts[:: max(1, len(cuts) // _MOST_CUTS)]
     found: dict[tuple[int, ...], Layout] = {}
     for cut in cuts:
         layout = _cut(graph, times, cut * EPS_US)
@@ -60,13 +65,13 @@ def _cut(graph: LoopGraph, times: Schedule, cut_us: float) -> Layout | None:
     turns = [math.floor((at - cut_us) / period + 1e-9) for at in times.host_us]
     host = [at - turn * period for at, turn in zip(times.host_us, turns, strict=True)]
     device = [at - turn * period for at, turn in zip(times.device_us, turns, strict=True)]
-    stages = _stages(graph, [*host, *device], period)
+    blur = times.blur_us / period + 1e-9
+    stages = _stages(graph, [*host, *device], period, blur)
     if stages is None:
         return None
-    rank = {str(v): (round(host[v] / EPS_US), round(device[v] / EPS_US), v) for v in range(n)}
-    edges = [(str(c), str(p)) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
+    rank = {v: (round(host[v] / EPS_US), round(device[v] / EPS_US), v) for v in range(n)}
     try:
-        order = tuple(int(v) for v in topological(rank, edges))
+        order = period_of(graph, stages, rank)
     except CycleError:
         return None
     moved = Schedule(
@@ -74,11 +79,26 @@ def _cut(graph: LoopGraph, times: Schedule, cut_us: float) -> Layout | None:
         times.lanes,
         tuple(at + stage * period for at, stage in zip(host, stages, strict=True)),
         tuple(at + stage * period for at, stage in zip(device, stages, strict=True)),
+        times.blur_us,
     )
     return Layout(times.lanes, tuple(stages), order, _depth(graph, moved, stages))
 
 
-def _stages(graph: LoopGraph, offsets: Sequence[float], period: float) -> list[int] | None:
+def period_of(
+    graph: LoopGraph, stages: Sequence[int], rank: Mapping[int, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The tasks in the order of a period, those of least rank first where dependences let them.
+
+    Raises:
+        CycleError: The dependences within a period form a cycle.
+    """
+    edges = [(str(c), str(p)) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
+    return tuple(map(int, topological({str(v): at for v, at in rank.items()}, edges)))
+
+
+def _stages(
+    graph: LoopGraph, offsets: Sequence[float], period: float, blur: float
+) -> list[int] | None:
     """The least stages for these starts within a period; None where there are none.
 
     Whole periods may lie between any two tasks: no resource is taken at another time for it.
@@ -88,7 +108,7 @@ def _stages(graph: LoopGraph, offsets: Sequence[float], period: float) -> list[i
     for tail, head, time_us, distance in graph.edges:
         if tail % n != head % n:
             gap = (offsets[tail] + time_us - offsets[head]) / period
-            arcs.append((tail % n, head % n, math.ceil(gap - 1e-9) - distance))
+            arcs.append((tail % n, head % n, math.ceil(gap - blur) - distance))
     last = min(graph.last, default=-1)
     if last >= 0:
         arcs += [(v, last, 0) for v in range(n)] + [(last, v, 0) for v in graph.last]
@@ -123,7 +143,7 @@ def _depth(graph: LoopGraph, times: Schedule, stages: Sequence[int]) -> int:
             ),
             0,
         )
-    return max(max(stages) + 1, math.ceil(needed - 1e-9))
+    return max(max(stages) + 1, math.ceil(needed - times.blur_us / period - 1e-9))
 
 
 def plan_of(

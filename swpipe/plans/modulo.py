@@ -1,15 +1,22 @@
 """Modulo scheduling: the least initiation interval that can be found, then the least depth.
 
-    candidate interval ──> threads ──> start times ──> cuts ──> plan ──> interval of the plan
-       lower bound,        lanes       iterative       layout            simulate
-       then upwards
+    looks ──> threads ──> start times ──> cuts ──> plan ──> interval of the plan
+      ^       lanes       iterative       layout            simulate   │
+      └───────────────── the best so far, at a shorter interval ───────┘
 
-The search begins at the lower bound, and most loops reach it. Where none of the ways to spread the
-work and to order the placements does, it goes upwards until a plan is found, and halves the way
-back down a few times. What counts is never the candidate, but the interval of the plan itself as
-the simulator has it: threads, queues and back-pressure included.
+A *look* is one try to find start times, with a small budget: most that succeed do so after hardly
+more placements than there are tasks. *Fresh* looks differ in the threads that tasks may run on, in
+the order in which tasks are placed, and in the interval: a little above the one wanted, since a
+ring that is full to the brim is hard to fill, while the same order of tasks, found where there is
+some room, often runs at the shorter interval all the same. Once there is a plan, every second look
+takes its start times, squeezes them towards the interval wanted, and mends what does not fit.
 
-The same input gives the same plan: no clock and no chance is involved.
+What counts is never the interval tried, but that of the plan itself as the simulator has it:
+threads, queues and back-pressure included. The search ends when a plan has the interval wanted, the
+lower bound at first, or when its effort is spent.
+
+The same input gives the same plan: no clock is involved, and chance is a function of the look's
+number.
 """
 
 from __future__ import annotations
@@ -22,9 +29,9 @@ from swpipe.costs import CostModel
 from swpipe.errors import InternalError
 from swpipe.plan import PipelinePlan
 from swpipe.plans.cycles import Arc, heaviest_cycle, ticks
-from swpipe.plans.iterative import Schedule, schedule
-from swpipe.plans.lanes import lane_choices, least_load
-from swpipe.plans.layout import Layout, layouts, plan_of
+from swpipe.plans.iterative import Schedule, Slotted, schedule
+from swpipe.plans.lanes import Choice, Way, lane_choices, lane_ways, least_load
+from swpipe.plans.layout import Layout, layouts, period_of, plan_of
 from swpipe.plans.loop_graph import LoopGraph
 from swpipe.plans.simulate import steady_interval
 from swpipe.program import compile_plan
@@ -32,34 +39,30 @@ from swpipe.program import compile_plan
 SAME = 1e-9
 """Intervals that differ by less than this part are the same."""
 
-_STEPS = (1.0, 1.02, 1.06, 1.15, 1.4, 2.0, 3.0)
-"""Candidate intervals above the lower bound, until one is reached."""
+_MORE = (0.1, 0.0, 0.03)
+"""Fresh looks try intervals that are longer by these parts than the one wanted."""
 
-_HALVINGS = 4
-_NEAR = 1e-3
-"""Half the way back is not gone where it is less than this part."""
+_GROWTH = 2.0
+"""By so much these parts grow after a round of them, as long as nothing is found."""
 
-_BUDGET = 4
-"""Placements per task before one look for start times is given up."""
+_SQUEEZED = (0.0, 0.5, 0.8)
+"""Others try intervals that go these parts of the way back from the one wanted to the best."""
 
-EFFORT = 200
-MOST_EFFORT = 12_000
+_BUDGET = 2.5
+"""Placements per task before a look is given up."""
+
+_JUDGING = 3
+"""What it takes to judge a plan, in placements per task."""
+
+_SOWING = 0.3
+"""What it takes to begin from a seed, in placements per task."""
+
+_CUTS = 2
+"""So many ways to cut a period are judged, those of the least depth."""
+
+EFFORT = 280
+MOST_EFFORT = 25_000
 """Placements per task in all, and for loops of many tasks all in all."""
-
-_VARIANTS = (
-    (False, False, 0),
-    (True, True, 0),
-    (True, True, 1),
-    (True, False, 0),
-    (True, True, 2),
-    (False, True, 0),
-    (True, True, 3),
-    (False, False, 1),
-)
-"""Ways to place tasks (snug, anchored, nudge), the most promising first."""
-
-_TRIES, _MANY_TRIES = 3, 8
-"""How often to look for start times, for each way to choose threads; often at the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,10 @@ class Search:
     base: PipelinePlan
     costs: CostModel
     graph: LoopGraph
-    effort: int = field(init=False)
+    effort: float = field(init=False)
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _loops: dict[float, Slotted | None] = field(default_factory=dict)
+    _spread: dict[int, list[Way]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.effort = min(EFFORT * self.graph.size, MOST_EFFORT)
@@ -121,52 +126,44 @@ class Search:
 
     def best(self, threads: int, depth: int) -> Found:
         """The best plan found with at most so many threads and iterations in flight."""
-        bound_us = self.bound_us(threads, depth)
-        full = self.effort
-        self.effort = full // 3
         best = self.serial()
-        found = self.at(bound_us, threads, depth, _MANY_TRIES)
-        if found is not None and found.beats(best):
-            best = found
-        low, first = bound_us, max(bound_us, least_load(self.graph, threads))
-        for step in _STEPS:
-            period_us = first * step
-            if best.ii_us <= period_us * (1 + SAME):
-                break
-            self.effort = max(self.effort, full // 6)  # some plan there must be
-            found = self.at(period_us, threads, depth, _MANY_TRIES if step == 1.0 else 2)
-            if found is not None and found.beats(best):
-                best = found
-            if best.ii_us > period_us * (1 + SAME):
-                low = period_us
-        self.effort = full // 2
-        for _ in range(_HALVINGS):
-            if best.ii_us <= low * (1 + _NEAR):
-                break
-            middle = (low + best.ii_us) / 2
-            found = self.at(middle, threads, depth, _TRIES)
-            if found is not None and found.beats(best):
-                best = found
-            if best.ii_us > middle * (1 + SAME):
-                low = middle
-        return best
+        bound_us = self.bound_us(threads, depth)
+        if best.ii_us <= bound_us * (1 + SAME):
+            return best
+        found = self.reach(bound_us, threads, depth)
+        return found if found is not None and found.beats(best) else best
 
-    def at(self, period_us: float, threads: int, depth: int, tries: int = _TRIES) -> Found | None:
-        """The best plan from start times at this interval; it may turn out slower, or faster."""
+    def reach(self, wanted_us: float, threads: int, depth: int, share: float = 1.0) -> Found | None:
+        """The first plan found that has this interval, or else the best one.
+
+        Args:
+            wanted_us: What to reach.
+            threads: At most.
+            depth: Iterations in flight at most.
+            share: Of the effort that is left, so much may be spent.
+        """
+        reserve = self.effort * (1 - share)
+        budget = int(_BUDGET * self.graph.size)
+        looks = _Looks(self, wanted_us, threads, depth)
         best: Found | None = None
-        for times in self._schedules(period_us, threads, depth, tries):
-            for found in self._plans(times, period_us, depth):
+        seed: Schedule | None = None
+        while self.effort >= reserve + budget:
+            times = looks.fresh() if seed is None or looks.number % 2 else looks.from_(seed, best)
+            for found in () if times is None else self._plans(times, depth, best):
+                if best is None or found.ii_us <= best.ii_us * (1 + SAME):
+                    seed = times
                 if found.beats(best):
                     best = found
-                if found.ii_us <= period_us * (1 + SAME):
+                if found.ii_us <= wanted_us * (1 + SAME):
                     return best
         return best
 
     def serial(self) -> Found:
         """The plan that overlaps nothing but what the device overlaps by itself."""
         stages = self.graph.least_stages
-        order = sorted(self.graph.serial, key=lambda v: -stages[v])
-        layout = Layout((0,) * self.graph.size, stages, tuple(order), max(stages) + 1)
+        rank = {v: (-stages[v], place) for place, v in enumerate(self.graph.serial)}
+        order = period_of(self.graph, stages, rank)
+        layout = Layout((0,) * self.graph.size, stages, order, max(stages) + 1)
         found = self._found(plan_of(self.base, self.graph, layout, layout.depth), layout.lanes)
         if found is None:
             raise InternalError("the least stages do not say what same_period_deps ask for")
@@ -175,44 +172,37 @@ class Search:
     def realised(self, times: Schedule, depth: int) -> Found | None:
         """The best plan that these start times make, whoever found them."""
         best: Found | None = None
-        for found in self._plans(times, times.period_us, depth):
+        for found in self._plans(times, depth):
             best = found if found.beats(best) else best
         return best
 
-    def _schedules(
-        self, period_us: float, threads: int, depth: int, tries: int
-    ) -> Iterator[Schedule]:
-        choices = lane_choices(self.graph, threads, period_us)
-        for snug, anchored, nudge in _VARIANTS[:tries]:
-            for allowed in choices:
-                budget = min(_BUDGET * self.graph.size, self.effort)
-                if budget < self.graph.size + 1:
-                    return
-                times, placements = schedule(
-                    self.graph,
-                    allowed,
-                    period_us,
-                    depth,
-                    snug=snug,
-                    anchored=anchored,
-                    nudge=nudge,
-                    budget=budget,
-                )
-                self.effort -= placements
-                if times is not None:
-                    yield times
+    def slotted(self, period_us: float) -> Slotted | None:
+        """The loop at this interval; None where a recurrence is too long for it."""
+        if period_us not in self._loops:
+            self._loops[period_us] = Slotted.of(self.graph, period_us)
+        return self._loops[period_us]
 
-    def _plans(self, times: Schedule, period_us: float, depth: int) -> Iterator[Found]:
-        """Plans that these start times make, the least depth first."""
-        for layout in layouts(self.graph, times)[:3]:
+    def ways(self, threads: int) -> list[Way]:
+        """Ways to spread the tasks over so many threads."""
+        if threads not in self._spread:
+            self._spread[threads] = lane_ways(self.graph, threads)
+        return self._spread[threads]
+
+    def _plans(self, times: Schedule, depth: int, best: Found | None = None) -> Iterator[Found]:
+        """Plans that these start times make, the least depth first; poor ones judged roughly."""
+        enough_us = math.inf if best is None else best.ii_us * (1 + SAME)
+        for layout in layouts(self.graph, times)[:_CUTS]:
             for deep in range(layout.depth, depth + 1):
-                found = self._found(plan_of(self.base, self.graph, layout, deep), layout.lanes)
+                plan = plan_of(self.base, self.graph, layout, deep)
+                found = self._found(plan, layout.lanes, enough_us)
                 if found is not None:
                     yield found
-                if found is None or found.ii_us <= period_us * (1 + SAME):
+                if found is None or found.ii_us <= times.period_us * (1 + SAME):
                     break
 
-    def _found(self, plan: PipelinePlan | None, lanes: tuple[int, ...]) -> Found | None:
+    def _found(
+        self, plan: PipelinePlan | None, lanes: tuple[int, ...], enough_us: float = math.inf
+    ) -> Found | None:
         if plan is None:
             return None
         key = (
@@ -221,10 +211,79 @@ class Search:
             tuple((e.stage, e.thread_group) for e in plan.schedule.values()),
         )
         if key not in self._seen:
+            self.effort -= _JUDGING * self.graph.size
             program = compile_plan(plan, streams=self.graph.streams)
-            interval = steady_interval(program, self.costs, streams=self.graph.streams)
+            interval = steady_interval(
+                program, self.costs, streams=self.graph.streams, enough_us=enough_us
+            )
             self._seen[key] = interval.ii_us
         return Found(plan, self._seen[key], len({0, *lanes}))
+
+
+class _Looks:
+    """Looks for start times, one after the other, each unlike those before.
+
+    Args:
+        search: Pays for them.
+        wanted_us: The interval wanted.
+        threads: At most.
+        depth: Iterations in flight at most.
+
+    Attributes:
+        number: How many there were.
+    """
+
+    def __init__(self, search: Search, wanted_us: float, threads: int, depth: int) -> None:
+        self.number = 0
+        self._search, self._threads, self._depth = search, threads, depth
+        self._ways = search.ways(threads)
+        self._first_us = max(wanted_us, least_load(search.graph, self._ways))
+        self._fresh = 0
+        self._room = 1.0
+
+    def fresh(self) -> Schedule | None:
+        """From an empty table."""
+        which = self._fresh % len(_MORE)
+        self._fresh += 1
+        period_us = self._first_us * (1 + self._room * _MORE[which])
+        if which == len(_MORE) - 1:
+            self._room *= _GROWTH
+        choices = self._choices(period_us)
+        times = self._look(period_us, choices[self._fresh // 2 % len(choices)], None)
+        if times is not None:
+            self._room = 1.0
+        return times
+
+    def from_(self, seed: Schedule, best: Found | None) -> Schedule | None:
+        """From start times of a plan, at an interval between the one wanted and the best."""
+        part = _SQUEEZED[self.number // 2 % len(_SQUEEZED)]
+        over_us = 0.0 if best is None else max(0.0, best.ii_us - self._first_us)
+        period_us = self._first_us + over_us * part
+        same = tuple((lane,) for lane in seed.lanes)
+        free = self.number // 2 % 2
+        return self._look(period_us, self._choices(period_us)[0] if free else same, seed)
+
+    def _choices(self, period_us: float) -> list[Choice]:
+        return lane_choices(self._search.graph, self._threads, period_us, self._ways)
+
+    def _look(self, period_us: float, allowed: Choice, seed: Schedule | None) -> Schedule | None:
+        search = self._search
+        loop = search.slotted(period_us)
+        self.number += 1
+        search.effort -= 1
+        if loop is None:
+            return None
+        times, placements = schedule(
+            loop,
+            allowed,
+            self._depth,
+            anchored=bool(self.number // 2 % 2),
+            nudge=self.number - 1,
+            seed=seed,
+            budget=int(_BUDGET * search.graph.size),
+        )
+        search.effort -= placements + (0 if seed is None else _SOWING * search.graph.size)
+        return times
 
 
 def _busiest(graph: LoopGraph) -> float:

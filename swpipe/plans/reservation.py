@@ -1,72 +1,97 @@
-"""Who holds a resource when, modulo the initiation interval: a ring of time for each resource."""
+"""Who holds a resource when, modulo the initiation interval: a table of slots for each resource.
+
+A set of slots is an integer, bit k standing for slot k, so that all starts of an operation are
+tried at once::
+
+    taken          ..###.....##      slots 2 to 4, 10 and 11 of 12
+    blocked for 3  ######..####      an operation of 3 slots cannot start there: it would run into
+                                     what is taken, over the end of the table too
+"""
 
 from __future__ import annotations
 
-EPS_US = 1e-6
-"""Times that differ by less are the same."""
 
-
-class Ring:
-    """One resource over one period, closed to a ring: what is taken now is taken every period.
+class Table:
+    """One resource over one period: what is taken now is taken every period.
 
     Attributes:
-        period_us: The initiation interval.
-        slack_us: What is left of the period once all is placed. A gap that is no longer may stay
-            between two operations; a longer one is kept in one piece.
-        taken: Task to its start within the period and its time.
+        slots: Of the period.
+        taken: Task to the slots that it has.
     """
 
-    __slots__ = ("period_us", "slack_us", "taken")
+    __slots__ = ("_all", "slots", "taken")
 
-    def __init__(self, period_us: float, slack_us: float) -> None:
-        self.period_us = period_us
-        self.slack_us = slack_us
-        self.taken: dict[int, tuple[float, float]] = {}
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.taken: dict[int, int] = {}
+        self._all = 0
 
-    def put(self, task: int, start_us: float, time_us: float) -> None:
-        """Take it for a task."""
-        self.taken[task] = (start_us % self.period_us, time_us)
+    def put(self, task: int, start: int, time: int) -> None:
+        """Take it for a task, from slot ``start`` modulo the period on."""
+        mask = self._turn(((1 << time) - 1), start % self.slots)
+        self.taken[task] = mask
+        self._all |= mask
 
-    def clashing(self, start_us: float, time_us: float) -> set[int]:
-        """The tasks that have some of that time."""
-        period, found = self.period_us, set()
-        for task, (begin, length) in self.taken.items():
-            after = (start_us - begin + EPS_US) % period - EPS_US
-            inside = after < length - EPS_US and (after > EPS_US or time_us > EPS_US)
-            if inside or after + time_us > period + EPS_US:
-                found.add(task)
+    def free(self, task: int) -> None:
+        """Give back what a task has, if it has anything."""
+        if self.taken.pop(task, 0):
+            self._all = 0
+            for mask in self.taken.values():
+                self._all |= mask
+
+    def clashing(self, start: int, time: int) -> set[int]:
+        """The tasks that have some of these slots."""
+        mask = self._turn(((1 << time) - 1), start % self.slots)
+        if not mask & self._all:
+            return set()
+        return {task for task, has in self.taken.items() if has & mask}
+
+    def blocked(self, time: int) -> int:
+        """Where an operation of so many slots cannot start."""
+        found, reach = self._all, 1
+        if not found or not time:
+            return 0
+        slots = self.slots
+        full = (1 << slots) - 1
+        while reach < time:
+            step = min(reach, time - reach)
+            found |= found >> step | (found << slots - step) & full
+            reach += step
         return found
 
-    def later_us(self, start_us: float, time_us: float) -> float:
-        """How much later a start would be clear of those in its way; 0 if it is clear."""
-        period, later = self.period_us, 0.0
-        for begin, length in self.taken.values():
-            after = (start_us - begin + EPS_US) % period - EPS_US
-            if after < length - EPS_US and (after > EPS_US or time_us > EPS_US):
-                if length - after > later:
-                    later = length - after
-            elif after + time_us > period + EPS_US and period - after + length > later:
-                later = period - after + length
-        return later
+    def _turn(self, mask: int, by: int) -> int:
+        turned = mask << by
+        return (turned | turned >> self.slots) & ((1 << self.slots) - 1)
 
-    def sooner_us(self, start_us: float, time_us: float) -> float:
-        """How much sooner a start would be clear of those in its way; 0 if it is clear."""
-        period, sooner = self.period_us, 0.0
-        for begin, length in self.taken.values():
-            after = (start_us - begin + EPS_US) % period - EPS_US
-            if after < length - EPS_US and (after > EPS_US or time_us > EPS_US):
-                sooner = max(sooner, after + time_us)
-            elif after + time_us > period + EPS_US:
-                sooner = max(sooner, after + time_us - period)
-        return sooner
 
-    def snug_us(self, start_us: float, time_us: float) -> float:
-        """How much later a clear start would leave no gap that the resource cannot spare."""
-        if not self.taken:
-            return 0.0
-        period = self.period_us
-        left = min([(start_us - b - t + EPS_US) % period for b, t in self.taken.values()])
-        if left <= self.slack_us + 2 * EPS_US:
-            return 0.0
-        right = min([(b - start_us - time_us + EPS_US) % period for b, _ in self.taken.values()])
-        return max(0.0, right - EPS_US) if right > self.slack_us + 2 * EPS_US else 0.0
+class Starts:
+    """Where an operation can start: the slots that are not blocked, in every period.
+
+    Args:
+        slots: Of the period.
+        blocked: The set of slots where it cannot.
+    """
+
+    __slots__ = ("_free", "_slots")
+
+    def __init__(self, slots: int, blocked: int) -> None:
+        self._slots = slots
+        self._free = ~blocked & ((1 << slots) - 1)
+
+    def after(self, start: int) -> int | None:
+        """The first at ``start`` or later; None where there are none at all."""
+        if not self._free:
+            return None
+        at = start % self._slots
+        rest = self._free >> at
+        if rest:
+            return start + (rest & -rest).bit_length() - 1
+        return start - at + self._slots + (self._free & -self._free).bit_length() - 1
+
+    def before(self, start: int) -> int:
+        """The last at ``start`` or sooner; there must be one."""
+        at = start % self._slots
+        sooner = self._free & ((2 << at) - 1)
+        if sooner:
+            return start - at + sooner.bit_length() - 1
+        return start - at - self._slots + self._free.bit_length() - 1

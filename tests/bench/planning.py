@@ -2,7 +2,7 @@
 
 Not part of ``python -m tests.bench``: proofs take minutes.
 ``python -m tests.bench.planning 200 50`` plans and proves 200 loops of 14 tasks, and plans 50 of
-200.
+200; a third number is the seconds that a proof may take.
 """
 
 from __future__ import annotations
@@ -68,13 +68,15 @@ def report(what: str, found: list[Planned]) -> None:
     )
 
 
-def main(small: int, large: int) -> None:
-    """Plan so many loops of 14 tasks and of 200."""
-    if small:
-        report("14 tasks", [planned(number, 14, 24.0) for number in range(small)])
-    if large:
-        report("200 tasks", [planned(number, 200, 0.0) for number in range(large)])
+def main(small: int, large: int, proof_s: float = 24.0) -> None:
+    """Plan so many loops of 14 tasks and of 200; even numbers are for devices with streams."""
+    for count, size, seconds in ((small, 14, proof_s), (large, 200, 0.0)):
+        if count:
+            found = [planned(number, size, seconds) for number in range(count)]
+            report(f"{size} tasks", found)
+            report("  on a device with streams", found[::2])
+            report("  on a CPU", found[1::2] or found)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main(*map(int, sys.argv[1:4]))

@@ -1,56 +1,63 @@
-"""A ring of time: what is taken, and where there is room."""
+"""Tables of slots against counting slot by slot."""
 
 from __future__ import annotations
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from swpipe.plans.reservation import Ring
+from swpipe.plans.reservation import Starts, Table
 
-
-def ring(*taken: tuple[float, float], slack_us: float = 0.0) -> Ring:
-    """A ring of 100 us with operations (start, time) on it."""
-    made = Ring(100.0, slack_us)
-    for task, (start, time) in enumerate(taken):
-        made.put(task, start, time)
-    return made
+SLOTS = 12
+Work = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=4)
 
 
-@pytest.mark.parametrize(
-    ("start", "time", "later"),
-    [
-        (0, 10, 0),  # ends before
-        (5, 10, 25),  # runs into it
-        (10, 5, 20),  # begins together with it
-        (20, 5, 10),  # begins inside
-        (30, 80, 0),  # all the rest of the ring, to its begin in the next period
-        (30, 81, 100),  # one more than there is
-        (130, 5, 0),  # a period later is the same
-        (10, 0, 0),  # no time at its begin
-        (15, 0, 15),  # no time inside
-        (30, 0, 0),  # no time at its end
-    ],
-)
-def test_how_much_later_is_clear(start: float, time: float, later: float) -> None:
-    """The first clear start after an operation from 10 to 30 on a ring of 100."""
-    assert ring((10, 20)).later_us(start, time) == pytest.approx(later)
+def slots_of(start: int, time: int) -> set[int]:
+    """The slots of one operation, one by one."""
+    return {(start + k) % SLOTS for k in range(time)}
 
 
-def test_an_operation_over_the_end_of_the_period_is_in_the_way_at_its_begin() -> None:
-    """From 90 to 110 is from 90 to 100, and from 0 to 10."""
-    assert ring((90, 20)).later_us(5, 10) == pytest.approx(5)
-    assert ring((90, 20)).clashing(95, 3) == {0}
-    assert ring((90, 20)).clashing(10, 80) == set()
+def filled(work: list[tuple[int, int]]) -> Table:
+    """A table with these operations, named 0, 1 and so on, whether they clash or not."""
+    table = Table(SLOTS)
+    for task, (start, time) in enumerate(work):
+        table.put(task, start, time)
+    return table
 
 
-def test_how_much_sooner_is_clear() -> None:
-    """The last clear start before an operation."""
-    assert ring((10, 20)).sooner_us(25, 5) == pytest.approx(20)
-    assert ring((10, 20)).sooner_us(30, 5) == 0
+@given(work=Work, start=st.integers(0, 30), time=st.integers(0, 5))
+def test_those_in_the_way_are_found(work: list[tuple[int, int]], start: int, time: int) -> None:
+    """Every task that has one of the slots, over the end of the period too."""
+    wanted = slots_of(start, time)
+    assert filled(work).clashing(start, time) == {
+        task for task, has in enumerate(work) if slots_of(*has) & wanted
+    }
 
 
-def test_a_gap_that_cannot_be_spared_is_closed() -> None:
-    """Between 30 and 80, a start at 40 moves to where it leaves one gap instead of two."""
-    assert ring((10, 20), (80, 10)).snug_us(40, 10) == pytest.approx(30)
-    assert ring((10, 20), (80, 10)).snug_us(30, 10) == 0
-    assert ring((10, 20), (80, 10), slack_us=10).snug_us(40, 10) == 0
-    assert ring().snug_us(40, 10) == 0
+@given(work=Work, time=st.integers(1, 5))
+def test_all_starts_are_tried_at_once(work: list[tuple[int, int]], time: int) -> None:
+    """A start is blocked exactly if some task is in the way."""
+    table = filled(work)
+    blocked = {start for start in range(SLOTS) if table.blocked(time) >> start & 1}
+    assert blocked == {start for start in range(SLOTS) if table.clashing(start, time)}
+
+
+@given(work=Work, gone=st.integers(0, 3))
+def test_what_is_given_back_is_free(work: list[tuple[int, int]], gone: int) -> None:
+    """And nothing else is."""
+    table = filled(work)
+    table.free(gone)
+    left = [slots_of(*has) for task, has in enumerate(work) if task != gone]
+    taken = set().union(*left)
+    assert {slot for slot in range(SLOTS) if table.clashing(slot, 1)} == taken
+
+
+@given(work=Work, time=st.integers(1, 5), start=st.integers(0, 40))
+def test_the_next_free_start_is_found(work: list[tuple[int, int]], time: int, start: int) -> None:
+    """After a time and before it, in this period or in another."""
+    table = filled(work)
+    starts = Starts(SLOTS, table.blocked(time))
+    free = [at for at in range(start - SLOTS, start + SLOTS + 1) if not table.clashing(at, time)]
+    later = [at for at in free if at >= start]
+    assert starts.after(start) == (later[0] if later else None)
+    if free:
+        assert starts.before(start) == [at for at in free if at <= start][-1]
