@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,9 @@ from swpipe.costs import CostModel
 from swpipe.device import resolve
 from swpipe.errors import PlanError
 from swpipe.pipeline import SWPipeline
-from swpipe.plan import PipelinePlan
-from swpipe.plans import Limits
-from swpipe.plans.auto import Choice, auto_plan
+from swpipe.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.plans import Bounds, Choice, Limits, auto_plan, simulate
+from swpipe.soundness import order_problems
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
@@ -87,22 +87,70 @@ class Planned:
 
 
 def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
-    """Record a workload, measure it, choose a plan, and measure once more under that plan.
+    """Record a workload, measure it, plan, and take the plan that really is the fastest.
 
     Tasks that run side by side slow each other on a machine with few cores. So the first plan, made
-    from what tasks cost alone, is run for its costs, and the second is made from those.
+    from what tasks cost alone, is run for its costs, and the second is made from those. Both are
+    tried beside the workload's ready-made plans, for a model is only about right.
     """
+    limits = limits or Limits()
     recording = record_workload(work)
     carrier = inferred_plan(work, recording)
     streams = resolve(work.device).has_streams
-    costs = measure_workload(work, carrier)
-    choice = auto_plan(carrier, costs, limits=limits, streams=streams, effects=recording.effects)
-    if choice.in_flight > 1:
-        costs = measure_workload(work, choice.plan)
+
+    def planned(costs: CostModel) -> Choice:
         choice = auto_plan(
             carrier, costs, limits=limits, streams=streams, effects=recording.effects
         )
-    return Planned(with_slack(choice, limits or Limits()), costs, streams)
+        return with_slack(choice, limits)
+
+    costs = measure_workload(work, carrier)
+    finalists = {"planned from costs alone": planned(costs)}
+    if finalists["planned from costs alone"].in_flight > 1:
+        costs = measure_workload(work, finalists["planned from costs alone"].plan)
+        finalists["planned from costs side by side"] = planned(costs)
+    bounds = next(reversed(finalists.values())).bounds
+    for name, make in work.plans.items():
+        ready = make()
+        if _within(ready, limits) and not order_problems(ready, recording.effects, streams=streams):
+            finalists[name] = _ready_made(name, ready, costs, bounds, streams)
+    return Planned(_fastest(work, finalists), costs, streams)
+
+
+def _within(plan: PipelinePlan, limits: Limits) -> bool:
+    groups = {DEFAULT_GROUP, *(entry.thread_group for entry in plan.schedule.values())}
+    return plan.depth <= limits.in_flight and len(groups) <= limits.threads and not limits.frozen
+
+
+def _ready_made(
+    name: str, plan: PipelinePlan, costs: CostModel, bounds: Bounds, streams: bool
+) -> Choice:
+    """A plan that nobody had to make."""
+    groups = {DEFAULT_GROUP, *(entry.thread_group for entry in plan.schedule.values())}
+    return Choice(
+        plan=plan,
+        ii_us=simulate(plan, costs, streams=streams).ii_us,
+        bounds=bounds,
+        in_flight=plan.depth,
+        threads=len(groups),
+        why=(f"It is the ready-made plan {name}.",),
+    )
+
+
+def _fastest(work: Workload, finalists: Mapping[str, Choice]) -> Choice:
+    from swpipe.profiler import try_plans
+
+    typer.echo(f"trying {', '.join(finalists)}", err=True)
+    took_s = try_plans(
+        work.tasks,
+        {name: choice.plan for name, choice in finalists.items()},
+        work.take(_BATCHES),
+        device=work.device,
+    )
+    best = min(took_s, key=lambda name: took_s[name])
+    told = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in took_s.items())
+    chosen = finalists[best]
+    return replace(chosen, why=(*chosen.why, f"Tried side by side: {told}."))
 
 
 def with_slack(choice: Choice, limits: Limits) -> Choice:

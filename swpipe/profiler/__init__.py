@@ -6,6 +6,7 @@ from swpipe.costs import CostModel, TaskCost
 from swpipe.profiler.costing import measure_costs, with_resources
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import ProfileResult, ProfileResults
+from swpipe.profiler.trial import try_plans
 
 __all__ = [
     "CostModel",
@@ -14,5 +15,6 @@ __all__ = [
     "TaskCost",
     "TaskProfiler",
     "measure_costs",
+    "try_plans",
     "with_resources",
 ]

@@ -1,0 +1,79 @@
+"""Plans side by side: what an iteration takes under each, on the same tasks and batches.
+
+A cost model holds within some percent; where plans are nearer to each other than that, only running
+them tells which is the fastest. Windows under the plans take turns, in an order that changes from
+round to round, so that a drifting machine favours none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import torch
+
+from swpipe.device import Device
+from swpipe.pipeline import SWPipeline
+from swpipe.plan import PipelinePlan
+from swpipe.profiler.measure import Bench, set_aside
+from swpipe.profiler.profiler import TaskProfiler
+from swpipe.profiler.rounds import Counts
+from swpipe.snapshot import Snapshot
+from swpipe.task import PipelineTask
+
+
+def try_plans(
+    tasks: Iterable[PipelineTask],
+    plans: Mapping[str, PipelinePlan],
+    batches: Sequence[Any],
+    num_warmup: int = 3,
+    num_measure: int = 10,
+    *,
+    device: Device | torch.device | str | None = None,
+    state: Any = None,
+    copy: Callable[[Any], Any] | None = None,
+) -> dict[str, float]:
+    """Measure plans in turns, a round for each batch, and put everything back as it was.
+
+    Args:
+        tasks: What the plans run.
+        plans: Name to plan.
+        batches: At least one; in its round each iteration gets the batch itself.
+        num_warmup: Iterations ahead of each window that are not timed.
+        num_measure: Iterations that are.
+        device: As for ``SWPipeline``.
+        state: What to put back, as for ``TaskProfiler``; None looks for it.
+        copy: Makes a batch that may be modified, for tasks that modify it in place.
+
+    Returns:
+        Name to seconds per iteration in the steady state: the median over all windows.
+
+    Raises:
+        ValueError: There are no plans or no batches, or a number is too small.
+        PlanError: A plan cannot run with these tasks.
+        BaseException: Whatever a task raised.
+    """
+    tasks = tuple(tasks)
+    if not plans or not batches:
+        raise ValueError("give at least one plan and one batch to try it on")
+    Counts(num_warmup, num_measure, num_rounds=2)
+    samples: dict[str, list[float]] = {name: [] for name in plans}
+    with ExitStack() as stack:
+        pipes = {
+            name: stack.enter_context(SWPipeline(plan, tasks, device=device))
+            for name, plan in plans.items()
+        }
+        first = next(iter(pipes.values()))
+        snapshot = Snapshot(TaskProfiler(first, state=state)._owners(), first.device)
+        order = list(pipes)
+        for turn, batch in enumerate(batches):
+            for name in order if turn % 2 else reversed(order):
+                bench = Bench(pipes[name], batch, copy, num_warmup, num_measure, True)
+                try:
+                    with set_aside(pipes[name]):
+                        samples[name] += bench.window()
+                finally:
+                    snapshot.restore()
+    return {name: median(each) for name, each in samples.items()}

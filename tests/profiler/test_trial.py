@@ -1,0 +1,58 @@
+"""Plans tried side by side."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe.profiler import try_plans
+from tests.profiler.sleepers import Sleeper
+
+SERIAL = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
+BESIDE = PipelinePlan(
+    {"read": TaskSchedule(thread_group="io"), "work": TaskSchedule(stage=1)},
+    deps=[("work", "read")],
+)
+
+
+def test_the_faster_plan_is_told() -> None:
+    """Two tasks of 4 ms: one after the other, or side by side."""
+    tasks = [PipelineTask(name, Sleeper(0.004)) for name in ("read", "work")]
+    took_s = try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 2, 6)
+    assert list(took_s) == ["serial", "beside"]
+    assert took_s["serial"] > 1.5 * took_s["beside"]
+
+
+def test_what_trying_trains_is_put_back() -> None:
+    """Also when a task fails; no thread stays."""
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    threads = threading.active_count()
+
+    def work(ctx: IterContext) -> None:
+        with torch.no_grad():
+            model.weight.add_(1)
+        if ctx.batch == "bad":
+            raise OSError("the disk is gone")
+
+    tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("work", work)]
+    try_plans(tasks, {"beside": BESIDE}, [1], 1, 2)
+    assert torch.equal(model.weight, before)
+    with pytest.raises(OSError, match="the disk is gone"):
+        try_plans(tasks, {"beside": BESIDE}, ["bad"], 1, 2)
+    assert torch.equal(model.weight, before)
+    assert threading.active_count() == threads
+
+
+def test_what_cannot_be_tried_is_refused() -> None:
+    """No plans, no batches, other tasks."""
+    tasks = [PipelineTask("read", lambda ctx: None)]
+    with pytest.raises(ValueError, match="at least one plan and one batch"):
+        try_plans(tasks, {}, [1])
+    with pytest.raises(ValueError, match="at least one plan and one batch"):
+        try_plans(tasks, {"serial": SERIAL}, [])
+    with pytest.raises(PlanError, match="'work'"):
+        try_plans(tasks, {"serial": SERIAL}, [1])
