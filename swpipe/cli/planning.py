@@ -112,7 +112,8 @@ def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
     bounds = next(reversed(finalists.values())).bounds
     for name, make in work.plans.items():
         ready = make()
-        if _within(ready, limits) and not order_problems(ready, recording.effects, streams=streams):
+        safe = not order_problems(ready, recording.effects, streams=streams)
+        if ready.depth > 1 and safe and _within(ready, limits):
             finalists[name] = _ready_made(name, ready, costs, bounds, streams)
     return Planned(_fastest(work, finalists), costs, streams)
 
@@ -144,10 +145,13 @@ def _fastest(work: Workload, finalists: Mapping[str, Choice]) -> Choice:
     took_s = try_plans(
         work.tasks,
         {name: choice.plan for name, choice in finalists.items()},
-        work.take(_BATCHES),
+        [*work.take(_BATCHES), *work.take(1)],
+        num_warmup=5,
+        num_measure=20,
         device=work.device,
     )
-    best = min(took_s, key=lambda name: took_s[name])
+    # On a tie the ready-made plan, which is the last: it is known to work.
+    best = min(reversed(took_s), key=lambda name: round(took_s[name] / min(took_s.values()), 2))
     told = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in took_s.items())
     chosen = finalists[best]
     return replace(chosen, why=(*chosen.why, f"Tried side by side: {told}."))
