@@ -29,8 +29,8 @@ from swpipe.cli.workload import open_workload
 from swpipe.pipeline import SWPipeline
 from swpipe.plans import Limits, lower_bounds, recsys14, sharded_clicks, verify
 from swpipe.plans import simulate as play_out
-from swpipe.plans.auto import auto_plan
 from swpipe.plans.clicks import PLANS
+from swpipe.plans.modulo.auto import auto_plan
 from swpipe.task import PipelineTask
 from swpipe.trace import format_stacked, plot_stacked
 

@@ -15,7 +15,7 @@ from swpipe.effects import Effects, EffectTable, declared_effects
 from swpipe.errors import Problem
 from swpipe.plan import PipelinePlan
 from swpipe.plans.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
-from swpipe.plans.paper import check_on_paper
+from swpipe.plans.simulation.paper import check_on_paper
 from swpipe.soundness import (
     demands,
     order_problems,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from swpipe.plans import Limits, recsys14
-from swpipe.plans.auto import auto_plan
-from swpipe.plans.bounds import lower_bounds
-from swpipe.plans.paper import check_on_paper
-from swpipe.plans.simulate import simulate
+from swpipe.plans.modulo.auto import auto_plan
+from swpipe.plans.simulation.bounds import lower_bounds
+from swpipe.plans.simulation.paper import check_on_paper
+from swpipe.plans.simulation.simulate import simulate
 
 BOUND_US = 108_380
 """What the tasks of the caller's stream take together."""

@@ -1,0 +1,1 @@
+"""Planning by iterative modulo scheduling, and proofs of how good the plans are."""

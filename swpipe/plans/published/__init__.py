@@ -1,0 +1,1 @@
+"""The planners that others have published, under the same simulator."""
