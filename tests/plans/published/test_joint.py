@@ -298,7 +298,7 @@ def test_it_is_deterministic(tmp_path: Path) -> None:
     )
     printed = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env={"PYTHONHASHSEED": "77", "PATH": str(tmp_path)},
         capture_output=True,
         text=True,
