@@ -25,10 +25,10 @@ Two relations:
 
 **Any number of iterations.** "A on iteration i comes before B on iteration i + d" is to hold for
 every i and however many iterations there are. It does so exactly if it holds in the run that has
-the two and those between, |d| + 1 iterations: every step of a proof in that run has its like in any
-longer run, and that run is itself one of those asked for. So each distance has a walk of its own.
-The pull that finds the end of the data waits for the device as well, but a run that is drained ends
-without it, and so nothing is built on that.
+the two and those between, ``abs(d) + 1`` iterations: every step of a proof in that run has its like
+in any longer run, and that run is itself one of those asked for. So each distance has a walk of its
+own. The pull that finds the end of the data waits for the device as well, but a run that is drained
+ends without it, and so nothing is built on that.
 """
 
 from __future__ import annotations

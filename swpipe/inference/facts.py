@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from swpipe.inference.moment import Difference, Item
+from swpipe.inference.moment import Difference, Entry
 from swpipe.inference.slots import Slot
 from swpipe.inference.storages import StorageId
 
@@ -35,7 +35,7 @@ class TaskFacts(NamedTuple):
     reads: frozenset[str]
     sets: frozenset[str]
     deletes: frozenset[str]
-    held: Mapping[str, frozenset[Item]]
+    held: Mapping[str, frozenset[Entry]]
     slots: Mapping[Slot, frozenset[StorageId]]
     read: frozenset[StorageId]
     written: frozenset[StorageId]

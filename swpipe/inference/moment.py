@@ -21,7 +21,7 @@ from swpipe.task import PipelineTask
 from swpipe.tree import Node, nodes_in, open_node, tensors_in
 
 
-class Item(NamedTuple):
+class Entry(NamedTuple):
     """Something that several attributes may share, and that can be modified in place.
 
     Attributes:
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
     """
 
     slots: frozenset[Slot]
-    items: frozenset[Item]
+    items: frozenset[Entry]
     storages: frozenset[StorageId]
     silent: frozenset[StorageId]
     generators: frozenset[str]
@@ -139,27 +139,27 @@ class Moment:
             plain=_differing(self._plain, later._plain),
         )
 
-    def _items(self, value: object, known: set[int], storages: Storages) -> Iterator[Item]:
+    def _items(self, value: object, known: set[int], storages: Storages) -> Iterator[Entry]:
         for node in nodes_in(value):
             self._nodes[id(node.value)] = node
-            yield Item("container", id(node.value))
+            yield Entry("container", id(node.value))
         for tensor in (part for one in tensors_in(value) for part in unsharded(one)):
             # A parameter's gradient is in a slot too, and not the context's.
             grad = None if id(tensor) in known else grad_of(tensor)
             for one in (tensor,) if grad is None else (tensor, grad):
                 if id(one) not in known:
                     self._tensors.setdefault(id(one), _State.of(one, storages))
-                    yield Item("tensor", id(one))
-                yield from (Item("storage", number) for number in storages.of(one))
+                    yield Entry("tensor", id(one))
+                yield from (Entry("storage", number) for number in storages.of(one))
 
-    def _modified(self) -> Iterator[Item]:
+    def _modified(self) -> Iterator[Entry]:
         for number, node in self._nodes.items():
             if not same_node(node, open_node(node.value)):
-                yield Item("container", number)
+                yield Entry("container", number)
         for number, state in self._tensors.items():
             tensor = state.tensor
             if tensor.requires_grad != state.requires_grad or grad_of(tensor) is not state.grad:
-                yield Item("tensor", number)
+                yield Entry("tensor", number)
 
     def _states(self) -> Iterator[_State]:
         yield from self._slots.values()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from swpipe.inference.facts import IterationFacts, TaskFacts
-from swpipe.inference.moment import Item
+from swpipe.inference.moment import Entry
 from swpipe.inference.slots import Slot
 from swpipe.inference.storages import StorageId, Storages
 
@@ -73,8 +73,8 @@ class _Iteration:
 
     def __init__(self, iteration: IterationFacts) -> None:
         self._before = iteration.before
-        self._home: dict[Item, str] = {}
-        self._modified: dict[str, frozenset[Item]] = {}
+        self._home: dict[Entry, str] = {}
+        self._modified: dict[str, frozenset[Entry]] = {}
         known = set(iteration.before)
         for facts in iteration.tasks:
             for name, items in facts.held.items():
@@ -84,10 +84,10 @@ class _Iteration:
             # What the task itself made is not modified, however it was made.
             written = (facts.written | facts.difference.storages) & known
             self._modified[facts.task] = facts.difference.items | {
-                Item("storage", number) for number in written if not self._is_state(number)
+                Entry("storage", number) for number in written if not self._is_state(number)
             }
             known |= facts.met
-        self._shared = frozenset[Item]().union(*self._modified.values())
+        self._shared = frozenset[Entry]().union(*self._modified.values())
 
     def _is_state(self, number: StorageId) -> bool:
         return number in self._before
@@ -98,8 +98,8 @@ class _Iteration:
             uses.attributes[name] |= READS
         for name in facts.sets | facts.deletes:
             uses.attributes[name] |= WRITES
-        used = frozenset[Item]().union(*(facts.held.get(name, ()) for name in facts.reads))
-        used |= {Item("storage", number) for number in facts.read | facts.written}
+        used = frozenset[Entry]().union(*(facts.held.get(name, ()) for name in facts.reads))
+        used |= {Entry("storage", number) for number in facts.read | facts.written}
         for item in used & self._shared:
             if item in self._home:
                 uses.attributes[self._home[item]] |= READS
