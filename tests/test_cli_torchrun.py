@@ -117,7 +117,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> N
     done = torchrun("train", "--data", log, "--batch-size", 4, program=(str(script),))
     began_s = float(done.out.split("BEGIN")[1].split()[0])
     assert time.time() - began_s < 20.0
-    assert done.codes[1] == 1
+    # gloo may abort while the interpreter that has told the error goes down: -6 then.
+    assert done.codes[1] in (1, -6)
     assert "ZeroDivisionError: planted on rank one" in done.err
     assert "at task 'hash', iteration 3, thread group 'io'" in done.err
     assert "rank      : 1 " in done.err.split("Root Cause")[1]
