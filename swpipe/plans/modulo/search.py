@@ -210,14 +210,16 @@ class Search:
             plan.order,
             tuple((e.stage, e.thread_group) for e in plan.schedule.values()),
         )
-        if key not in self._seen:
+        ii_us = self._seen.get(key)
+        if ii_us is None:
             self.effort -= _JUDGING * self.graph.size
             program = compile_plan(plan, streams=self.graph.streams)
-            interval = steady_interval(
+            ii_us = steady_interval(
                 program, self.costs, streams=self.graph.streams, enough_us=enough_us
-            )
-            self._seen[key] = interval.ii_us
-        return Found(plan, self._seen[key], len({0, *lanes}))
+            ).ii_us
+            if ii_us < enough_us:  # or else it is a bound, and enough for this comparison alone
+                self._seen[key] = ii_us
+        return Found(plan, ii_us, len({0, *lanes}))
 
 
 class _Looks:
