@@ -9,7 +9,7 @@ from tests.plans.instances import instance
 
 
 def test_a_bound_that_was_enough_once_is_not_taken_for_an_interval() -> None:
-    """To one who needs no exact interval a lower bound is told; it must not stay as the interval."""
+    """Who needs no exact interval is told a lower bound; it must not stay as the interval."""
     given = instance(6)
     graph = loop_graph(given.plan, given.costs, given.limits, streams=True)
     search = Search(given.plan, given.costs, graph)
