@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +74,25 @@ class Periodic:
             self._window()
 
     def solve(self, seconds: float, workers: int) -> tuple[bool | None, Schedule | None]:
-        """Whether there is a plan (None where time ran out), and its start times."""
+        """Whether there is a plan (None where time ran out), and its start times.
+
+        Solved on a thread of its own, so that Ctrl-C is heard while the solver works.
+        """
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = 1
-        status = solver.solve(self.model)
+        # Its own handler would leave SIGINT without one: Ctrl-C would kill the process ever after.
+        solver.parameters.catch_sigint_signal = False
+        with ThreadPoolExecutor(1, "solver") as pool:
+            solving = pool.submit(solver.solve, self.model)
+            try:
+                status = solving.result()
+            except BaseException:
+                solver.stop_search()
+                raise
         if status == cp_model.INFEASIBLE:
             return False, None
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

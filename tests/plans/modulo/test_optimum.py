@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from typing import Any
 
 import pytest
+from ortools.sat.python import cp_model
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
 from swpipe.plans import Limits, prove, recsys14
 from tests.plans.instances import instance
+from tests.sequencer import await_event
 
 
 def test_a_plan_that_reaches_the_bound_is_proved_without_a_search() -> None:
@@ -43,6 +48,46 @@ def test_no_plan_beats_what_is_proved(number: int) -> None:
         resolution_us=10,
     )
     assert proof.bound_us <= proof.ii_us <= proof.planned_us
+
+
+def interrupt_the_main_thread() -> None:
+    """As Ctrl-C does; and wait for it, where this is the main thread."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+        threading.Event().wait(10)
+
+
+def test_ctrl_c_is_still_heard_after_a_proof() -> None:
+    """The solver's own handler once left SIGINT to kill the process."""
+    given = instance(0, size=7)
+    prove(given.plan, given.costs, limits=given.limits, streams=given.streams, seconds=2)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_the_main_thread()
+
+
+def test_ctrl_c_ends_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the search, which is left undecided; and not when its time is over."""
+    given = instance(3, size=40)  # takes many seconds to settle
+    solve = cp_model.CpSolver.solve
+    solving = threading.Event()
+    answers = []
+
+    def tell(solver: cp_model.CpSolver, *arguments: Any) -> Any:
+        solving.set()
+        answers.append(solve(solver, *arguments))
+        return answers[-1]
+
+    def interrupt() -> None:
+        await_event(solving, "the solver")
+        interrupt_the_main_thread()
+
+    monkeypatch.setattr(cp_model.CpSolver, "solve", tell)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        prove(given.plan, given.costs, limits=given.limits, streams=given.streams, seconds=240)
+    interrupter.join()
+    assert answers == [cp_model.UNKNOWN]
 
 
 def test_without_ortools_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
