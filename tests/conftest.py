@@ -1,7 +1,8 @@
-"""What every test stands on: one intra-op thread, no thread left behind, ranks to share."""
+"""What every test stands on: one intra-op thread, Ctrl-C, no thread left, ranks to share."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -26,6 +27,9 @@ if find_spec("hypothesis"):  # a GPU machine's own packages may lack it; its tes
 
 # Two cores are shared by the tests' own threads; and sums must not depend on how many help.
 torch.set_num_threads(1)
+
+# A shell has its background jobs ignore Ctrl-C, and tests send themselves one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRACE_S = 2.0
 """Seconds that a thread which is on its way out has to get there."""
