@@ -51,9 +51,14 @@ def python_for(seconds: float) -> Callable[[IterContext], None]:
 def test_python_needs_the_lock_all_the_time() -> None:
     """For most of its host time, as far as a busy machine lets it be told."""
     tasks = [PipelineTask("python", python_for(4e-3))]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        cost = measure_costs(pipe, [None], **COUNTS).tasks["python"]
-    assert 3e3 <= cost.gil_us <= cost.host_us
+
+    def is_held() -> bool:
+        with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
+            cost = measure_costs(pipe, [None], **COUNTS).tasks["python"]
+        assert cost.gil_us <= cost.host_us
+        return cost.gil_us >= 3e3
+
+    assert any(is_held() for _ in range(5))
 
 
 def test_a_kernel_lets_go_of_the_lock() -> None:

@@ -38,6 +38,8 @@ Ends: TypeAlias = Literal["stop", "pad"]
 Pad: TypeAlias = Callable[[Any], Any]
 """The rank's last batch, or ``NO_BATCH`` where it had none, to a batch that counts for nothing."""
 
+_GLOO_LATER_S = 60.0
+
 _HAS, _ENDED, _FAILED, _CANNOT_PAD = 1, 2, 3, 4
 
 
@@ -130,7 +132,9 @@ class EvenData:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self._group = dist.new_group(
                 dist.get_process_group_ranks(group or dist.group.WORLD),
-                timeout=dt.timedelta(seconds=timeout_s),
+                # Ours counts from when the word is waited for, gloo's from when it was asked for:
+                # gloo's comes last, or else a silent rank would be called one that is gone.
+                timeout=dt.timedelta(seconds=2 * timeout_s + _GLOO_LATER_S),
                 backend="gloo",
                 use_local_synchronization=group is not None,
             )

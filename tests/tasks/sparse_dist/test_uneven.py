@@ -156,11 +156,13 @@ def test_a_dict_has_its_weights_set_to_zero_too() -> None:
     assert batch["w"].tolist() == [1.0, 1.0, 1.0]
 
 
-def _told(own: Iterable[Any], pad_name: str | None = None) -> tuple[int, str, str]:
+def _told(
+    own: Iterable[Any], pad_name: str | None = None, timeout_s: float = 30.0
+) -> tuple[int, str, str]:
     """Steps begun, then the error's type and text."""
     given = 0
     pad = None if pad_name is None else pad_with_last(pad_name)
-    even = EvenData("stop" if pad is None else "pad", pad=pad, ahead=2, timeout_s=1.0)
+    even = EvenData("stop" if pad is None else "pad", pad=pad, ahead=2, timeout_s=timeout_s)
     try:
         for _ in even.over(own):
             given += 1
@@ -200,13 +202,19 @@ def test_a_rank_without_any_batch_has_none_to_repeat(two_ranks: Ranks) -> None:
     assert two_ranks.run(_nothing_to_repeat, 0) == [(0, "", "")] * 2
 
 
+PATIENCE_S = 3.0
+"""Longer than a busy machine keeps a rank that is ready from saying so."""
+
+
 def _one_stalls() -> tuple[int, str, str, float]:
     """Rank 1 pulls its second batch only after rank 0 has given up."""
+    dist.barrier()
     if dist.get_rank() == 0:
         begin_s = time.monotonic()
-        told = _told(range(100))
+        told = _told(range(100), timeout_s=PATIENCE_S)
+        after_s = time.monotonic() - begin_s
         dist.barrier()
-        return (*told, time.monotonic() - begin_s)
+        return (*told, after_s)
 
     def stalls() -> Iterator[int]:
         yield 0
@@ -223,12 +231,12 @@ def _one_stalls() -> tuple[int, str, str, float]:
 
 def test_a_rank_that_stalls_is_an_error_within_the_deadline() -> None:
     """The others say which step they wait for, after ``timeout_s``."""
-    with Ranks(2, deadline_s=30.0) as ranks:
+    with Ranks(2, deadline_s=60.0) as ranks:
         given, kind, text, after_s = ranks.run(_one_stalls)[0]
     assert kind == "RankDataError"
-    assert "some rank has not said within 1 s whether it has a batch for step" in text
+    assert "some rank has not said within 3 s whether it has a batch for step" in text
     assert given <= 1
-    assert 1.0 <= after_s < 6.0
+    assert PATIENCE_S <= after_s < PATIENCE_S + 20.0
 
 
 def _one_dies() -> None:
