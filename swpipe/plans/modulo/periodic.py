@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,9 @@ class Periodic:
             try:
                 status = solving.result()
             except BaseException:
-                solver.stop_search()
+                while not solving.done():  # a search that has not begun yet is not stopped
+                    solver.stop_search()
+                    wait([solving], timeout=0.01)
                 raise
         if status == cp_model.INFEASIBLE:
             return False, None
