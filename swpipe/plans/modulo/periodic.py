@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from itertools import combinations
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from swpipe.plans.modulo.iterative import Schedule
@@ -74,10 +75,7 @@ class Periodic:
             self._window()
 
     def solve(self, seconds: float, workers: int) -> tuple[bool | None, Schedule | None]:
-        """Whether there is a plan (None where time ran out), and its start times.
-
-        Solved on a thread of its own, so that Ctrl-C is heard while the solver works.
-        """
+        """Whether there is a plan (None where time ran out), and its start times."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -86,15 +84,7 @@ class Periodic:
         solver.parameters.random_seed = 1
         # Its own handler would leave SIGINT without one: Ctrl-C would kill the process ever after.
         solver.parameters.catch_sigint_signal = False
-        with ThreadPoolExecutor(1, "solver") as pool:
-            solving = pool.submit(solver.solve, self.model)
-            try:
-                status = solving.result()
-            except BaseException:
-                while not solving.done():  # a search that has not begun yet is not stopped
-                    solver.stop_search()
-                    wait([solving], timeout=0.01)
-                raise
+        status = _answer(solver, self.model)
         if status == cp_model.INFEASIBLE:
             return False, None
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -250,3 +240,25 @@ class Periodic:
                 self.model.add(
                     z[sooner] + self.period >= z[later] + self.device[later]
                 ).only_enforce_if(when)
+
+
+def _answer(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
+    """Solve on a thread of its own, so that Ctrl-C is heard while the solver works."""
+    answer: Future[cp_model.CpSolverStatus] = Future()
+
+    def solve() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(solver.solve(model))
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is asked for
+                answer.set_exception(error)
+
+    try:
+        Thread(target=solve, name="solver").start()
+        return answer.result()
+    except BaseException:
+        if not answer.cancel():
+            while not answer.done():  # a search that has only just begun does not hear of its end
+                solver.stop_search()
+                wait([answer], timeout=0.01)
+        raise
