@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from swpipe.plan import DEFAULT_GROUP, PipelinePlan
@@ -61,8 +62,10 @@ def dependences(plan: PipelinePlan) -> tuple[Dependence, ...]:
     found += [
         Dependence(c, p, stage[p] - stage[c], "same_period_deps") for c, p in plan.same_period_deps
     ]
-    unique = {dep[:3]: dep for dep in reversed(found)}
-    return tuple(dep for dep in found if unique[dep[:3]] is dep)
+    unique: dict[tuple[str, str, int], Dependence] = {}
+    for dep in found:
+        unique.setdefault(dep[:3], dep)
+    return tuple(unique.values())
 
 
 def lag(plan: PipelinePlan, dep: Dependence) -> int:
@@ -80,8 +83,18 @@ def period_order(plan: PipelinePlan) -> list[str]:
     Raises:
         CycleError: The edges of lag 0, or these and ``plan.order``, form a cycle.
     """
-    edges = [(d.consumer, d.producer) for d in dependences(plan) if lag(plan, d) == 0]
-    edges += [(later, sooner) for sooner, later in zip(plan.order, plan.order[1:], strict=False)]
+    return order_of(plan, dependences(plan))
+
+
+def order_of(plan: PipelinePlan, declared: Iterable[Dependence]) -> list[str]:
+    """``period_order`` for those who have the plan's dependences at hand."""
+    stage = {name: entry.stage for name, entry in plan.schedule.items()}
+    edges = [(c, p) for c, p, distance, _ in declared if stage[c] - stage[p] + distance == 0]
+    if len(plan.order) == len(stage):  # it names all tasks, and may be followed as it is
+        place = {name: k for k, name in enumerate(plan.order)}
+        if place.keys() == stage.keys() and all(place[p] < place[c] for c, p in edges):
+            return list(plan.order)
+    edges += [(later, sooner) for sooner, later in pairwise(plan.order)]
     rank = {
         name: (entry.thread_group == DEFAULT_GROUP, -entry.stage, index)
         for index, (name, entry) in enumerate(plan.schedule.items())

@@ -41,17 +41,14 @@ No cycle can exist: every host wait points backwards in (period, order).
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-
-from swpipe.dependence import Dependence, dependences, period_order
-from swpipe.plan import DEFAULT_GROUP, PipelinePlan, StreamRef
+from swpipe.dependence import dependences, order_of
+from swpipe.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, TaskSchedule
 
 ADMIT = "<admit>"
 RETIRE = "<retire>"
@@ -131,25 +128,44 @@ class Program:
 
 
 class _Hop(NamedTuple):
-    """An edge of a reduction graph; ``weight`` is a lag or a distance, and never negative."""
+    """An edge between two places in the order of a period; ``weight`` is a lag or a distance."""
 
-    producer: str
-    consumer: str
+    producer: int
+    consumer: int
     weight: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where every task stands: what the waits are derived from."""
+    """What the waits are derived from. Instructions are numbered by their place in the period.
+
+    Attributes:
+        order: Place to name.
+        stage: Place to shifted stage.
+        lane: Place to the number of its lane.
+        stream: Place to stream; None where the device has none.
+        queue: Place to the number of its stream; 0 for None.
+        ordered: The places of globally ordered tasks.
+        deps: What is declared, admission and retirement; weights are distances.
+        groups: Lane to its name.
+    """
 
     order: tuple[str, ...]
-    stage: dict[str, int]
-    group: dict[str, str]
-    stream: dict[str, StreamRef]
-    deps: tuple[Dependence, ...]
+    stage: tuple[int, ...]
+    lane: tuple[int, ...]
+    stream: tuple[StreamRef, ...]
+    queue: tuple[int, ...]
+    ordered: tuple[int, ...]
+    deps: tuple[_Hop, ...]
+    groups: tuple[str, ...]
 
-    def lag(self, dep: Dependence) -> int:
-        return self.stage[dep.consumer] - self.stage[dep.producer] + dep.distance
+    @property
+    def members(self) -> list[list[int]]:
+        """Lane to the places of its instructions."""
+        members: list[list[int]] = [[] for _ in self.groups]
+        for place, lane in enumerate(self.lane):
+            members[lane].append(place)
+        return members
 
 
 def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False) -> Program:
@@ -161,62 +177,69 @@ def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False)
         record_all: Record every task's event, needed or not (for hunting trouble).
     """
     layout = _layout(plan, streams)
-    waits = _host_waits(layout, plan)
-    events = _event_waits(layout) if streams else {}
-    recorded = {hop.producer for hops in events.values() for hop in hops}
-    published = {hop.producer for hops in waits.values() for hop in hops}
-    groups = list(dict.fromkeys([DEFAULT_GROUP, *(layout.group[n] for n in plan.schedule)]))
-    members = {g: [n for n in layout.order if layout.group[n] == g] for g in groups}
-    place = {n: (groups.index(g), i) for g in groups for i, n in enumerate(members[g])}
+    order, members = layout.order, layout.members
+    waits = _host_waits(layout)
+    events = _event_waits(layout) if streams else [[]] * len(order)
+    recorded = {hop.producer for hops in events for hop in hops}
+    published = {hop.producer for hops in waits for hop in hops}
+    position = {place: k for places in members for k, place in enumerate(places)}
 
-    def instruction(name: str) -> Instruction:
-        lane, position = place[name]
+    def instruction(place: int) -> Instruction:
+        name = order[place]
         return Instruction(
             task=name,
-            stage=layout.stage[name],
-            lane=lane,
-            position=position,
-            stream=layout.stream[name],
+            stage=layout.stage[place],
+            lane=layout.lane[place],
+            position=position[place],
+            stream=layout.stream[place],
             host_waits=tuple(
-                HostWait(*place[h.producer], h.weight, h.producer) for h in waits[name]
+                HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]
             ),
-            event_waits=tuple(EventWait(h.producer, h.weight) for h in events.get(name, ())),
-            record=name in recorded or (streams and record_all and name != ADMIT),
-            publish=name in published,
+            event_waits=tuple(EventWait(order[p], distance) for p, _, distance in events[place]),
+            record=place in recorded or (streams and record_all and name != ADMIT),
+            publish=place in published,
         )
 
     return Program(
-        lanes=tuple(Lane(g, tuple(map(instruction, members[g]))) for g in groups),
+        lanes=tuple(
+            Lane(group, tuple(map(instruction, places)))
+            for group, places in zip(layout.groups, members, strict=True)
+        ),
         depth=plan.depth,
-        ring=plan.depth + max((dep.distance for dep in layout.deps), default=0),
-        order=tuple(name for name in layout.order if name in plan.schedule),
+        ring=plan.depth + max(dep.weight for dep in layout.deps),
+        order=tuple(name for name in order if name in plan.schedule),
     )
 
 
 def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
     ahead = plan.depth - 1 - plan.max_stage
-    names = tuple(plan.schedule)
-    entries = plan.schedule.items()
-    frame = (
-        *(Dependence(name, ADMIT, 0, "admission") for name in names),
-        *(Dependence(RETIRE, name, 0, "retirement") for name in (ADMIT, *names)),
-    )
-    order = list(period_order(plan))
-    order.insert(_admission(plan, order, ahead, streams), ADMIT)
+    declared = dependences(plan)
+    tasks = order_of(plan, declared)
+    admission = _admission(plan, tasks, ahead, streams)
+    order = (*tasks[:admission], ADMIT, *tasks[admission:], RETIRE)
+    place = {name: k for k, name in enumerate(order)}
+    admit, retire = place[ADMIT], place[RETIRE]
+    own = {ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(plan.max_stage)}
+    entries = [own[name] if name in own else plan.schedule[name] for name in order]
+    lanes = {DEFAULT_GROUP: 0}
+    for entry in plan.schedule.values():
+        lanes.setdefault(entry.thread_group, len(lanes))
+    # A torch.Stream takes whatever it is compared with for a stream: None is not among the keys.
+    queues: dict[StreamRef, int] = {}
+    named = tuple(entry.stream if streams else None for entry in entries)
     return _Layout(
-        order=(*order, RETIRE),
-        stage={ADMIT: 0, RETIRE: plan.depth - 1, **{n: e.stage + ahead for n, e in entries}},
-        group={
-            ADMIT: DEFAULT_GROUP,
-            RETIRE: DEFAULT_GROUP,
-            **{n: e.thread_group for n, e in entries},
-        },
-        stream={
-            ADMIT: None,
-            RETIRE: None,
-            **{n: e.stream if streams else None for n, e in entries},
-        },
-        deps=(*dependences(plan), *frame),
+        order=order,
+        stage=tuple(entry.stage + ahead for entry in entries),
+        lane=tuple(lanes[entry.thread_group] for entry in entries),
+        stream=named,
+        queue=tuple(0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named),
+        ordered=tuple(k for k, entry in enumerate(entries) if entry.globally_ordered),
+        deps=(
+            *(_Hop(place[dep.producer], place[dep.consumer], dep.distance) for dep in declared),
+            *(_Hop(admit, k, 0) for k in range(retire) if k != admit),
+            *(_Hop(k, retire, 0) for k in range(retire)),
+        ),
+        groups=tuple(lanes),
     )
 
 
@@ -231,34 +254,27 @@ def _admission(plan: PipelinePlan, order: Sequence[str], ahead: int, streams: bo
 # ------------------------------------------------------------------------------------- host waits
 
 
-def _host_waits(layout: _Layout, plan: PipelinePlan) -> dict[str, list[_Hop]]:
-    """The host waits of every task, none implied by others; weights are lags."""
-    crossing = {
-        _Hop(dep.producer, dep.consumer, layout.lag(dep))
-        for dep in layout.deps
-        if layout.group[dep.producer] != layout.group[dep.consumer]
-    }
-    ordered = [n for n in layout.order if n in plan.schedule and plan.schedule[n].globally_ordered]
-    for chain in (ordered, *_by_stream(layout).values()):
-        crossing |= {
-            h for h in _ring(chain) if layout.group[h.producer] != layout.group[h.consumer]
-        }
-    members: dict[str, list[str]] = defaultdict(list)
-    for name in layout.order:
-        members[layout.group[name]].append(name)
-    program_order = [hop for chain in members.values() for hop in _ring(chain)]
-    return _by_consumer(layout, _reduce(crossing, program_order))
+def _host_waits(layout: _Layout) -> list[list[_Hop]]:
+    """Place to the host waits there, none implied by others; weights are lags."""
+    stage, lane = layout.stage, layout.lane
+    edges = [_Hop(p, c, stage[c] - stage[p] + distance) for p, c, distance in layout.deps]
+    for chain in (layout.ordered, *_by_stream(layout)):
+        edges += _ring(chain)
+    crossing = [hop for hop in edges if lane[hop.producer] != lane[hop.consumer]]
+    program_order = [hop for chain in layout.members for hop in _ring(chain)]
+    return _reduce(crossing, program_order, range(len(lane)))
 
 
-def _by_stream(layout: _Layout) -> dict[StreamRef, list[str]]:
-    chains: dict[StreamRef, list[str]] = defaultdict(list)
-    for name in layout.order:
-        if layout.stream[name] is not None:
-            chains[layout.stream[name]].append(name)
-    return chains
+def _by_stream(layout: _Layout) -> Iterable[list[int]]:
+    """The places of each named stream's tasks."""
+    chains: dict[int, list[int]] = defaultdict(list)
+    for place, queue in enumerate(layout.queue):
+        if queue:
+            chains[queue].append(place)
+    return chains.values()
 
 
-def _ring(chain: Sequence[str]) -> list[_Hop]:
+def _ring(chain: Sequence[int]) -> list[_Hop]:
     """A chain within a period, closed from its last task to its first of the period after."""
     if not chain:
         return []
@@ -269,91 +285,87 @@ def _ring(chain: Sequence[str]) -> list[_Hop]:
 # ------------------------------------------------------------------------------------ event waits
 
 
-def _event_waits(layout: _Layout) -> dict[str, list[_Hop]]:
-    """The event waits of every task, none implied by others; weights are distances."""
-    crossing: set[_Hop] = set()
+def _event_waits(layout: _Layout) -> list[list[_Hop]]:
+    """Place to the event waits there, none implied by others; weights are distances."""
+    stage, queue = layout.stage, layout.queue
+    crossing: list[_Hop] = []
     fixed: list[_Hop] = []
-    for dep in layout.deps:
-        hop = _Hop(dep.producer, dep.consumer, dep.distance)
-        if not _one_stream(layout.stream[dep.producer], layout.stream[dep.consumer]):
-            crossing.add(hop)
-        elif dep.distance >= 0:
-            fixed.append(hop)
+    for hop in layout.deps:
+        (fixed if queue[hop.producer] == queue[hop.consumer] else crossing).append(hop)
     for chain in _fifo_chains(layout):
-        for hop in _ring(chain):
+        for a, b, lag in _ring(chain):
             # The later task on iteration i runs after the sooner one on i - distance; where that
             # lies in the future, a weaker truth will do: stream order holds between iterations.
-            distance = hop.weight + layout.stage[hop.producer] - layout.stage[hop.consumer]
-            fixed.append(_Hop(hop.producer, hop.consumer, max(0, distance)))
-    return _by_consumer(layout, _reduce(crossing, fixed))
+            fixed.append(_Hop(a, b, max(0, lag + stage[a] - stage[b])))
+    return _reduce(crossing, fixed, sorted(range(len(stage)), key=lambda k: (stage[k], k)))
 
 
-def _one_stream(a: StreamRef, b: StreamRef) -> bool:
-    # A torch.Stream takes whatever it is compared with for a stream, and never differs from None.
-    return isinstance(a, torch.Stream) == isinstance(b, torch.Stream) and a == b
-
-
-def _fifo_chains(layout: _Layout) -> list[list[str]]:
+def _fifo_chains(layout: _Layout) -> Iterable[list[int]]:
     """Tasks whose device work is known to be queued in period order on one stream.
 
     Tasks that name a stream are submitted in that order. Those on the caller's stream are only
     where one thread submits them.
     """
-    chains: dict[object, list[str]] = defaultdict(list)
-    for name in layout.order:
-        if name == ADMIT:  # its event is recorded for some batches only: nothing leads through it
-            continue
-        stream = layout.stream[name]
-        chains[(None, layout.group[name]) if stream is None else stream].append(name)
-    return list(chains.values())
+    chains: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, (queue, lane) in enumerate(zip(layout.queue, layout.lane, strict=True)):
+        # <admit>'s event is recorded for some batches only: nothing leads through it.
+        if layout.order[place] != ADMIT:
+            chains[(queue, 0 if queue else lane)].append(place)
+    return chains.values()
 
 
 # -------------------------------------------------------------------------------------- reduction
 
 
-def _by_consumer(layout: _Layout, hops: Iterable[_Hop]) -> dict[str, list[_Hop]]:
-    index = {name: i for i, name in enumerate(layout.order)}
-    waits: dict[str, list[_Hop]] = {name: [] for name in layout.order}
-    for hop in sorted(hops, key=lambda h: (h.weight, index[h.producer])):
-        waits[hop.consumer].append(hop)
+def _reduce(edges: Iterable[_Hop], fixed: Iterable[_Hop], order: Sequence[int]) -> list[list[_Hop]]:
+    """Consumer to its edges, less those that a path of no greater weight implies; lightest first.
+
+    Paths lead through all other edges and ``fixed``. An edge that is implied may lead to another
+    one's being so: turn by turn the graph has no cycle, and what is left of it in the end does not
+    depend on what is dropped first. Edges of negative weight stay, and no path leads through them.
+
+    Args:
+        edges: To be kept or dropped.
+        fixed: What holds anyway.
+        order: All places; hops of weight 0 lead from earlier ones to later ones.
+    """
+    lightest: list[dict[int, int]] = [{} for _ in order]
+    always = set(fixed)
+    kept = set(edges) - always
+    for producer, consumer, weight in (*kept, *always):
+        if 0 <= weight <= lightest[producer].get(consumer, weight):
+            lightest[producer][consumer] = weight
+    beyond = _beyond(lightest, order, max((hop.weight for hop in kept), default=-1))
+    waits: list[list[_Hop]] = [[] for _ in order]
+    for hop in sorted(kept, key=lambda hop: (hop.weight, hop.producer)):
+        producer, consumer, weight = hop
+        if weight < 0 or not (
+            lightest[producer][consumer] < weight or beyond[weight][producer] >> consumer & 1
+        ):
+            waits[consumer].append(hop)
     return waits
 
 
-def _reduce(edges: Iterable[_Hop], fixed: Iterable[_Hop]) -> set[_Hop]:
-    """Drop every edge that a path of no greater weight through the rest and ``fixed`` implies.
+def _beyond(hops: Sequence[Mapping[int, int]], order: Sequence[int], most: int) -> list[list[int]]:
+    """Weight, up to ``most``, to place to the set, in bits, of where two hops or more lead.
 
-    Edges of negative weight stay, and no path leads through them.
+    Args:
+        hops: Producer to consumer to weight.
+        order: As for ``_reduce``.
+        most: The greatest weight that is asked for.
     """
-    kept = set(edges)
-    out: dict[str, set[_Hop]] = defaultdict(set)
-    for hop in (*kept, *fixed):
-        if hop.weight >= 0:
-            out[hop.producer].add(hop)
-    always = set(fixed)
-    for hop in sorted(kept, key=lambda h: (-h.weight, h)):
-        if hop.weight < 0:
-            continue
-        if hop not in always:
-            out[hop.producer].discard(hop)
-        if hop in always or _reaches(out, hop):
-            kept.discard(hop)
-        else:
-            out[hop.producer].add(hop)
-    return kept
-
-
-def _reaches(out: dict[str, set[_Hop]], edge: _Hop) -> bool:
-    """Whether a path of no more than the edge's weight leads from its producer to its consumer."""
-    best: dict[str, int] = {}
-    heap = [(0, edge.producer)]
-    while heap:
-        weight, name = heapq.heappop(heap)
-        for hop in out[name]:
-            total = weight + hop.weight
-            if total > edge.weight or best.get(hop.consumer, total + 1) <= total:
-                continue
-            if hop.consumer == edge.consumer:
-                return True
-            best[hop.consumer] = total
-            heapq.heappush(heap, (total, hop.consumer))
-    return False
+    beyond: list[list[int]] = []
+    reached: list[list[int]] = []  # by any number of hops
+    for weight in range(most + 1):
+        beyond.append([0] * len(order))
+        reached.append([0] * len(order))
+        for place in reversed(order):
+            far, near = 0, 1 << place
+            for consumer, taken in hops[place].items():
+                if taken <= weight:
+                    bit = 1 << consumer
+                    far |= reached[weight - taken][consumer] & ~bit
+                    near |= bit
+            beyond[weight][place] = far
+            reached[weight][place] = far | near
+    return beyond
