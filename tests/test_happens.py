@@ -81,7 +81,7 @@ def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
     return PipelinePlan.from_dict({**plan.to_dict(), **changes})
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", [-2, -1, 0, 1, 2])
 def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
     """In the shortest run that has both iterations, for every pair of tasks: no more, no less."""
@@ -100,7 +100,7 @@ def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
     assert sure > 5 * PLANS if distance >= 0 else sure > PLANS // 10
 
 
-@pytest.mark.property
+@pytest.mark.slow
 def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
     """For every pair of iterations of a run of five."""
     refuted = 0

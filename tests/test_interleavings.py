@@ -47,13 +47,13 @@ def run_random_plans_on_cpu() -> None:
         run_on_cpu(random_case(seed, most_tasks=5), ExploringHost(seed))
 
 
-@pytest.mark.property
+@pytest.mark.slow
 def test_random_plans_on_the_cpu_give_the_serial_numbers_in_every_interleaving() -> None:
     """Host waits alone have to do, without a device that would tell."""
     run_random_plans_on_cpu()
 
 
-@pytest.mark.property
+@pytest.mark.slow
 def test_random_plans_on_the_virtual_device_break_no_rule_in_every_interleaving() -> None:
     """Adversarial threads and adversarial streams together."""
     for seed in range(SCHEDULES):
@@ -61,7 +61,7 @@ def test_random_plans_on_the_virtual_device_break_no_rule_in_every_interleaving(
         assert not finding, f"seed {seed}: {finding}"
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("close", [False, True], ids=["failing", "closing"])
 def test_a_broken_run_ends_in_every_interleaving(close: bool) -> None:
     """A failure anywhere, or a close on the way: everybody wakes, nothing is left unordered."""

@@ -22,7 +22,7 @@ from tests.machines import TorchMachine, outputs, random_pauses, tasks_of
 from tests.strategies import Case, cases
 from tests.virtual.harness import run_case
 
-pytestmark = pytest.mark.property
+pytestmark = pytest.mark.slow
 
 SEED = 11
 """Of the draws of tasks that draw."""

@@ -144,7 +144,7 @@ def test_collectives_are_issued_in_one_order_on_four_ranks(four_ranks: Ranks) ->
     check_orders(four_ranks, 3)
 
 
-@pytest.mark.property
+@pytest.mark.slow
 def test_two_hundred_runs_do_not_hang(two_ranks: Ranks) -> None:
     """Delays drawn anew in each."""
     check_orders(two_ranks, 200, first_seed=1000)

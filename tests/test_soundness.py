@@ -51,7 +51,7 @@ def named(problems: list[Problem]) -> set[frozenset[str]]:
 # ------------------------------------------------------------------- against trying everything
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None:
     """No false alarm on 500 safe plans; all unsafe ones refused, for the pairs at fault."""
@@ -76,7 +76,7 @@ def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None
     assert threaded > SAFE_PLANS // 2
 
 
-@pytest.mark.property
+@pytest.mark.slow
 def test_what_lies_further_apart_follows() -> None:
     """In runs of four iterations nothing else goes wrong than in runs of two."""
     explored = 0
@@ -91,7 +91,7 @@ def test_what_lies_further_apart_follows() -> None:
     assert explored > 90
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bool) -> None:
     """Each edge of 200 valid plans is taken out in turn."""
@@ -148,7 +148,7 @@ def stale_pair(seed: int) -> tuple[PipelinePlan, dict[str, Effects]]:
     return plan, {name: rng.choice(uses) for name in names}
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_staleness_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
     streams: bool,

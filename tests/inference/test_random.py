@@ -15,7 +15,7 @@ from swpipe.inference.orders import Edge, Orders, edge_of
 from tests.machines import TorchMachine, tasks_of
 from tests.strategies import Workload, dependences_of, random_workload
 
-pytestmark = pytest.mark.property
+pytestmark = pytest.mark.slow
 
 
 def stated(workload: Workload) -> dict[str, tuple[set[str], set[str]]]:

@@ -116,7 +116,7 @@ def test_a_shipped_plan_is_right_on_both_kinds_of_device(
     assert verify(plan, effects=effects).orders > 10
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_shipped_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(name: str) -> None:
     """Each edge is taken out in turn; those that others imply are not missed."""

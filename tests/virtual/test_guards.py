@@ -31,7 +31,7 @@ def complain(seed: int, finding: Finding) -> None:
     raise BaseExceptionGroup(f"seed {seed}", found)
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(part: int) -> None:
     """Late streams, adversarial events: no race, early wait, use after free, or running ahead."""
@@ -40,7 +40,7 @@ def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(pa
             complain(seed, finding)
 
 
-@pytest.mark.property
+@pytest.mark.slow
 def test_failing_and_closing_break_no_rule_of_the_device() -> None:
     """What a broken-off run leaves on the device is ordered before whatever comes next."""
     for seed in range(PLANS // 8):

@@ -255,6 +255,8 @@ def _answer(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSo
 
     try:
         Thread(target=solve, name="solver").start()
+        while not answer.done():  # in turns: a signal just before a sleep would not end that
+            wait([answer], timeout=0.1)
         return answer.result()
     except BaseException:
         if not answer.cancel():

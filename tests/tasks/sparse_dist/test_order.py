@@ -87,7 +87,7 @@ def test_threads_and_delays_change_no_number_and_never_hang(two_ranks: Ranks, na
     assert two_ranks.run(_delayed, name, 4, 6) == [[], []]
 
 
-@pytest.mark.property
+@pytest.mark.slow
 @pytest.mark.parametrize("name", THREADS)
 def test_two_hundred_runs_never_hang(two_ranks: Ranks, name: str) -> None:
     """The same, for long."""

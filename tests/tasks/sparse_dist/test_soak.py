@@ -115,7 +115,7 @@ def test_awkward_ends_and_switches_change_no_number(two_ranks: Ranks, name: str)
         assert where == []
 
 
-@pytest.mark.property
+@pytest.mark.slow
 def test_memory_stays_flat_over_a_thousand_steps(two_ranks: Ranks) -> None:
     """After the first third nothing grows by more than the allocator's noise."""
     for where, peaks in two_ranks.run(_soaked, PIPELINES[1], 1000, deadline_s=170):
