@@ -156,6 +156,13 @@ class PipelinePlan:
         """How many iterations may be in flight."""
         return self.max_stage + 1 if self.pipeline_depth is None else self.pipeline_depth
 
+    @property
+    def thread_groups(self) -> tuple[str, ...]:
+        """The caller's group, then the others as tasks first name them."""
+        return tuple(
+            dict.fromkeys((DEFAULT_GROUP, *(s.thread_group for s in self.schedule.values())))
+        )
+
     # ------------------------------------------------------------------ files
 
     def to_dict(self) -> dict[str, Any]:

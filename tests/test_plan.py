@@ -175,3 +175,11 @@ def test_staleness_goes_to_files_and_back() -> None:
     plan = PipelinePlan({"a": TaskSchedule()}, stale={"embeddings": 1})
     assert PipelinePlan.from_toml(plan.to_toml()) == plan
     assert PipelinePlan.from_json(plan.to_json()) == plan
+
+
+def test_thread_groups_come_as_tasks_name_them_the_callers_first() -> None:
+    """The caller's own is there even where no task is on it."""
+    plan = PipelinePlan(
+        {name: TaskSchedule(thread_group=group) for name, group in (("a", "io"), ("b", "dist"))}
+    )
+    assert plan.thread_groups == ("default", "io", "dist")

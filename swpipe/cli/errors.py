@@ -58,8 +58,14 @@ def about_plan(name: str) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        problems = "; ".join(problem.text for problem in error.problems)
-        raise UserError(f"plan {name}: {problems}") from error
+        raise UserError(f"plan {name}: {in_one_line(error)}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error says; of a plan's all problems, without the picture."""
+    if isinstance(error, PlanError):
+        return "; ".join(problem.text for problem in error.problems)
+    return str(error)
 
 
 # The click job's own errors, if the click job was loaded at all.

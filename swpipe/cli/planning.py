@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from swpipe.cli.errors import UserError, about_plan
+from swpipe.cli.errors import UserError, about_plan, in_one_line
 from swpipe.cli.workload import Workload
 from swpipe.costs import CostModel
 from swpipe.device import resolve
-from swpipe.errors import PlanError
 from swpipe.pipeline import SWPipeline
-from swpipe.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.plan import PipelinePlan
 from swpipe.plans import Bounds, Choice, Limits, auto_plan, simulate
 from swpipe.soundness import order_problems
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
     from swpipe.inference import Recording
+
+T = TypeVar("T")
 
 AUTO = "auto"
 """The plan that is yet to be made."""
@@ -61,14 +61,7 @@ def load_costs(path: Path) -> CostModel:
     Raises:
         UserError: There is no such file, or it is something else.
     """
-    try:
-        return CostModel.load(path)
-    except OSError as error:
-        raise UserError(f"costs {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"costs {path}: {error}") from error
-    except PlanError as error:
-        raise UserError(f"costs {path}: {'; '.join(p.text for p in error.problems)}") from error
+    return _loaded(CostModel.load, path, "costs ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +112,20 @@ def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
 
 
 def _within(plan: PipelinePlan, limits: Limits) -> bool:
-    groups = {DEFAULT_GROUP, *(entry.thread_group for entry in plan.schedule.values())}
-    return plan.depth <= limits.in_flight and len(groups) <= limits.threads and not limits.frozen
+    fits = plan.depth <= limits.in_flight and len(plan.thread_groups) <= limits.threads
+    return fits and not limits.frozen
 
 
 def _ready_made(
     name: str, plan: PipelinePlan, costs: CostModel, bounds: Bounds, streams: bool
 ) -> Choice:
     """A plan that nobody had to make."""
-    groups = {DEFAULT_GROUP, *(entry.thread_group for entry in plan.schedule.values())}
     return Choice(
         plan=plan,
         ii_us=simulate(plan, costs, streams=streams).ii_us,
         bounds=bounds,
         in_flight=plan.depth,
-        threads=len(groups),
+        threads=len(plan.thread_groups),
         why=(f"It is the ready-made plan {name}.",),
     )
 
@@ -194,12 +186,16 @@ def load_trace(path: Path) -> Trace:
     Raises:
         UserError: There is no such file, or it is something else.
     """
+    return _loaded(Trace.load, path)
+
+
+def _loaded(load: Callable[[Path], T], path: Path, what: str = "") -> T:
     try:
-        return Trace.load(path)
+        return load(path)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{what}{path}: {error.strerror}") from error
+    except ValueError as error:  # a PlanError, broken JSON and bytes that are no text, too
+        raise UserError(f"{what}{path}: {in_one_line(error)}") from error
 
 
 def keep_plan(plan: PipelinePlan, path: Path | None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule, executor, steps
 from swpipe.executor import Run
-from swpipe.flight import Flight
+from tests import unguarded
 from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
 
 ITERATIONS = 12
@@ -174,29 +174,6 @@ def _without_sink_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(executor, "wait_for_events", _no_wait)
 
 
-def _without_hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
-    class Forgetful(list[object]):
-        def append(self, value: object) -> None:
-            return None
-
-    class Careless(Flight):
-        __slots__ = ()
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.held = Forgetful()
-
-    patch.setattr(executor, "Flight", Careless)
-
-
-def _without_hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Run, "_hold", lambda run, flight: None)
-
-
-def _without_back_pressure(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Run, "_await_device", lambda run, event: None)
-
-
 @dataclass(frozen=True)
 class Guard:
     """One guard: the case that needs it, and how to take it away."""
@@ -208,11 +185,11 @@ class Guard:
 GUARDS = (
     Guard(event_waits, _without_event_waits),
     Guard(sink_waits, _without_sink_waits),
-    Guard(deleted_attribute, _without_hold_on_dropped),
-    Guard(overwritten_attribute, _without_hold_on_dropped),
-    Guard(retired_while_read, _without_hold_at_retirement),
-    Guard(read_by_the_caller, _without_hold_at_retirement),
-    Guard(admitted_too_soon, _without_back_pressure),
+    Guard(deleted_attribute, unguarded.hold_on_dropped),
+    Guard(overwritten_attribute, unguarded.hold_on_dropped),
+    Guard(retired_while_read, unguarded.hold_at_retirement),
+    Guard(read_by_the_caller, unguarded.hold_at_retirement),
+    Guard(admitted_too_soon, unguarded.back_pressure),
 )
 
 each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.case.__name__)

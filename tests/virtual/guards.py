@@ -16,7 +16,6 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule, executor, pipeline, program, virtual
 from swpipe.executor import LaneRunner, Run
-from swpipe.flight import Flight
 from swpipe.program import ADMIT, RETIRE, Instruction, Program
 from swpipe.virtual import (
     EventReused,
@@ -27,6 +26,7 @@ from swpipe.virtual import (
     WaitBeforeRecord,
     clocks,
 )
+from tests import unguarded
 from tests.exploring import ExploringHost
 from tests.strategies import Case, TaskSpec, Workload, random_case
 from tests.virtual.harness import Finding, break_case, run_case
@@ -158,29 +158,6 @@ def _stream_order(patch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------ changes to the run
 
 
-def _hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
-    class Forgetful(list[object]):
-        def append(self, value: object) -> None:
-            return None
-
-    class Careless(Flight):
-        __slots__ = ()
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.held = Forgetful()
-
-    patch.setattr(executor, "Flight", Careless)
-
-
-def _hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Run, "_hold", lambda run, flight: None)
-
-
-def _back_pressure(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Run, "_await_device", lambda run, event: None)
-
-
 def _back_pressure_between_runs(patch: pytest.MonkeyPatch) -> None:
     begin = Run.__init__
 
@@ -242,9 +219,9 @@ GUARDS = (
     Guard("event waits", _instructions(_event_waits), (Race,)),
     Guard("event wait for a batch on the device", _instructions(_batch_wait), (Race,)),
     Guard("sink waits at retirement", _instructions(_sink_waits), (Race,)),
-    Guard("hold on deleted and overwritten attributes", _hold_on_dropped, (UseAfterFree,)),
-    Guard("hold at retirement", _hold_at_retirement, (UseAfterFree,)),
-    Guard("back-pressure", _back_pressure, (RanAhead,)),
+    Guard("hold on deleted and overwritten attributes", unguarded.hold_on_dropped, (UseAfterFree,)),
+    Guard("hold at retirement", unguarded.hold_at_retirement, (UseAfterFree,)),
+    Guard("back-pressure", unguarded.back_pressure, (RanAhead,)),
     Guard("back-pressure from one run to the next", _back_pressure_between_runs, (RanAhead,)),
     Guard("record before publish", _record_before_publish, (WaitBeforeRecord, EventReused)),
     Guard("as many events as iterations can ask for", _program(_one_event), (EventReused,)),

@@ -56,17 +56,12 @@ class Judged(NamedTuple):
     @property
     def score(self) -> tuple[float, int, int]:
         """Less is better: interval, threads, iterations in flight."""
-        return (round(self.ii_us, 3), threads_of(self.plan), self.plan.depth)
+        return (round(self.ii_us, 3), len(self.plan.thread_groups), self.plan.depth)
 
     @property
     def layout(self) -> tuple[object, ...]:
         """Threads, streams and lookaheads: all but the order."""
         return tuple((e.thread_group, e.stream, e.stage) for e in self.plan.schedule.values())
-
-
-def threads_of(plan: PipelinePlan) -> int:
-    """How many threads a plan takes, the caller's counted."""
-    return len({DEFAULT_GROUP, *(entry.thread_group for entry in plan.schedule.values())})
 
 
 class Space:
@@ -101,7 +96,7 @@ class Space:
         streams_now = tuple(self._stream(entry.stream) for entry in plan.schedule.values())
         self._first = Candidate(GIVEN, streams_now, self._order)
         self.threads_needed = {
-            name: threads_of(self._shaped(self._first._replace(threads=name)))
+            name: len(self._shaped(self._first._replace(threads=name)).thread_groups)
             for name in (GIVEN, *PRESETS)
         }
 
@@ -146,7 +141,7 @@ class Space:
             shaped = self._shaped(candidate)
             groups = tuple(entry.thread_group for entry in shaped.schedule.values())
             key = (groups, candidate.streams, candidate.priority)
-            if key in self._seen or threads_of(shaped) > self._limits.threads:
+            if key in self._seen or len(shaped.thread_groups) > self._limits.threads:
                 continue
             self._seen.add(key)
             found = best_assignment(

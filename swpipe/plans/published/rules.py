@@ -115,7 +115,7 @@ def too_deep(plan: PipelinePlan, limits: Limits) -> Iterator[Problem]:
 
 def too_many_threads(plan: PipelinePlan, limits: Limits) -> Iterator[Problem]:
     """What the limits say of a plan's thread groups, where these stay as they are."""
-    groups = dict.fromkeys([DEFAULT_GROUP, *(e.thread_group for e in plan.schedule.values())])
+    groups = plan.thread_groups
     if len(groups) > limits.threads:
         yield Problem(
             f"the limit of {limits.threads} thread groups binds: the plan has {len(groups)} "
