@@ -10,8 +10,14 @@ share) while the others wait for it in a collective, from which no Python gets t
     every rank            when that was said and all are ready, ends with the verdict's exit code
 
 A thread on each rank looks out for a verdict, and ends the process where the main thread cannot.
-All other exceptions take their own way: a traceback of the rank that raised, torchrun ends the job,
-and other ranks' errors name the first one (``swpipe.ranks``).
+All other exceptions take their own way: the rank that raised tells its traceback and ends with exit
+code 1, torchrun ends the job, and other ranks' errors name the first one (``swpipe.ranks``).
+
+A rank that fails does not go through the interpreter's end, where gloo would abort it now and then
+(exit code -6, after the traceback). A collective is still pending, another rank answers it, and
+gloo's thread lets go of a tensor that Python has let go of before. For that it asks for the
+interpreter, which ends by now every thread that asks; and to end a thread inside a C++ destructor
+is to abort.
 """
 
 from __future__ import annotations
@@ -126,6 +132,13 @@ class RankedJob:
         held = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
         self._leave(self._store, Verdict(*json.loads(held)), sys.stderr)
 
+    def fail(self) -> NoReturn:
+        """End this process with the traceback of the exception being handled, and exit code 1."""
+        sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # see above
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Within the block, end the process when another rank has left a verdict."""
@@ -188,12 +201,18 @@ def on_all(job: RankedJob, make: Callable[[], ClickConfig]) -> ClickConfig:
 def run_on_ranks(command: Callable[[RankedJob], int | None]) -> int:
     """Run a command on this rank, together with the others; its exit code.
 
-    Raises:
-        Exception: Whatever is not the user's mistake.
+    Does not return where the command raises: the process ends.
     """
     job = RankedJob()
     # Several ranks share a machine's cores; and a sum that is split among threads rounds otherwise.
     torch.set_num_threads(1)
+    try:
+        return _run(job, command)
+    except Exception:  # noqa: BLE001 - told, and the end
+        job.fail()
+
+
+def _run(job: RankedJob, command: Callable[[RankedJob], int | None]) -> int:
     verdict, code = None, 0
     with Path(os.devnull).open("w") as nowhere, job.watched():
         try:
