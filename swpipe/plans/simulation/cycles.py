@@ -67,22 +67,20 @@ class Cycle:
         return self.time / self.distance / TICKS_PER_US
 
 
-def heaviest_cycle(nodes: int, arcs: Sequence[Arc], guess: Cycle | None = None) -> Cycle | None:
-    """The cycle with the most time per distance; None where no cycle takes any time.
+def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> Cycle | None:
+    """The cycle with the most time per distance; None where no cycle takes more than ``above``.
 
     Args:
         nodes: How many there are.
         arcs: Sorted along the arcs of distance 0 it goes fastest. Every cycle has a positive
             distance.
-        guess: Some cycle of the graph: the search begins at its ratio.
+        above: Ticks per turn. The search begins there, and is short where that is near.
     """
-    best = guess if guess is not None and guess.time > 0 else None
-    while True:
-        time, distance = (best.time, best.distance) if best is not None else (0, 1)
-        heavier = _positive_cycle(nodes, arcs, time, distance)
-        if heavier is None:
-            return best
-        best = heavier
+    best: Cycle | None = None
+    time, distance = above, 1
+    while (heavier := _positive_cycle(nodes, arcs, time, distance)) is not None:
+        best, time, distance = heavier, heavier.time, heavier.distance
+    return best
 
 
 def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -> Cycle | None:

@@ -1,20 +1,18 @@
-"""The steady-state interval of a timed graph, and what sets it."""
+"""The steady-state interval of a timed graph."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swpipe.plans.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
-from swpipe.plans.simulation.playout import Playout, play
-from swpipe.plans.simulation.timed_graph import LOCK, TimedGraph
-from swpipe.program import ADMIT
-from swpipe.trace.span import OWN, Row
+from swpipe.plans.simulation.causes import cause
+from swpipe.plans.simulation.cycles import TICKS_PER_US, heaviest_cycle
+from swpipe.plans.simulation.playout import ENDLESS, Player
+from swpipe.plans.simulation.timed_graph import TimedGraph
 
-LENGTHS = (3, 16)
-"""How many times the system's memory is played before giving up on a repetition."""
+LONGEST_RUN = 16
+"""Times the graph's reach, in iterations: then a repetition is given up."""
 
 LONGEST_PATTERN = 12
 """Iterations in the longest repetition that is looked for."""
@@ -27,12 +25,17 @@ class Interval:
     Attributes:
         ii_us: From one iteration to the next, in microseconds.
         exact: Whether that is exact, or a mean.
-        limit: What sets it, in words.
+        graph: Of what.
     """
 
     ii_us: float
     exact: bool
-    limit: str
+    graph: TimedGraph = field(repr=False)
+
+    @property
+    def limit(self) -> str:
+        """What sets it, in words; found when asked for, since it takes a while."""
+        return cause(self.graph, self.ii_us)
 
 
 def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
@@ -43,140 +46,55 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
         enough_us: To those who compare, an interval of this or more is as good as any other: where
             a bound shows that it is, the bound stands for it, and nothing is played.
     """
-    cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
-    least_us = cycle.ratio_us if cycle is not None else 0.0
-    if not graph.contended or least_us >= enough_us:
-        return Interval(least_us, True, "nothing" if cycle is None else _cycle_words(graph, cycle))
-    key, load = max(graph.load.items(), key=lambda item: item[1])
-    taken_us = load / TICKS_PER_US
-    found = _play_until_repeated(graph)
-    ii_us = max(found.ii_us, taken_us, least_us)
-    if ii_us <= taken_us:
-        limit = _load_words(graph, key)
-    elif cycle is not None and ii_us <= least_us:
-        limit = _cycle_words(graph, cycle)
-    else:
-        limit = _chain_words(found)
-    return Interval(ii_us, found.exact, limit)
+    taken = max(graph.load.values())
+    cycle = heaviest_cycle(len(graph.nodes), graph.arcs, above=taken)
+    bound_us = taken / TICKS_PER_US if cycle is None else cycle.ratio_us
+    if not graph.contended or bound_us >= enough_us:
+        return Interval(bound_us, True, graph)
+    pace = _pace(graph)
+    return Interval(max(pace.ii_us, bound_us), pace.exact, graph)
 
 
-# ------------------------------------------------------------------------------- repetition
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    playout: Playout
-    last: int
-    """The last iteration that the run's end cannot have touched."""
+class _Pace(NamedTuple):
     ii_us: float
     exact: bool
 
 
-def _play_until_repeated(graph: TimedGraph) -> _Found:
+def _pace(graph: TimedGraph) -> _Pace:
     """The interval of a run that repeats itself tick for tick, or the mean of a long one."""
-    # What is decided next depends on iterations in flight, and on those that arcs lead back to.
-    memory = graph.depth + max(arc.distance for arc in graph.arcs) + 1
-    for length in LENGTHS:
-        playout = play(graph, length * memory)
-        last = _untouched(playout)
-        shapes = [_shape(playout, i) for i in range(last + 1)]
-        for pattern in range(1, LONGEST_PATTERN + 1):
-            if last + 1 < memory + pattern:
-                break
-            if shapes[-memory:] == shapes[-memory - pattern : -pattern]:
-                taken = playout.retired(last) - playout.retired(last - pattern)
-                return _Found(playout, last, taken / pattern / TICKS_PER_US, True)
-    half = last // 2
-    taken = playout.retired(last) - playout.retired(half)
-    return _Found(playout, last, taken / max(1, last - half) / TICKS_PER_US, False)
+    run = Player(graph, ENDLESS)
+    size, memory = run.size, _memory(graph)
+    turns = [node.stage * size + k for k, node in enumerate(graph.nodes)]
+    retired: list[int] = []
+    shapes: list[tuple[int, ...]] = []
+    # Pattern to iterations in a row that look like the one so many before.
+    alike = [0] * (LONGEST_PATTERN + 1)
+    for i in range(LONGEST_RUN * graph.reach):
+        retired.append(run.retired(i))
+        # All that the iteration did, seen from its end; and from the end of the one before.
+        done, end, at = retired[i], run.end, i * size
+        shape = (done - retired[i - 1], *[end[at + turn] - done for turn in turns])
+        shapes.append(shape)
+        for pattern in range(1, min(i, LONGEST_PATTERN) + 1):
+            alike[pattern] = alike[pattern] + 1 if shapes[i - pattern] == shape else 0
+            if alike[pattern] == memory:
+                return _Pace((done - retired[i - pattern]) / pattern / TICKS_PER_US, True)
+    half = len(retired) // 2
+    taken = retired[-1] - retired[half]
+    return _Pace(taken / (len(retired) - 1 - half) / TICKS_PER_US, False)
 
 
-def _untouched(playout: Playout) -> int:
-    """The last iteration that was done before the first missing one could have been admitted."""
-    graph, missing = playout.graph, playout.iterations
-    admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
-    turn = playout.turn(admit, missing)
-    if turn >= len(playout.end):
-        return missing - 1
-    return max(i for i in range(missing) if i == 0 or playout.retired(i) <= playout.end[turn])
+def _memory(graph: TimedGraph) -> int:
+    """How many iterations, one after the other, decide all that comes after them.
 
-
-def _shape(playout: Playout, iteration: int) -> Hashable:
-    """All that one iteration did, seen from its end and from the end of the one before."""
-    done = playout.retired(iteration)
-    step = done - playout.retired(iteration - 1) if iteration else 0
-    nodes = range(len(playout.graph.nodes))
-    return (step, *(playout.end[playout.turn(k, iteration)] - done for k in nodes))
-
-
-# ------------------------------------------------------------------------------------ words
-
-
-def _load_words(graph: TimedGraph, key: Row | str) -> str:
-    if isinstance(key, Row):
-        nodes = [node for node in graph.nodes if node.row == key and node.time]
-        return f"{key.kind} {key.name!r}, always busy: {_names(node.task for node in nodes)}"
-    what = f"the {key}" if key == LOCK else f"resource {key!r}"
-    return f"{what}, always taken: {_names(graph.users[key])}"
-
-
-def _names(tasks: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(tasks))
-
-
-def _cycle_words(graph: TimedGraph, cycle: Cycle) -> str:
-    rows = {graph.nodes[arc.tail].row for arc in cycle.arcs}
-    if len(rows) == 1 and cycle.distance == 1:
-        return _load_words(graph, rows.pop())
+    When the first of ``depth`` + 1 iterations is done, so are all before it, and no more than those
+    after it are in flight. How these go on is seen in their own shapes; of what was done before,
+    nothing is felt any more but a hand-over, as far back as one reaches.
+    """
     nodes = graph.nodes
-    steps, iteration = [], 0
-    arcs = cycle.arcs
-    first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
-    for tail, head, _, lag in (*arcs[first:], *arcs[:first]):
-        steps.append(_Step(tail, iteration))
-        iteration += lag - nodes[head].stage + nodes[tail].stage
-    return _path_words(graph, steps, iteration, cycle.ratio_us)
-
-
-def _chain_words(found: _Found) -> str:
-    """Back along what each turn waited for last, until it comes round."""
-    playout, graph = found.playout, found.playout.graph
-    size, nodes = len(graph.nodes), graph.nodes
-    path: list[int] = []
-    turn = playout.turn(graph.retire, found.last)
-    met: dict[int, list[int]] = {}
-    while turn >= 0:
-        period, k = divmod(turn, size)
-        for place in met.get(k, ()):
-            periods = path[place] // size - period
-            took_us = (playout.start[path[place]] - playout.start[turn]) / TICKS_PER_US
-            if periods and abs(took_us - periods * found.ii_us) <= 1e-6 * took_us:
-                round_trip = [*reversed(path[place + 1 :]), path[place]]
-                steps = [
-                    _Step(t % size, t // size - nodes[t % size].stage) for t in (turn, *round_trip)
-                ]
-                return _path_words(graph, steps[:-1], periods, found.ii_us, steps[0].iteration)
-        met.setdefault(k, []).append(len(path))
-        path.append(turn)
-        turn = playout.bound_by[turn]
-    return "tasks getting in each other's way, never twice in the same manner"
-
-
-class _Step(NamedTuple):
-    node: int
-    iteration: int
-
-
-def _path_words(
-    graph: TimedGraph, steps: Sequence[_Step], distance: int, ratio_us: float, origin: int = 0
-) -> str:
-    """A cycle that begins and ends with the same task, ``distance`` iterations later."""
-    words: list[str] = []
-    for node, iteration in (*steps, _Step(steps[0].node, steps[0].iteration + distance)):
-        number = iteration - origin
-        word = f"{graph.nodes[node].task} {'i' if not number else f'i{number:+d}'}"
-        if graph.device_of and graph.nodes[node].row.kind == "thread":
-            word += " (host)"
-        if graph.nodes[node].time or graph.nodes[node].task in OWN:
-            words.append(word)
-    return f"a cycle, {ratio_us / 1e3:.3f} ms per iteration: {' -> '.join(words)}"
+    back = (
+        lag - nodes[head].stage + nodes[tail].stage
+        for tail, head, time, lag in graph.arcs
+        if time > nodes[tail].time
+    )
+    return graph.depth + max([1, *back])

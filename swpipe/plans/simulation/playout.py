@@ -12,17 +12,25 @@ the heap, and so is ready no sooner. So only they are put in order of time.
 
 Turns of iterations that do not exist, before the first and after the last, take no time; lanes go
 through them and do their host waits, as in the engine.
+
+A run may be endless: it is played as far as somebody asks for. Retirement holds back admission, so
+nothing gets further ahead of what is contended than the depth allows.
 """
 
 from __future__ import annotations
 
 import heapq
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from swpipe.plans.simulation.timed_graph import LOCK, Node, TimedGraph
+from swpipe.plans.simulation.timed_graph import LOCK, TimedGraph
+
+ENDLESS = sys.maxsize
+"""So many iterations have no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,10 @@ class Playout:
 
 def play(graph: TimedGraph, iterations: int) -> Playout:
     """Run so many iterations, from fill to drain."""
-    return _Player(graph, iterations).play()
+    player = Player(graph, iterations)
+    while player.step():
+        pass
+    return Playout(graph, iterations, player.ready, player.end, player.bound_by)
 
 
 class _Wish(IntEnum):
@@ -64,108 +75,122 @@ class _Wish(IntEnum):
     LOCK = 2
 
 
-_HELD = None
+_HELD = -1
 """When a resource is free whose holder still stands in line for the lock: not known yet."""
 
+_LOCK = 0
+"""The lock's number among the resources."""
 
-class _Player:
+
+class Player:
+    """A run, played step by step.
+
+    Args:
+        graph: What to play; where nothing in it is contended, a run must have an end.
+        iterations: How many there are; may be ``ENDLESS``.
+
+    Attributes:
+        ready: Turn to ticks: its start, once it has an end.
+        end: Turn to ticks; -1 where it is not known yet.
+        bound_by: As in ``Playout``.
+    """
+
     def __init__(self, graph: TimedGraph, iterations: int) -> None:
         self.graph, self.iterations = graph, iterations
         self.size = len(graph.nodes)
-        self.periods = iterations + graph.depth - 1
-        turns = self.size * self.periods
-        self.ready = [0] * turns
-        self.bound_by = [-1] * turns
-        self.start = [0] * turns
-        self.end = [-1] * turns
-        self.out = _outgoing(graph)
-        self.pending = self._pending()
+        self.limit = self.size * (iterations + graph.depth - 1)
+        self.ready: list[int] = []
+        self.end: list[int] = []
+        self.bound_by: list[int] = []
+        self._pending: list[int] = []
+        self._waits = _Waits(graph, iterations)
+        self._out = _outgoing(graph)
+        self._stage = [node.stage for node in graph.nodes]
+        self._time = [node.time for node in graph.nodes]
+        self._lock = [node.lock for node in graph.nodes]
         # Of contention:
-        self.heap: list[tuple[int, int, _Wish]] = []
-        self.free: dict[str, int | None] = {}
-        self.holder: dict[str, int] = {}
-        self.parked: dict[str, list[tuple[int, int, _Wish]]] = {}
-        self.tail = -1  # the last turn in the caller's stream
-        self.behind: dict[int, int] = {}
+        number = {LOCK: _LOCK}
+        self._needs = [
+            tuple(number.setdefault(what, len(number)) for what in node.resources)
+            for node in graph.nodes
+        ]
+        self._wish = [
+            _Wish.HOLD if node.resources else _Wish.LOCK if node.lock else None
+            for node in graph.nodes
+        ]
+        self._heap: list[tuple[int, int, _Wish]] = []
+        self._free = [0] * len(number)
+        self._holder = [-1] * len(number)
+        self._parked: dict[int, list[tuple[int, int, _Wish]]] = {}
+        self._tail = -1  # the last turn in the caller's stream
+        self._behind: dict[int, int] = {}
+        self._grow()
+        self._settle([turn for turn in range(self.size) if not self._pending[turn]])
 
-    def play(self) -> Playout:
-        settle = [turn for turn in range(self.size) if not self.pending[turn]]
-        while True:
+    def step(self) -> bool:
+        """Grant the earliest wish, and compute all that follows; False where there was none."""
+        if not self._heap:
+            return False
+        if settle := self._serve(*heapq.heappop(self._heap)):
             self._settle(settle)
-            if not self.heap:
-                break
-            settle = self._serve(*heapq.heappop(self.heap))
-        return Playout(self.graph, self.iterations, self.start, self.end, self.bound_by)
+        return True
 
-    def _exists(self, node: int, period: int) -> bool:
-        return 0 <= period - self.graph.nodes[node].stage < self.iterations
+    def retired(self, iteration: int) -> int:
+        """Play on until an iteration's end is known; when it comes, in ticks."""
+        retire = self.graph.retire
+        turn = (iteration + self._stage[retire]) * self.size + retire
+        while turn >= len(self.end) or self.end[turn] < 0:
+            self.step()
+        return self.end[turn]
 
-    def _pending(self) -> list[int]:
-        """How many ends each turn waits for."""
-        arcs, nodes = self.graph.arcs, self.graph.nodes
-        fixed = arcs[: len(arcs) - self.graph.optional]
-        optional = arcs[len(fixed) :]
-        most = max((arc.distance for arc in arcs), default=0)
-        steady = [0] * self.size
-        for arc in arcs:
-            steady[arc.head] += 1
-        # Full periods: all stages have an iteration, and had one as far back as any arc reaches.
-        first, last = most + self.graph.depth, self.iterations - 1
-        pending: list[int] = []
-        for period in range(self.periods):
-            if first <= period <= last:
-                counts = steady
-            else:
-                counts = [0] * self.size
-                for arc in fixed:
-                    counts[arc.head] += arc.distance <= period
-                for arc in optional:
-                    counts[arc.head] += self._binds(arc.tail, arc.head, period, arc.distance)
-            pending += counts
-        for node in self.graph.queue:  # one more: the turn ahead of it in the queue
-            stage = nodes[node].stage
-            for period in range(stage, stage + self.iterations):
-                pending[period * self.size + node] += 1
-        return pending
-
-    def _binds(self, tail: int, head: int, period: int, lag: int) -> bool:
-        return self._exists(head, period) and self._exists(tail, period - lag)
+    def _grow(self) -> int:
+        """Make room for some more periods; the number of turns that there is room for now."""
+        size = self.size
+        for _ in range(min(2 * self.graph.depth, (self.limit - len(self.end)) // size)):
+            self._pending += self._waits.in_next_period()
+            self.ready += [0] * size
+            self.end += [-1] * size
+            self.bound_by += [-1] * size
+        return len(self.end)
 
     # ------------------------------------------------------------- uncontended
 
     def _settle(self, stack: list[int]) -> None:
         """Compute all turns that follow from those on the stack, but for the contended ones."""
-        size, nodes, total, turns = self.size, self.graph.nodes, self.iterations, len(self.end)
-        ready, pending, end, bound_by = self.ready, self.pending, self.end, self.bound_by
+        size, total, turns = self.size, self.iterations, len(self.end)
+        stage, time, wish, out = self._stage, self._time, self._wish, self._out
+        ready, pending, end, bound_by = self.ready, self._pending, self.end, self.bound_by
+        queue = self.graph.queue
         while stack:
             turn = stack.pop()
-            period, k = divmod(turn, size)
-            node = nodes[k]
-            iteration = period - node.stage
+            k = turn % size
+            iteration = turn // size - stage[k]
             exists = 0 <= iteration < total
-            if end[turn] < 0:
-                if exists and (node.resources or node.lock):
-                    wish = _Wish.HOLD if node.resources else _Wish.LOCK
-                    heapq.heappush(self.heap, (ready[turn], turn, wish))
-                    continue
-                self.start[turn] = ready[turn]
-                end[turn] = ready[turn] + node.time if exists else ready[turn]
             ended = end[turn]
-            for ahead, extra, distance in self.out[k]:
+            if ended < 0:
+                ended = ready[turn]
+                if exists:
+                    if (wanted := wish[k]) is not None:
+                        heapq.heappush(self._heap, (ended, turn, wanted))
+                        continue
+                    ended += time[k]
+                end[turn] = ended
+            for ahead, extra, distance in out[k]:
                 other = turn + ahead
                 if other >= turns:
-                    continue
+                    if other >= self.limit:
+                        continue
+                    turns = self._grow()
                 if distance is not None and not (exists and 0 <= iteration + distance < total):
                     continue
-                time = ended + extra
-                if time > ready[other]:
-                    ready[other] = time
+                if ended + extra > ready[other]:
+                    ready[other] = ended + extra
                     bound_by[other] = turn
                 pending[other] -= 1
                 if not pending[other]:
                     stack.append(other)
-            if self.graph.queue:
-                stack += self._queued(turn, k, period)
+            if queue:
+                stack += self._queued(turn, k, exists)
 
     # --------------------------------------------------------------- contended
 
@@ -173,56 +198,52 @@ class _Player:
         """Grant the earliest wish; the turns that can be computed now."""
         if wish is _Wish.SUBMIT:
             return self._submit(turn)
-        node = self.graph.nodes[turn % self.size]
-        if wish is _Wish.HOLD:
-            for resource in node.resources:
-                if self.free.get(resource, 0) is _HELD:
-                    self.parked.setdefault(resource, []).append((time, turn, wish))
-                    return []
-            begin = max([time, *(self.free.get(r, 0) or 0 for r in node.resources)])
-            self._blame(turn, time, begin, node.resources)
-            if node.lock:
-                self.free |= dict.fromkeys(node.resources, _HELD)
-                heapq.heappush(self.heap, (begin, turn, _Wish.LOCK))
+        k = turn % self.size
+        needs = self._needs[k] if wish is _Wish.HOLD else (_LOCK,)
+        free, begin = self._free, time
+        for what in needs:
+            if free[what] == _HELD:
+                self._parked.setdefault(what, []).append((time, turn, wish))
                 return []
-        else:
-            begin = max(time, self.free.get(LOCK, 0) or 0)
-            self._blame(turn, time, begin, (LOCK,))
-        self._begin(turn, node, begin)
+            begin = max(begin, free[what])
+        if begin > time:
+            for what in needs:
+                if free[what] == begin:
+                    self.bound_by[turn] = self._holder[what]
+        if wish is _Wish.HOLD and self._lock[k]:
+            for what in needs:
+                free[what] = _HELD
+            heapq.heappush(self._heap, (begin, turn, _Wish.LOCK))
+            return []
+        self._begin(turn, k, begin)
         return [turn]
 
-    def _begin(self, turn: int, node: Node, begin: int) -> None:
-        self.start[turn] = begin
-        self.end[turn] = begin + node.time
-        if node.lock:
-            self.free[LOCK] = begin + node.lock
-            self.holder[LOCK] = turn
-        for resource in node.resources:
-            self.free[resource] = self.end[turn]
-            self.holder[resource] = turn
-            for waiting in self.parked.pop(resource, ()):
-                heapq.heappush(self.heap, waiting)
-
-    def _blame(self, turn: int, asked: int, begin: int, resources: Sequence[str]) -> None:
-        for resource in resources:
-            if begin > asked and (self.free.get(resource, 0) or 0) == begin:
-                self.bound_by[turn] = self.holder[resource]
+    def _begin(self, turn: int, k: int, begin: int) -> None:
+        self.ready[turn] = begin
+        self.end[turn] = begin + self._time[k]
+        if self._lock[k]:
+            self._free[_LOCK] = begin + self._lock[k]
+            self._holder[_LOCK] = turn
+        for what in self._needs[k]:
+            self._free[what] = self.end[turn]
+            self._holder[what] = turn
+            for waiting in self._parked.pop(what, ()):
+                heapq.heappush(self._heap, waiting)
 
     # ------------------------------------------------------ the caller's stream
 
-    def _queued(self, turn: int, k: int, period: int) -> list[int]:
+    def _queued(self, turn: int, k: int, exists: bool) -> list[int]:
         """What a turn's end means for the caller's stream; the turns it lets go on."""
         device = self.graph.device_of.get(k, -1)
-        if device in self.graph.queue and self._exists(device, period):
-            submitted = period * self.size + device
-            heapq.heappush(self.heap, (self.end[turn], submitted, _Wish.SUBMIT))
-        behind = self.behind.pop(turn, -1)
+        if exists and device in self.graph.queue:
+            heapq.heappush(self._heap, (self.end[turn], turn - k + device, _Wish.SUBMIT))
+        behind = self._behind.pop(turn, -1)
         return self._follow(turn, behind) if behind >= 0 else []
 
     def _submit(self, turn: int) -> list[int]:
-        ahead, self.tail = self.tail, turn
+        ahead, self._tail = self._tail, turn
         if ahead >= 0 and self.end[ahead] < 0:
-            self.behind[ahead] = turn
+            self._behind[ahead] = turn
             return []
         return self._follow(ahead, turn)
 
@@ -230,8 +251,42 @@ class _Player:
         if ahead >= 0 and self.end[ahead] > self.ready[turn]:
             self.ready[turn] = self.end[ahead]
             self.bound_by[turn] = ahead
-        self.pending[turn] -= 1
-        return [] if self.pending[turn] else [turn]
+        self._pending[turn] -= 1
+        return [] if self._pending[turn] else [turn]
+
+
+class _Waits:
+    """How many ends each turn waits for, period by period.
+
+    A period has the waits of the one before it, but for those that bind for the first time in it,
+    or did for the last time in the one before.
+    """
+
+    def __init__(self, graph: TimedGraph, iterations: int) -> None:
+        self.period = 0
+        self.counts = [0] * len(graph.nodes)
+        self.first: dict[int, list[int]] = defaultdict(list)
+        self.over: dict[int, list[int]] = defaultdict(list)
+        nodes, fixed = graph.nodes, len(graph.arcs) - graph.optional
+        for _, head, _, lag in graph.arcs[:fixed]:
+            self.first[lag].append(head)
+        for tail, head, _, lag in graph.arcs[fixed:]:
+            stages = (nodes[head].stage, nodes[tail].stage + lag)
+            if max(stages) < min(stages) + iterations:
+                self.first[max(stages)].append(head)
+                self.over[min(stages) + iterations].append(head)
+        for node in graph.queue:  # the turn ahead of it in the queue
+            self.first[nodes[node].stage].append(node)
+            self.over[nodes[node].stage + iterations].append(node)
+
+    def in_next_period(self) -> list[int]:
+        """Node to the ends that its turn waits for; valid until the next call."""
+        for head in self.first.get(self.period, ()):
+            self.counts[head] += 1
+        for head in self.over.get(self.period, ()):
+            self.counts[head] -= 1
+        self.period += 1
+        return self.counts
 
 
 class _Out(NamedTuple):
@@ -249,14 +304,14 @@ class _Out(NamedTuple):
 
 def _outgoing(graph: TimedGraph) -> list[list[_Out]]:
     out: list[list[_Out]] = [[] for _ in graph.nodes]
-    nodes, first_optional = graph.nodes, len(graph.arcs) - graph.optional
+    nodes, fixed = graph.nodes, len(graph.arcs) - graph.optional
     for number, (tail, head, time, lag) in enumerate(graph.arcs):
         distance = lag - nodes[head].stage + nodes[tail].stage
         out[tail].append(
             _Out(
                 ahead=lag * len(nodes) + head - tail,
                 extra=time - nodes[tail].time,
-                distance=distance if number >= first_optional else None,
+                distance=distance if number >= fixed else None,
             )
         )
     return out

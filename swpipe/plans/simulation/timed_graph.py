@@ -100,6 +100,11 @@ class TimedGraph:
         """Whether anything is had by who comes first, so that the arcs alone do not say it all."""
         return bool(self.queue) or any(node.lock or node.resources for node in self.nodes)
 
+    @property
+    def reach(self) -> int:
+        """Periods, or iterations, over which one turn can bear on another at once."""
+        return self.depth + max(arc.distance for arc in self.arcs) + 1
+
 
 def host_time(cost: TaskCost, streams: bool) -> int:
     """Ticks on the thread: on a device without streams all work is done there."""

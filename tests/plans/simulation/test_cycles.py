@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from swpipe.plans.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
+from swpipe.plans.simulation.cycles import TICKS_PER_US, Arc, heaviest_cycle, ticks
 
 
 def all_cycles(nodes: int, arcs: Sequence[Arc]) -> Iterator[list[Arc]]:
@@ -72,13 +72,14 @@ def test_without_a_cycle_nothing_limits() -> None:
     assert heaviest_cycle(2, [Arc(0, 1, 0, 0), Arc(1, 0, 0, 1)]) is None
 
 
-def test_the_search_may_begin_with_a_guess() -> None:
-    """It finds the same, from a light cycle as from the heaviest."""
+def test_the_search_may_begin_above_some_cycles() -> None:
+    """It finds the same from below the heaviest, and nothing from there on."""
     light, heavy = Arc(0, 0, 3, 1), Arc(1, 1, 5, 1)
-    for guess in (light, heavy):
-        found = heaviest_cycle(2, [light, heavy], Cycle((guess,)))
+    for above in (2, 3, 4):
+        found = heaviest_cycle(2, [light, heavy], above=above)
         assert found is not None
         assert found.arcs == (heavy,)
+    assert heaviest_cycle(2, [light, heavy], above=5) is None
 
 
 def test_ticks_add_up_exactly() -> None:
