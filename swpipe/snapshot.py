@@ -9,8 +9,8 @@ holds one (an optimizer its parameters, a view its base) goes on holding the rig
 - generators: torch's, Python's and numpy's own ones, and those that were found;
 - anything else by ``state_dict`` and ``load_state_dict``.
 
-Copies lie in host memory, so that a model that fills its device can be profiled. Parameters that
-a lazy module has not made yet cannot be put back, and stay as the first iteration makes them.
+Copies lie in host memory, so that a model that fills its device can be profiled. Parameters and
+buffers that a module makes at its first batch cannot be put back, and stay as that makes them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
         # Those without tensors stay as they are, whatever they become: hooks, counters, flags.
         held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
         restores.append(_save_attributes(module, held))
-        restores.append(_save_containers((module._parameters, module._buffers, held), tensors))
+        restores.append(_save_registered(module, tensors))
+        restores.append(_save_containers(held, tensors))
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             restores.append(_save_extra_state(module))
 
@@ -116,6 +117,19 @@ def _holds_tensors(value: Any) -> bool:
 def _save_attributes(owner: Any, attributes: dict[str, Any]) -> Restore:
     def restore() -> None:
         vars(owner).update(attributes)
+
+    return restore
+
+
+def _save_registered(module: torch.nn.Module, tensors: SavedTensors) -> Restore:
+    """Parameters and buffers; what is registered later stays, as the flag does that says it is."""
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for tensor in tensors_in((parameters, buffers)):
+        tensors.add(tensor)
+
+    def restore() -> None:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
 
     return restore
 

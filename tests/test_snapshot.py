@@ -248,6 +248,27 @@ def test_what_a_lazy_module_makes_meanwhile_stays() -> None:
     assert lazy.weight.shape == (2, 3)
 
 
+def test_a_buffer_registered_at_the_first_batch_stays() -> None:
+    """The flag that says so is not put back either: TorchRec's modules work so."""
+
+    class Permuting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                self.register_buffer("permutation", torch.tensor([1, 0]))
+                self.ready = True
+            return x[self.permutation]
+
+    module = Permuting()
+    snapshot = snapshot_of(module)
+    module(torch.ones(2))
+    snapshot.restore()
+    assert torch.equal(module(torch.tensor([3, 5])), torch.tensor([5, 3]))
+
+
 def test_anything_with_a_state_dict() -> None:
     """A learning rate scheduler, say."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)

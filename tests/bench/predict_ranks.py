@@ -19,7 +19,6 @@ LATENCIES = (0.0, 5.0)
 
 def on_rank(rounds: int, periods: int) -> list[Row]:
     """A row for each plan and link; on each rank."""
-    from swpipe import SWPipeline
     from swpipe.plans import sparse_dist as plans
     from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
     from tests.bench.dlrm import CPU, Size, batches, dense_optimizer, sharded_dlrm
@@ -36,10 +35,6 @@ def on_rank(rounds: int, periods: int) -> list[Row]:
                 model = sharded_dlrm(Size())
                 tasks = SparseDistTasks(model, TrainStep([dense_optimizer(model)]), device=CPU)
                 plan = plans.split(tables_in_step=False) if name == "split" else plans.sparse_dist()
-                # TorchRec's modules make buffers at the first batch, and a profile puts back what
-                # was there before it: let them be there.
-                with SWPipeline(plan, tasks.tasks(), device=CPU) as pipe:
-                    pipe.run(data)
                 what = f"two-rank DLRM, {name}, L = {latency:g} ms"
                 bar = predict.REAL_BAR
                 work = predict.Work(what, plan, tasks.tasks(), data, bar, pipelined=True)
