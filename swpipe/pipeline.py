@@ -354,7 +354,7 @@ class SWPipeline:
                 "pass iter(loader), and the same one each time"
             )
         if self._check_ranks:
-            check_same_plan(self.plan.digest())
+            check_same_plan(self.plan)
             self._check_ranks = False
         run = self._run = Run(self._engine, iterator, self._next_iteration)
         if self._stall_timeout_s is not None:

@@ -16,6 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from swpipe.agreement import Facts, differences, plan_facts
+from swpipe.plan import PipelinePlan
+
 FIRST_FAILURE = "swpipe/first_failure"
 """The store's key for it."""
 
@@ -26,10 +29,13 @@ RECENT_S = 60.0
 """An older failure was got over: it is not the cause of one that comes now."""
 
 
-def check_same_plan(digest: str) -> None:
+def check_same_plan(plan: PipelinePlan) -> None:
     """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
 
     Every rank has to call this: it is a collective.
+
+    Args:
+        plan: This rank's.
 
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
@@ -37,13 +43,13 @@ def check_same_plan(digest: str) -> None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    dist.all_gather_object(digests, plan.digest())
     if len(set(digests)) > 1:
-        groups = {d: [rank for rank, other in enumerate(digests) if other == d] for d in digests}
-        held = "; ".join(f"ranks {ranks} hold plan {d[:12]}" for d, ranks in groups.items())
+        held: list[Facts] = [{}] * len(digests)
+        dist.all_gather_object(held, plan_facts(plan))
         raise RuntimeError(
             "the ranks hold different plans, and would wait for each other's collectives for ever: "
-            f"{held}. "
+            f"{differences(held)}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
         )
 

@@ -26,7 +26,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
@@ -37,10 +37,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from swpipe.agreement import Facts, differences, plan_facts
 from swpipe.cli.errors import ClickError, UserError
+from swpipe.plan import PipelinePlan
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from typer import Context
 
     from swpipe.tasks.clicks import ClickConfig
 
@@ -52,6 +55,20 @@ _FIRST_S = 600.0  # that a node's first rank has for what it does ahead of the o
 
 _VERDICT, _TOLD = "swpipe/verdict", "swpipe/told"
 _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
+_HELD = "swpipe/held/{}"
+
+_ALIKE = (
+    "compare",
+    "steps",
+    "serially",
+    "batches",
+    "rounds",
+    "batch_size",
+    "device",
+    "seed",
+    "strict",
+)
+_ALIKE_IN_NUMBER = ("data", "held_out")  # nodes may have them in different places
 
 
 def launched() -> bool:
@@ -122,6 +139,22 @@ class RankedJob:
             world_size=self.size,
         )
         return f"{kind.type}:{self._local_rank}"
+
+    def agree(self, facts: Facts) -> None:
+        """Make sure that all ranks were told the same; each has to call this.
+
+        Raises:
+            UserError: They were not; raised on all of them.
+        """
+        self._store.set(_HELD.format(self.rank), json.dumps(facts))
+        keys = [_HELD.format(rank) for rank in range(self.size)]
+        self._store.wait(keys, timedelta(seconds=_FIRST_S))
+        differing = differences([json.loads(held) for held in self._store.multi_get(keys)])
+        if differing:
+            raise UserError(
+                f"the ranks were told different things: {differing}. Start all of them with the "
+                "same command, and with the same plan files on every node"
+            )
 
     def end(self, verdict: Verdict) -> NoReturn:
         """End this process, and with it the job.
@@ -196,6 +229,27 @@ def on_all(job: RankedJob, make: Callable[[], ClickConfig]) -> ClickConfig:
     """
     config = job.first(make)
     return replace(config, device=job.join(config.device))
+
+
+def facts_of(command: Context, plans: Iterable[PipelinePlan]) -> dict[str, str]:
+    """What a command was told, as far as all ranks have to be told the same.
+
+    Args:
+        command: With its options.
+        plans: Those that it runs under; files of different names may hold the same plan.
+    """
+    given = command.params
+    facts = {"command": str(command.info_name)}
+    facts |= {_option(name): str(given[name]) for name in _ALIKE if name in given}
+    for name in _ALIKE_IN_NUMBER:
+        facts[_option(name)] = f"{len(given.get(name) or ())} files"
+    for number, plan in enumerate(plans, start=1):
+        facts |= {f"plan {number}, {fact}": what for fact, what in plan_facts(plan).items()}
+    return facts
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run_on_ranks(command: Callable[[RankedJob], int | None]) -> int:

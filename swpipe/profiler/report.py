@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tabulate import tabulate
-
 from swpipe.profiler.result import ProfileResult
 
 SUM = "SUM"
@@ -88,6 +86,8 @@ def _notes(result: ProfileResult, *, of_batch: bool = False) -> Iterable[str]:
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    from tabulate import tabulate
+
     return tabulate(
         list(rows),
         headers=list(headers),
