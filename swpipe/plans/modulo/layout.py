@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
+from typing import NamedTuple
 
 from swpipe.dependence import CycleError, topological
 from swpipe.plan import DEFAULT_GROUP, PipelinePlan
@@ -52,97 +54,120 @@ def layouts(graph: LoopGraph, times: Schedule) -> list[Layout]:
     callers = [v for v in range(graph.size) if times.lanes[v] == 0] or range(graph.size)
     cuts = sorted({0, *(round(times.host_us[v] % period / EPS_US) for v in callers)})
     cuts = cuts[:: max(1, len(cuts) // _MOST_CUTS)]
+    gaps = _gaps(graph, times)
+    moves: list[int] | None = None
     found: dict[tuple[int, ...], Layout] = {}
     for cut in cuts:
-        layout = _cut(graph, times, cut * EPS_US)
+        turns = [math.floor((at - cut * EPS_US) / period + 1e-9) for at in times.host_us]
+        # From cut to cut turns only fall, and so the least moves only grow.
+        least = [-turn for turn in turns]
+        moves = _pushed(gaps, least if moves is None else list(map(max, moves, least)))
+        if moves is None:
+            break
+        layout = _layout(graph, times, turns, _all_last(graph, gaps, turns, moves))
         if layout is not None:
             found.setdefault((*layout.stages, *layout.order), layout)
     return sorted(found.values(), key=lambda each: each.depth)
 
 
-def _cut(graph: LoopGraph, times: Schedule, cut_us: float) -> Layout | None:
-    period, n = times.period_us, graph.size
-    turns = [math.floor((at - cut_us) / period + 1e-9) for at in times.host_us]
-    host = [at - turn * period for at, turn in zip(times.host_us, turns, strict=True)]
-    device = [at - turn * period for at, turn in zip(times.device_us, turns, strict=True)]
+class _Gap(NamedTuple):
+    """The head is moved by no less than ``periods`` more than the tail."""
+
+    tail: int
+    head: int
+    periods: int
+
+
+def _gaps(graph: LoopGraph, times: Schedule) -> list[_Gap]:
+    """What binds moves by whole periods: no resource is taken at another time of the period."""
+    n, period, start = graph.size, times.period_us, (*times.host_us, *times.device_us)
     blur = times.blur_us / period + 1e-9
-    stages = _stages(graph, [*host, *device], period, blur)
-    if stages is None:
+    gaps: dict[tuple[int, int], int] = {}
+    for tail, head, time_us, distance in graph.edges:
+        if tail % n != head % n:
+            pair = tail % n, head % n
+            periods = math.ceil((start[tail] + time_us - start[head]) / period - blur) - distance
+            gaps[pair] = max(periods, gaps.get(pair, periods))
+    return [_Gap(tail, head, periods) for (tail, head), periods in gaps.items()]
+
+
+def _pushed(gaps: Sequence[_Gap], moves: list[int]) -> list[int] | None:
+    """The least moves that are no less than these, and keep the gaps; None where none do."""
+    moves = list(moves)
+    for _ in range(len(moves) + 1):
+        changed = False
+        for tail, head, periods in gaps:
+            if moves[tail] + periods > moves[head]:
+                moves[head] = moves[tail] + periods
+                changed = True
+        if not changed:
+            return moves
+    return None
+
+
+def _all_last(
+    graph: LoopGraph, gaps: Sequence[_Gap], turns: Sequence[int], moves: list[int]
+) -> list[int] | None:
+    """Moves that bring those that must be there into the last stage; None where none do."""
+    if not graph.last:
+        return moves
+    last = max(map(add, moves, turns))
+    late = [last - turn if v in graph.last else moves[v] for v, turn in enumerate(turns)]
+    pushed = _pushed(gaps, late)
+    # What they push beyond themselves stays beyond them, however late they are.
+    return pushed if pushed is not None and max(map(add, pushed, turns)) == last else None
+
+
+def _layout(
+    graph: LoopGraph, times: Schedule, turns: Sequence[int], moves: Sequence[int] | None
+) -> Layout | None:
+    """What the moves make of a cut; None where they are none, or tasks wait for each other."""
+    if moves is None:
         return None
-    rank = {v: (round(host[v] / EPS_US), round(device[v] / EPS_US), v) for v in range(n)}
+    period = times.period_us
+    stages = tuple(map(add, moves, turns))
+    starts = zip(times.host_us, times.device_us, turns, strict=True)
+    rank = [
+        (round((host - turn * period) / EPS_US), round((device - turn * period) / EPS_US), v)
+        for v, (host, device, turn) in enumerate(starts)
+    ]
     try:
         order = period_of(graph, stages, rank)
     except CycleError:
         return None
-    moved = Schedule(
-        period,
-        times.lanes,
-        tuple(at + stage * period for at, stage in zip(host, stages, strict=True)),
-        tuple(at + stage * period for at, stage in zip(device, stages, strict=True)),
-        times.blur_us,
-    )
-    return Layout(times.lanes, tuple(stages), order, _depth(graph, moved, stages))
+    return Layout(times.lanes, stages, order, _depth(graph, times, stages, moves))
 
 
 def period_of(
-    graph: LoopGraph, stages: Sequence[int], rank: Mapping[int, tuple[int, ...]]
+    graph: LoopGraph,
+    stages: Sequence[int],
+    rank: Mapping[int, tuple[int, ...]] | Sequence[tuple[int, ...]],
 ) -> tuple[int, ...]:
     """The tasks in the order of a period, those of least rank first where dependences let them.
 
     Raises:
         CycleError: The dependences within a period form a cycle.
     """
-    edges = [(str(c), str(p)) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
-    return tuple(map(int, topological({str(v): at for v, at in rank.items()}, edges)))
+    edges = [(c, p) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
+    if all(rank[p] < rank[c] for c, p in edges):
+        return tuple(sorted(range(graph.size), key=rank.__getitem__))
+    names = {str(v): rank[v] for v in range(graph.size)}
+    return tuple(map(int, topological(names, [(str(c), str(p)) for c, p in edges])))
 
 
-def _stages(
-    graph: LoopGraph, offsets: Sequence[float], period: float, blur: float
-) -> list[int] | None:
-    """The least stages for these starts within a period; None where there are none.
-
-    Whole periods may lie between any two tasks: no resource is taken at another time for it.
-    """
-    n, stages = graph.size, [0] * graph.size
-    arcs = []
-    for tail, head, time_us, distance in graph.edges:
-        if tail % n != head % n:
-            gap = (offsets[tail] + time_us - offsets[head]) / period
-            arcs.append((tail % n, head % n, math.ceil(gap - blur) - distance))
-    last = min(graph.last, default=-1)
-    if last >= 0:
-        arcs += [(v, last, 0) for v in range(n)] + [(last, v, 0) for v in graph.last]
-    for _ in range(n + 1):
-        changed = False
-        for tail, head, periods in arcs:
-            if stages[tail] + periods > stages[head]:
-                stages[head] = stages[tail] + periods
-                changed = True
-        if not changed:
-            return stages
-    return None
-
-
-def _depth(graph: LoopGraph, times: Schedule, stages: Sequence[int]) -> int:
+def _depth(graph: LoopGraph, times: Schedule, stages: Sequence[int], moves: Sequence[int]) -> int:
     """How many iterations are in flight between the first start of one and its last end."""
     period = times.period_us
-    ends = [
-        (device + graph.device_us[v]) if graph.streams else host + graph.host_us[v]
-        for v, (host, device) in enumerate(zip(times.host_us, times.device_us, strict=True))
-    ]
-    needed = (max(ends) - min(times.host_us)) / period
+    host = [at + move * period for at, move in zip(times.host_us, moves, strict=True)]
+    device = [at + move * period for at, move in zip(times.device_us, moves, strict=True)]
+    begun, time_us = (device, graph.device_us) if graph.streams else (host, graph.host_us)
+    end = max(at + us for at, us in zip(begun, time_us, strict=True))
+    needed = (end - min(host)) / period
     if graph.streams:
         # <retire> stands in the caller's stream, behind all of its iteration, before all that the
         # next period submits there.
-        needed = max(
-            needed,
-            *(
-                (max(ends) - device) / period + stages[v]
-                for v, device in enumerate(times.device_us)
-                if graph.stream[v] == 0
-            ),
-            0,
-        )
+        callers = (v for v, stream in enumerate(graph.stream) if stream == 0)
+        needed = max([needed, 0.0, *((end - device[v]) / period + stages[v] for v in callers)])
     return max(max(stages) + 1, math.ceil(needed - times.blur_us / period - 1e-9))
 
 

@@ -161,7 +161,7 @@ def test_what_is_contended_is_had_by_one_at_a_time() -> None:
 def test_what_is_called_exact_repeats_for_ever(streams: bool) -> None:
     """A run with contention keeps to its interval, tick for tick, long after it was recognised."""
     contended = 0
-    for seed in range(120):
+    for seed in (*range(100), *FALSE_STARTS):
         rng = random.Random(seed)
         plan = random_case(seed).plan
         costs = replace(contended_costs(rng, plan), handover_us=rng.choice((0.0, 2.0, 70.0)))
@@ -184,6 +184,8 @@ def test_what_is_called_exact_repeats_for_ever(streams: bool) -> None:
 
 
 LATE = range(210, 260)
+FALSE_STARTS = (1660, 1874, 1967, 2047, 2269, 3477)
+"""One or two iterations are like those before them, and later ones are not."""
 
 
 def test_an_endless_run_begins_like_any_other() -> None:
