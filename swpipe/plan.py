@@ -309,15 +309,11 @@ def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
 def _pairs(what: str, pairs: Iterable[Any], problems: list[Problem]) -> tuple[Pair, ...]:
     good: list[Pair] = []
     for pair in pairs:
-        if (
-            not isinstance(pair, Sequence)
-            or isinstance(pair, str)
-            or len(pair) != 2
-            or not all(isinstance(ref, str | PipelineTask) for ref in pair)
-        ):
-            problems.append(Problem(f"{what} entry {pair!r}: write (consumer, producer)"))
-        else:
-            good.append((name_of(pair[0]), name_of(pair[1])))
+        match pair:
+            case (str() | PipelineTask() as consumer, str() | PipelineTask() as producer):
+                good.append((name_of(consumer), name_of(producer)))
+            case _:
+                problems.append(Problem(f"{what} entry {pair!r}: write (consumer, producer)"))
     return tuple(good)
 
 

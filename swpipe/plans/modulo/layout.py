@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
 from swpipe.dependence import CycleError, topological
-from swpipe.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.plan import DEFAULT_GROUP, PipelinePlan, TaskSchedule
 from swpipe.plans.modulo.iterative import Schedule
 from swpipe.plans.modulo.loop_graph import LoopGraph
 
@@ -177,8 +177,10 @@ def plan_of(
     """The plan; None where ``same_period_deps`` of ``base`` cannot be said in it."""
     groups = _group_names(base, layout.lanes)
     schedule = {
-        name: replace(entry, stage=layout.stages[v], thread_group=groups[layout.lanes[v]])
-        for v, (name, entry) in enumerate(base.schedule.items())
+        name: TaskSchedule(stage, entry.stream, groups[lane], entry.globally_ordered)
+        for (name, entry), stage, lane in zip(
+            base.schedule.items(), layout.stages, layout.lanes, strict=True
+        )
     }
     stage = dict(zip(graph.names, layout.stages, strict=True))
     within, across, same = list(base.deps), list(base.cross_iter_deps), []

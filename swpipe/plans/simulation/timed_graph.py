@@ -40,6 +40,9 @@ from swpipe.trace.span import Row
 LOCK = "interpreter lock"
 """What the lock is called among the resources."""
 
+_NOTHING = TaskCost()
+"""What ``<admit>`` and ``<retire>`` cost."""
+
 
 class Node(NamedTuple):
     """The host or the device work of one instruction.
@@ -124,16 +127,18 @@ class _Builder:
         known = costs.of(program.order)
         order = _in_lag_order(program)
         self.instructions = order
-        self.costs = [known.get(ins.task, TaskCost()) for ins in order]
+        self.costs = [known.get(ins.task, _NOTHING) for ins in order]
+        self.times = [host_time(cost, streams) for cost in self.costs]
         self.host = {ins.task: k for k, ins in enumerate(order)}
-        with_device = [
-            ins
-            for ins, cost in zip(order, self.costs, strict=True)
-            if streams and _queues(ins, cost)
-        ]
-        self.device = {ins.task: len(order) + k for k, ins in enumerate(with_device)}
-        self.rows = [Row("thread", program.lanes[ins.lane].group) for ins in order]
-        self.stream_rows = [Row("stream", stream_name(ins.stream)) for ins in order]
+        self.device: dict[str, int] = {}
+        if streams:
+            for ins, cost in zip(order, self.costs, strict=True):
+                if _queues(ins, cost):
+                    self.device[ins.task] = len(order) + len(self.device)
+        threads = [Row("thread", lane.group) for lane in program.lanes]
+        queues = {s: Row("stream", stream_name(s)) for s in {ins.stream for ins in order}}
+        self.rows = [threads[ins.lane] for ins in order]
+        self.stream_rows = [queues[ins.stream] for ins in order]
 
     def build(self) -> TimedGraph:
         nodes = self._nodes()
@@ -161,13 +166,12 @@ class _Builder:
         shared = self._contended_resources()
         lockers = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
         nodes, device = [], []
-        for ins, cost, row, stream_row in zip(
-            self.instructions, self.costs, self.rows, self.stream_rows, strict=True
+        for ins, cost, time, row, stream_row in zip(
+            self.instructions, self.costs, self.times, self.rows, self.stream_rows, strict=True
         ):
-            held = tuple(r for r in cost.resources if r in shared)
+            held = tuple(r for r in cost.resources if r in shared) if shared else ()
             on_device = self.streams and cost.device_us > 0
             lock = ticks(cost.gil_us) if len(lockers) > 1 else 0
-            time = host_time(cost, self.streams)
             here = () if on_device else held
             first = ins.position == 0
             nodes.append(Node(ins.task, ins.stage, row, time, lock, here, before[ins.task], first))
@@ -241,12 +245,14 @@ class _Builder:
 
     def _load(self) -> dict[Row | str, int]:
         load: dict[Row | str, int] = defaultdict(int)
-        for cost, row, stream_row in zip(self.costs, self.rows, self.stream_rows, strict=True):
-            load[row] += host_time(cost, self.streams)
+        for cost, time, row, stream_row in zip(
+            self.costs, self.times, self.rows, self.stream_rows, strict=True
+        ):
+            load[row] += time
             if self.streams:
                 load[stream_row] += ticks(cost.device_us)
-            held = cost.device_us if self.streams and cost.device_us else cost.total_us
             for resource in cost.resources:
+                held = cost.device_us if self.streams and cost.device_us else cost.total_us
                 load[resource] += ticks(held)
             if cost.gil_us:
                 load[LOCK] += ticks(cost.gil_us)
