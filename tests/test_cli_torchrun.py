@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+from swpipe.agreement import Facts, differences
 from swpipe.cli import ranks
 from swpipe.cli.app import main
 from swpipe.cli.clicks import job_class
@@ -91,6 +93,44 @@ def test_what_one_rank_finds_wrong_is_told_once(tmp_path: Path) -> None:
     (told,) = done.told
     assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
     assert done.codes == {0: 2, 1: 2}
+
+
+APART = """
+import os, sys
+from swpipe.cli import main
+*told, folder = sys.argv[1:]
+main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
+"""
+
+
+def test_ranks_with_different_plan_files_are_told_so_once(tmp_path: Path) -> None:
+    """In one line, with what differs and where; no batch is read, nor the data looked at."""
+    script, plan = tmp_path / "apart.py", sharded_clicks.PLANS["sparse_dist"]()
+    script.write_text(APART)
+    plan.save(tmp_path / "plan0.toml")
+    replace(plan, pipeline_depth=plan.depth + 1).save(tmp_path / "plan1.toml")
+    done = torchrun("train", "--data", "no.tsv", tmp_path, program=(str(script),))
+    (told,) = done.told
+    assert told.startswith("swpipe: the ranks were told different things: plan 1, digest: ")
+    assert f"; plan 1, depth: {plan.depth} on rank 0, {plan.depth + 1} on rank 1. Start all" in told
+    assert told.endswith("with the same command, and with the same plan files on every node")
+    assert done.err.count("Traceback") == 1  # torchrun's own
+    assert done.codes == {0: 2, 1: 2}
+
+
+def test_ranks_have_to_be_told_the_same_command() -> None:
+    """Its options and plans count; where a node has its files does not."""
+    plan = sharded_clicks.PLANS["serial"]()
+
+    def facts(**params: object) -> Facts:
+        return ranks.facts_of("train", params, [plan])
+
+    same = facts(steps=6, data=[Path("here")]), facts(steps=6, data=[Path("there")])
+    assert differences(same) == ""
+    apart = facts(steps=6, held_out=[Path("here")]), facts(steps=7, held_out=None)
+    assert differences(apart) == (
+        "--steps: 6 on rank 0, 7 on rank 1; --held-out: 1 files on rank 0, 0 files on rank 1"
+    )
 
 
 FAILING = """

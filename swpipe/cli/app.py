@@ -99,7 +99,7 @@ def train(
         wanted = (compare or plan or default_plan(job)).split(",")
         plans = {name: load_plan(name, plans_for(job)) for name in wanted if name != AUTO or job}
         if job is not None:
-            job.agree(ranks.facts_of(context, plans.values()))
+            job.agree(ranks.facts_of("train", context.params, plans.values()))
         make = partial(make_config, data, held_out, batch_size, device, seed, strict, cache_dir)
         config = make() if job is None else ranks.on_all(job, make)
         planned = plan_workload(click_workload(config)) if AUTO in wanted else None
@@ -142,7 +142,7 @@ def profile(
         plan = plan or default_plan(job)
         loaded = load_plan(plan, plans_for(job))
         if job is not None:
-            job.agree(ranks.facts_of(context, [loaded]))
+            job.agree(ranks.facts_of("profile", context.params, [loaded]))
         make = partial(make_config, data, None, batch_size, device, seed, strict, cache_dir)
         config = make() if job is None else ranks.on_all(job, make)
         ranked = job is not None

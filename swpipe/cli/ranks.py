@@ -26,7 +26,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
@@ -43,7 +44,6 @@ from swpipe.plan import PipelinePlan
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from typer import Context
 
     from swpipe.tasks.clicks import ClickConfig
 
@@ -51,23 +51,14 @@ T = TypeVar("T")
 
 _LOOK_S = 0.2  # between two looks for a verdict
 _TELL_S = 10.0  # that other ranks have to hear of it
+_AFTER_S = 2.0  # from one rank's failure to the end of those that fail after it
 _FIRST_S = 600.0  # that a node's first rank has for what it does ahead of the others
 
 _VERDICT, _TOLD = "swpipe/verdict", "swpipe/told"
 _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
-_HELD = "swpipe/held/{}"
+_HELD, _FAILED = "swpipe/held/{}", "swpipe/failed"
 
-_ALIKE = (
-    "compare",
-    "steps",
-    "serially",
-    "batches",
-    "rounds",
-    "batch_size",
-    "device",
-    "seed",
-    "strict",
-)
+_ALIKE = ("steps", "serially", "batches", "rounds", "batch_size", "device", "seed", "strict")
 _ALIKE_IN_NUMBER = ("data", "held_out")  # nodes may have them in different places
 
 
@@ -166,10 +157,20 @@ class RankedJob:
         self._leave(self._store, Verdict(*json.loads(held)), sys.stderr)
 
     def fail(self) -> NoReturn:
-        """End this process with the traceback of the exception being handled, and exit code 1."""
+        """End this process with the traceback of the exception being handled, and exit code 1.
+
+        Where another rank has failed before, that one ends first: torchrun looks at them in turns,
+        and calls the first one that it finds ended the root cause.
+        """
+        try:
+            later = self._store.clone().add(_FAILED, 1) > 1
+        except RuntimeError:  # the store is gone, and with it the job
+            later = False
         sys.excepthook(*sys.exc_info())
         sys.stdout.flush()
         sys.stderr.flush()
+        if later:
+            time.sleep(_AFTER_S)
         os._exit(1)  # see above
 
     @contextmanager
@@ -231,18 +232,21 @@ def on_all(job: RankedJob, make: Callable[[], ClickConfig]) -> ClickConfig:
     return replace(config, device=job.join(config.device))
 
 
-def facts_of(command: Context, plans: Iterable[PipelinePlan]) -> dict[str, str]:
+def facts_of(
+    command: str, options: Mapping[str, Any], plans: Collection[PipelinePlan]
+) -> dict[str, str]:
     """What a command was told, as far as all ranks have to be told the same.
 
     Args:
-        command: With its options.
+        command: Its name.
+        options: Parameter to value.
         plans: Those that it runs under; files of different names may hold the same plan.
     """
-    given = command.params
-    facts = {"command": str(command.info_name)}
-    facts |= {_option(name): str(given[name]) for name in _ALIKE if name in given}
+    facts = {"command": command}
+    facts |= {_option(name): str(options[name]) for name in _ALIKE if name in options}
     for name in _ALIKE_IN_NUMBER:
-        facts[_option(name)] = f"{len(given.get(name) or ())} files"
+        facts[_option(name)] = f"{len(options.get(name) or ())} files"
+    facts["plans"] = str(len(plans))
     for number, plan in enumerate(plans, start=1):
         facts |= {f"plan {number}, {fact}": what for fact, what in plan_facts(plan).items()}
     return facts
