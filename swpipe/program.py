@@ -48,7 +48,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from swpipe.dependence import dependences, order_of
-from swpipe.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, TaskSchedule
+from swpipe.plan import PipelinePlan, StreamRef, TaskSchedule
 
 ADMIT = "<admit>"
 RETIRE = "<retire>"
@@ -151,12 +151,12 @@ class _Layout:
     """
 
     order: tuple[str, ...]
-    stage: tuple[int, ...]
-    lane: tuple[int, ...]
-    stream: tuple[StreamRef, ...]
-    queue: tuple[int, ...]
-    ordered: tuple[int, ...]
-    deps: tuple[_Hop, ...]
+    stage: Sequence[int]
+    lane: Sequence[int]
+    stream: Sequence[StreamRef]
+    queue: Sequence[int]
+    ordered: Sequence[int]
+    deps: Sequence[_Hop]
     groups: tuple[str, ...]
 
     @property
@@ -193,9 +193,9 @@ def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False)
             position=position[place],
             stream=layout.stream[place],
             host_waits=tuple(
-                HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]
+                [HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]]
             ),
-            event_waits=tuple(EventWait(order[p], distance) for p, _, distance in events[place]),
+            event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
             record=place in recorded or (streams and record_all and name != ADMIT),
             publish=place in published,
         )
@@ -212,34 +212,34 @@ def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False)
 
 
 def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
-    ahead = plan.depth - 1 - plan.max_stage
+    last = plan.max_stage
+    ahead = plan.depth - 1 - last
     declared = dependences(plan)
     tasks = order_of(plan, declared)
     admission = _admission(plan, tasks, ahead, streams)
     order = (*tasks[:admission], ADMIT, *tasks[admission:], RETIRE)
     place = {name: k for k, name in enumerate(order)}
     admit, retire = place[ADMIT], place[RETIRE]
-    own = {ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(plan.max_stage)}
-    entries = [own[name] if name in own else plan.schedule[name] for name in order]
-    lanes = {DEFAULT_GROUP: 0}
-    for entry in plan.schedule.values():
-        lanes.setdefault(entry.thread_group, len(lanes))
+    schedule = {**plan.schedule, ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(last)}
+    entries = [schedule[name] for name in order]
+    groups = plan.thread_groups
+    lanes = {group: lane for lane, group in enumerate(groups)}
     # A torch.Stream takes whatever it is compared with for a stream: None is not among the keys.
     queues: dict[StreamRef, int] = {}
-    named = tuple(entry.stream if streams else None for entry in entries)
+    named = [entry.stream if streams else None for entry in entries]
     return _Layout(
         order=order,
-        stage=tuple(entry.stage + ahead for entry in entries),
-        lane=tuple(lanes[entry.thread_group] for entry in entries),
+        stage=[entry.stage + ahead for entry in entries],
+        lane=[lanes[entry.thread_group] for entry in entries],
         stream=named,
-        queue=tuple(0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named),
-        ordered=tuple(k for k, entry in enumerate(entries) if entry.globally_ordered),
-        deps=(
-            *(_Hop(place[dep.producer], place[dep.consumer], dep.distance) for dep in declared),
-            *(_Hop(admit, k, 0) for k in range(retire) if k != admit),
-            *(_Hop(k, retire, 0) for k in range(retire)),
-        ),
-        groups=tuple(lanes),
+        queue=[0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named],
+        ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
+        deps=[
+            *[_Hop(place[producer], place[consumer], d) for consumer, producer, d, _ in declared],
+            *[_Hop(admit, k, 0) for k in range(retire) if k != admit],
+            *[_Hop(k, retire, 0) for k in range(retire)],
+        ],
+        groups=groups,
     )
 
 
@@ -257,10 +257,13 @@ def _admission(plan: PipelinePlan, order: Sequence[str], ahead: int, streams: bo
 def _host_waits(layout: _Layout) -> list[list[_Hop]]:
     """Place to the host waits there, none implied by others; weights are lags."""
     stage, lane = layout.stage, layout.lane
-    edges = [_Hop(p, c, stage[c] - stage[p] + distance) for p, c, distance in layout.deps]
+    crossing = [
+        _Hop(p, c, stage[c] - stage[p] + distance)
+        for p, c, distance in layout.deps
+        if lane[p] != lane[c]
+    ]
     for chain in (layout.ordered, *_by_stream(layout)):
-        edges += _ring(chain)
-    crossing = [hop for hop in edges if lane[hop.producer] != lane[hop.consumer]]
+        crossing += [hop for hop in _ring(chain) if lane[hop.producer] != lane[hop.consumer]]
     program_order = [hop for chain in layout.members for hop in _ring(chain)]
     return _reduce(crossing, program_order, range(len(lane)))
 
@@ -329,14 +332,17 @@ def _reduce(edges: Iterable[_Hop], fixed: Iterable[_Hop], order: Sequence[int]) 
         fixed: What holds anyway.
         order: All places; hops of weight 0 lead from earlier ones to later ones.
     """
-    lightest: list[dict[int, int]] = [{} for _ in order]
     always = set(fixed)
     kept = set(edges) - always
+    waits: list[list[_Hop]] = [[] for _ in order]
+    if not kept:
+        return waits
+    lightest: list[dict[int, int]] = [{} for _ in order]
     for producer, consumer, weight in (*kept, *always):
         if 0 <= weight <= lightest[producer].get(consumer, weight):
             lightest[producer][consumer] = weight
-    beyond = _beyond(lightest, order, max((hop.weight for hop in kept), default=-1))
-    waits: list[list[_Hop]] = [[] for _ in order]
+    most = max(0, *[hop.weight for hop in kept])
+    beyond = _beyond(lightest, order, most)
     for hop in sorted(kept, key=lambda hop: (hop.weight, hop.producer)):
         producer, consumer, weight = hop
         if weight < 0 or not (
