@@ -21,7 +21,7 @@ from swpipe.observers import active_observers
 from swpipe.plan import PipelinePlan, StreamSpec
 from swpipe.program import compile_plan
 from swpipe.randomness import Draws
-from swpipe.ranks import check_same_plan, check_same_shortcuts, tell_failure
+from swpipe.ranks import answer_check, check_same_plan, check_same_shortcuts, tell_failure
 from swpipe.report import RunReport, run_to_end
 from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
@@ -103,6 +103,7 @@ class SWPipeline:
         self._ended: Iterator[Any] | None = None
         self._drained: list[IterContext] = []  # and not handed out: drain() failed after that
         self._next_iteration = 0
+        self._periods = 0  # begun, in all runs
         self._turnstile = Turnstile()
 
     def _make_streams(self) -> dict[Any, Any]:
@@ -247,16 +248,19 @@ class SWPipeline:
     def enable_shortcut(self, *tasks: TaskRef) -> None:
         """Keep what a task's next run produces; after that, put it back instead of running it.
 
-        On several ranks, enable the same tasks on all of them; they wait for each other here.
+        On several ranks, enable the same tasks on all of them, between the same two steps; they
+        wait for each other here.
 
         Raises:
             ValueError: A task that this pipeline does not have.
-            RuntimeError: Another rank enables other tasks, or none within ``stall_timeout_s``.
+            RuntimeError: Another rank enables other tasks, or goes on without, or does not come
+                within ``stall_timeout_s``.
         """
         names, shortcuts = self._known(tasks), self._engine.shortcuts
         if self._alike:
             patience_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            check_same_shortcuts(self.plan.digest(), {*shortcuts.names, *names}, patience_s)
+            wanted = {*shortcuts.names, *names}
+            check_same_shortcuts(self.plan.digest(), wanted, self._periods, patience_s)
         shortcuts.enable(names)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
@@ -358,7 +362,9 @@ class SWPipeline:
             self._check_ranks = False
         run = self._run = Run(self._engine, iterator, self._next_iteration)
         if self._stall_timeout_s is not None:
-            self._watchdog = Watchdog(run, self._stall_timeout_s)
+            self._watchdog = Watchdog(
+                run, self._stall_timeout_s, self._answer_others if self._alike else None
+            )
         if self._turnstile.closed:
             self.close()
             raise RuntimeError("the pipeline was closed by another thread during this call")
@@ -386,7 +392,11 @@ class SWPipeline:
         self._ended = None
         raise StopIteration
 
+    def _answer_others(self) -> None:
+        answer_check(self.plan.digest(), self._periods)
+
     def _advance(self, run: Run) -> IterContext | None:
+        self._periods += 1
         try:
             ctx = run.advance()
         except BaseException as error:

@@ -3,12 +3,20 @@
 When one rank fails and its process ends, the others' collectives fail too: with gloo within
 milliseconds, as "connection closed by peer". Which of the errors was the cause is then anyone's
 guess. So the first rank to fail leaves word in the job's store, and the others' errors get a note.
+
+A rank that enables shortcuts waits for the others to do so. One that does not would be missed only
+after a time-out, and looking out for the others at each step would cost each step::
+
+    rank 0    period 5   enable "a": turn 3, after 5 periods ... told: rank 1 does without
+    rank 1    period 5   period 6: a collective, without rank 0
+                           its watchdog: nothing moves. Does anybody wait in turn 3, after fewer
+                           periods? Then that is why, and it answers for its rank.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import threading
 import time
 from collections.abc import Collection
 from typing import Any
@@ -23,10 +31,26 @@ FIRST_FAILURE = "swpipe/first_failure"
 """The store's key for it."""
 
 _SHORTCUTS = "swpipe/shortcuts/{}/{}"
-_shortcut_checks = itertools.count()  # ranks count alike: each check is made on all of them
+_ANY = "any"  # in the place of a rank: one that waits
 
 RECENT_S = 60.0
 """An older failure was got over: it is not the cause of one that comes now."""
+
+
+class _Turns:
+    """Checks of shortcuts so far; ranks count alike, since each check is answered by all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+    def take(self) -> int:
+        with self.lock:
+            self.count += 1
+            return self.count - 1
+
+
+_turns = _Turns()
 
 
 def check_same_plan(plan: PipelinePlan) -> None:
@@ -54,7 +78,9 @@ def check_same_plan(plan: PipelinePlan) -> None:
         )
 
 
-def check_same_shortcuts(digest: str, names: Collection[str], timeout_s: float) -> None:
+def check_same_shortcuts(
+    digest: str, names: Collection[str], periods: int, timeout_s: float
+) -> None:
     """Compare what is to be shortcut across the ranks of the default group; without one, return.
 
     A task that communicates and is run on one rank and replayed on another would never end. Ranks
@@ -64,18 +90,25 @@ def check_same_shortcuts(digest: str, names: Collection[str], timeout_s: float) 
     Args:
         digest: Of the pipeline's plan.
         names: Tasks that will be shortcut.
+        periods: How many the pipeline has begun.
         timeout_s: That the other ranks have to come here, too.
 
     Raises:
-        RuntimeError: The ranks differ, or one has not come. Where they differ, it is raised on all.
+        RuntimeError: The ranks differ, or one has not come, or has gone on without. Where they
+            differ, it is raised on all.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    turn = next(_shortcut_checks)
+    turn = _turns.take()
     store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     own = json.dumps([digest, sorted(names)])
     store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
-    others = [_said_by(rank, turn, store, timeout_s) for rank in range(dist.get_world_size())]
+    store.set(_SHORTCUTS.format(turn, _ANY), json.dumps([digest, periods]))
+    try:
+        others = [_said_by(rank, turn, store, timeout_s) for rank in range(dist.get_world_size())]
+    except RuntimeError as error:
+        tell_failure(error)  # the others are in collectives that will fail when this rank ends
+        raise
     if len(set(others)) > 1:
         held = "; ".join(
             f"rank {rank} shortcuts {', '.join(json.loads(said)[1])}"
@@ -86,6 +119,34 @@ def check_same_shortcuts(digest: str, names: Collection[str], timeout_s: float) 
             f"each other's collectives for ever: {held}. Enable the same tasks on all ranks, in "
             "the same order"
         )
+
+
+def answer_check(digest: str, periods: int) -> None:
+    """Tell ranks that wait for this one to enable shortcuts, if any do, that it has gone on.
+
+    Called where nothing moves; may be called from any thread.
+
+    Args:
+        digest: Of the plan of the pipeline that does not move.
+        periods: How many it has begun; ranks that have begun as many are not answered, since this
+            one may be late.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    with _turns.lock:
+        waiting = _SHORTCUTS.format(_turns.count, _ANY)
+        try:
+            store = _get_default_store().clone()  # type: ignore[attr-defined]
+            if not store.check([waiting]):
+                return
+            other, fewer = json.loads(store.get(waiting))
+            if other == digest and fewer < periods:
+                store.set(
+                    _SHORTCUTS.format(_turns.count, dist.get_rank()), json.dumps([periods, fewer])
+                )
+                _turns.count += 1
+        except (RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
+            return
 
 
 def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
@@ -100,6 +161,13 @@ def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.01)
     said: str = store.get(key).decode()
+    periods, fewer = json.loads(said)
+    if isinstance(periods, int):
+        raise RuntimeError(
+            f"rank {rank} has begun period {periods - 1} without the shortcuts that this rank "
+            f"enables before period {fewer}: enable the same tasks on all ranks, between the same "
+            "two steps"
+        )
     return said
 
 

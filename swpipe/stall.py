@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swpipe.errors import StallError
@@ -44,9 +45,12 @@ def checked_timeout(timeout_s: float | None) -> float | None:
 class Watchdog:
     """Watches one run from a thread of its own until ``stop``."""
 
-    def __init__(self, run: Run, timeout_s: float) -> None:
+    def __init__(
+        self, run: Run, timeout_s: float, on_idle: Callable[[], None] | None = None
+    ) -> None:
         self._run = run
         self._timeout_s = timeout_s
+        self._on_idle = on_idle  # called at each look where nothing has moved since the last one
         self._stop = threading.Event()
         self._caller: int | None = None
         self._thread = threading.Thread(target=self._watch, name="swpipe-watchdog", daemon=True)
@@ -73,6 +77,8 @@ class Watchdog:
             elif now - since >= self._timeout_s:
                 self._fail(now - since)
                 return
+            elif self._on_idle is not None:
+                self._on_idle()
 
     def _fail(self, idle_s: float) -> None:
         run = self._run

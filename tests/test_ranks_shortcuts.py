@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+import time
 
-from swpipe import SWPipeline, TaskProfiler
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe import ranks as ranks_module
+from swpipe.ranks import answer_check
 from tests.plans_for_tests import piped, tasks
 from tests.ranks import Ranks
 
@@ -55,6 +61,57 @@ def test_ranks_that_profile_different_tasks_are_refused(two_ranks: Ranks) -> Non
     """A profile shortcuts one task after the other."""
     for said in two_ranks.run(_profiled):
         assert "the ranks would shortcut different tasks" in said
+
+
+def _goes_on_alone() -> str:
+    """Rank 0 enables a task after two steps and rank 1 does not; what rank 0 is told."""
+
+    def meet(ctx: IterContext) -> None:
+        dist.all_reduce(torch.ones(1))
+
+    alone = [PipelineTask("meet", meet)]
+    with SWPipeline(PipelinePlan.serial(alone), alone, stall_timeout_s=60.0) as pipe:
+        batches, said = iter(range(6)), ""
+        for _ in range(2):
+            pipe.progress(batches)
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError) as caught:
+                pipe.enable_shortcut("meet")
+            said = str(caught.value)
+        pipe.progress(batches)
+        pipe.enable_shortcut("meet")
+        for _ in range(3):
+            pipe.progress(batches)
+    return said
+
+
+def test_a_rank_that_goes_on_without_is_noticed() -> None:
+    """Long before the time-out; and ranks that are alike from then on run."""
+    with Ranks(2) as ranks:
+        begun_s = time.monotonic()
+        told = ranks.run(_goes_on_alone)[0]
+        assert time.monotonic() - begun_s < 30.0
+    assert told == (
+        "rank 1 has begun period 2 without the shortcuts that this rank enables before period 2: "
+        "enable the same tasks on all ranks, between the same two steps"
+    )
+
+
+def _comes_late() -> list[str]:
+    """Rank 1 answers for two pipelines that have not gone on without, and then enables the task."""
+    with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
+        if dist.get_rank() == 1:
+            waiting = ranks_module._SHORTCUTS.format(ranks_module._turns.count, ranks_module._ANY)
+            _get_default_store().wait([waiting])  # type: ignore[attr-defined]
+            answer_check(pipe.plan.digest(), 0)
+            answer_check("of another plan", 1)
+        pipe.enable_shortcut(NAMES[0])
+        return list(pipe._engine.shortcuts.names)
+
+
+def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks) -> None:
+    """As long as it has begun no period that the others have not."""
+    assert two_ranks.run(_comes_late) == [NAMES[:1]] * 2
 
 
 def _alone() -> str:
