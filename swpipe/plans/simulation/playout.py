@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TypeAlias
 
 from swpipe.plans.simulation.timed_graph import LOCK, TimedGraph
 
@@ -111,7 +111,7 @@ class Player:
         # Of contention:
         number = {LOCK: _LOCK}
         self._needs = [
-            tuple(number.setdefault(what, len(number)) for what in node.resources)
+            tuple([number.setdefault(what, len(number)) for what in node.resources])
             for node in graph.nodes
         ]
         self._wish = [
@@ -145,12 +145,12 @@ class Player:
 
     def _grow(self) -> int:
         """Make room for some more periods; the number of turns that there is room for now."""
-        size = self.size
-        for _ in range(min(2 * self.graph.depth, (self.limit - len(self.end)) // size)):
+        more = min(2 * self.graph.depth, (self.limit - len(self.end)) // self.size)
+        for _ in range(more):
             self._pending += self._waits.in_next_period()
-            self.ready += [0] * size
-            self.end += [-1] * size
-            self.bound_by += [-1] * size
+        self.ready += [0] * (more * self.size)
+        self.end += [-1] * (more * self.size)
+        self.bound_by += [-1] * (more * self.size)
         return len(self.end)
 
     # ------------------------------------------------------------- uncontended
@@ -289,29 +289,18 @@ class _Waits:
         return self.counts
 
 
-class _Out(NamedTuple):
-    """An arc as its tail's turns see it."""
-
-    ahead: int
-    """From the tail's turn to the head's."""
-
-    extra: int
-    """Ticks on top of the tail's own time."""
-
-    distance: int | None
-    """For arcs that bind only where both iterations exist: from the tail's to the head's."""
+_Out: TypeAlias = tuple[int, int, int | None]
+"""An arc as its tail's turns see it: from the tail's turn to the head's; ticks on top of the tail's
+own time; for arcs that bind only where both iterations exist, from the tail's to the head's."""
 
 
 def _outgoing(graph: TimedGraph) -> list[list[_Out]]:
     out: list[list[_Out]] = [[] for _ in graph.nodes]
-    nodes, fixed = graph.nodes, len(graph.arcs) - graph.optional
-    for number, (tail, head, time, lag) in enumerate(graph.arcs):
-        distance = lag - nodes[head].stage + nodes[tail].stage
-        out[tail].append(
-            _Out(
-                ahead=lag * len(nodes) + head - tail,
-                extra=time - nodes[tail].time,
-                distance=distance if number >= fixed else None,
-            )
-        )
+    stage, time = [node.stage for node in graph.nodes], [node.time for node in graph.nodes]
+    size, fixed = len(graph.nodes), len(graph.arcs) - graph.optional
+    for tail, head, taken, lag in graph.arcs[:fixed]:
+        out[tail].append((lag * size + head - tail, taken - time[tail], None))
+    for tail, head, taken, lag in graph.arcs[fixed:]:
+        distance = lag - stage[head] + stage[tail]
+        out[tail].append((lag * size + head - tail, taken - time[tail], distance))
     return out
