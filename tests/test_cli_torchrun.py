@@ -254,6 +254,8 @@ def test_a_plan_of_the_other_job_is_refused_by_name() -> None:
         load_plan("pipelined", sharded_clicks.PLANS)
     with pytest.raises(UserError, match="plan auto: it measures one process; here there are ser"):
         load_plan("auto", sharded_clicks.PLANS)
+    with pytest.raises(UserError, match="plan auto: only train makes one; elsewhere name a file"):
+        load_plan("auto")
     assert load_plan("serial") == PLANS["serial"]()
 
 

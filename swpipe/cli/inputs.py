@@ -86,7 +86,12 @@ def _check_job(name: str, plans: Plans) -> None:
     """Refuse a name that only the other click job's plans have."""
     jobs = {"in one process": PLANS, "under torchrun": sharded_clicks.PLANS}
     if name == "auto":
-        raise UserError(f"plan auto: it measures one process; here there are {', '.join(plans)}")
+        why = (
+            "it measures one process"
+            if plans is sharded_clicks.PLANS
+            else "only train makes one; elsewhere name a file that `swpipe plan auto` has written"
+        )
+        raise UserError(f"plan auto: {why}; here there are {', '.join(plans)}")
     other = next((where for where, there in jobs.items() if name in there), None)
     if other is not None and plans in jobs.values():
         raise UserError(
