@@ -108,7 +108,7 @@ def _shallower(search: Search, best: Found, threads: int) -> Found:
         depth = best.plan.depth - 1
         if search.bound_us(threads, depth) > best.ii_us * (1 + SAME):
             break
-        found = search.reach(best.ii_us, threads, depth, share=0.3)
+        found = search.reach(best.ii_us, threads, depth, share=0.5)
         if found is None or not found.beats(best):
             break
         best = found
@@ -118,7 +118,7 @@ def _shallower(search: Search, best: Found, threads: int) -> Found:
 def _leaner(search: Search, best: Found) -> Found:
     for threads in range(1, best.threads):
         if search.bound_us(threads, best.plan.depth) <= best.ii_us * (1 + SAME):
-            found = search.reach(best.ii_us, threads, best.plan.depth, share=0.3)
+            found = search.reach(best.ii_us, threads, best.plan.depth, share=0.5)
             if found is not None and found.beats(best):
                 return found
     return best

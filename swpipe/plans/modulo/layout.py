@@ -22,13 +22,31 @@ from typing import NamedTuple
 
 from swpipe.dependence import CycleError, topological
 from swpipe.plan import DEFAULT_GROUP, PipelinePlan, TaskSchedule
-from swpipe.plans.modulo.iterative import Schedule
 from swpipe.plans.modulo.loop_graph import LoopGraph
 
 EPS_US = 1e-6
 
 _MOST_CUTS = 12
 """So many are tried, evenly spread, where a period could be cut in more places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Start times of one iteration; all others follow ``period_us`` apart.
+
+    Attributes:
+        period_us: The initiation interval.
+        lanes: Task to the number of its thread; 0 is the caller's.
+        host_us: Task to the start of its host work, in microseconds.
+        device_us: Task to the start of its device work; without streams the end of its host work.
+        blur_us: By less than this may a start be too soon: times were rounded down.
+    """
+
+    period_us: float
+    lanes: tuple[int, ...]
+    host_us: tuple[float, ...]
+    device_us: tuple[float, ...]
+    blur_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from itertools import combinations
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from swpipe.plans.modulo.iterative import Schedule
+from swpipe.plans.modulo.layout import Schedule
 from swpipe.plans.modulo.loop_graph import LoopGraph
 
 if TYPE_CHECKING:

@@ -1,37 +1,39 @@
 """Modulo scheduling: the least initiation interval that can be found, then the least depth.
 
-    looks ──> threads ──> start times ──> cuts ──> plan ──> interval of the plan
-      ^       lanes       iterative       layout            simulate   │
-      └───────────────── the best so far, at a shorter interval ───────┘
+    beginning ──> walk ───────────> plan ──────> its interval
+        ^         period by period  layout       simulate  │
+        └──────── the best so far ─────────────────────────┘
 
-A *look* is one try to find start times, with a small budget: most that succeed do so after hardly
-more placements than there are tasks. *Fresh* looks differ in the threads that tasks may run on, in
-the order in which tasks are placed, and in the interval: a little above the one wanted, since a
-ring that is full to the brim is hard to fill, while the same order of tasks, found where there is
-some room, often runs at the shorter interval all the same. Once there is a plan, every second look
-takes its start times, squeezes them towards the interval wanted, and mends what does not fit.
+Every plan is an order of the tasks, a thread and a stage for each. A *walk* goes from plan to plan,
+a task at a time, led by what one period takes when it is played in that order. Where a plan
+promises to be better than the best so far, the simulator is asked, and its word counts: threads,
+queues and back-pressure included. Some walks begin anew, others from the best plan so far.
 
-What counts is never the interval tried, but that of the plan itself as the simulator has it:
-threads, queues and back-pressure included. The search ends when a plan has the interval wanted, the
-lower bound at first, or when its effort is spent.
+The search ends when a plan has the interval wanted, the lower bound at first, or when its effort is
+spent. The same input gives the same plan: no clock is involved, and chance is drawn from numbers
+that are always the same.
 
-The same input gives the same plan: no clock is involved, and chance is a function of the look's
-number.
+Source: a plan for one period of a loop, overlapping with those before and after it, is a *modulo
+schedule* (B. R. Rau, "Iterative modulo scheduling", MICRO-27, 1994). Rau places operations one by
+one at a fixed interval; here a whole plan is changed step by step, and the interval is what comes
+of it, since threads without an idle moment are hardly ever filled by placing one by one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import random
 from dataclasses import dataclass, field
 
 from swpipe.costs import CostModel
 from swpipe.errors import InternalError
 from swpipe.plan import PipelinePlan
-from swpipe.plans.modulo.iterative import Schedule, Slotted, schedule
-from swpipe.plans.modulo.lanes import Choice, Way, lane_choices, lane_ways, least_load
-from swpipe.plans.modulo.layout import Layout, layouts, period_of, plan_of
+from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.layout import Layout, Schedule, layouts, period_of, plan_of
 from swpipe.plans.modulo.loop_graph import LoopGraph
+from swpipe.plans.modulo.period import Period
+from swpipe.plans.modulo.sharing import least_load, shared_out
+from swpipe.plans.modulo.walk import Place, Walk
 from swpipe.plans.simulation.cycles import Arc, heaviest_cycle, ticks
 from swpipe.plans.simulation.simulate import steady_interval
 from swpipe.program import compile_plan
@@ -39,30 +41,21 @@ from swpipe.program import compile_plan
 SAME = 1e-9
 """Intervals that differ by less than this part are the same."""
 
-_MORE = (0.1, 0.0, 0.03)
-"""Fresh looks try intervals that are longer by these parts than the one wanted."""
-
-_GROWTH = 2.0
-"""By so much these parts grow after a round of them, as long as nothing is found."""
-
-_SQUEEZED = (0.0, 0.5, 0.8)
-"""Others try intervals that go these parts of the way back from the one wanted to the best."""
-
-_BUDGET = 2.5
-"""Placements per task before a look is given up."""
-
-_JUDGING = 3
-"""What it takes to judge a plan, in placements per task."""
-
-_SOWING = 0.3
-"""What it takes to begin from a seed, in placements per task."""
-
 _CUTS = 2
 """So many ways to cut a period are judged, those of the least depth."""
 
-EFFORT = 280
-MOST_EFFORT = 25_000
-"""Placements per task in all, and for loops of many tasks all in all."""
+EFFORT = 180
+MOST_EFFORT = 12_000
+"""Periods played for each task of a loop, and for loops of many tasks all in all."""
+
+_REST = 0.2
+"""Of the effort, so much is for depth and threads, and no more; all else is for the interval."""
+
+_WALK = 24
+"""Steps of a walk, for each task."""
+
+_JUDGING = 2.0
+"""What it takes to judge a plan, in periods played, for each task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +89,7 @@ class Search:
         base: The plan that the loop came from.
         costs: What its tasks cost.
         graph: The loop.
-        effort: Placements of tasks that are left to try; what bounds the time.
+        effort: Periods that are left to play; what bounds the time.
     """
 
     base: PipelinePlan
@@ -104,8 +97,7 @@ class Search:
     graph: LoopGraph
     effort: float = field(init=False)
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _loops: dict[float, Slotted | None] = field(default_factory=dict)
-    _spread: dict[int, list[Way]] = field(default_factory=dict)
+    _loads: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.effort = min(EFFORT * self.graph.size, MOST_EFFORT)
@@ -115,7 +107,7 @@ class Search:
         n, graph = self.graph.size, self.graph
         if depth <= max(graph.least_stages):
             return math.inf  # there is no such plan
-        host = max(sum(graph.host_us) / threads, *graph.host_us, _busiest(graph))
+        host = max(self._least_load(threads), _busiest(graph))
         begin, end = 2 * n, 2 * n + 1
         arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
         for v in range(n):
@@ -124,13 +116,23 @@ class Search:
         cycle = heaviest_cycle(2 * n + 2, [*arcs, Arc(end, begin, 0, depth)])
         return max(host, cycle.ratio_us if cycle is not None else 0.0)
 
+    def _least_load(self, threads: int) -> float:
+        if threads not in self._loads:
+            self._loads[threads] = least_load(self.graph, threads)
+        return self._loads[threads]
+
     def best(self, threads: int, depth: int) -> Found:
-        """The best plan found with at most so many threads and iterations in flight."""
+        """The best plan found with at most so many threads and iterations in flight.
+
+        To be asked for first: it takes most of the effort, and leaves the rest for other limits.
+        """
         best = self.serial()
         bound_us = self.bound_us(threads, depth)
         if best.ii_us <= bound_us * (1 + SAME):
             return best
-        found = self.reach(bound_us, threads, depth)
+        rest = self.effort * _REST
+        found = self.reach(bound_us, threads, depth, share=1 - _REST)
+        self.effort = min(self.effort, rest)
         return found if found is not None and found.beats(best) else best
 
     def reach(self, wanted_us: float, threads: int, depth: int, share: float = 1.0) -> Found | None:
@@ -142,21 +144,9 @@ class Search:
             depth: Iterations in flight at most.
             share: Of the effort that is left, so much may be spent.
         """
-        reserve = self.effort * (1 - share)
-        budget = int(_BUDGET * self.graph.size)
-        looks = _Looks(self, wanted_us, threads, depth)
-        best: Found | None = None
-        seed: Schedule | None = None
-        while self.effort >= reserve + budget:
-            times = looks.fresh() if seed is None or looks.number % 2 else looks.from_(seed, best)
-            for found in () if times is None else self._plans(times, depth, best):
-                if best is None or found.ii_us <= best.ii_us * (1 + SAME):
-                    seed = times
-                if found.beats(best):
-                    best = found
-                if found.ii_us <= wanted_us * (1 + SAME):
-                    return best
-        return best
+        quest = _Quest(self, wanted_us, threads, depth, self.effort * (1 - share))
+        quest.walk()
+        return quest.best
 
     def serial(self) -> Found:
         """The plan that overlaps nothing but what the device overlaps by itself."""
@@ -164,7 +154,7 @@ class Search:
         rank = {v: (-stages[v], place) for place, v in enumerate(self.graph.serial)}
         order = period_of(self.graph, stages, rank)
         layout = Layout((0,) * self.graph.size, stages, order, max(stages) + 1)
-        found = self._found(plan_of(self.base, self.graph, layout, layout.depth), layout.lanes)
+        found = self.judged(layout, layout.depth)
         if found is None:
             raise InternalError("the least stages do not say what same_period_deps ask for")
         return found
@@ -172,44 +162,27 @@ class Search:
     def realised(self, times: Schedule, depth: int) -> Found | None:
         """The best plan that these start times make, whoever found them."""
         best: Found | None = None
-        for found in self._plans(times, depth):
-            best = found if found.beats(best) else best
-        return best
-
-    def slotted(self, period_us: float) -> Slotted | None:
-        """The loop at this interval; None where a recurrence is too long for it."""
-        if period_us not in self._loops:
-            self._loops[period_us] = Slotted.of(self.graph, period_us)
-        return self._loops[period_us]
-
-    def ways(self, threads: int) -> list[Way]:
-        """Ways to spread the tasks over so many threads."""
-        if threads not in self._spread:
-            self._spread[threads] = lane_ways(self.graph, threads)
-        return self._spread[threads]
-
-    def _plans(self, times: Schedule, depth: int, best: Found | None = None) -> Iterator[Found]:
-        """Plans that these start times make, the least depth first; poor ones judged roughly."""
-        enough_us = math.inf if best is None else best.ii_us * (1 + SAME)
         for layout in layouts(self.graph, times)[:_CUTS]:
             for deep in range(layout.depth, depth + 1):
-                plan = plan_of(self.base, self.graph, layout, deep)
-                found = self._found(plan, layout.lanes, enough_us)
-                if found is not None:
-                    yield found
+                found = self.judged(layout, deep)
+                if found is not None and found.beats(best):
+                    best = found
                 if found is None or found.ii_us <= times.period_us * (1 + SAME):
                     break
+        return best
 
-    def _found(
-        self, plan: PipelinePlan | None, lanes: tuple[int, ...], enough_us: float = math.inf
-    ) -> Found | None:
+    def judged(self, layout: Layout, depth: int, enough_us: float = math.inf) -> Found | None:
+        """The plan, and its interval; None where ``same_period_deps`` cannot be said in it.
+
+        Args:
+            layout: Where tasks stand.
+            depth: Iterations in flight.
+            enough_us: An interval of this or more need not be exact: a lower bound of it will do.
+        """
+        plan = plan_of(self.base, self.graph, layout, depth)
         if plan is None:
             return None
-        key = (
-            plan.depth,
-            plan.order,
-            tuple((e.stage, e.thread_group) for e in plan.schedule.values()),
-        )
+        key = (depth, layout.order, layout.stages, layout.lanes)
         ii_us = self._seen.get(key)
         if ii_us is None:
             self.effort -= _JUDGING * self.graph.size
@@ -219,73 +192,92 @@ class Search:
             ).ii_us
             if ii_us < enough_us:  # or else it is a bound, and enough for this comparison alone
                 self._seen[key] = ii_us
-        return Found(plan, ii_us, len({0, *lanes}))
+        return Found(plan, ii_us, len({0, *layout.lanes}))
 
 
-class _Looks:
-    """Looks for start times, one after the other, each unlike those before.
+class _Quest:
+    """Walks for one interval, each from another beginning or from the best plan so far.
 
     Args:
         search: Pays for them.
         wanted_us: The interval wanted.
         threads: At most.
         depth: Iterations in flight at most.
+        reserve: Effort that is to be left.
 
     Attributes:
-        number: How many there were.
+        best: The best plan found.
     """
 
-    def __init__(self, search: Search, wanted_us: float, threads: int, depth: int) -> None:
-        self.number = 0
-        self._search, self._threads, self._depth = search, threads, depth
-        self._ways = search.ways(threads)
-        self._first_us = max(wanted_us, least_load(search.graph, self._ways))
-        self._fresh = 0
-        self._room = 1.0
+    def __init__(
+        self, search: Search, wanted_us: float, threads: int, depth: int, reserve: float
+    ) -> None:
+        self.best: Found | None = None
+        self._search, self._threads, self._depth, self._reserve = search, threads, depth, reserve
+        self._place: Place | None = None
+        self._waiting: Place | None = None
+        self._lowest_us = math.inf
+        self._judging = 0.0
+        self._rng = random.Random(threads * 1_000 + depth)
+        self._wanted_us = wanted_us
+        self._period = Period(search.graph, threads, depth)
 
-    def fresh(self) -> Schedule | None:
-        """From an empty table."""
-        which = self._fresh % len(_MORE)
-        self._fresh += 1
-        period_us = self._first_us * (1 + self._room * _MORE[which])
-        if which == len(_MORE) - 1:
-            self._room *= _GROWTH
-        choices = self._choices(period_us)
-        times = self._look(period_us, choices[self._fresh // 2 % len(choices)], None)
-        if times is not None:
-            self._room = 1.0
-        return times
+    @property
+    def beaten_below_us(self) -> float:
+        """Only plans that promise less are of interest."""
+        return self._lowest_us * (1 - SAME)
 
-    def from_(self, seed: Schedule, best: Found | None) -> Schedule | None:
-        """From start times of a plan, at an interval between the one wanted and the best."""
-        part = _SQUEEZED[self.number // 2 % len(_SQUEEZED)]
-        over_us = 0.0 if best is None else max(0.0, best.ii_us - self._first_us)
-        period_us = self._first_us + over_us * part
-        same = tuple((lane,) for lane in seed.lanes)
-        free = self.number // 2 % 2
-        return self._look(period_us, self._choices(period_us)[0] if free else same, seed)
+    @property
+    def satisfied(self) -> bool:
+        """Whether the interval wanted is found, or the effort spent."""
+        if self.best is not None and self.best.ii_us <= self._wanted_us * (1 + SAME):
+            return True
+        return self._search.effort - self._period.played <= self._reserve
 
-    def _choices(self, period_us: float) -> list[Choice]:
-        return lane_choices(self._search.graph, self._threads, period_us, self._ways)
+    def walk(self) -> None:
+        """Walk until satisfied."""
+        number = 0
+        while not self.satisfied:
+            begin = self._beginning(number)
+            if begin is None:
+                break
+            walk = Walk(self._period, begin, self._rng, lanes_change=number % 3 != 1)
+            walk.go(_WALK * self._search.graph.size, self)
+            if self._waiting is not None:
+                self._judged(self._waiting)
+            number += 1
+        self._search.effort -= self._period.played
 
-    def _look(self, period_us: float, allowed: Choice, seed: Schedule | None) -> Schedule | None:
-        search = self._search
-        loop = search.slotted(period_us)
-        self.number += 1
-        search.effort -= 1
-        if loop is None:
-            return None
-        times, placements = schedule(
-            loop,
-            allowed,
-            self._depth,
-            anchored=bool(self.number // 2 % 2),
-            nudge=self.number - 1,
-            seed=seed,
-            budget=int(_BUDGET * search.graph.size),
-        )
-        search.effort -= placements + (0 if seed is None else _SOWING * search.graph.size)
-        return times
+    def _beginning(self, number: int) -> Place | None:
+        """In turn: threads for who comes first, or shared out evenly; or the best plan so far."""
+        graph, threads = self._search.graph, self._threads
+        if number % 3 == 2 and self._place is not None:
+            return self._place
+        if number % 3 == 0:
+            return beginning(graph, self._depth, threads)
+        evenly = shared_out(graph, threads, self._rng if number > 1 else None)
+        return beginning(graph, self._depth, evenly)
+
+    def ask(self, place: Place, promised_us: float) -> float:
+        """The interval of a plan; what it promises, where finding out can wait."""
+        if promised_us > self._wanted_us * (1 + SAME) and self._judging > self._period.played:
+            self._waiting, self._lowest_us = place, promised_us
+            return promised_us
+        return self._judged(place)
+
+    def _judged(self, place: Place) -> float:
+        graph, best_us = self._search.graph, self.best.ii_us if self.best else math.inf
+        self._judging += _JUDGING * graph.size
+        first = min(place.stages)
+        stages = tuple(stage - first for stage in place.stages)
+        layout = Layout(place.lanes, stages, place.order, self._depth)
+        found = self._search.judged(layout, self._depth, best_us * (1 + SAME))
+        if found is None:
+            return math.inf
+        if found.beats(self.best):
+            self.best, self._place = found, place
+        self._waiting, self._lowest_us = None, self.best.ii_us if self.best else math.inf
+        return found.ii_us
 
 
 def _busiest(graph: LoopGraph) -> float:

@@ -12,7 +12,7 @@ from ortools.sat.python import cp_model
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
-from swpipe.plans import Limits, prove, recsys14
+from swpipe.plans import Limits, lower_bounds, prove, recsys14
 from tests.plans.instances import instance
 from tests.sequencer import await_event
 
@@ -25,14 +25,26 @@ def test_a_plan_that_reaches_the_bound_is_proved_without_a_search() -> None:
 
 
 def test_an_optimum_above_the_lower_bound_is_proved() -> None:
+    """A loop whose recurrence and whose threads can be kept, each alone, but not both."""
+    given = instance(39, size=6)
+    bound_us = lower_bounds(
+        given.plan, given.costs, streams=False, threads=given.limits.threads
+    ).ii_us
+    proof = prove(
+        given.plan, given.costs, limits=given.limits, streams=False, seconds=20, resolution_us=10
+    )
+    assert proof.optimal
+    assert bound_us < proof.bound_us == 17_440
+    assert proof.ii_us == 17_450
+
+
+def test_an_uneven_share_of_work_is_proof_without_a_solver() -> None:
     """Three tasks of 3 ms on two threads: half of 9 ms each cannot be, 6 ms is the least."""
     names = ("a", "b", "c")
     plan = PipelinePlan({name: TaskSchedule() for name in names})
     costs = CostModel({name: TaskCost(host_us=3_000) for name in names})
     proof = prove(plan, costs, limits=Limits(threads=2), streams=False, resolution_us=10)
-    assert proof.optimal
-    assert proof.ii_us == 6_000
-    assert proof.bound_us == 5_990
+    assert (proof.ii_us, proof.bound_us) == (6_000, 6_000)
 
 
 @pytest.mark.parametrize("number", range(12))

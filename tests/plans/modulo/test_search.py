@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
+import pytest
+
 from swpipe.plans import simulate
-from swpipe.plans.modulo.loop_graph import loop_graph
+from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.search import Search
-from tests.plans.instances import instance
+from tests.plans.instances import Instance, instance
+from tests.plans.modulo.graphs import graph_of
+
+
+def search_of(given: Instance) -> Search:
+    """A search that has not begun."""
+    return Search(given.plan, given.costs, graph_of(given))
 
 
 def test_a_bound_that_was_enough_once_is_not_taken_for_an_interval() -> None:
     """Who needs no exact interval is told a lower bound; it must not stay as the interval."""
     given = instance(6)
-    graph = loop_graph(given.plan, given.costs, given.limits, streams=True)
-    search = Search(given.plan, given.costs, graph)
+    search = search_of(given)
     serial = search.serial().plan
     exact_us = simulate(serial, given.costs).ii_us
     search._seen.clear()
-    roughly = search._found(serial, (0,) * graph.size, enough_us=1.0)
+    size, order = search.graph.size, {name: v for v, name in enumerate(search.graph.names)}
+    layout = Layout((0,) * size, (0,) * size, tuple(order[name] for name in serial.order), 1)
+    roughly = search.judged(layout, 1, enough_us=1.0)
     assert roughly is not None
     assert 1.0 <= roughly.ii_us <= exact_us
     assert not search._seen
     assert search.serial().ii_us == exact_us
+
+
+@pytest.mark.parametrize("number", [3, 36, 199])
+def test_effort_is_bounded_and_some_is_left_for_depth_and_threads(number: int) -> None:
+    """A loop whose bound is out of reach takes no more than its share."""
+    search = search_of(instance(number))
+    whole = search.effort
+    search.best(4, 5)
+    a_walk = 30 * search.graph.size
+    assert 0.2 * whole - a_walk <= search.effort <= 0.2 * whole
+
+
+def test_a_search_for_more_than_there_is_hands_back_the_best_there_was() -> None:
+    """The plan is as good as it says, and within the limits."""
+    given = instance(17)
+    search = search_of(given)
+    found = search.reach(1.0, threads=2, depth=3, share=0.3)
+    assert found is not None
+    assert found.plan.depth <= 3
+    assert found.threads <= 2
+    assert simulate(found.plan, given.costs, streams=False).ii_us == found.ii_us
+
+
+def test_work_that_cannot_be_shared_out_evenly_is_bound_by_its_best_share() -> None:
+    """Beyond the sum over the threads: no plan is proved better by trying."""
+    search = search_of(instance(17))
+    graph = search.graph
+    assert search.bound_us(4, 5) > sum(graph.host_us) / 4

@@ -1,0 +1,36 @@
+"""Loops for tests of the search: as operations, and plans of them in numbers."""
+
+from __future__ import annotations
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.costs import CostModel, TaskCost
+from swpipe.plans import Limits
+from swpipe.plans.modulo.layout import Layout, plan_of
+from swpipe.plans.modulo.loop_graph import LoopGraph, loop_graph
+from swpipe.plans.modulo.walk import Place
+from tests.plans.instances import Instance
+
+
+def graph_of(given: Instance) -> LoopGraph:
+    """The instance as a loop of operations."""
+    return loop_graph(given.plan, given.costs, given.limits, streams=given.streams)
+
+
+def host_work(
+    *times_us: float, chain: bool = True, frozen: tuple[str, ...] = (), handover_us: float = 0.0
+) -> LoopGraph:
+    """Tasks a, b, c and so on that block for these times, one after the other or on their own."""
+    names = [chr(ord("a") + k) for k in range(len(times_us))]
+    deps = [(names[k], names[k - 1]) for k in range(1, len(names))] if chain else []
+    plan = PipelinePlan({name: TaskSchedule() for name in names}, deps=deps)
+    costs = {name: TaskCost(host_us=us) for name, us in zip(names, times_us, strict=True)}
+    limits = Limits(frozen=frozen)
+    return loop_graph(plan, CostModel(costs, handover_us=handover_us), limits, streams=False)
+
+
+def plan_at(given: Instance, graph: LoopGraph, place: Place, depth: int) -> PipelinePlan:
+    """The plan that a place stands for."""
+    stages = tuple(stage - min(place.stages) for stage in place.stages)
+    plan = plan_of(given.plan, graph, Layout(place.lanes, stages, place.order, depth), depth)
+    assert plan is not None
+    return plan

@@ -1,0 +1,101 @@
+"""One period, played: what it promises, and what sets it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from swpipe.costs import CostModel
+from swpipe.plans import Limits, simulate
+from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.period import Period
+from tests.plans.instances import Instance, instance
+from tests.plans.modulo.graphs import graph_of, host_work, plan_at
+
+DEPTH = 5
+
+
+def uncontended(number: int) -> Instance:
+    """An instance in which nothing is had by who comes first: the order of the plan says it all."""
+    given = instance(number)
+    costs = {
+        name: replace(cost, gil_us=0.0, resources=())
+        for name, cost in given.costs.of(given.plan.schedule).items()
+    }
+    # On a device one thread feeds the caller's stream: several would take turns as they come.
+    threads = 1 if given.streams else given.limits.threads
+    return replace(
+        given,
+        costs=CostModel(costs, handover_us=given.costs.handover_us),
+        limits=Limits(threads=threads, frozen=given.limits.frozen),
+    )
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_a_period_that_nobody_contends_keeps_its_promise(number: int) -> None:
+    """The plan's interval is never longer, admission, retirement and back-pressure included."""
+    given = uncontended(number)
+    graph = graph_of(given)
+    place = beginning(graph, DEPTH, given.limits.threads)
+    assert place is not None
+    period = Period(graph, given.limits.threads, DEPTH)
+    period.play(place.order, place.lanes, place.stages)
+    plan = plan_at(given, graph, place, DEPTH)
+    found = simulate(plan, given.costs, streams=given.streams)
+    assert found.ii_us <= period.us * (1 + 1e-9)
+
+
+def test_a_dependence_within_the_period_is_waited_for() -> None:
+    """Two threads, and no stages: they take as long as one."""
+    period = Period(host_work(300, 500), threads=2, depth=1)
+    period.play((0, 1), (0, 1), (0, 0))
+    assert period.us == 800
+
+
+def test_stages_take_dependences_out_of_the_period() -> None:
+    """Two threads, each on an iteration of its own: the longer one sets the interval."""
+    period = Period(host_work(300, 500), threads=2, depth=2)
+    period.play((1, 0), (0, 1), (0, 1))
+    assert period.us == 500
+
+
+def test_a_wait_for_another_thread_costs_a_handover() -> None:
+    """The task on a worker waits for its admission, its consumer for it, and <retire> for that."""
+    period = Period(host_work(300, 500, handover_us=20), threads=2, depth=1)
+    period.play((0, 1), (1, 0), (0, 0))
+    assert period.us == 20 + 300 + 20 + 500
+
+
+def test_who_comes_later_in_the_order_waits() -> None:
+    """One thread runs one task at a time."""
+    period = Period(host_work(300, 500, chain=False), threads=1, depth=1)
+    period.play((1, 0), (0, 0), (0, 0))
+    assert period.us == 800
+
+
+def test_a_period_beyond_the_limit_is_not_played_to_its_end() -> None:
+    """It costs infinity; at the limit itself it costs what it costs."""
+    period = Period(host_work(300, 500), threads=1, depth=1)
+    cost = period.play((0, 1), (0, 0), (0, 0))
+    assert period.play((0, 1), (0, 0), (0, 0), limit_us=cost) == cost
+    assert period.play((0, 1), (0, 0), (0, 0), limit_us=799) == math.inf
+
+
+def test_of_two_plans_with_one_interval_the_one_with_less_waiting_costs_less() -> None:
+    """The other thread's idle time counts a little."""
+    period = Period(host_work(300, 100, 900), threads=2, depth=2)
+    waiting = period.play((2, 0, 1), (1, 1, 0), (0, 1, 1))
+    waited = period.us
+    at_once = period.play((0, 1, 2), (1, 1, 0), (0, 0, 1))
+    assert (waited, period.us) == (1_300, 900) or at_once < waiting
+
+
+def test_critical_tasks_are_those_that_set_the_interval() -> None:
+    """The last one, and what it waited for; not the one on a thread of its own."""
+    graph = host_work(300, 500, 100)
+    period = Period(graph, threads=2, depth=2)
+    period.play((2, 0, 1), (0, 0, 1), (0, 0, 1))
+    assert period.us == 800
+    assert period.critical() == [1, 0]
