@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +36,33 @@ _ANY = "any"  # in the place of a rank: one that waits
 
 RECENT_S = 60.0
 """An older failure was got over: it is not the cause of one that comes now."""
+
+
+class _Line:
+    """A connection of swpipe's own to the store of the default group.
+
+    Another thread may be waiting on the group's. It is opened when plans are compared and kept:
+    where the process that holds the store is gone, a connection says so at once, but to open one
+    is tried for longer than the store's time-out, while failures and stalls go untold.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leads_to: Callable[[], Any] = lambda: None
+        self._store: Any = None
+
+    def store(self) -> Any:
+        """The connection; opened where the default group is another than last time."""
+        default = _get_default_store()
+        with self._lock:
+            if self._leads_to() is not default:
+                self._store = default.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+                # Held, the store of a destroyed group would keep its port.
+                self._leads_to = weakref.ref(default)
+            return self._store
+
+
+_line = _Line()
 
 
 class _Turns:
@@ -66,6 +94,7 @@ def check_same_plan(plan: PipelinePlan) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
+    _line.store()  # the store is there now
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, plan.digest())
     if len(set(digests)) > 1:
@@ -100,7 +129,7 @@ def check_same_shortcuts(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     turn = _turns.take()
-    store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    store = _line.store()
     own = json.dumps([digest, sorted(names)])
     store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
     store.set(_SHORTCUTS.format(turn, _ANY), json.dumps([digest, periods]))
@@ -136,7 +165,7 @@ def answer_check(digest: str, periods: int) -> None:
     with _turns.lock:
         waiting = _SHORTCUTS.format(_turns.count, _ANY)
         try:
-            store = _get_default_store().clone()  # type: ignore[attr-defined]
+            store = _line.store()
             if not store.check([waiting]):
                 return
             other, fewer = json.loads(store.get(waiting))
@@ -194,8 +223,7 @@ def _said(error: BaseException) -> str:
 
 def _first_failure(own: dict[str, Any]) -> dict[str, Any]:
     """The first of the recent failures: another rank's, or else this one, told now."""
-    # A connection of its own: another thread may be waiting on the store's.
-    store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    store = _line.store()
     held = store.compare_set(FIRST_FAILURE, "", json.dumps(own)).decode()
     first: dict[str, Any] = json.loads(held)
     if own["time_s"] - first["time_s"] > RECENT_S:

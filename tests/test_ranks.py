@@ -1,13 +1,20 @@
-"""With torch.distributed initialised, ranks with different plans refuse to start."""
+"""Ranks with different plans refuse to start; and what ranks hear where their store is gone."""
 
 from __future__ import annotations
 
+import datetime as dt
+import os
+import socket
+import time
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from swpipe import SWPipeline
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.ranks import answer_check
 from tests.plans_for_tests import piped, tasks
 
 
@@ -33,3 +40,37 @@ def test_ranks_with_different_plans_refuse_to_start(tmp_path: Path) -> None:
         assert "the ranks hold different plans" in refused
         assert f"for ever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
         assert "; depth: 3 on rank 0, 4 on rank 1. Give every rank" in refused
+
+
+def _outlives(rank: int, folder: str, port: int) -> None:
+    """Rank 0, which holds the store, ends in between two steps; what the other says, and when."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=dt.timedelta(seconds=40),
+    )
+    meet = PipelineTask("meet", lambda ctx: dist.all_reduce(torch.ones(1)))
+    with SWPipeline(PipelinePlan.serial([meet]), [meet]) as pipe:
+        batches = iter(range(3))
+        pipe.progress(batches)
+        if rank == 0:
+            os._exit(0)
+        begun_s = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            pipe.progress(batches)
+        answer_check(pipe.plan.digest(), 2)  # as the watchdog does, which then tells of a stall
+        said = [f"{time.monotonic() - begun_s}", *caught.value.__notes__]
+    (Path(folder) / "said").write_text("\n".join(said))
+
+
+def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(tmp_path: Path) -> None:
+    """Not after the time for which a connection to it is tried."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_outlives, args=(str(tmp_path), port), nprocs=2)
+    took_s, *notes = (tmp_path / "said").read_text().splitlines()
+    assert float(took_s) < 20.0
+    assert any("whether another rank had failed before is not known" in note for note in notes)
