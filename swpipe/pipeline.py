@@ -21,7 +21,7 @@ from swpipe.observers import active_observers
 from swpipe.plan import PipelinePlan, StreamSpec
 from swpipe.program import compile_plan
 from swpipe.randomness import Draws
-from swpipe.ranks import answer_check, check_same_plan, check_same_shortcuts, tell_failure
+from swpipe.ranks import Begun, answer_check, check_same_plan, check_same_shortcuts, tell_failure
 from swpipe.report import RunReport, run_to_end
 from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
@@ -103,6 +103,7 @@ class SWPipeline:
         self._ended: Iterator[Any] | None = None
         self._drained: list[IterContext] = []  # and not handed out: drain() failed after that
         self._next_iteration = 0
+        self._number = 0  # among those that were compared across ranks
         self._periods = 0  # begun, in all runs
         self._turnstile = Turnstile()
 
@@ -259,8 +260,8 @@ class SWPipeline:
         names, shortcuts = self._known(tasks), self._engine.shortcuts
         if self._alike:
             patience_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            wanted = {*shortcuts.names, *names}
-            check_same_shortcuts(self.plan.digest(), wanted, self._periods, patience_s)
+            wanted, begun = {*shortcuts.names, *names}, Begun(self._number, self._periods)
+            check_same_shortcuts(self.plan.digest(), wanted, begun, patience_s)
         shortcuts.enable(names)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
@@ -358,12 +359,12 @@ class SWPipeline:
                 "pass iter(loader), and the same one each time"
             )
         if self._check_ranks:
-            check_same_plan(self.plan)
+            self._number = check_same_plan(self.plan)
             self._check_ranks = False
         run = self._run = Run(self._engine, iterator, self._next_iteration)
         if self._stall_timeout_s is not None:
             self._watchdog = Watchdog(
-                run, self._stall_timeout_s, self._answer_others if self._alike else None
+                run, self._stall_timeout_s, self._answer_others if self._number else None
             )
         if self._turnstile.closed:
             self.close()
@@ -393,7 +394,7 @@ class SWPipeline:
         raise StopIteration
 
     def _answer_others(self) -> None:
-        answer_check(self.plan.digest(), self._periods)
+        answer_check(Begun(self._number, self._periods))
 
     def _advance(self, run: Run) -> IterContext | None:
         self._periods += 1

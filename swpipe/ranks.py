@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -66,7 +66,7 @@ _line = _Line()
 
 
 class _Turns:
-    """Checks of shortcuts so far; ranks count alike, since each check is answered by all."""
+    """Checks of one kind so far; ranks count alike, since each check is answered by all."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -78,10 +78,23 @@ class _Turns:
             return self.count - 1
 
 
+class Begun(NamedTuple):
+    """How far a pipeline is.
+
+    Attributes:
+        pipeline: Its number, as ``check_same_plan`` tells it; 0 before that.
+        periods: How many it has begun.
+    """
+
+    pipeline: int
+    periods: int
+
+
 _turns = _Turns()
+_pipelines = _Turns()
 
 
-def check_same_plan(plan: PipelinePlan) -> None:
+def check_same_plan(plan: PipelinePlan) -> int:
     """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
 
     Every rank has to call this: it is a collective.
@@ -89,11 +102,15 @@ def check_same_plan(plan: PipelinePlan) -> None:
     Args:
         plan: This rank's.
 
+    Returns:
+        The pipeline's number among those compared, from 1, alike on all ranks; 0 without others.
+
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
+        return 0
+    number = 1 + _pipelines.take()
     _line.store()  # the store is there now
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, plan.digest())
@@ -105,10 +122,11 @@ def check_same_plan(plan: PipelinePlan) -> None:
             f"{differences(held)}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
         )
+    return number
 
 
 def check_same_shortcuts(
-    digest: str, names: Collection[str], periods: int, timeout_s: float
+    digest: str, names: Collection[str], begun: Begun, timeout_s: float
 ) -> None:
     """Compare what is to be shortcut across the ranks of the default group; without one, return.
 
@@ -119,7 +137,7 @@ def check_same_shortcuts(
     Args:
         digest: Of the pipeline's plan.
         names: Tasks that will be shortcut.
-        periods: How many the pipeline has begun.
+        begun: How far the pipeline is.
         timeout_s: That the other ranks have to come here, too.
 
     Raises:
@@ -132,7 +150,7 @@ def check_same_shortcuts(
     store = _line.store()
     own = json.dumps([digest, sorted(names)])
     store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
-    store.set(_SHORTCUTS.format(turn, _ANY), json.dumps([digest, periods]))
+    store.set(_SHORTCUTS.format(turn, _ANY), json.dumps(begun))
     try:
         others = [_said_by(rank, turn, store, timeout_s) for rank in range(dist.get_world_size())]
     except RuntimeError as error:
@@ -150,15 +168,15 @@ def check_same_shortcuts(
         )
 
 
-def answer_check(digest: str, periods: int) -> None:
+def answer_check(begun: Begun) -> None:
     """Tell ranks that wait for this one to enable shortcuts, if any do, that it has gone on.
 
     Called where nothing moves; may be called from any thread.
 
     Args:
-        digest: Of the plan of the pipeline that does not move.
-        periods: How many it has begun; ranks that have begun as many are not answered, since this
-            one may be late.
+        begun: How far the pipeline is that does not move. Ranks that have begun as many periods
+            are not answered, and those that wait for another pipeline neither, were it of the same
+            plan: this one may be late.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -168,10 +186,11 @@ def answer_check(digest: str, periods: int) -> None:
             store = _line.store()
             if not store.check([waiting]):
                 return
-            other, fewer = json.loads(store.get(waiting))
-            if other == digest and fewer < periods:
+            other = Begun(*json.loads(store.get(waiting)))
+            if other.pipeline == begun.pipeline and other.periods < begun.periods:
                 store.set(
-                    _SHORTCUTS.format(_turns.count, dist.get_rank()), json.dumps([periods, fewer])
+                    _SHORTCUTS.format(_turns.count, dist.get_rank()),
+                    json.dumps([begun.periods, other.periods]),
                 )
                 _turns.count += 1
         except (RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
