@@ -166,6 +166,42 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> N
     assert "rank      : 1 " in done.err.split("Root Cause")[1]
 
 
+LEFT = """
+import sys
+from swpipe.cli.ranks import run_on_ranks
+
+def fail(job):
+    print("READY", flush=True, file=sys.__stdout__)
+    sys.stdin.readline()
+    raise ZeroDivisionError("planted on rank one")
+
+run_on_ranks(fail)
+"""
+
+
+def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone() -> None:
+    """As it is where rank 0 held it, and has failed before."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", LEFT],
+        env={**os.environ, **told, "PYTHONPATH": str(ROOT), "MASTER_PORT": f"{store.port}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as rank:
+        try:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "READY\n"
+            del store
+            _, said = rank.communicate("\n", timeout=30)
+        finally:
+            rank.kill()
+    assert rank.returncode == 1
+    assert "ZeroDivisionError: planted on rank one" in said
+
+
 # ------------------------------------------------- one rank, in this very process
 
 

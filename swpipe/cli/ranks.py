@@ -89,6 +89,8 @@ class RankedJob:
 
     def __init__(self) -> None:
         self._store, self.rank, self.size = next(rendezvous("env://"))
+        # For other threads, and for failures: once the store is gone, to open one takes minutes.
+        self._line = self._store.clone()
         self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
@@ -163,7 +165,7 @@ class RankedJob:
         and calls the first one that it finds ended the root cause.
         """
         try:
-            later = self._store.clone().add(_FAILED, 1) > 1
+            later = self._line.add(_FAILED, 1) > 1
         except RuntimeError:  # the store is gone, and with it the job
             later = False
         sys.excepthook(*sys.exc_info())
@@ -210,7 +212,7 @@ class RankedJob:
         os._exit(verdict.code)  # not through what waits for collectives that will not come
 
     def _watch(self, done: threading.Event, voice: TextIO) -> None:
-        store = self._store.clone()
+        store = self._line
         while not done.wait(_LOOK_S):
             try:
                 if not store.check([_VERDICT]):
