@@ -39,14 +39,12 @@ class Schedule:
         lanes: Task to the number of its thread; 0 is the caller's.
         host_us: Task to the start of its host work, in microseconds.
         device_us: Task to the start of its device work; without streams the end of its host work.
-        blur_us: By less than this may a start be too soon: times were rounded down.
     """
 
     period_us: float
     lanes: tuple[int, ...]
     host_us: tuple[float, ...]
     device_us: tuple[float, ...]
-    blur_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +97,11 @@ class _Gap(NamedTuple):
 def _gaps(graph: LoopGraph, times: Schedule) -> list[_Gap]:
     """What binds moves by whole periods: no resource is taken at another time of the period."""
     n, period, start = graph.size, times.period_us, (*times.host_us, *times.device_us)
-    blur = times.blur_us / period + 1e-9
     gaps: dict[tuple[int, int], int] = {}
     for tail, head, time_us, distance in graph.edges:
         if tail % n != head % n:
             pair = tail % n, head % n
-            periods = math.ceil((start[tail] + time_us - start[head]) / period - blur) - distance
+            periods = math.ceil((start[tail] + time_us - start[head]) / period - 1e-9) - distance
             gaps[pair] = max(periods, gaps.get(pair, periods))
     return [_Gap(tail, head, periods) for (tail, head), periods in gaps.items()]
 
@@ -186,7 +183,7 @@ def _depth(graph: LoopGraph, times: Schedule, stages: Sequence[int], moves: Sequ
         # next period submits there.
         callers = (v for v, stream in enumerate(graph.stream) if stream == 0)
         needed = max([needed, 0.0, *((end - device[v]) / period + stages[v] for v in callers)])
-    return max(max(stages) + 1, math.ceil(needed - times.blur_us / period - 1e-9))
+    return max(max(stages) + 1, math.ceil(needed - 1e-9))
 
 
 def plan_of(

@@ -62,7 +62,7 @@ _Later: TypeAlias = tuple[int, int, float, int]
 
 
 class Period:
-    """Plays periods of one loop. Stages are those that end with the last of ``depth``.
+    """Plays periods of one loop.
 
     Args:
         graph: The loop.
@@ -123,10 +123,11 @@ class Period:
         first[0] = 0.0  # the caller's thread begins with <retire> of the period before
         admit = -1.0 if self.graph.streams else 0.0
         handover = self.graph.handover_us
+        new = max(stages) - self.depth + 1  # an iteration ends with its last task, and not later
         for task in order:
             lane, stage = lanes[task], stages[task]
             start = 0.0
-            if not stage:
+            if stage == new:
                 if admit < 0:
                     admit = free[0]
                 start = admit + handover if lane else admit
@@ -181,7 +182,9 @@ class Period:
         self, lanes: Sequence[int], stages: Sequence[int], admit: float, enough_us: float
     ) -> float:
         """What <admit> and <retire> ask for, where that is more than enough."""
-        graph, at, n, last = self.graph, self._at, self.graph.size, self.depth - 1
+        graph, at, n = self.graph, self._at, self.graph.size
+        last = max(stages)
+        new = last - self.depth + 1
         host, device, over = graph.host_us, graph.device_us, graph.handover_us
         ends = [at[v] + host[v] + over if lanes[v] else at[v] + host[v] for v in range(n)]
         closed = self._free[0]
@@ -203,8 +206,8 @@ class Period:
         if admit + over <= us and max(late) <= us:
             return us
         for v, stage in enumerate(stages):
-            if stage:
-                us = max(us, (admit + over - at[v]) / stage)
+            if stage > new:
+                us = max(us, (admit + over - at[v]) / (stage - new))
             if stage < last:
                 us = max(us, late[v] / (last - stage))
         return us

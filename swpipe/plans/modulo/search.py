@@ -45,7 +45,7 @@ _CUTS = 2
 """So many ways to cut a period are judged, those of the least depth."""
 
 EFFORT = 180
-MOST_EFFORT = 12_000
+MOST_EFFORT = 6_000
 """Periods played for each task of a loop, and for loops of many tasks all in all."""
 
 _REST = 0.2
@@ -207,6 +207,7 @@ class _Quest:
 
     Attributes:
         best: The best plan found.
+        judging: Effort that went into judging plans: no more than into walks, but for the last.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class _Quest:
         self._place: Place | None = None
         self._waiting: Place | None = None
         self._lowest_us = math.inf
-        self._judging = 0.0
+        self.judging = 0.0
         self._rng = random.Random(threads * 1_000 + depth)
         self._wanted_us = wanted_us
         self._period = Period(search.graph, threads, depth)
@@ -260,14 +261,14 @@ class _Quest:
 
     def ask(self, place: Place, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out can wait."""
-        if promised_us > self._wanted_us * (1 + SAME) and self._judging > self._period.played:
+        if promised_us > self._wanted_us * (1 + SAME) and self.judging > self._period.played:
             self._waiting, self._lowest_us = place, promised_us
             return promised_us
         return self._judged(place)
 
     def _judged(self, place: Place) -> float:
         graph, best_us = self._search.graph, self.best.ii_us if self.best else math.inf
-        self._judging += _JUDGING * graph.size
+        self.judging += _JUDGING * graph.size
         first = min(place.stages)
         stages = tuple(stage - first for stage in place.stages)
         layout = Layout(place.lanes, stages, place.order, self._depth)

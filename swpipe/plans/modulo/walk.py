@@ -45,7 +45,7 @@ class Place:
     Attributes:
         order: The tasks in the order of a period.
         lanes: Task to its thread; 0 is the caller's.
-        stages: Task to its stage; the last stage is the depth - 1.
+        stages: Task to its stage, from 0 to the depth - 1. What counts is how far they are apart.
     """
 
     order: tuple[int, ...]

@@ -1,6 +1,9 @@
-"""Loops for tests of the search: as operations, and plans of them in numbers."""
+"""For tests of the search: loops as operations, plans of them in numbers, who hears of them."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
@@ -34,3 +37,25 @@ def plan_at(given: Instance, graph: LoopGraph, place: Place, depth: int) -> Pipe
     plan = plan_of(given.plan, graph, Layout(place.lanes, stages, place.order, depth), depth)
     assert plan is not None
     return plan
+
+
+@dataclass
+class Listener:
+    """Wants to hear of every plan, and says whatever it was told to say of it."""
+
+    says_us: float | None = None
+    enough: int = 10_000
+    heard: list[Place] = field(default_factory=list)
+    promised_us: list[float] = field(default_factory=list)
+    beaten_below_us: float = math.inf
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether it has heard enough."""
+        return len(self.heard) >= self.enough
+
+    def ask(self, place: Place, promised_us: float) -> float:
+        """Take note."""
+        self.heard.append(place)
+        self.promised_us.append(promised_us)
+        return promised_us if self.says_us is None else self.says_us

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from swpipe.plans import simulate
+from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.search import Search
+from swpipe.plans.modulo.search import Search, _Quest
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import graph_of
 
@@ -58,3 +61,25 @@ def test_work_that_cannot_be_shared_out_evenly_is_bound_by_its_best_share() -> N
     search = search_of(instance(17))
     graph = search.graph
     assert search.bound_us(4, 5) > sum(graph.host_us) / 4
+
+
+def test_a_promise_waits_while_judging_has_had_its_share() -> None:
+    """The simulator takes as long as the walks, and no longer; a plan that ends all is judged."""
+    search = search_of(instance(17))
+    place = beginning(search.graph, 5, 4)
+    assert place is not None
+    quest = _Quest(search, 100.0, threads=4, depth=5, reserve=0.0)
+    quest.judging = math.inf
+    assert quest.ask(place, 12_345.0) == 12_345.0
+    assert quest.best is None
+    quest.ask(place, 100.0)
+    assert quest.best is not None
+
+
+def test_what_waits_is_judged_at_the_end_of_a_walk() -> None:
+    """A plan that nobody asked about is not lost."""
+    search = search_of(instance(17))
+    quest = _Quest(search, 1.0, threads=4, depth=5, reserve=search.effort - 100)
+    quest.judging = math.inf
+    quest.walk()
+    assert quest.best is not None

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import dataclass, field
 
 import pytest
 
 from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.period import Period
-from swpipe.plans.modulo.walk import Place, Walk
+from swpipe.plans.modulo.walk import Walk
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import Instance, instance
-from tests.plans.modulo.graphs import graph_of, plan_at
+from tests.plans.modulo.graphs import Listener, graph_of, plan_at
 
 DEPTH = 4
-
-
-@dataclass
-class Listener:
-    """Wants to hear of every plan, and says whatever it was told to say of it."""
-
-    says_us: float | None = None
-    enough: int = 10_000
-    heard: list[Place] = field(default_factory=list)
-    promised_us: list[float] = field(default_factory=list)
-    beaten_below_us: float = math.inf
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether it has heard enough."""
-        return len(self.heard) >= self.enough
-
-    def ask(self, place: Place, promised_us: float) -> float:
-        """Take note."""
-        self.heard.append(place)
-        self.promised_us.append(promised_us)
-        return promised_us if self.says_us is None else self.says_us
 
 
 def walked(
