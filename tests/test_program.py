@@ -193,7 +193,12 @@ def test_events_are_held_as_long_as_some_dependence_can_ask_for_them() -> None:
 def test_an_older_iteration_is_implied_by_a_newer_one(distance: int) -> None:
     """Waiting for a producer's work on this iteration covers its work on earlier ones."""
     plan = PipelinePlan(
-        schedule={"a": TaskSchedule(stream="s", thread_group="io"), "b": TaskSchedule()},
+        schedule={
+            "a": TaskSchedule(2, stream="s", thread_group="io"),
+            "b": TaskSchedule(2, stream="t"),
+            # Around its stream, from a to a again, what is known of the order spans two iterations.
+            "ahead": TaskSchedule(0, stream="s", thread_group="io"),
+        },
         deps=[("b", "a")],
         cross_iter_deps=[("b", "a", distance)],
     )
