@@ -79,6 +79,27 @@ def test_a_wait_for_another_thread_costs_a_handover() -> None:
     assert period.us == 20 + 300 + 20 + 500
 
 
+def test_admission_is_waited_for_in_later_stages_too() -> None:
+    """A worker's task begins a period later: as long as that, at least, it takes to hear of it."""
+    period = Period(host_work(100, 100, 100, chain=False, handover_us=1_000), threads=2, depth=3)
+    period.play((0, 1, 2), (0, 1, 0), (0, 1, 2))
+    assert period.us == 1_000
+
+
+def test_an_iteration_ends_when_the_last_worker_has_said_so() -> None:
+    """It hears of its task and ends it at 1,100; a period after the caller's 100 that is known."""
+    period = Period(host_work(100, 100, chain=False, handover_us=1_000), threads=2, depth=2)
+    period.play((0, 1), (1, 0), (0, 1))
+    assert period.us == 1_000 + 100 + 1_000 - 100
+
+
+def test_what_counts_is_how_far_stages_are_apart() -> None:
+    """An iteration is admitted ahead of its first task, whatever that one's stage is called."""
+    period = Period(host_work(300, 500, handover_us=20), threads=2, depth=2)
+    sooner = period.play((0, 1), (1, 0), (0, 0))
+    assert period.play((0, 1), (1, 0), (1, 1)) == sooner
+
+
 def test_who_comes_later_in_the_order_waits() -> None:
     """One thread runs one task at a time."""
     period = Period(host_work(300, 500, chain=False), threads=1, depth=1)
