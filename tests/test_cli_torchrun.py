@@ -173,6 +173,7 @@ from swpipe.cli.ranks import run_on_ranks
 def fail(job):
     print("READY", flush=True, file=sys.__stdout__)
     sys.stdin.readline()
+    print("LAST", file=sys.__stdout__)  # and not flushed
     raise ZeroDivisionError("planted on rank one")
 
 run_on_ranks(fail)
@@ -195,10 +196,11 @@ def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone() -> None:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "READY\n"
             del store
-            _, said = rank.communicate("\n", timeout=30)
+            printed, said = rank.communicate("\n", timeout=30)
         finally:
             rank.kill()
     assert rank.returncode == 1
+    assert printed == "LAST\n"
     assert "ZeroDivisionError: planted on rank one" in said
 
 

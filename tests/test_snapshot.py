@@ -248,7 +248,7 @@ def test_what_a_lazy_module_makes_meanwhile_stays() -> None:
     assert lazy.weight.shape == (2, 3)
 
 
-def test_a_buffer_registered_at_the_first_batch_stays() -> None:
+def test_what_is_registered_at_the_first_batch_stays() -> None:
     """The flag that says so is not put back either: TorchRec's modules work so."""
 
     class Permuting(nn.Module):
@@ -259,14 +259,15 @@ def test_a_buffer_registered_at_the_first_batch_stays() -> None:
         def forward(self, x: Tensor) -> Tensor:
             if not self.ready:
                 self.register_buffer("permutation", torch.tensor([1, 0]))
+                self.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
                 self.ready = True
-            return x[self.permutation]
+            return x[self.permutation] * self.scale
 
     module = Permuting()
     snapshot = snapshot_of(module)
     module(torch.ones(2))
     snapshot.restore()
-    assert torch.equal(module(torch.tensor([3, 5])), torch.tensor([5, 3]))
+    assert torch.equal(module(torch.tensor([3.0, 5.0])), torch.tensor([10.0, 6.0]))
 
 
 def test_anything_with_a_state_dict() -> None:
