@@ -27,6 +27,9 @@ T = TypeVar("T")
 AUTO = "auto"
 """The plan that is yet to be made."""
 
+EFFORT = 5.0
+"""Planning takes a second then, and little beside what recording and measuring take."""
+
 _BATCHES = 3  # that costs are measured on
 
 
@@ -93,7 +96,12 @@ def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
 
     def planned(costs: CostModel) -> Choice:
         choice = auto_plan(
-            carrier, costs, limits=limits, streams=streams, effects=recording.effects
+            carrier,
+            costs,
+            limits=limits,
+            streams=streams,
+            effects=recording.effects,
+            effort=EFFORT,
         )
         return with_slack(choice, limits)
 

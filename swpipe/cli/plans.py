@@ -11,6 +11,7 @@ from swpipe.cli import options
 from swpipe.cli.errors import UserError, about_plan, one_line_errors
 from swpipe.cli.inputs import load_plan
 from swpipe.cli.planning import (
+    EFFORT,
     Planned,
     has_streams,
     inferred_plan,
@@ -220,7 +221,7 @@ def auto(
             model = recsys14.costs() if costs is None else load_costs(costs)
             streams = has_streams(None, model)
             with about_plan(plan):
-                choice = auto_plan(loaded, model, limits=limits, streams=streams)
+                choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=EFFORT)
             planned = Planned(choice, model, streams)
         typer.echo(planned.choice.format())
         keep_costs(planned.costs, keep)

@@ -85,22 +85,26 @@ class Found:
 class Search:
     """One loop, searched again and again with other limits.
 
-    Attributes:
+    Args:
         base: The plan that the loop came from.
         costs: What its tasks cost.
         graph: The loop.
+        times: How many times the usual effort may be spent.
+
+    Attributes:
         effort: Periods that are left to play; what bounds the time.
     """
 
     base: PipelinePlan
     costs: CostModel
     graph: LoopGraph
+    times: float = 1.0
     effort: float = field(init=False)
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
     _loads: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.effort = min(EFFORT * self.graph.size, MOST_EFFORT)
+        self.effort = self.times * min(EFFORT * self.graph.size, MOST_EFFORT)
 
     def bound_us(self, threads: int, depth: int) -> float:
         """No plan with so many threads and iterations in flight is faster."""

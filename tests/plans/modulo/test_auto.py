@@ -43,6 +43,28 @@ def test_the_interval_is_that_of_the_plan(number: int) -> None:
     assert ii_us >= bounds.ii_us * (1 - 1e-12)
 
 
+def test_more_effort_finds_better_plans() -> None:
+    """Never a worse one, since it begins with the same walks."""
+    intervals = [
+        [
+            auto_plan(
+                given.plan, given.costs, limits=given.limits, streams=given.streams, effort=effort
+            ).ii_us
+            for effort in (0.1, 1.0)
+        ]
+        for given in map(instance, (3, 10, 11, 15, 17))
+    ]
+    assert all(more <= less for less, more in intervals)
+    assert sum(more < less for less, more in intervals) >= 3
+
+
+@pytest.mark.parametrize("effort", [0, -1, float("nan")])
+def test_no_effort_is_refused(effort: float) -> None:
+    """Nothing would be looked for."""
+    with pytest.raises(ValueError, match="effort is .*: it must be above 0"):
+        auto_plan(loop(), COSTS, effort=effort)
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_what_is_not_the_planners_to_choose_stays(number: int) -> None:
     """Dependences, streams and global order are those of the plan given; limits are kept."""
