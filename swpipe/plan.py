@@ -258,7 +258,10 @@ class PipelinePlan:
         return cls.from_json(text) if path.suffix == ".json" else cls.from_toml(text)
 
     def digest(self) -> str:
-        """A fingerprint of the plan's data (hex), for comparing plans across ranks."""
+        """A fingerprint of the plan's data (hex), for comparing plans across ranks.
+
+        Priorities of streams and staleness that is meant order nothing: ranks may differ in them.
+        """
         rows = [
             [name, s.stage, s.stream if isinstance(s.stream, str | None) else "<torch.Stream>",
              s.thread_group, s.globally_ordered]

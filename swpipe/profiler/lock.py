@@ -23,6 +23,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from itertools import pairwise
+from statistics import median
 from typing import Any, Self
 
 from swpipe.program import Instruction
@@ -31,9 +33,11 @@ SWITCH_S = 20e-6
 """How long a thread is let wait for the lock while the rival is about; Python's own is 5 ms."""
 
 
-_HELD_S = 5e-6
-"""The rival's clock is read more often than this. Where it went on for longer from one reading to
-the next, the lock was with others meanwhile, and asking for it took CPU time too."""
+_LOOKS = 51  # at the clock, to tell how long one takes
+
+_HELD = 5.0
+"""From one look at its clock to the next, the rival goes on for less than so many looks. Where it
+took longer, the lock was with others meanwhile, and asking for it took CPU time too."""
 
 
 class Rival:
@@ -51,11 +55,13 @@ class Rival:
 
     def _want(self) -> None:
         clock = time.thread_time
+        looks = [clock() for _ in range(_LOOKS)]
+        held_s = _HELD * median(later - sooner for sooner, later in pairwise(looks))
         self._begun.set()
         last_s = clock()
         while not self._over:
             now_s = clock()
-            if now_s - last_s < _HELD_S:
+            if now_s - last_s < held_s:
                 self.had_s += now_s - last_s
             last_s = now_s
 

@@ -69,7 +69,7 @@ def layouts(graph: LoopGraph, times: Schedule) -> list[Layout]:
     period = times.period_us
     callers = [v for v in range(graph.size) if times.lanes[v] == 0] or range(graph.size)
     cuts = sorted({0, *(round(times.host_us[v] % period / EPS_US) for v in callers)})
-    cuts = cuts[:: max(1, len(cuts) // _MOST_CUTS)]
+    cuts = cuts[:: math.ceil(len(cuts) / _MOST_CUTS)]
     gaps = _gaps(graph, times)
     moves: list[int] | None = None
     found: dict[tuple[int, ...], Layout] = {}
