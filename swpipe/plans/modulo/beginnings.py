@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.loop_graph import LoopGraph
-from swpipe.plans.modulo.walk import Place
 
 
-def beginning(graph: LoopGraph, depth: int, lanes: Sequence[int] | int) -> Place | None:
+def beginning(graph: LoopGraph, depth: int, lanes: Sequence[int] | int) -> Layout | None:
     """A plan to begin with; None where so few iterations in flight admit none.
 
     Args:
@@ -85,7 +85,7 @@ class _Filling:
         self.free = [0.0] * len(graph.resources)
         self.since = [0.0] * (2 * n)
 
-    def fill(self) -> Place | None:
+    def fill(self) -> Layout | None:
         """Fill it; None where dependences within the period form a cycle."""
         n, waits = self.graph.size, list(self.waits)
         behind = self._behind()
@@ -101,7 +101,9 @@ class _Filling:
                 waits[consumer] -= 1
                 if not waits[consumer]:
                     ready.append(consumer)
-        return Place(tuple(order), tuple(lanes), tuple(self.stages)) if len(order) == n else None
+        if len(order) < n:
+            return None
+        return Layout(tuple(lanes), tuple(self.stages), tuple(order), max(self.stages) + 1)
 
     def _behind(self) -> list[float]:
         """Task to the longest way from its start to the end of the period."""

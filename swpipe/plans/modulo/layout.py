@@ -55,7 +55,7 @@ class Layout:
         lanes: Task to its thread; 0 is the caller's.
         stages: Task to its stage, from 0.
         order: The tasks in the order of a period.
-        depth: Iterations in flight that the start times ask for.
+        depth: Iterations in flight.
     """
 
     lanes: tuple[int, ...]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swpipe.costs import CostModel
 from swpipe.errors import InternalError
@@ -33,7 +33,7 @@ from swpipe.plans.modulo.layout import Layout, Schedule, layouts, period_of, pla
 from swpipe.plans.modulo.loop_graph import LoopGraph
 from swpipe.plans.modulo.period import Period
 from swpipe.plans.modulo.sharing import least_load, shared_out
-from swpipe.plans.modulo.walk import Place, Walk
+from swpipe.plans.modulo.walk import Walk
 from swpipe.plans.simulation.cycles import Arc, heaviest_cycle, ticks
 from swpipe.plans.simulation.simulate import steady_interval
 from swpipe.program import compile_plan
@@ -219,8 +219,8 @@ class _Quest:
     ) -> None:
         self.best: Found | None = None
         self._search, self._threads, self._depth, self._reserve = search, threads, depth, reserve
-        self._place: Place | None = None
-        self._waiting: Place | None = None
+        self._best_layout: Layout | None = None
+        self._waiting: Layout | None = None
         self._lowest_us = math.inf
         self.judging = 0.0
         self._rng = random.Random(threads * 1_000 + depth)
@@ -253,34 +253,35 @@ class _Quest:
             number += 1
         self._search.effort -= self._period.played
 
-    def _beginning(self, number: int) -> Place | None:
+    def _beginning(self, number: int) -> Layout | None:
         """In turn: threads for who comes first, or shared out evenly; or the best plan so far."""
         graph, threads = self._search.graph, self._threads
-        if number % 3 == 2 and self._place is not None:
-            return self._place
+        if number % 3 == 2 and self._best_layout is not None:
+            return self._best_layout
         if number % 3 == 0:
             return beginning(graph, self._depth, threads)
         evenly = shared_out(graph, threads, self._rng if number > 1 else None)
         return beginning(graph, self._depth, evenly)
 
-    def ask(self, place: Place, promised_us: float) -> float:
+    def ask(self, layout: Layout, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out can wait."""
         if promised_us > self._wanted_us * (1 + SAME) and self.judging > self._period.played:
-            self._waiting, self._lowest_us = place, promised_us
+            self._waiting, self._lowest_us = layout, promised_us
             return promised_us
-        return self._judged(place)
+        return self._judged(layout)
 
-    def _judged(self, place: Place) -> float:
+    def _judged(self, layout: Layout) -> float:
         graph, best_us = self._search.graph, self.best.ii_us if self.best else math.inf
         self.judging += _JUDGING * graph.size
-        first = min(place.stages)
-        stages = tuple(stage - first for stage in place.stages)
-        layout = Layout(place.lanes, stages, place.order, self._depth)
-        found = self._search.judged(layout, self._depth, best_us * (1 + SAME))
+        first = min(layout.stages)
+        stages = tuple(stage - first for stage in layout.stages)
+        found = self._search.judged(
+            replace(layout, stages=stages), self._depth, best_us * (1 + SAME)
+        )
         if found is None:
             return math.inf
         if found.beats(self.best):
-            self.best, self._place = found, place
+            self.best, self._best_layout = found, layout
         self._waiting, self._lowest_us = None, self.best.ii_us if self.best else math.inf
         return found.ii_us
 

@@ -17,9 +17,9 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Period
 
 _CRITICAL = 0.8
@@ -36,21 +36,6 @@ _NEIGHBOURS = 4
 
 _HOT, _COLD = 0.84, 0.042
 """What a step may cost at first and at last: parts of the interval, over the number of tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A plan in numbers: where each task stands.
-
-    Attributes:
-        order: The tasks in the order of a period.
-        lanes: Task to its thread; 0 is the caller's.
-        stages: Task to its stage, from 0 to the depth - 1. What counts is how far they are apart.
-    """
-
-    order: tuple[int, ...]
-    lanes: tuple[int, ...]
-    stages: tuple[int, ...]
 
 
 class _Step(NamedTuple):
@@ -80,7 +65,7 @@ class Judge(Protocol):
     def satisfied(self) -> bool:
         """Whether there is nothing left to look for."""
 
-    def ask(self, place: Place, promised_us: float) -> float:
+    def ask(self, layout: Layout, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out is not worth it."""
 
 
@@ -89,13 +74,13 @@ class Walk:
 
     Args:
         period: Plays the loop.
-        begin: Where to begin.
+        begin: Where to begin; its stages end with the last, the depth - 1.
         rng: What decides.
         lanes_change: Whether tasks may go to other threads.
     """
 
     def __init__(
-        self, period: Period, begin: Place, rng: random.Random, *, lanes_change: bool
+        self, period: Period, begin: Layout, rng: random.Random, *, lanes_change: bool
     ) -> None:
         graph = period.graph
         self._period, self._graph, self._draw = period, graph, rng.random
@@ -114,9 +99,10 @@ class Walk:
         self._shares = _sharing(period)
 
     @property
-    def here(self) -> Place:
-        """Where the walk is."""
-        return Place(tuple(self._order), tuple(self._lanes), tuple(self._stages))
+    def here(self) -> Layout:
+        """Where the walk is; the last stage is the depth - 1, the first may be above 0."""
+        stages, order = tuple(self._stages), tuple(self._order)
+        return Layout(tuple(self._lanes), stages, order, self._period.depth)
 
     def go(self, steps: int, judge: Judge) -> None:
         """Take so many steps, or fewer where the judge is satisfied."""

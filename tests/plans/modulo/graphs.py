@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
 from swpipe.plans import Limits
 from swpipe.plans.modulo.layout import Layout, plan_of
 from swpipe.plans.modulo.loop_graph import LoopGraph, loop_graph
-from swpipe.plans.modulo.walk import Place
 from tests.plans.instances import Instance
 
 
@@ -31,10 +30,10 @@ def host_work(
     return loop_graph(plan, CostModel(costs, handover_us=handover_us), limits, streams=False)
 
 
-def plan_at(given: Instance, graph: LoopGraph, place: Place, depth: int) -> PipelinePlan:
-    """The plan that a place stands for."""
-    stages = tuple(stage - min(place.stages) for stage in place.stages)
-    plan = plan_of(given.plan, graph, Layout(place.lanes, stages, place.order, depth), depth)
+def plan_at(given: Instance, graph: LoopGraph, layout: Layout) -> PipelinePlan:
+    """The plan of a layout whose first stage may be above 0."""
+    stages = tuple(stage - min(layout.stages) for stage in layout.stages)
+    plan = plan_of(given.plan, graph, replace(layout, stages=stages), layout.depth)
     assert plan is not None
     return plan
 
@@ -45,7 +44,7 @@ class Listener:
 
     says_us: float | None = None
     enough: int = 10_000
-    heard: list[Place] = field(default_factory=list)
+    heard: list[Layout] = field(default_factory=list)
     promised_us: list[float] = field(default_factory=list)
     beaten_below_us: float = math.inf
 
@@ -54,8 +53,8 @@ class Listener:
         """Whether it has heard enough."""
         return len(self.heard) >= self.enough
 
-    def ask(self, place: Place, promised_us: float) -> float:
+    def ask(self, layout: Layout, promised_us: float) -> float:
         """Take note."""
-        self.heard.append(place)
+        self.heard.append(layout)
         self.promised_us.append(promised_us)
         return promised_us if self.says_us is None else self.says_us

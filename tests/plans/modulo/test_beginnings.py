@@ -20,34 +20,34 @@ def test_it_is_a_plan_within_the_limits(number: int, depth: int) -> None:
     """Dependences are kept; frozen tasks are the caller's, and in the last stage."""
     given = instance(number)
     graph = graph_of(given)
-    place = beginning(graph, depth, given.limits.threads)
-    assert place is not None
-    check_on_paper(plan_at(given, graph, place, depth))
-    assert max(place.stages) == depth - 1
-    assert min(place.stages) >= 0
-    assert set(place.lanes) <= set(range(given.limits.threads))
-    assert all((place.lanes[v], place.stages[v]) == (0, depth - 1) for v in graph.frozen)
+    layout = beginning(graph, depth, given.limits.threads)
+    assert layout is not None
+    check_on_paper(plan_at(given, graph, layout))
+    assert max(layout.stages) == depth - 1
+    assert min(layout.stages) >= 0
+    assert set(layout.lanes) <= set(range(given.limits.threads))
+    assert all((layout.lanes[v], layout.stages[v]) == (0, depth - 1) for v in graph.frozen)
 
 
 def test_an_iteration_is_cut_into_parts_alike() -> None:
     """As many as there may be in flight."""
-    place = beginning(host_work(100, 100, 100, 100), 2, 2)
-    assert place is not None
-    assert place.stages == (0, 0, 1, 1)
+    layout = beginning(host_work(100, 100, 100, 100), 2, 2)
+    assert layout is not None
+    assert layout.stages == (0, 0, 1, 1)
 
 
 def test_threads_that_are_given_stay() -> None:
     """Only the order is chosen."""
-    place = beginning(host_work(100, 100, 100, 100), 2, (0, 1, 1, 0))
-    assert place is not None
-    assert place.lanes == (0, 1, 1, 0)
+    layout = beginning(host_work(100, 100, 100, 100), 2, (0, 1, 1, 0))
+    assert layout is not None
+    assert layout.lanes == (0, 1, 1, 0)
 
 
 def test_the_longest_way_to_go_goes_first() -> None:
     """Of tasks that can start at once."""
-    place = beginning(host_work(100, 300, 200, chain=False), 1, 1)
-    assert place is not None
-    assert place.order == (1, 2, 0)
+    layout = beginning(host_work(100, 300, 200, chain=False), 1, 1)
+    assert layout is not None
+    assert layout.order == (1, 2, 0)
 
 
 def test_too_few_iterations_in_flight_admit_none() -> None:

@@ -53,7 +53,7 @@ def test_a_period_that_nobody_contends_keeps_its_promise(number: int) -> None:
     Walk(period, place, random.Random(number), lanes_change=True).go(150, listener)
     promises = dict(zip(listener.heard, listener.promised_us, strict=True))
     for somewhere, promised_us in list(promises.items())[:12]:
-        plan = plan_at(given, graph, somewhere, DEPTH)
+        plan = plan_at(given, graph, somewhere)
         found = simulate(plan, given.costs, streams=given.streams)
         assert found.ii_us <= promised_us * (1 + 1e-9)
 

@@ -21,10 +21,10 @@ def walked(
 ) -> Walk:
     """A walk on this instance."""
     graph = graph_of(given)
-    place = beginning(graph, DEPTH, given.limits.threads)
-    assert place is not None
+    layout = beginning(graph, DEPTH, given.limits.threads)
+    assert layout is not None
     period = Period(graph, given.limits.threads, DEPTH)
-    walk = Walk(period, place, random.Random(1), lanes_change=lanes_change)
+    walk = Walk(period, layout, random.Random(1), lanes_change=lanes_change)
     walk.go(steps, listener)
     return walk
 
@@ -35,12 +35,12 @@ def test_every_plan_on_the_way_can_run(number: int) -> None:
     given, listener = instance(number), Listener()
     walked(given, listener)
     graph = graph_of(given)
-    for place in dict.fromkeys(listener.heard):
-        check_on_paper(plan_at(given, graph, place, DEPTH))
-        assert sorted(place.order) == list(range(graph.size))
-        assert set(place.stages) <= set(range(DEPTH))
-        assert set(place.lanes) <= set(range(given.limits.threads))
-        assert all((place.lanes[v], place.stages[v]) == (0, DEPTH - 1) for v in graph.frozen)
+    for layout in dict.fromkeys(listener.heard):
+        check_on_paper(plan_at(given, graph, layout))
+        assert sorted(layout.order) == list(range(graph.size))
+        assert set(layout.stages) <= set(range(DEPTH))
+        assert set(layout.lanes) <= set(range(given.limits.threads))
+        assert all((layout.lanes[v], layout.stages[v]) == (0, DEPTH - 1) for v in graph.frozen)
 
 
 @pytest.mark.parametrize("number", [3, 53, 54])
@@ -63,8 +63,8 @@ def test_threads_stay_where_they_are_meant_to() -> None:
     """Only order and stages change."""
     listener = Listener()
     walked(instance(17), listener, lanes_change=False)
-    assert len({place.lanes for place in listener.heard}) == 1
-    assert len({place.stages for place in listener.heard}) > 1
+    assert len({layout.lanes for layout in listener.heard}) == 1
+    assert len({layout.stages for layout in listener.heard}) > 1
 
 
 def test_a_plan_that_does_not_keep_its_promise_is_left() -> None:
