@@ -45,7 +45,7 @@ _CUTS = 2
 """So many ways to cut a period are judged, those of the least depth."""
 
 EFFORT = 180
-MOST_EFFORT = 6_000
+MOST_EFFORT = 7_500
 """Periods played for each task of a loop, and for loops of many tasks all in all."""
 
 _REST = 0.2
