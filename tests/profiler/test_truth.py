@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from tests.profiler.sleepers import measured_within, overlapped, sleepers
+
+ATTEMPTS = 10
+"""A busy machine spoils many a measurement; a profiler that is wrong spoils them all."""
+
+pytestmark = pytest.mark.slow
 
 COUNTS = {"num_warmup": 1, "num_measure": 8, "num_rounds": 3}
 
@@ -19,7 +26,7 @@ def test_serially_every_task_is_exposed_in_full() -> None:
         pairs = {name: (result.exposed_s[name], true_s[name]) for name in true_s}
         return {**pairs, "baseline": (result.baseline_s, sum(true_s.values()))}
 
-    measured_within(3, measure)
+    measured_within(ATTEMPTS, measure)
 
 
 def test_under_the_plan_one_task_is_hidden_and_one_half() -> None:
@@ -37,7 +44,7 @@ def test_under_the_plan_one_task_is_hidden_and_one_half() -> None:
             "forward": (result.exposed_s["forward"], 0.0),
         }
 
-    measured_within(3, measure)
+    measured_within(ATTEMPTS, measure)
 
 
 def test_under_the_plan_with_three_thread_groups() -> None:
@@ -59,7 +66,7 @@ def test_under_the_plan_with_three_thread_groups() -> None:
         pairs = {name: (result.exposed_s[name], true_s[name]) for name in true_s}
         return {**pairs, "baseline": (result.baseline_s, pace_s)}
 
-    measured_within(3, measure)
+    measured_within(ATTEMPTS, measure)
 
 
 def test_a_deeper_pipeline_tells_the_same() -> None:
@@ -77,7 +84,7 @@ def test_a_deeper_pipeline_tells_the_same() -> None:
             "forward": (result.exposed_s["forward"], forward_s - read_s),
         }
 
-    measured_within(3, measure)
+    measured_within(ATTEMPTS, measure)
 
 
 def test_a_task_that_costs_nothing_reads_zero_within_its_spread() -> None:

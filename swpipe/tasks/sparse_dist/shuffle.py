@@ -15,7 +15,6 @@ belongs to the globally ordered ones. Every rank calls both for every batch.
 
 from __future__ import annotations
 
-import datetime as dt
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swpipe.tasks.sparse_dist.balance import balanced_partition
+from swpipe.tasks.sparse_dist.host_group import host_group
 from swpipe.tasks.sparse_dist.rows import Group, Route, exchange_rows
 
 Workload: TypeAlias = Callable[[Any], Tensor]
@@ -101,12 +101,7 @@ class KarmarkarKarpShuffler:
         self._group = group
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self._host_group = dist.new_group(
-            dist.get_process_group_ranks(group or dist.group.WORLD),
-            timeout=dt.timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=group is not None,
-        )
+        self._host_group: dist.ProcessGroup | None = host_group(group, timeout_s)
         self._last: Future[Route] | None = None
 
     def start(self, batch: Any) -> ShuffleTicket:

@@ -23,7 +23,6 @@ a rule nobody waits. Guarantees:
 from __future__ import annotations
 
 import copy
-import datetime as dt
 import itertools
 import time
 from collections import deque
@@ -33,6 +32,8 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from swpipe.tasks.sparse_dist.host_group import host_group
 
 Ends: TypeAlias = Literal["stop", "pad"]
 Pad: TypeAlias = Callable[[Any], Any]
@@ -130,14 +131,9 @@ class EvenData:
         self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(group or dist.group.WORLD),
-                # Ours counts from when the word is waited for, gloo's from when it was asked for:
-                # gloo's comes last, or else a silent rank would be called one that is gone.
-                timeout=dt.timedelta(seconds=2 * timeout_s + _GLOO_LATER_S),
-                backend="gloo",
-                use_local_synchronization=group is not None,
-            )
+            # Ours counts from when the word is waited for, gloo's from when it was asked for:
+            # gloo's comes last, or else a silent rank would be called one that is gone.
+            self._group = host_group(group, 2 * timeout_s + _GLOO_LATER_S)
 
     def over(self, loader: Iterable[Any]) -> EvenIterator:
         """Iterate over this rank's data, in step with the other ranks; once per epoch, say.
