@@ -157,7 +157,7 @@ def test_a_dict_has_its_weights_set_to_zero_too() -> None:
 
 
 def _told(
-    own: Iterable[Any], pad_name: str | None = None, timeout_s: float = 30.0
+    own: Iterable[Any], pad_name: str | None = None, timeout_s: float = 30.0, step_s: float = 0.0
 ) -> tuple[int, str, str]:
     """Steps begun, then the error's type and text."""
     given = 0
@@ -166,6 +166,7 @@ def _told(
     try:
         for _ in even.over(own):
             given += 1
+            time.sleep(step_s)
     except Exception as error:  # noqa: BLE001 - what the test looks at
         return given, type(error).__name__, str(error)
     return given, "", ""
@@ -211,7 +212,8 @@ def _one_stalls() -> tuple[int, str, str, float]:
     dist.barrier()
     if dist.get_rank() == 0:
         begin_s = time.monotonic()
-        told = _told(range(100), timeout_s=PATIENCE_S)
+        # The step takes a while: gloo's clock, which began at the pull, is ahead of ours then.
+        told = _told(range(100), timeout_s=PATIENCE_S, step_s=1.0)
         after_s = time.monotonic() - begin_s
         dist.barrier()
         return (*told, after_s)
