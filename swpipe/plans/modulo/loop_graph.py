@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from swpipe.costs import CostModel, TaskCost
@@ -26,6 +27,22 @@ from swpipe.plans.limits import Limits
 LOCK = "the interpreter lock"
 TURN = "the turn of globally ordered tasks"
 CALLERS_STREAM = "the caller's stream"
+
+SAME = 1e-9
+"""Intervals that differ by less than this part are the same."""
+
+
+class Kind(Enum):
+    """Who has what is held, of several that want it."""
+
+    RESOURCE = 0
+    """Who comes first."""
+    LOCK = 1
+    """Who comes first of those that have their resources."""
+    TURN = 2
+    """Tasks by turns, on their threads, in the order of the plan."""
+    STREAM = 3
+    """What was submitted first."""
 
 
 class Edge(NamedTuple):
@@ -56,6 +73,7 @@ class LoopGraph:
         stream: Task to the number of its stream; -1 without streams. 0 is the caller's.
         holds: Operation to what it holds, threads aside; ``2 * size`` entries.
         resources: Names of what is held.
+        kinds: And of what kind they are.
         edges: Dependences between operations, from host work to device work, and those that keep
             frozen tasks in one period.
         deps: (consumer, producer, distance) between tasks.
@@ -75,6 +93,7 @@ class LoopGraph:
     stream: tuple[int, ...]
     holds: tuple[tuple[Hold, ...], ...]
     resources: tuple[str, ...]
+    kinds: tuple[Kind, ...]
     edges: tuple[Edge, ...]
     deps: tuple[tuple[int, int, int], ...]
     frozen: frozenset[int]
@@ -87,6 +106,15 @@ class LoopGraph:
     def size(self) -> int:
         """How many tasks there are."""
         return len(self.names)
+
+    @property
+    def busiest_us(self) -> float:
+        """What each iteration takes of the busiest thing that is held."""
+        load = [0.0] * len(self.resources)
+        for holds in self.holds:
+            for hold in holds:
+                load[hold.what] += hold.time_us
+        return max(load, default=0.0)
 
     def time_us(self, operation: int) -> float:
         """How long an operation takes."""
@@ -113,7 +141,7 @@ def loop_graph(plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams:
         stream_ids.setdefault(plan.schedule[name].stream, len(stream_ids)) if streams else -1
         for name in names
     )
-    resources, holds = _holds(plan, rows, streams, limits.threads > 1)
+    kinds, holds = _holds(plan, rows, streams, limits.threads > 1)
     return LoopGraph(
         names=names,
         streams=streams,
@@ -121,7 +149,8 @@ def loop_graph(plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams:
         device_us=device,
         stream=stream,
         holds=holds,
-        resources=resources,
+        resources=tuple(kinds),
+        kinds=tuple(kinds.values()),
         edges=tuple(_edges(host, device, deps, frozen, streams)),
         deps=deps,
         frozen=frozen,
@@ -134,29 +163,31 @@ def loop_graph(plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams:
 
 def _holds(
     plan: PipelinePlan, rows: Sequence[TaskCost], streams: bool, threaded: bool
-) -> tuple[tuple[str, ...], tuple[tuple[Hold, ...], ...]]:
-    users: dict[str, list[tuple[int, float]]] = defaultdict(list)
+) -> tuple[dict[str, Kind], tuple[tuple[Hold, ...], ...]]:
+    """What is held, and by operation the holds."""
+    users: dict[tuple[str, Kind], list[tuple[int, float]]] = defaultdict(list)
     n = len(rows)
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), rows, strict=True)):
         on_device = streams and cost.device_us > 0
         host = cost.host_us if streams else cost.total_us
         for resource in dict.fromkeys(cost.resources):
-            users[resource].append((n + v, cost.device_us) if on_device else (v, host))
+            use = (n + v, cost.device_us) if on_device else (v, host)
+            users[resource, Kind.RESOURCE].append(use)
         if streams:
             stream = CALLERS_STREAM if entry.stream is None else f"stream {entry.stream!r}"
-            users[stream].append((n + v, cost.device_us))
+            users[stream, Kind.STREAM].append((n + v, cost.device_us))
             if entry.stream is not None and threaded:
-                users[f"submission to {stream}"].append((v, host))
+                users[f"submission to {stream}", Kind.TURN].append((v, host))
         if cost.gil_us and threaded:
-            users[LOCK].append((v, cost.gil_us))
+            users[LOCK, Kind.LOCK].append((v, cost.gil_us))
         if entry.globally_ordered and threaded:
-            users[TURN].append((v, host))
+            users[TURN, Kind.TURN].append((v, host))
     kept = [what for what, uses in users.items() if len(uses) > 1]
     holds: list[list[Hold]] = [[] for _ in range(2 * n)]
     for number, what in enumerate(kept):
         for operation, time_us in users[what]:
             holds[operation].append(Hold(number, time_us))
-    return tuple(kept), tuple(map(tuple, holds))
+    return dict(kept), tuple(map(tuple, holds))
 
 
 def _edges(

@@ -14,9 +14,8 @@ from swpipe.costs import CostModel
 from swpipe.plan import PipelinePlan
 from swpipe.plans.limits import Limits
 from swpipe.plans.modulo.auto import auto_plan
-from swpipe.plans.modulo.loop_graph import loop_graph
+from swpipe.plans.modulo.loop_graph import SAME, loop_graph
 from swpipe.plans.modulo.periodic import Periodic
-from swpipe.plans.modulo.search import SAME, Search
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,8 @@ def prove(
             f"seconds is {seconds}, resolution_us is {resolution_us}: both must be above 0"
         )
     _require_ortools()
+    from swpipe.plans.modulo.search import Search
+
     limits = limits if limits is not None else Limits()
     choice = auto_plan(plan, costs, limits=limits, streams=streams)
     graph = loop_graph(plan, costs, limits, streams=streams)

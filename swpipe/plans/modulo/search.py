@@ -1,13 +1,20 @@
 """Modulo scheduling: the least initiation interval that can be found, then the least depth.
 
-    beginning ──> walk ───────────> plan ──────> its interval
-        ^         period by period  layout       simulate  │
-        └──────── the best so far ─────────────────────────┘
+    beginning ──> walk ─────────────> plan ──────> its interval
+        ^         periods played      layout       simulate  │
+        │         and rehearsed                              │
+        └──────── the best so far ───────────────────────────┘
 
 Every plan is an order of the tasks, a thread and a stage for each. A *walk* goes from plan to plan,
-a task at a time, led by what one period takes when it is played in that order. Where a plan
-promises to be better than the best so far, the simulator is asked, and its word counts: threads,
-queues and back-pressure included. Some walks begin anew, others from the best plan so far.
+a task at a time, led by what one period takes when it is played in that order; what may be worth
+it is rehearsed, as long as the simulator would play it. Some walks begin anew, others from the best
+plan so far.
+
+The simulator has the last word: threads, queues and back-pressure included. Rehearsals are hardly
+ever wrong. So they are trusted until there is a plan to hand out; if that one does not keep what it
+promised, that is noted, and the search goes on. Where numba is not there, rehearsals would take
+longer than the simulator: then walks go by single periods, and the simulator is asked about every
+plan that promises to be better than the best so far.
 
 The search ends when a plan has the interval wanted, the lower bound at first, or when its effort is
 spent. The same input gives the same plan: no clock is involved, and chance is drawn from numbers
@@ -24,13 +31,15 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from swpipe.costs import CostModel
 from swpipe.errors import InternalError
 from swpipe.plan import PipelinePlan
 from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.compiled import COMPILED
 from swpipe.plans.modulo.layout import Layout, Schedule, layouts, period_of, plan_of
-from swpipe.plans.modulo.loop_graph import LoopGraph
+from swpipe.plans.modulo.loop_graph import SAME, LoopGraph
 from swpipe.plans.modulo.period import Period
 from swpipe.plans.modulo.sharing import least_load, shared_out
 from swpipe.plans.modulo.walk import Walk
@@ -38,24 +47,35 @@ from swpipe.plans.simulation.cycles import Arc, heaviest_cycle, ticks
 from swpipe.plans.simulation.simulate import steady_interval
 from swpipe.program import compile_plan
 
-SAME = 1e-9
-"""Intervals that differ by less than this part are the same."""
-
 _CUTS = 2
 """So many ways to cut a period are judged, those of the least depth."""
 
-EFFORT = 180
-MOST_EFFORT = 7_500
-"""Periods played for each task of a loop, and for loops of many tasks all in all."""
-
-_REST = 0.2
+_REST = 0.15
 """Of the effort, so much is for depth and threads, and no more; all else is for the interval."""
 
-_WALK = 24
-"""Steps of a walk, for each task."""
+_MOST_BROKEN = 4
+"""After so many broken promises none is trusted any more."""
 
-_JUDGING = 2.0
-"""What it takes to judge a plan, in periods played, for each task."""
+
+class _Pace(NamedTuple):
+    """How much is done; effort is counted in periods played.
+
+    Attributes:
+        effort: For each task of a loop.
+        most_effort: All in all, for loops of many tasks.
+        walk: Steps of a walk, for each task.
+        judging: What it takes to judge a plan, for each task.
+    """
+
+    effort: int
+    most_effort: int
+    walk: int
+    judging: float
+
+
+PACE = _Pace(800, 100_000, 10, 80.0) if COMPILED else _Pace(180, 7_500, 24, 2.0)
+"""What takes a few hundredths of a second for 14 tasks where compiled, and a tenth where not; for
+loops of hundreds less than five seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +84,15 @@ class Found:
 
     Attributes:
         plan: What was found.
-        ii_us: Its interval, as the simulator has it.
+        ii_us: Its interval, as the simulator has it, or as it was rehearsed.
         threads: Thread groups, the caller's counted.
+        layout: Where tasks stand, of a plan that the simulator has not seen yet.
     """
 
     plan: PipelinePlan
     ii_us: float
     threads: int
+    layout: Layout | None = None
 
     def beats(self, other: Found | None) -> bool:
         """Whether it is better: a shorter interval, then less depth, then fewer threads."""
@@ -90,28 +112,41 @@ class Search:
         costs: What its tasks cost.
         graph: The loop.
         times: How many times the usual effort may be spent.
+        trusts: Whether what a rehearsal says is taken for true, until the end.
 
     Attributes:
         effort: Periods that are left to play; what bounds the time.
+        broken: How many promises turned out not to be kept.
     """
 
     base: PipelinePlan
     costs: CostModel
     graph: LoopGraph
     times: float = 1.0
+    trusts: bool = COMPILED
     effort: float = field(init=False)
+    broken: int = field(init=False, default=0)
+    _whole: float = field(init=False)
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _bounds: dict[tuple[int, int], float] = field(default_factory=dict)
     _loads: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.effort = self.times * min(EFFORT * self.graph.size, MOST_EFFORT)
+        self._whole = self.effort = self.times * min(
+            PACE.effort * self.graph.size, PACE.most_effort
+        )
 
     def bound_us(self, threads: int, depth: int) -> float:
         """No plan with so many threads and iterations in flight is faster."""
+        if (threads, depth) not in self._bounds:
+            self._bounds[threads, depth] = self._bound_us(threads, depth)
+        return self._bounds[threads, depth]
+
+    def _bound_us(self, threads: int, depth: int) -> float:
         n, graph = self.graph.size, self.graph
         if depth <= max(graph.least_stages):
             return math.inf  # there is no such plan
-        host = max(self._least_load(threads), _busiest(graph))
+        host = max(self._least_load(threads), graph.busiest_us)
         begin, end = 2 * n, 2 * n + 1
         arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
         for v in range(n):
@@ -189,14 +224,42 @@ class Search:
         key = (depth, layout.order, layout.stages, layout.lanes)
         ii_us = self._seen.get(key)
         if ii_us is None:
-            self.effort -= _JUDGING * self.graph.size
-            program = compile_plan(plan, streams=self.graph.streams)
-            ii_us = steady_interval(
-                program, self.costs, streams=self.graph.streams, enough_us=enough_us
-            ).ii_us
+            self.effort -= PACE.judging * self.graph.size
+            ii_us = self.simulated(plan, enough_us)
             if ii_us < enough_us:  # or else it is a bound, and enough for this comparison alone
                 self._seen[key] = ii_us
         return Found(plan, ii_us, len({0, *layout.lanes}))
+
+    def simulated(self, plan: PipelinePlan, enough_us: float = math.inf) -> float:
+        """The interval of a plan, as the simulator has it."""
+        program = compile_plan(plan, streams=self.graph.streams)
+        return steady_interval(
+            program, self.costs, streams=self.graph.streams, enough_us=enough_us
+        ).ii_us
+
+    def trusted(self, layout: Layout, depth: int, promised_us: float) -> Found | None:
+        """The same as ``judged``, from what was promised, unless it is known better."""
+        plan = plan_of(self.base, self.graph, layout, depth)
+        if plan is None:
+            return None
+        ii_us = self._seen.get((depth, layout.order, layout.stages, layout.lanes), promised_us)
+        return Found(plan, ii_us, len({0, *layout.lanes}), layout)
+
+    def confirmed(self, found: Found) -> Found | None:
+        """It, with the simulator's interval; None where it is slower than it promised to be.
+
+        Then the truth is known from there on, and there is some effort to search again.
+        """
+        if found.layout is None:
+            return found
+        layout, ii_us = found.layout, self.simulated(found.plan)
+        if ii_us <= found.ii_us * (1 + SAME):
+            return Found(found.plan, ii_us, found.threads)
+        self._seen[found.plan.depth, layout.order, layout.stages, layout.lanes] = ii_us
+        self.broken += 1
+        self.trusts = self.broken < _MOST_BROKEN
+        self.effort = self._whole / 2
+        return None
 
 
 class _Quest:
@@ -220,10 +283,11 @@ class _Quest:
         self.best: Found | None = None
         self._search, self._threads, self._depth, self._reserve = search, threads, depth, reserve
         self._best_layout: Layout | None = None
-        self._waiting: Layout | None = None
+        self._first: Layout | None = None
+        self._waiting: tuple[Layout, float] | None = None
         self._lowest_us = math.inf
         self.judging = 0.0
-        self._rng = random.Random(threads * 1_000 + depth)
+        self._rng = random.Random(threads * 1_000 + depth + 1_000_000 * search.broken)
         self._wanted_us = wanted_us
         self._period = Period(search.graph, threads, depth)
 
@@ -233,62 +297,71 @@ class _Quest:
         return self._lowest_us * (1 - SAME)
 
     @property
-    def satisfied(self) -> bool:
-        """Whether the interval wanted is found, or the effort spent."""
+    def enough_us(self) -> float:
+        """Plans that promise less are looked at at once; without trust all that are of interest."""
+        if self._search.trusts:
+            return min(self._wanted_us * (1 + 2 * SAME), self.beaten_below_us)
+        return self.beaten_below_us
+
+    @property
+    def plays_left(self) -> int:
+        """How much of the effort is left; none where the interval wanted is found."""
         if self.best is not None and self.best.ii_us <= self._wanted_us * (1 + SAME):
-            return True
-        return self._search.effort - self._period.played <= self._reserve
+            return 0
+        return max(0, math.ceil(self._search.effort - self._period.played - self._reserve))
 
     def walk(self) -> None:
         """Walk until satisfied."""
-        number = 0
-        while not self.satisfied:
+        walk, number = Walk(self._period, self._rng), 0
+        while self.plays_left:
             begin = self._beginning(number)
             if begin is None:
                 break
-            walk = Walk(self._period, begin, self._rng, lanes_change=number % 3 != 1)
-            walk.go(_WALK * self._search.graph.size, self)
-            if self._waiting is not None:
-                self._judged(self._waiting)
+            steps = PACE.walk * self._search.graph.size
+            walk.go(begin, steps, self, lanes_change=number % 3 != 1)
+            if number % 3 == 1:
+                self._settle()
             number += 1
+        self._settle()
         self._search.effort -= self._period.played
 
     def _beginning(self, number: int) -> Layout | None:
         """In turn: threads for who comes first, or shared out evenly; or the best plan so far."""
         graph, threads = self._search.graph, self._threads
+        if number == 0:
+            self._first = beginning(graph, self._depth, threads)
         if number % 3 == 2 and self._best_layout is not None:
             return self._best_layout
-        if number % 3 == 0:
-            return beginning(graph, self._depth, threads)
+        if number % 3 == 0 or self._first is None:
+            return self._first
         evenly = shared_out(graph, threads, self._rng if number > 1 else None)
-        return beginning(graph, self._depth, evenly)
+        return replace(self._first, lanes=tuple(evenly))
 
     def ask(self, layout: Layout, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out can wait."""
-        if promised_us > self._wanted_us * (1 + SAME) and self.judging > self._period.played:
-            self._waiting, self._lowest_us = layout, promised_us
+        if promised_us > self._wanted_us * (1 + SAME) and (
+            self._search.trusts or self.judging > self._period.played
+        ):
+            self._waiting, self._lowest_us = (layout, promised_us), promised_us
             return promised_us
-        return self._judged(layout)
+        return self._judged(layout, promised_us)
 
-    def _judged(self, layout: Layout) -> float:
+    def _settle(self) -> None:
+        if self._waiting is not None:
+            self._judged(*self._waiting)
+
+    def _judged(self, layout: Layout, promised_us: float) -> float:
         graph, best_us = self._search.graph, self.best.ii_us if self.best else math.inf
-        self.judging += _JUDGING * graph.size
         first = min(layout.stages)
-        stages = tuple(stage - first for stage in layout.stages)
-        found = self._search.judged(
-            replace(layout, stages=stages), self._depth, best_us * (1 + SAME)
-        )
+        shifted = replace(layout, stages=tuple(stage - first for stage in layout.stages))
+        if self._search.trusts:
+            found = self._search.trusted(shifted, self._depth, promised_us)
+        else:
+            self.judging += PACE.judging * graph.size
+            found = self._search.judged(shifted, self._depth, best_us * (1 + SAME))
         if found is None:
             return math.inf
         if found.beats(self.best):
             self.best, self._best_layout = found, layout
         self._waiting, self._lowest_us = None, self.best.ii_us if self.best else math.inf
         return found.ii_us
-
-
-def _busiest(graph: LoopGraph) -> float:
-    load = [0.0] * len(graph.resources)
-    for holds in graph.holds:
-        for hold in holds:
-            load[hold.what] += hold.time_us
-    return max(load, default=0.0)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from swpipe.plans.modulo.compiled import Real, Whole, compiled, real, whole
 from swpipe.plans.modulo.loop_graph import LoopGraph
 
 EPS_US = 1e-6
@@ -18,84 +19,114 @@ EPS_US = 1e-6
 _NOISE = 0.3
 """By up to this part tasks count as longer or shorter than they are, to be shared out anew."""
 
-_TRIES = 12
-"""So many ways to share out are tried before all are."""
-
-_MOST_NODES = 2_500
+_MOST_NODES = 10_000
 """Tasks placed before the search for a better way is given up."""
-
-
-def least_load(graph: LoopGraph, threads: int) -> float:
-    """The host work of the busiest thread where it is shared out best, or a lower bound of it."""
-    free = [v for v in range(graph.size) if v not in graph.frozen]
-    pinned = sum(graph.host_us[v] for v in graph.frozen)
-    even = max(sum(graph.host_us) / threads, *graph.host_us, pinned)
-    rng = random.Random(threads)
-    found = min(
-        max(_loads(graph, shared_out(graph, threads, rng if k else None), threads))
-        for k in range(_TRIES if graph.size <= _FEW else 1)
-    )
-    if found <= even + EPS_US or graph.size > _FEW:
-        return even
-    work = sorted((graph.host_us[v] for v in free), reverse=True)
-    ways = _Ways(work, [pinned, *[0.0] * (threads - 1)], found, even)
-    ways.place(0)
-    return even if ways.nodes > _MOST_NODES else ways.least
-
 
 _FEW = 24
 """In loops of more tasks than this, work is shared out evenly whatever the tasks are like."""
 
 
-def _loads(graph: LoopGraph, lanes: Sequence[int], threads: int) -> list[float]:
+def least_load(graph: LoopGraph, threads: int) -> float:
+    """The host work of the busiest thread where it is shared out best, or a lower bound of it."""
+    pinned = sum(graph.host_us[v] for v in graph.frozen)
+    even = max(sum(graph.host_us) / threads, *graph.host_us, pinned)
+    if graph.size > _FEW:
+        return even
     loads = [0.0] * threads
-    for v, lane in enumerate(lanes):
+    for v, lane in enumerate(shared_out(graph, threads)):
         loads[lane] += graph.host_us[v]
-    return loads
+    if max(loads) <= even + EPS_US:
+        return even
+    free = [v for v in range(graph.size) if v not in graph.frozen]
+    work = sorted((graph.host_us[v] for v in free), reverse=True)
+    ways = _Ways(
+        work=real(work),
+        left=real(sum(work[k:]) for k in range(len(work) + 1)),
+        loads=real([pinned, *[0.0] * (threads - 1)]),
+        lanes=whole([0] * threads * len(work)),
+        tried=whole([0] * len(work)),
+        lane=whole([-1] * len(work)),
+        before=real([0.0] * len(work)),
+    )
+    least, nodes = _all_ways(ways, max(loads), even)
+    return even if nodes > _MOST_NODES else least
 
 
-@dataclass(slots=True)
-class _Ways:
+class _Ways(NamedTuple):
     """All ways to place work on threads that might be better than the best so far.
 
     Attributes:
         work: What is to be placed, the longest first.
-        loads: What the threads have already.
-        least: The busiest thread's load in the best way so far.
-        enough: No way is better than this.
-        nodes: How often something was placed.
+        left: What is still to be placed from each on, it too.
+        loads: What the threads have.
+        lanes: ``k * threads`` to the threads in the order in which they are tried for work k.
+        tried: Work to how many were.
+        lane: Work to its thread; -1 for none.
+        before: Work to what that thread had before.
     """
 
-    work: Sequence[float]
-    loads: list[float]
-    least: float
-    enough: float
-    nodes: int = 0
+    work: Real
+    left: Real
+    loads: Real
+    lanes: Whole
+    tried: Whole
+    lane: Whole
+    before: Real
 
-    def place(self, at: int) -> None:
-        """Place the work from this one on in all ways."""
-        if at == len(self.work):
-            self.least = max(self.loads)
-            return
-        time, tried = self.work[at], set()
-        for lane, load in sorted(enumerate(self.loads), key=lambda pair: pair[1]):
-            full = load + time >= self.least - EPS_US
-            if full or self.least <= self.enough + EPS_US or self.nodes > _MOST_NODES:
-                return
-            if load in tried:
-                continue
-            tried.add(load)
-            self.nodes += 1
-            self.loads[lane] = load + time
-            if self._room(at + 1):
-                self.place(at + 1)
-            self.loads[lane] = load
 
-    def _room(self, at: int) -> bool:
-        """Whether what is left fits, less what no thread can take even the shortest of."""
-        shortest = self.work[-1]
-        room = [self.least - load for load in self.loads]
-        return sum(r for r in room if r > shortest) >= sum(self.work[at:])
+@compiled
+def _all_ways(ways: _Ways, least: float, enough: float) -> tuple[float, int]:
+    """The busiest thread's load in the best way, and how often something was placed."""
+    loads, threads, nodes, k = ways.loads, len(ways.loads), 0, 0
+    _by_load(ways, 0)
+    while k >= 0:
+        if ways.lane[k] >= 0:
+            loads[ways.lane[k]], ways.lane[k] = ways.before[k], -1
+        turn = ways.tried[k]
+        if turn == threads or nodes > _MOST_NODES or least <= enough + EPS_US:
+            k -= 1
+            continue
+        ways.tried[k] += 1
+        lane = ways.lanes[k * threads + turn]
+        load = loads[lane]
+        if load + ways.work[k] >= least - EPS_US:
+            ways.tried[k] = threads  # nor do those with more
+            continue
+        if turn and loads[ways.lanes[k * threads + turn - 1]] == load:
+            continue  # the same again
+        nodes += 1
+        ways.lane[k], ways.before[k], loads[lane] = lane, load, load + ways.work[k]
+        if k + 1 == len(ways.work):
+            least = 0.0
+            for each in loads:
+                least = max(least, each)
+        elif _room(ways, least) >= ways.left[k + 1]:
+            k += 1
+            _by_load(ways, k)
+    return least, nodes
+
+
+@compiled
+def _room(ways: _Ways, least: float) -> float:
+    """What still fits, less what no thread can take even the shortest of."""
+    shortest, room = ways.work[len(ways.work) - 1], 0.0
+    for load in ways.loads:
+        if least - load > shortest:
+            room += least - load
+    return room
+
+
+@compiled
+def _by_load(ways: _Ways, k: int) -> None:
+    """Have the thread with the least work tried first."""
+    threads = len(ways.loads)
+    ways.tried[k] = 0
+    for lane in range(threads):
+        place = k * threads + lane
+        while place > k * threads and ways.loads[ways.lanes[place - 1]] > ways.loads[lane]:
+            ways.lanes[place] = ways.lanes[place - 1]
+            place -= 1
+        ways.lanes[place] = lane
 
 
 def shared_out(graph: LoopGraph, threads: int, rng: random.Random | None = None) -> list[int]:

@@ -4,7 +4,7 @@ A step takes a task to another place in the period, to another stage, or to anot
 exchange for a task from there. Most steps begin with a task that sets the interval, or that one of
 those waits for: no other step can shorten it. A step that makes the plan worse is taken by chance,
 less and less often as the walk goes on. How much worse it may be is drawn first, so that playing
-the period can stop as soon as it is worse than that.
+the period can stop as soon as it is worse than that; what is left is rehearsed, to know better.
 
 Sources: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing" (Science
 220, 1983); that only steps on the critical path matter is from E. Nowicki and C. Smutnicki, "A fast
@@ -16,239 +16,164 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
+from swpipe.plans.modulo.compiled import COMPILED, Whole, real, whole
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.period import Period
+from swpipe.plans.modulo.period import Period, Place, begins
+from swpipe.plans.modulo.rehearsal import cast_of
+from swpipe.plans.modulo.steps import (
+    BEST,
+    COOLING,
+    HEAT,
+    PLAYS,
+    PRICE,
+    SEEDS,
+    STEPS,
+    Ties,
+    Walker,
+    begin,
+    settle,
+    wander,
+)
 
-_CRITICAL = 0.8
-"""Of the steps, so many begin with a task that sets the interval."""
-
-_STAGE = 0.3
-"""Of the steps, so many try another stage."""
-
-_LANE = 0.4
-"""Of the steps, so many try another thread, where that is meant to change."""
-
-_NEIGHBOURS = 4
-"""Draws of a task that shares something, to go beside."""
-
-_HOT, _COLD = 0.84, 0.042
+_HOT, _COLD = 0.5, 0.042
 """What a step may cost at first and at last: parts of the interval, over the number of tasks."""
-
-
-class _Step(NamedTuple):
-    """Tasks go to other stages, or one of them to another thread, maybe in exchange for another.
-
-    Attributes:
-        tasks: Those that are placed anew, the one that is meant first.
-        by: Stages that they go on.
-        lane: The first one's thread.
-        partner: It goes to the thread that the first one leaves; -1 for none.
-    """
-
-    tasks: tuple[int, ...]
-    by: int
-    lane: int
-    partner: int = -1
 
 
 class Judge(Protocol):
     """Who is asked whether a plan keeps what it promises."""
 
     @property
+    def enough_us(self) -> float:
+        """Plans that promise less are to be asked about at once."""
+
+    @property
     def beaten_below_us(self) -> float:
         """Only plans that promise less are of interest."""
 
     @property
-    def satisfied(self) -> bool:
-        """Whether there is nothing left to look for."""
+    def plays_left(self) -> int:
+        """So many more periods may be played; none where there is nothing left to look for."""
 
     def ask(self, layout: Layout, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out is not worth it."""
 
 
 class Walk:
-    """A walk that begins with one plan.
+    """Walks in one loop, one after the other.
 
     Args:
         period: Plays the loop.
-        begin: Where to begin; its stages end with the last, the depth - 1.
         rng: What decides.
-        lanes_change: Whether tasks may go to other threads.
+        rehearses: Whether what is played is rehearsed too; that is slow where it is not compiled.
     """
 
-    def __init__(
-        self, period: Period, begin: Layout, rng: random.Random, *, lanes_change: bool
-    ) -> None:
-        graph = period.graph
-        self._period, self._graph, self._draw = period, graph, rng.random
-        self._order, self._lanes = list(begin.order), list(begin.lanes)
-        self._stages = list(begin.stages)
-        self._lane_part = _LANE if lanes_change and period.threads > 1 else 0.0
-        self._load = [0.0] * period.threads
-        for v, lane in enumerate(begin.lanes):
-            self._load[lane] += graph.host_us[v]
-        self._into: list[list[tuple[int, int]]] = [[] for _ in range(graph.size)]
-        self._out: list[list[tuple[int, int]]] = [[] for _ in range(graph.size)]
-        for consumer, producer, distance in graph.deps:
-            if consumer != producer:
-                self._into[consumer].append((producer, distance))
-                self._out[producer].append((consumer, distance))
-        self._shares = _sharing(period)
+    def __init__(self, period: Period, rng: random.Random, *, rehearses: bool = COMPILED) -> None:
+        n, threads = period.graph.size, period.threads
+        self._period, self._draw = period, rng
+        self._ties, self._cast = _ties(period), cast_of(period.loop)
+        self._walker = Walker(
+            lanes_change=False,
+            rehearses=rehearses,
+            place=Place(*(whole([0] * n) for _ in range(3))),
+            load=real([0.0] * threads),
+            kept=Place(*(whole([0] * n) for _ in range(3))),
+            kept_load=real([0.0] * threads),
+            critical=whole([0] * 2 * n),
+            tasks=whole([0] * n),
+            gone=whole([0] * n),
+            rest=whole([0] * n),
+            seed=whole([0]),
+            counts=whole([0] * 4),
+            best=Place(*(whole([0] * n) for _ in range(3))),
+            levels=real([0.0] * 8),
+        )
 
     @property
     def here(self) -> Layout:
         """Where the walk is; the last stage is the depth - 1, the first may be above 0."""
-        stages, order = tuple(self._stages), tuple(self._order)
-        return Layout(tuple(self._lanes), stages, order, self._period.depth)
+        return self._layout(self._walker.place)
 
-    def go(self, steps: int, judge: Judge) -> None:
-        """Take so many steps, or fewer where the judge is satisfied."""
-        period = self._period
-        cost = period.play(self._order, self._lanes, self._stages)
-        judge.ask(self.here, period.us)
-        critical = period.critical()
-        heat = _HOT / self._graph.size
-        cooling = (_COLD / _HOT) ** (1 / steps)
-        for _ in range(steps):
-            if judge.satisfied:
+    def _layout(self, place: Place) -> Layout:
+        order, lanes, stages = (tuple(map(int, each)) for each in place)
+        return Layout(lanes, stages, order, self._period.depth)
+
+    def go(self, start: Layout, steps: int, judge: Judge, *, lanes_change: bool) -> None:
+        """Take so many steps, or fewer where the judge wants no more.
+
+        Args:
+            start: Where to begin; its stages end with the last, the depth - 1.
+            steps: How many.
+            judge: Is asked about plans that promise enough, and at last about the one that promises
+                most.
+            lanes_change: Whether tasks may go to other threads.
+        """
+        period, walker = self._period, self._begun(start, lanes_change)
+        loop, played, cast, level = period.loop, period.left, self._cast, walker.levels
+        promised_us = begin(loop, walker, played, cast)
+        if promised_us < judge.enough_us:
+            judge.ask(self.here, promised_us)
+        period.played -= int(walker.counts[PLAYS]) - 1
+        walker.counts[STEPS] = steps
+        level[HEAT] = _HOT / loop.size
+        level[COOLING] = (_COLD / _HOT) ** (1 / steps)
+        while judge.plays_left:
+            walker.counts[PLAYS] = plays = judge.plays_left
+            promised_us = wander(loop, self._ties, walker, played, cast, judge.enough_us)
+            period.played += int(plays - walker.counts[PLAYS])
+            if promised_us == math.inf:
                 break
-            heat *= cooling
-            limit = cost * (1 - heat * math.log(1 - self._draw()))
-            step = self._step(critical, limit)
-            if step is None:
-                continue
-            before, back = self._order, self._take(step)
-            order = self._reordered(step, back)
-            if order is None:
-                self._take(back)
-                continue
-            self._order = order
-            price = period.play(order, self._lanes, self._stages, limit)
-            if price <= limit and period.us < judge.beaten_below_us:
-                price += max(0.0, judge.ask(self.here, period.us) - period.us)
-            if price <= limit:
-                cost, critical = price, period.critical()
-            else:
-                self._order = before
-                self._take(back)
+            broken_us = max(0.0, judge.ask(self.here, promised_us) - promised_us)
+            settle(loop, walker, played, level[PRICE] + broken_us)
+        if judge.enough_us <= level[BEST] < judge.beaten_below_us:
+            judge.ask(self._layout(walker.best), float(level[BEST]))
 
-    # ------------------------------------------------------------------ steps
-
-    def _step(self, critical: Sequence[int], limit_us: float) -> _Step | None:
-        """A step at random; None for one that leads nowhere."""
-        draw = self._draw
-        if draw() < _CRITICAL:
-            task = critical[int(draw() * len(critical))]
-        else:
-            task = int(draw() * self._graph.size)
-        kind = draw()
-        if kind < self._lane_part:
-            return self._other_lane(task, limit_us)
-        tasks, by = [task], 0
-        if kind < self._lane_part + _STAGE:
-            by = 1 if draw() < 0.5 else -1
-            tasks = self._pushed(task, by)
-        return _Step(tuple(tasks), by, self._lanes[task]) if tasks else None
-
-    def _other_lane(self, task: int, limit_us: float) -> _Step | None:
-        graph, lanes, load = self._graph, self._lanes, self._load
-        partner = -1
-        lane = int(self._draw() * len(load))
-        if self._draw() < 0.5:
-            partner = int(self._draw() * graph.size)
-            lane = lanes[partner]
-        if lane == lanes[task] or task in graph.frozen or partner in graph.frozen:
-            return None
-        more_us = graph.host_us[task] - (graph.host_us[partner] if partner >= 0 else 0.0)
-        if max(load[lane] + more_us, load[lanes[task]] - more_us) > limit_us:
-            return None
-        return _Step((task,), 0, lane, partner)
-
-    def _pushed(self, task: int, by: int) -> list[int]:
-        """The tasks that go a stage on with one, or back; none where that cannot be."""
-        stages, depth = self._stages, self._period.depth
-        tasks = [task]
-        for v in tasks:  # grows meanwhile
-            stage = stages[v] + by
-            if not 0 <= stage < depth or v in self._graph.last:
-                return []
-            for u, distance in self._out[v] if by > 0 else self._into[v]:
-                if (stages[u] - stage) * by + distance < 0 and u not in tasks:
-                    tasks.append(u)
-        return tasks
-
-    def _reordered(self, step: _Step, back: _Step) -> list[int] | None:
-        """The order after a step: tasks beside others that share something with them."""
-        order = self._order
-        changed = step.by != 0 or step.lane != back.lane
-        gone = set(step.tasks)
-        rest = [v for v in order if v not in gone]
-        for moved in step.tasks if step.by >= 0 else reversed(step.tasks):
-            low, high = self._between(moved, rest, gone)
-            if low > high:
-                return None
-            at = order.index(moved)
-            if not (changed and low <= at <= high and self._draw() < 0.5):
-                place = min(max(self._beside(moved, step.lane, rest), low), high)
-                if place == at and not changed:
-                    return None
-                at = place
-            rest.insert(at, moved)
-            gone.discard(moved)
-        return rest
-
-    def _between(self, task: int, rest: Sequence[int], gone: set[int]) -> tuple[int, int]:
-        """The first and the last place that dependences within the period leave to a task."""
-        stages, stage = self._stages, self._stages[task]
-        low, high = 0, len(rest)
-        for producer, distance in self._into[task]:
-            if stage - stages[producer] + distance == 0 and producer not in gone:
-                low = max(low, rest.index(producer) + 1)
-        for consumer, distance in self._out[task]:
-            if stages[consumer] - stage + distance == 0 and consumer not in gone:
-                high = min(high, rest.index(consumer))
-        return low, high
-
-    def _beside(self, task: int, lane: int, rest: Sequence[int]) -> int:
-        shares, place = self._shares[task], 0
-        for _ in range(_NEIGHBOURS):
-            place = int(self._draw() * len(rest)) if rest else 0
-            if rest and (self._lanes[rest[place]] == lane or rest[place] in shares):
-                break
-        return place + (self._draw() < 0.5)
-
-    def _take(self, step: _Step) -> _Step:
-        """Go to other lanes and stages; the step that leads back."""
-        task = step.tasks[0]
-        back = _Step(step.tasks, -step.by, self._lanes[task], step.partner)
-        if step.by:
-            for v in step.tasks:
-                self._stages[v] += step.by
-        if step.lane != back.lane:
-            self._move(task, step.lane)
-            if step.partner >= 0:
-                self._move(step.partner, back.lane)
-        return back
-
-    def _move(self, task: int, lane: int) -> None:
-        host_us = self._graph.host_us[task]
-        self._load[self._lanes[task]] -= host_us
-        self._load[lane] += host_us
-        self._lanes[task] = lane
+    def _begun(self, start: Layout, lanes_change: bool) -> Walker:
+        walker, period = self._walker, self._period
+        load = [0.0] * period.threads
+        for v, lane in enumerate(start.lanes):
+            load[lane] += period.graph.host_us[v]
+        walker.place.order[:], walker.place.lanes[:] = start.order, start.lanes
+        walker.place.stages[:], walker.load[:] = start.stages, load
+        walker.seed[0], walker.counts[PLAYS] = self._draw.randrange(1, SEEDS), 0
+        return walker._replace(lanes_change=lanes_change and period.threads > 1)
 
 
-def _sharing(period: Period) -> list[set[int]]:
-    """Task to those that take the same stream or resource."""
+def _ties(period: Period) -> Ties:
     graph = period.graph
+    producers: list[list[tuple[int, int]]] = [[] for _ in range(graph.size)]
+    consumers: list[list[tuple[int, int]]] = [[] for _ in range(graph.size)]
+    for consumer, producer, distance in graph.deps:
+        if consumer != producer:
+            producers[consumer].append((producer, distance))
+            consumers[producer].append((consumer, distance))
+    return Ties(
+        frozen=_flags(graph.frozen, graph.size),
+        last=_flags(graph.last, graph.size),
+        producer_of=begins(producers),
+        producer=whole(task for each in producers for task, _ in each),
+        producer_distance=whole(distance for each in producers for _, distance in each),
+        consumer_of=begins(consumers),
+        consumer=whole(task for each in consumers for task, _ in each),
+        consumer_distance=whole(distance for each in consumers for _, distance in each),
+        shares=_flags(_sharing(period), graph.size**2),
+    )
+
+
+def _flags(marked: Iterable[int], size: int) -> Whole:
+    flags = [0] * size
+    for number in marked:
+        flags[number] = 1
+    return whole(flags)
+
+
+def _sharing(period: Period) -> set[int]:
+    """``v * size + w`` for tasks v and w that take the same stream or resource."""
+    n = period.graph.size
     users: dict[int, set[int]] = defaultdict(set)
-    for operation, holds in enumerate(graph.holds):
+    for operation, holds in enumerate(period.graph.holds):
         for hold in holds:
-            users[hold.what].add(operation % graph.size)
-    shares: list[set[int]] = [set() for _ in range(graph.size)]
-    for tasks in users.values():
-        for task in tasks:
-            shares[task] |= tasks - {task}
-    return shares
+            users[hold.what].add(operation % n)
+    return {v * n + w for tasks in users.values() for v in tasks for w in tasks - {v}}

@@ -47,11 +47,12 @@ class Listener:
     heard: list[Layout] = field(default_factory=list)
     promised_us: list[float] = field(default_factory=list)
     beaten_below_us: float = math.inf
+    enough_us: float = math.inf
 
     @property
-    def satisfied(self) -> bool:
-        """Whether it has heard enough."""
-        return len(self.heard) >= self.enough
+    def plays_left(self) -> int:
+        """None once it has heard enough."""
+        return 0 if len(self.heard) >= self.enough else 10**6
 
     def ask(self, layout: Layout, promised_us: float) -> float:
         """Take note."""

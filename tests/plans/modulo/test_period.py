@@ -50,7 +50,8 @@ def test_a_period_that_nobody_contends_keeps_its_promise(number: int) -> None:
     place = beginning(graph, DEPTH, given.limits.threads)
     assert place is not None
     period, listener = Period(graph, given.limits.threads, DEPTH), Listener()
-    Walk(period, place, random.Random(number), lanes_change=True).go(150, listener)
+    walk = Walk(period, random.Random(number), rehearses=False)
+    walk.go(place, 150, listener, lanes_change=True)
     promises = dict(zip(listener.heard, listener.promised_us, strict=True))
     for somewhere, promised_us in list(promises.items())[:12]:
         plan = plan_at(given, graph, somewhere)

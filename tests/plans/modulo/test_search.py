@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from swpipe.plans import simulate
+from swpipe.plans import auto_plan, simulate
 from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.search import Search, _Quest
+from swpipe.plans.modulo.search import _REST, Search, _Quest
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import graph_of
 
@@ -42,7 +43,7 @@ def test_effort_is_bounded_and_some_is_left_for_depth_and_threads(number: int) -
     whole = search.effort
     search.best(4, 5)
     a_walk = 30 * search.graph.size
-    assert 0.2 * whole - a_walk <= search.effort <= 0.2 * whole
+    assert _REST * whole - a_walk <= search.effort <= _REST * whole
 
 
 def test_a_search_for_more_than_there_is_hands_back_the_best_there_was() -> None:
@@ -83,3 +84,49 @@ def test_what_waits_is_judged_at_the_end_of_a_walk() -> None:
     quest.judging = math.inf
     quest.walk()
     assert quest.best is not None
+
+
+def test_a_promise_that_is_not_kept_is_not_made_again() -> None:
+    """The simulator has the last word; from then on it counts, and there is effort left."""
+    search = search_of(instance(17))
+    search.trusts = True
+    place = beginning(search.graph, 5, 4)
+    assert place is not None
+    shifted = replace(place, stages=tuple(s - min(place.stages) for s in place.stages))
+    promised = search.trusted(shifted, 5, promised_us=1_000.0)
+    assert promised is not None
+    assert promised.ii_us == 1_000.0
+    search.effort = 0.0
+    assert search.confirmed(promised) is None
+    assert search.effort > 0
+    true_us = simulate(promised.plan, search.costs, streams=False).ii_us
+    again = search.trusted(shifted, 5, promised_us=1_000.0)
+    assert again is not None
+    assert again.ii_us == true_us
+    confirmed = search.confirmed(again)
+    assert confirmed is not None
+    assert confirmed.ii_us == true_us
+
+
+def test_who_breaks_promises_again_and_again_is_trusted_no_more() -> None:
+    """Then the simulator is asked about every plan of interest."""
+    search = search_of(instance(17))
+    search.trusts = True
+    place = beginning(search.graph, 5, 4)
+    assert place is not None
+    for depth in (5, 6, 7, 8):
+        assert search.trusts
+        shifted = replace(place, stages=tuple(s - min(place.stages) for s in place.stages))
+        promised = search.trusted(shifted, depth, promised_us=1_000.0)
+        assert promised is not None
+        assert search.confirmed(promised) is None
+    assert not search.trusts
+
+
+@pytest.mark.parametrize("number", [54, 83, 179])
+def test_the_interval_of_a_choice_is_the_simulators(number: int) -> None:
+    """Also where a rehearsal was wrong on the way."""
+    given = instance(number)
+    choice = auto_plan(given.plan, given.costs, limits=given.limits, streams=given.streams)
+    found = simulate(choice.plan, given.costs, streams=given.streams)
+    assert choice.ii_us == found.ii_us

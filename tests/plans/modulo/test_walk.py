@@ -24,8 +24,8 @@ def walked(
     layout = beginning(graph, DEPTH, given.limits.threads)
     assert layout is not None
     period = Period(graph, given.limits.threads, DEPTH)
-    walk = Walk(period, layout, random.Random(1), lanes_change=lanes_change)
-    walk.go(steps, listener)
+    walk = Walk(period, random.Random(1))
+    walk.go(layout, steps, listener, lanes_change=lanes_change)
     return walk
 
 

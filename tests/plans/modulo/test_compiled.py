@@ -1,0 +1,78 @@
+"""Compiled or not, the planner's inner loops do the same; what is kept of them is never stale."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swpipe.plans.modulo.compiled import kept_in
+
+WALKS = """
+import random
+
+from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.period import Period
+from swpipe.plans.modulo.sharing import least_load
+from swpipe.plans.modulo.walk import Walk
+from tests.plans.instances import instance
+from tests.plans.modulo.graphs import Listener, graph_of
+
+for number in (3, 10, 39, 54, 58, 131):
+    given, listener = instance(number), Listener()
+    graph = graph_of(given)
+    period = Period(graph, given.limits.threads, 5)
+    walk = Walk(period, random.Random(number), rehearses=True)
+    start = beginning(graph, 5, given.limits.threads)
+    walk.go(start, 60, listener, lanes_change=True)
+    print(listener.heard, [us.hex() for us in map(float, listener.promised_us)])
+    print(least_load(graph, 3))
+"""
+
+
+def said(script: str, **environment: str) -> str:
+    """What a script prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_compiled_or_not_walks_lead_the_same_way() -> None:
+    """Every plan and every interval on the way, to the last bit; rehearsals and bounds too."""
+    pytest.importorskip("numba")
+    as_it_stands = said(WALKS, NUMBA_DISABLE_JIT="1")
+    assert len(as_it_stands) > 10_000
+    assert said(WALKS, NUMBA_DISABLE_JIT="0") == as_it_stands
+
+
+def test_numba_is_imported_by_who_plans_alone() -> None:
+    """It takes half a second, which those who only want a ready-made plan need not wait for."""
+    script = "import sys, swpipe.plans, swpipe.cli; print('numba' in sys.modules)"
+    assert said(script) == "False\n"
+
+
+def test_what_was_compiled_is_not_used_for_other_sources(tmp_path: Path) -> None:
+    """A function that is compiled into others in another file changed: they have to be made anew.
+
+    Numba looks at the file of the outer function alone. It was found when a walk went on using the
+    last rehearsal but one, and wrote beyond the arrays of the new one.
+    """
+    inner = tmp_path / "inner.py"
+    inner.write_text("limit = 1\n")
+    (tmp_path / "outer.py").write_text("from inner import limit\n")
+    before = kept_in(tmp_path)
+    kept_in.cache_clear()
+    assert kept_in(tmp_path) == before
+    inner.write_text("limit = 2\n")
+    kept_in.cache_clear()
+    assert kept_in(tmp_path) != before
+    assert before.parent == tmp_path / "__pycache__"

@@ -1,0 +1,155 @@
+"""Rehearsals: what they say is what the simulator says, and how they come to say it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.costs import CostModel, TaskCost
+from swpipe.plans import Limits, simulate
+from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.compiled import whole
+from swpipe.plans.modulo.layout import Layout
+from swpipe.plans.modulo.period import Period, Place
+from swpipe.plans.modulo.rehearsal import cast_of, rehearse
+from swpipe.plans.modulo.walk import Walk
+from tests.plans.instances import Instance, instance
+from tests.plans.modulo.graphs import Listener, graph_of, plan_at
+
+DEPTH = 5
+
+
+def rehearsed(given: Instance, layout: Layout) -> float:
+    """What a rehearsal says."""
+    period = Period(graph_of(given), given.limits.threads, layout.depth)
+    place = Place(whole(layout.order), whole(layout.lanes), whole(layout.stages))
+    return rehearse(period.loop, place, cast_of(period.loop), math.inf)
+
+
+def simulated(given: Instance, layout: Layout) -> float:
+    """What the simulator says."""
+    plan = plan_at(given, graph_of(given), layout)
+    return simulate(plan, given.costs, streams=given.streams).ii_us
+
+
+def on_a_walk(given: Instance, number: int) -> Iterator[Layout]:
+    """Some plans of an instance, far from each other."""
+    graph = graph_of(given)
+    start, listener = beginning(graph, DEPTH, given.limits.threads), Listener()
+    assert start is not None
+    period = Period(graph, given.limits.threads, DEPTH)
+    walk = Walk(period, random.Random(number), rehearses=False)
+    walk.go(start, 200, listener, lanes_change=True)
+    yield from listener.heard[::8][:6]
+
+
+def loop(
+    costs: dict[str, TaskCost],
+    *,
+    threads: int = 2,
+    streams: bool = False,
+    deps: tuple[tuple[str, str], ...] = (),
+    ordered: tuple[str, ...] = (),
+    on: dict[str, str] | None = None,
+    handover_us: float = 0.0,
+) -> Instance:
+    """A loop of a few tasks."""
+    on = on if on is not None else {}
+    schedule = {
+        name: TaskSchedule(stream=on.get(name), globally_ordered=name in ordered) for name in costs
+    }
+    model = CostModel(costs, handover_us=handover_us)
+    return Instance(PipelinePlan(schedule, deps=deps), model, Limits(threads=threads), streams)
+
+
+def test_what_it_says_is_what_the_simulator_says() -> None:
+    """To the last bit but three, for 99 plans of 100, be they on a device or on threads alone."""
+    found = [
+        (rehearsed(given, layout), simulated(given, layout))
+        for number in range(60)
+        for given in (instance(number),)
+        for layout in on_a_walk(given, number)
+    ]
+    same = [said == pytest.approx(true, rel=1e-9) for said, true in found]
+    assert len(found) > 250
+    assert sum(same) >= 0.985 * len(same)
+
+
+def test_who_waits_for_the_lock_holds_its_resource() -> None:
+    """As in the simulator: it is taken first, and nobody else has it meanwhile."""
+    given = loop(
+        {
+            "a": TaskCost(host_us=100, gil_us=100),
+            "b": TaskCost(host_us=60, gil_us=30, resources=("disk",)),
+            "c": TaskCost(host_us=50, resources=("disk",)),
+        },
+        threads=3,
+    )
+    layout = Layout((0, 1, 2), (0, 0, 0), (0, 1, 2), 1)
+    assert rehearsed(given, layout) == simulated(given, layout) == 100 + 60 + 50
+
+
+def test_an_iteration_ends_when_all_its_tasks_have() -> None:
+    """The caller's thread waits for the worker, whether or not it waits for anything else."""
+    given = loop({"a": TaskCost(host_us=100), "b": TaskCost(host_us=300)}, handover_us=20)
+    layout = Layout((0, 1), (0, 0), (0, 1), 1)
+    assert rehearsed(given, layout) == simulated(given, layout) == 20 + 300 + 20
+
+
+def test_tasks_by_turns_go_in_the_order_of_the_plan() -> None:
+    """On two threads as on one, and a hand-over for each turn."""
+    given = loop(
+        {"a": TaskCost(host_us=100), "b": TaskCost(host_us=300)}, ordered=("a", "b"), handover_us=20
+    )
+    layout = Layout((0, 1), (0, 0), (0, 1), 3)
+    assert rehearsed(given, layout) == simulated(given, layout) == 100 + 20 + 300 + 20
+
+
+def test_the_callers_stream_works_in_the_order_of_submission() -> None:
+    """The second in the plan submits first: its work is not kept waiting."""
+    given = loop(
+        {
+            "late": TaskCost(host_us=200, device_us=100),
+            "soon": TaskCost(host_us=10, device_us=150),
+            "after": TaskCost(host_us=10, device_us=40),
+        },
+        threads=2,
+        streams=True,
+        deps=(("after", "soon"),),
+        on={"after": "side"},
+    )
+    layout = Layout((0, 1, 1), (0, 0, 0), (0, 1, 2), 1)
+    assert rehearsed(given, layout) == simulated(given, layout)
+
+
+def test_what_drifts_is_not_taken_for_the_last_word() -> None:
+    """A busy worker falls behind for as long as there are iterations in flight, and then counts."""
+    given = loop({"a": TaskCost(host_us=100), "b": TaskCost(host_us=101)})
+    layout = Layout((0, 1), (1, 0), (0, 1), 5)
+    assert rehearsed(given, layout) == simulated(given, layout) == 101
+
+
+def test_plans_that_wait_for_themselves_have_no_interval() -> None:
+    """The order of the period contradicts the dependence: nobody is ever ready."""
+    given = loop(
+        {"a": TaskCost(host_us=100), "b": TaskCost(host_us=100)}, deps=(("b", "a"),), threads=1
+    )
+    assert rehearsed(given, Layout((0, 0), (0, 0), (1, 0), 1)) == math.inf
+
+
+def test_a_plan_above_the_limit_is_not_rehearsed_to_its_end() -> None:
+    """It is said to be above it, and that is all that anybody wants to know."""
+    given = instance(131)
+    for layout in on_a_walk(given, 1):
+        true = rehearsed(given, layout)
+        period = Period(graph_of(given), given.limits.threads, layout.depth)
+        place = Place(whole(layout.order), whole(layout.lanes), whole(layout.stages))
+        cast = cast_of(period.loop)
+        assert rehearse(period.loop, place, cast, 0.5 * true) > 0.5 * true
+        roughly = int(cast.looks[0])
+        assert rehearse(period.loop, place, cast, math.inf) == true
+        assert roughly <= int(cast.looks[0])
