@@ -82,6 +82,14 @@ class Planned:
     streams: bool
 
 
+def tell_first_time() -> None:
+    """Say why the first plan of all takes its time, where it does."""
+    from swpipe.plans.modulo.compiled import first_time  # and with it numba, where it is there
+
+    if first_time():
+        typer.echo("compiling the planner's loops, once: this takes half a minute", err=True)
+
+
 def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
     """Record a workload, measure it, plan, and take the plan that really is the fastest.
 
@@ -93,6 +101,8 @@ def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
     recording = record_workload(work)
     carrier = inferred_plan(work, recording)
     streams = resolve(work.device).has_streams
+
+    tell_first_time()
 
     def planned(costs: CostModel) -> Choice:
         choice = auto_plan(

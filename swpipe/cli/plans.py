@@ -24,6 +24,7 @@ from swpipe.cli.planning import (
     names,
     plan_workload,
     record_workload,
+    tell_first_time,
     window,
 )
 from swpipe.cli.workload import open_workload
@@ -220,6 +221,7 @@ def auto(
                 raise UserError("--costs: say what the plan's tasks cost, or name no plan")
             model = recsys14.costs() if costs is None else load_costs(costs)
             streams = has_streams(None, model)
+            tell_first_time()
             with about_plan(plan):
                 choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=EFFORT)
             planned = Planned(choice, model, streams)

@@ -2,7 +2,7 @@
 
 Such a function takes and gives numbers, and arrays of numbers in named tuples; what else it calls
 is compiled too. Compiled or not it does the same, to the last bit, some forty times as fast. The
-first call of all compiles, for ten seconds or so; what comes of it is kept beside these modules,
+first call of all compiles, for half a minute or so; what comes of it is kept beside these modules,
 and later processes load it in a few tenths of a second.
 
 Importing this imports numba: import what uses it when it is needed.
@@ -45,6 +45,12 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return cast(Callable[_P, _R], numba.njit(cache=True, _nrt=False)(function))
     finally:
         config.CACHE_DIR = given
+
+
+def first_time() -> bool:
+    """Whether nothing is compiled yet: the first call will take its time."""
+    home = Path(__file__).parent
+    return COMPILED and not numba.config.CACHE_DIR and not kept_in(home).exists()
 
 
 @cache

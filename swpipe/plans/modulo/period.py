@@ -95,7 +95,7 @@ class Loop(NamedTuple):
     hold_turn: Whole
 
 
-class Place(NamedTuple):
+class Arrangement(NamedTuple):
     """A plan in numbers.
 
     Attributes:
@@ -142,7 +142,7 @@ def highest(values: Whole) -> int:
 
 @compiled
 def play(  # noqa: C901 - one loop, played millions of times
-    loop: Loop, place: Place, played: Played, limit_us: float
+    loop: Loop, place: Arrangement, played: Played, limit_us: float
 ) -> tuple[float, float, int]:
     """Play one period: what it costs, its interval, the operation that sets it.
 
@@ -200,7 +200,7 @@ def play(  # noqa: C901 - one loop, played millions of times
 
 @compiled
 def _cost(
-    loop: Loop, place: Place, played: Played, admit: float, laters: int
+    loop: Loop, place: Arrangement, played: Played, admit: float, laters: int
 ) -> tuple[float, float, int]:
     free, first, at = played.free, played.first, played.at
     size, lanes, stages = loop.size, place.lanes, place.stages
@@ -228,7 +228,7 @@ def _cost(
 
 @compiled
 def _framed(  # noqa: C901 - as above
-    loop: Loop, place: Place, played: Played, admit: float, enough_us: float
+    loop: Loop, place: Arrangement, played: Played, admit: float, enough_us: float
 ) -> float:
     """What <admit> and <retire> ask for, where that is more than enough."""
     size, over, at, late = loop.size, loop.handover_us, played.at, played.late
@@ -311,7 +311,7 @@ class Period:
             limit_us: A period that costs more may be left unplayed: it costs infinity.
         """
         self.played += 1
-        place = Place(whole(order), whole(lanes), whole(stages))
+        place = Arrangement(whole(order), whole(lanes), whole(stages))
         cost, self.us, self._limiting = play(self.loop, place, self.left, limit_us)
         return cost
 

@@ -22,7 +22,7 @@ import math
 from typing import NamedTuple
 
 from swpipe.plans.modulo.compiled import Real, Whole, compiled, real, whole
-from swpipe.plans.modulo.period import BOTH, LOCK, RESOURCE, Loop, Place, highest
+from swpipe.plans.modulo.period import BOTH, LOCK, RESOURCE, Arrangement, Loop, highest
 
 PERIODS = 40
 """So many are rehearsed; the interval is the mean of the second half."""
@@ -116,17 +116,17 @@ def cast_of(loop: Loop) -> Cast:
 
 @compiled
 def rehearse(  # noqa: C901 - one loop, as in play
-    loop: Loop, place: Place, cast: Cast, limit_us: float
+    loop: Loop, place: Arrangement, cast: Cast, limit_us: float
 ) -> float:
     """The interval of a plan; of one above the limit, roughly."""
     _forget(loop, cast)
     shared, busiest_us = _list_turns(loop, place, cast), _busiest(loop, place, cast)
     _list_needs(loop, place, cast)
     width, end, ready, missing = loop.size + 2, cast.end, cast.ready, cast.missing
-    players, known, never = len(ready), len(end) - 2, len(end) - 1
+    players, known = len(ready), len(end) - 2
     callers = players - 1 if shared else players
     submitters = callers - loop.threads if shared else players
-    cast.looks[0], alike, gap_us, retired_us, middle_us = 0, 0, 0.0, 0.0, 0.0
+    cast.looks[0] = 0
     player, idle, first, soonest, number = 0, 0, -1, math.inf, 0
     while True:
         cast.looks[0] += 1
@@ -156,34 +156,51 @@ def rehearse(  # noqa: C901 - one loop, as in play
             cast.holds[chosen] = 1
             continue
         ready[chosen], missing[chosen], cast.holds[chosen] = _UNKNOWN, known, 0
-        if submitters <= chosen < callers:
-            cast.at[callers], cast.period[callers], missing[callers] = turn, period, known
-            for other in range(submitters, callers):
-                ready[other], missing[other] = _UNKNOWN, never
-        else:
-            ends = _taken(loop, cast, turn, period, at)
-            cast.free[chosen] = end[turn + 2 * width * period] = ends
+        if not submitters <= chosen < callers:
+            here = turn + 2 * width * period
+            cast.free[chosen] = end[here] = _taken(loop, cast, turn, period, at)
             if turn == (2 * width - 1 if loop.streams else width - 1):  # <retire> is done
-                alike = alike + 1 if abs(ends - retired_us - gap_us) <= _ALIKE * gap_us else 0
-                gap_us, retired_us = ends - retired_us, ends
-                if alike >= loop.depth and _settled(cast, period, gap_us):
-                    return gap_us
-                if period >= 2 * loop.depth:
-                    since_us = ends - end[turn + 2 * width * (period - loop.depth)]
-                    if since_us > limit_us * loop.depth:
-                        return since_us / loop.depth
-                if period == PERIODS // 2 - 1:
-                    middle_us = ends
-                elif period == PERIODS - 1:
-                    return max((ends - middle_us) / (PERIODS - PERIODS // 2), busiest_us)
-        if chosen == callers:
-            cast.at[callers], missing[callers] = -1, never
-            for other in range(submitters, callers):
-                missing[other] = known
-        else:
-            cast.at[chosen] += 1
-            if cast.at[chosen] == cast.length[chosen]:
-                cast.at[chosen], cast.period[chosen] = 0, period + 1
+                us = _interval(loop, cast, here, period, limit_us)
+                if us > 0:
+                    return max(us, busiest_us)
+        _go_on(cast, chosen, submitters, callers)
+
+
+@compiled
+def _go_on(cast: Cast, player: int, submitters: int, callers: int) -> None:
+    """Who did something does what comes next; of what is submitted, one thing at a time."""
+    known, never = len(cast.end) - 2, len(cast.end) - 1
+    if player == callers:
+        cast.at[callers], cast.missing[callers] = -1, never
+        for other in range(submitters, callers):
+            cast.missing[other] = known
+        return
+    if submitters <= player < callers:
+        cast.at[callers] = _turn_of(cast, player, callers)
+        cast.period[callers], cast.missing[callers] = cast.period[player], known
+        for other in range(submitters, callers):
+            cast.ready[other], cast.missing[other] = _UNKNOWN, never
+    cast.at[player] += 1
+    if cast.at[player] == cast.length[player]:
+        cast.at[player], cast.period[player] = 0, cast.period[player] + 1
+
+
+@compiled
+def _interval(loop: Loop, cast: Cast, here: int, period: int, limit_us: float) -> float:
+    """The interval, where <retire> of this period shows it; -1 where it does not."""
+    end, back, depth = cast.end, 2 * len(cast.rank), loop.depth
+    if period <= depth:
+        return -1.0
+    gap_us, alike = end[here] - end[here - back], True
+    for then in range(here - back, here - back * (depth + 1), -back):
+        alike = alike and abs(end[then] - end[then - back] - gap_us) <= _ALIKE * gap_us
+    if alike and _settled(cast, period, gap_us):
+        return gap_us
+    if period >= 2 * depth and end[here] - end[here - back * depth] > limit_us * depth:
+        return (end[here] - end[here - back * depth]) / depth
+    if period == PERIODS - 1:
+        return (end[here] - end[here - back * (PERIODS // 2)]) / (PERIODS // 2)
+    return -1.0
 
 
 @compiled
@@ -198,7 +215,7 @@ def _settled(cast: Cast, period: int, gap_us: float) -> bool:
 
 
 @compiled
-def _busiest(loop: Loop, place: Place, cast: Cast) -> float:
+def _busiest(loop: Loop, place: Arrangement, cast: Cast) -> float:
     """The time that is taken of a thread, or of anything else, by each iteration."""
     busiest_us = loop.busiest_us
     for lane in range(loop.threads):
@@ -296,9 +313,6 @@ def _taken(loop: Loop, cast: Cast, turn: int, period: int, ready: float) -> floa
     return begin + (loop.host_us[task] if turn < width else loop.device_us[task])
 
 
-# ------------------------------------------------------------------------------------------ lists
-
-
 @compiled
 def _forget(loop: Loop, cast: Cast) -> None:
     """Nothing is done yet, and nobody has anything to do."""
@@ -314,7 +328,7 @@ def _forget(loop: Loop, cast: Cast) -> None:
 
 
 @compiled
-def _list_turns(loop: Loop, place: Place, cast: Cast) -> bool:
+def _list_turns(loop: Loop, place: Arrangement, cast: Cast) -> bool:
     """Who does what, in which order; whether several threads submit to the caller's stream."""
     size, width, players = loop.size, loop.size + 2, len(cast.ready)
     ahead = loop.depth - 1 - highest(place.stages)
@@ -360,7 +374,7 @@ def _queue(loop: Loop, lane: int, stream: int) -> int:
 
 
 @compiled
-def _list_needs(loop: Loop, place: Place, cast: Cast) -> None:
+def _list_needs(loop: Loop, place: Arrangement, cast: Cast) -> None:
     """What has to have ended before a turn is ready, but for what its player did before."""
     size, width, lanes, stage = loop.size, loop.size + 2, place.lanes, cast.stage
     over_us, count = loop.handover_us, 0
@@ -423,7 +437,7 @@ def _need(
 
 
 @compiled
-def _list_takers(loop: Loop, place: Place, cast: Cast) -> None:
+def _list_takers(loop: Loop, place: Arrangement, cast: Cast) -> None:
     """Hold to the task that has the turn before, that of the period before for the first."""
     for again in range(2):
         for task in place.order:

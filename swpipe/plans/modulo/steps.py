@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from swpipe.plans.modulo.compiled import Real, Whole, compiled
-from swpipe.plans.modulo.period import Loop, Place, Played, play, trace
+from swpipe.plans.modulo.period import Arrangement, Loop, Played, play, trace
 from swpipe.plans.modulo.rehearsal import Cast, rehearse
 
 SEEDS = 2**31 - 1
@@ -93,11 +93,11 @@ class Walker(NamedTuple):
 
     lanes_change: bool
     rehearses: bool
-    place: Place
+    place: Arrangement
     load: Real
-    kept: Place
+    kept: Arrangement
     kept_load: Real
-    best: Place
+    best: Arrangement
     critical: Whole
     tasks: Whole
     gone: Whole
@@ -184,7 +184,7 @@ def _go_back(walker: Walker) -> None:
 
 
 @compiled
-def _copy(source: Place, target: Place) -> None:
+def _copy(source: Arrangement, target: Arrangement) -> None:
     for v in range(len(source.order)):
         target.order[v] = source.order[v]
         target.lanes[v] = source.lanes[v]

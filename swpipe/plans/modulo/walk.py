@@ -21,7 +21,7 @@ from typing import Protocol
 
 from swpipe.plans.modulo.compiled import COMPILED, Whole, real, whole
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.period import Period, Place, begins
+from swpipe.plans.modulo.period import Arrangement, Period, begins
 from swpipe.plans.modulo.rehearsal import cast_of
 from swpipe.plans.modulo.steps import (
     BEST,
@@ -77,9 +77,9 @@ class Walk:
         self._walker = Walker(
             lanes_change=False,
             rehearses=rehearses,
-            place=Place(*(whole([0] * n) for _ in range(3))),
+            place=Arrangement(*(whole([0] * n) for _ in range(3))),
             load=real([0.0] * threads),
-            kept=Place(*(whole([0] * n) for _ in range(3))),
+            kept=Arrangement(*(whole([0] * n) for _ in range(3))),
             kept_load=real([0.0] * threads),
             critical=whole([0] * 2 * n),
             tasks=whole([0] * n),
@@ -87,7 +87,7 @@ class Walk:
             rest=whole([0] * n),
             seed=whole([0]),
             counts=whole([0] * 4),
-            best=Place(*(whole([0] * n) for _ in range(3))),
+            best=Arrangement(*(whole([0] * n) for _ in range(3))),
             levels=real([0.0] * 8),
         )
 
@@ -96,7 +96,7 @@ class Walk:
         """Where the walk is; the last stage is the depth - 1, the first may be above 0."""
         return self._layout(self._walker.place)
 
-    def _layout(self, place: Place) -> Layout:
+    def _layout(self, place: Arrangement) -> Layout:
         order, lanes, stages = (tuple(map(int, each)) for each in place)
         return Layout(lanes, stages, order, self._period.depth)
 

@@ -14,7 +14,7 @@ from swpipe.plans import Limits, simulate
 from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.compiled import whole
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.period import Period, Place
+from swpipe.plans.modulo.period import Arrangement, Period
 from swpipe.plans.modulo.rehearsal import cast_of, rehearse
 from swpipe.plans.modulo.walk import Walk
 from tests.plans.instances import Instance, instance
@@ -26,7 +26,7 @@ DEPTH = 5
 def rehearsed(given: Instance, layout: Layout) -> float:
     """What a rehearsal says."""
     period = Period(graph_of(given), given.limits.threads, layout.depth)
-    place = Place(whole(layout.order), whole(layout.lanes), whole(layout.stages))
+    place = Arrangement(whole(layout.order), whole(layout.lanes), whole(layout.stages))
     return rehearse(period.loop, place, cast_of(period.loop), math.inf)
 
 
@@ -147,7 +147,7 @@ def test_a_plan_above_the_limit_is_not_rehearsed_to_its_end() -> None:
     for layout in on_a_walk(given, 1):
         true = rehearsed(given, layout)
         period = Period(graph_of(given), given.limits.threads, layout.depth)
-        place = Place(whole(layout.order), whole(layout.lanes), whole(layout.stages))
+        place = Arrangement(whole(layout.order), whole(layout.lanes), whole(layout.stages))
         cast = cast_of(period.loop)
         assert rehearse(period.loop, place, cast, 0.5 * true) > 0.5 * true
         roughly = int(cast.looks[0])
