@@ -32,7 +32,7 @@ SAME = 1e-9
 """Intervals that differ by less than this part are the same."""
 
 
-class Kind(Enum):
+class HoldKind(Enum):
     """Who has what is held, of several that want it."""
 
     RESOURCE = 0
@@ -93,7 +93,7 @@ class LoopGraph:
     stream: tuple[int, ...]
     holds: tuple[tuple[Hold, ...], ...]
     resources: tuple[str, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[HoldKind, ...]
     edges: tuple[Edge, ...]
     deps: tuple[tuple[int, int, int], ...]
     frozen: frozenset[int]
@@ -163,25 +163,25 @@ def loop_graph(plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams:
 
 def _holds(
     plan: PipelinePlan, rows: Sequence[TaskCost], streams: bool, threaded: bool
-) -> tuple[dict[str, Kind], tuple[tuple[Hold, ...], ...]]:
+) -> tuple[dict[str, HoldKind], tuple[tuple[Hold, ...], ...]]:
     """What is held, and by operation the holds."""
-    users: dict[tuple[str, Kind], list[tuple[int, float]]] = defaultdict(list)
+    users: dict[tuple[str, HoldKind], list[tuple[int, float]]] = defaultdict(list)
     n = len(rows)
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), rows, strict=True)):
         on_device = streams and cost.device_us > 0
         host = cost.host_us if streams else cost.total_us
         for resource in dict.fromkeys(cost.resources):
             use = (n + v, cost.device_us) if on_device else (v, host)
-            users[resource, Kind.RESOURCE].append(use)
+            users[resource, HoldKind.RESOURCE].append(use)
         if streams:
             stream = CALLERS_STREAM if entry.stream is None else f"stream {entry.stream!r}"
-            users[stream, Kind.STREAM].append((n + v, cost.device_us))
+            users[stream, HoldKind.STREAM].append((n + v, cost.device_us))
             if entry.stream is not None and threaded:
-                users[f"submission to {stream}", Kind.TURN].append((v, host))
+                users[f"submission to {stream}", HoldKind.TURN].append((v, host))
         if cost.gil_us and threaded:
-            users[LOCK, Kind.LOCK].append((v, cost.gil_us))
+            users[LOCK, HoldKind.LOCK].append((v, cost.gil_us))
         if entry.globally_ordered and threaded:
-            users[TURN, Kind.TURN].append((v, host))
+            users[TURN, HoldKind.TURN].append((v, host))
     kept = [what for what, uses in users.items() if len(uses) > 1]
     holds: list[list[Hold]] = [[] for _ in range(2 * n)]
     for number, what in enumerate(kept):

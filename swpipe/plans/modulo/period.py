@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from swpipe.plans.modulo.compiled import Real, Whole, compiled, real, whole
-from swpipe.plans.modulo.loop_graph import CALLERS_STREAM, Edge, Kind, LoopGraph
+from swpipe.plans.modulo.loop_graph import CALLERS_STREAM, Edge, HoldKind, LoopGraph
 
 _SPREAD = 0.1
 """Of two plans with one interval that with the shorter rows is nearer to a better one."""
@@ -346,9 +346,9 @@ def _numbers(graph: LoopGraph, threads: int, depth: int) -> Loop:
             into[edge.head].append(edge)
     edges = [edge for each in into for edge in each]
     kinds = list(enumerate(graph.kinds, threads))  # -1, the thread itself, is of none
-    first_come = {row: RESOURCE for row, kind in kinds if kind is Kind.RESOURCE}
-    first_come |= {row: LOCK for row, kind in kinds if kind is Kind.LOCK}
-    turns = {row for row, kind in kinds if kind is Kind.TURN}
+    first_come = {row: RESOURCE for row, kind in kinds if kind is HoldKind.RESOURCE}
+    first_come |= {row: LOCK for row, kind in kinds if kind is HoldKind.LOCK}
+    turns = {row for row, kind in kinds if kind is HoldKind.TURN}
     holds = [
         ([(-1, graph.host_us[op])] if op < n else [])
         + [(threads + hold.what, hold.time_us) for hold in graph.holds[op]]

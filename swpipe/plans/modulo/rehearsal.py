@@ -56,7 +56,6 @@ class Cast(NamedTuple):
         rank: Task to its place in the order of a period.
         need_of: Turn to where its needs stand.
         need: How much sooner a turn is that has to have ended.
-        need_since: The first turn that this holds for.
         need_over_us: How long its end takes to be heard of.
         last: Row of the loop to the task that took it last, while needs are listed.
         before: Hold to the task that took its row before.
@@ -78,7 +77,6 @@ class Cast(NamedTuple):
     rank: Whole
     need_of: Whole
     need: Whole
-    need_since: Whole
     need_over_us: Real
     last: Whole
     before: Whole
@@ -105,7 +103,6 @@ def cast_of(loop: Loop) -> Cast:
         rank=whole([0] * width),
         need_of=whole([0] * (2 * width + 1)),
         need=whole([0] * needs),
-        need_since=whole([0] * needs),
         need_over_us=real([0.0] * needs),
         last=whole([0] * loop.rows),
         before=whole([0] * len(loop.hold_row)),
@@ -261,7 +258,7 @@ def _prepare(cast: Cast, player: int, submitters: int, callers: int) -> None:
     since = cast.free[player]
     for need in range(cast.need_of[turn], cast.need_of[turn + 1]):
         there = here - cast.need[need]
-        if there >= cast.need_since[need]:
+        if there >= 0:
             if end[there] < 0:
                 cast.missing[player] = there
                 return
@@ -382,23 +379,23 @@ def _list_needs(loop: Loop, place: Arrangement, cast: Cast) -> None:
     for v in range(size):
         cast.need_of[v] = count
         if lanes[v]:
-            count = _need(cast, count, v, size, stage[v], 0, over_us)
+            count = _need(cast, count, v, size, stage[v], over_us)
         for edge in range(loop.into_of[v], loop.into_of[v + 1]):
             u = loop.into_tail[edge]
             lag = stage[v] - stage[u] + loop.into_distance[edge]
-            count = _need(cast, count, v, u, lag, 0, over_us if lanes[u] != lanes[v] else 0.0)
+            count = _need(cast, count, v, u, lag, over_us if lanes[u] != lanes[v] else 0.0)
         for hold in range(loop.hold_of[v], loop.hold_of[v + 1]):
             if loop.hold_turn[hold]:
                 u = cast.before[hold]
                 lag = 0 if cast.rank[u] < cast.rank[v] else 1
-                count = _need(cast, count, v, u, lag, 0, over_us if lanes[u] != lanes[v] else 0.0)
+                count = _need(cast, count, v, u, lag, over_us if lanes[u] != lanes[v] else 0.0)
     cast.need_of[size] = count
     if loop.streams:  # <admit>: the iteration depth before is done
-        count = _need(cast, count, size, 2 * width - 1, 1, loop.depth - 1, over_us)
+        count = _need(cast, count, size, 2 * width - 1, 1, over_us)
     cast.need_of[size + 1] = count
     for v in range(size):
         lag = loop.depth - 1 - stage[v]
-        count = _need(cast, count, size + 1, v, lag, 0, over_us if lanes[v] else 0.0)
+        count = _need(cast, count, size + 1, v, lag, over_us if lanes[v] else 0.0)
     cast.need_of[width] = count
     if loop.streams:
         count = _list_device_needs(loop, cast, count)
@@ -410,28 +407,25 @@ def _list_device_needs(loop: Loop, cast: Cast, count: int) -> int:
     size, width, stage = loop.size, loop.size + 2, cast.stage
     for v in range(size):
         cast.need_of[width + v] = count
-        count = _need(cast, count, width + v, v, 0, 0, 0.0)
+        count = _need(cast, count, width + v, v, 0, 0.0)
         for edge in range(loop.into_of[size + v], loop.into_of[size + v + 1]):
             u = loop.into_tail[edge] - size
             if u >= 0:
                 lag = stage[v] - stage[u] + loop.into_distance[edge]
-                count = _need(cast, count, width + v, width + u, lag, stage[u], 0.0)
+                count = _need(cast, count, width + v, width + u, lag, 0.0)
     cast.need_of[width + size] = cast.need_of[2 * width - 1] = count
-    count = _need(cast, count, 2 * width - 1, size + 1, 0, 0, 0.0)
+    count = _need(cast, count, 2 * width - 1, size + 1, 0, 0.0)
     for v in range(size):
         lag = loop.depth - 1 - stage[v]
-        count = _need(cast, count, 2 * width - 1, width + v, lag, stage[v], 0.0)
+        count = _need(cast, count, 2 * width - 1, width + v, lag, 0.0)
     return count
 
 
 @compiled
-def _need(
-    cast: Cast, count: int, head: int, tail: int, lag: int, since: int, over_us: float
-) -> int:
-    """Note that a turn waits for that of another, ``lag`` periods ago, from this period on."""
+def _need(cast: Cast, count: int, head: int, tail: int, lag: int, over_us: float) -> int:
+    """Note that a turn waits for that of another, ``lag`` periods ago."""
     width = len(cast.rank)
     cast.need[count] = head - tail + 2 * width * lag
-    cast.need_since[count] = 2 * width * since
     cast.need_over_us[count] = over_us
     return count + 1
 

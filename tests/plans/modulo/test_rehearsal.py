@@ -126,11 +126,42 @@ def test_the_callers_stream_works_in_the_order_of_submission() -> None:
     assert rehearsed(given, layout) == simulated(given, layout)
 
 
-def test_what_drifts_is_not_taken_for_the_last_word() -> None:
-    """A busy worker falls behind for as long as there are iterations in flight, and then counts."""
+def test_who_wants_a_resource_waits_for_who_waits_for_the_lock_with_it() -> None:
+    """Nobody knows for how long: b has the disk from 500 on, and who came later comes after it."""
+    given = loop(
+        {
+            "first": TaskCost(host_us=500, resources=("disk",)),
+            "b": TaskCost(host_us=60, gil_us=30, resources=("disk",)),
+            "c": TaskCost(host_us=50, resources=("disk",)),
+            "locker": TaskCost(host_us=100, gil_us=100),
+        },
+        threads=4,
+    )
+    layout = Layout((0, 1, 2, 3), (0, 0, 0, 0), (0, 1, 2, 3), 1)
+    assert rehearsed(given, layout) == simulated(given, layout) == 500 + 60 + 50
+
+
+def test_a_thread_that_falls_behind_counts_in_the_end() -> None:
+    """The worker is 1 us late in each period, for as long as there are iterations in flight."""
     given = loop({"a": TaskCost(host_us=100), "b": TaskCost(host_us=101)})
     layout = Layout((0, 1), (1, 0), (0, 1), 5)
     assert rehearsed(given, layout) == simulated(given, layout) == 101
+
+
+def test_what_drifts_is_not_taken_for_the_last_word() -> None:
+    """Iterations end at 28,290 us from each other for fourteen periods, then at 29,200 us.
+
+    Meanwhile other tasks drift: it was found when a plan promised what it did not keep.
+    """
+    layout = Layout(
+        lanes=(1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0),
+        stages=(0, 1, 0, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2),
+        order=(13, 1, 3, 6, 8, 10, 5, 7, 9, 11, 12, 0, 2, 4),
+        depth=3,
+    )
+    given = instance(54)
+    assert simulated(given, layout) == 29_200
+    assert rehearsed(given, layout) == pytest.approx(29_200)
 
 
 def test_plans_that_wait_for_themselves_have_no_interval() -> None:
@@ -143,13 +174,16 @@ def test_plans_that_wait_for_themselves_have_no_interval() -> None:
 
 def test_a_plan_above_the_limit_is_not_rehearsed_to_its_end() -> None:
     """It is said to be above it, and that is all that anybody wants to know."""
-    given = instance(131)
-    for layout in on_a_walk(given, 1):
-        true = rehearsed(given, layout)
-        period = Period(graph_of(given), given.limits.threads, layout.depth)
-        place = Arrangement(whole(layout.order), whole(layout.lanes), whole(layout.stages))
-        cast = cast_of(period.loop)
-        assert rehearse(period.loop, place, cast, 0.5 * true) > 0.5 * true
-        roughly = int(cast.looks[0])
-        assert rehearse(period.loop, place, cast, math.inf) == true
-        assert roughly <= int(cast.looks[0])
+    saved = 0
+    for number in range(1, 60, 4):
+        given = instance(number)
+        for layout in on_a_walk(given, 1):
+            true = rehearsed(given, layout)
+            period = Period(graph_of(given), given.limits.threads, layout.depth)
+            place = Arrangement(whole(layout.order), whole(layout.lanes), whole(layout.stages))
+            cast = cast_of(period.loop)
+            assert rehearse(period.loop, place, cast, 0.5 * true) > 0.5 * true
+            saved -= int(cast.looks[0])
+            assert rehearse(period.loop, place, cast, math.inf) == true
+            saved += int(cast.looks[0])
+    assert saved > 0

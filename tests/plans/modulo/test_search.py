@@ -103,9 +103,10 @@ def test_a_promise_that_is_not_kept_is_not_made_again() -> None:
     again = search.trusted(shifted, 5, promised_us=1_000.0)
     assert again is not None
     assert again.ii_us == true_us
-    confirmed = search.confirmed(again)
-    assert confirmed is not None
-    assert confirmed.ii_us == true_us
+    for modest in (again, replace(again, ii_us=2 * true_us)):
+        confirmed = search.confirmed(modest)
+        assert confirmed is not None
+        assert confirmed.ii_us == true_us
 
 
 def test_who_breaks_promises_again_and_again_is_trusted_no_more() -> None:
