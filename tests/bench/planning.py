@@ -7,6 +7,7 @@ Not part of ``python -m tests.bench``: proofs take minutes.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -87,6 +88,7 @@ def report(what: str, found: list[Planned]) -> None:
 def main(small: int, large: int, proof_s: float = 24.0) -> None:
     """Plan so many loops of 14 tasks and of 200; even numbers are for devices with streams."""
     planned(0, 14, 0.0)  # what is compiled once is not counted
+    gc.freeze()  # nor are looks at the million objects of the libraries that happen to be loaded
     for count, size, seconds in ((small, 14, proof_s), (large, 200, 0.0)):
         if not count:
             continue
