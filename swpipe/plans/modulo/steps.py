@@ -158,6 +158,8 @@ def _tried(loop: Loop, walker: Walker, played: Played, cast: Cast, limit_us: flo
         us = rehearsed_us
     else:
         level[PRICE] = level[ROUGH_PRICE] = price
+        if walker.rehearses:
+            us = math.inf  # what was not rehearsed is no promise
     count[LIMITING] = limiting
     return us
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from swpipe.cli.planning import tell_first_time
+from swpipe.plans.modulo import compiled
 from swpipe.plans.modulo.compiled import kept_in
 
 WALKS = """
@@ -76,3 +78,17 @@ def test_what_was_compiled_is_not_used_for_other_sources(tmp_path: Path) -> None
     kept_in.cache_clear()
     assert kept_in(tmp_path) != before
     assert before.parent == tmp_path / "__pycache__"
+
+
+def test_the_command_line_says_why_the_first_plan_takes_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing is compiled yet, and only there."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(compiled, "COMPILED", True)
+    monkeypatch.setattr(compiled, "kept_in", lambda home: tmp_path / "kept")
+    tell_first_time()
+    assert "compiling" in capsys.readouterr().err
+    (tmp_path / "kept").mkdir()
+    tell_first_time()
+    assert not capsys.readouterr().err
