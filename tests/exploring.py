@@ -110,9 +110,13 @@ class ExploringHost(Host):
         if told is not None:
             raise DeadlockError(told)
 
+    def _ready(self) -> list[_Fiber]:
+        """Who can run."""
+        return [fiber for fiber in self._fibers if fiber.can_run()]
+
     def _hand_on(self, fiber: _Fiber) -> None:
         """Give the baton to a thread that can run, and sleep until it comes back."""
-        ready = [other for other in self._fibers if other.can_run()]
+        ready = self._ready()
         chosen = self._random.choice(ready or self._fibers)
         if not ready:
             told = "; ".join(f"{other.name} waits for {other.waits_for}" for other in self._fibers)

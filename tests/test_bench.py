@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench import dispatch, extras, gpu, interval, memory, predict, serial, streams
+from tests.bench import dispatch, extras, gpu, interval, memory, predict, profiler, serial, streams
 from tests.bench.bound import bound_ms, rec_mii_ms
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import StandIn
@@ -116,10 +116,19 @@ def test_interval_runs() -> None:
     assert row.ratio is not None
 
 
+def test_the_profilers_truth_runs() -> None:
+    """Exposed times, then the lock; each row with its bar."""
+    rows = profiler.rows(rounds=1, measure=2)
+    bars = [profiler.EXPOSED_BAR] * 2 + [profiler.PYTHON_BAR, profiler.KERNEL_BAR]
+    assert [row.bar for row in rows] == bars
+
+
 def test_predictions_run(tmp_path: Path) -> None:
     """A row for tasks that block, and one for real work, each with its bar."""
     blocking = next(predict.blocking())
     assert predict.row(blocking, rounds=1, periods=3).bar == predict.BLOCKING_BAR
+    with predict.streaming() as streams_of_three:
+        assert predict.row(streams_of_three, rounds=1, periods=3).bar == predict.BLOCKING_BAR
     loop = predict.data_bound(tmp_path, pipelined=True)
     assert predict.row(loop, rounds=1, periods=3).bar == predict.REAL_BAR
 

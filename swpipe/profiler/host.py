@@ -67,7 +67,8 @@ class HostTimes:
     def blocked_s(self) -> dict[str, float]:
         """Task to the part of ``host_s`` in which its thread was off the CPU."""
         # By the share of all turns: some systems tell a thread's CPU time in steps of milliseconds.
-        return {
-            name: host_s * max(0.0, 1 - sum(t.cpu_s for t in turns) / sum(t.wall_s for t in turns))
-            for (name, host_s), turns in zip(self.host_s.items(), self._kept.values(), strict=True)
-        }
+        found = {}
+        for (name, host_s), turns in zip(self.host_s.items(), self._kept.values(), strict=True):
+            wall_s, cpu_s = sum(t.wall_s for t in turns), sum(t.cpu_s for t in turns)
+            found[name] = host_s * max(0.0, 1 - cpu_s / wall_s) if wall_s else 0.0
+        return found

@@ -1,11 +1,14 @@
-"""What recording a trace costs, and what compiling a plan takes: told, with no bar."""
+"""What recording a trace costs, and compiling and simulating a plan takes: told, with no bar."""
 
 from __future__ import annotations
 
 import random
 import time
+from itertools import pairwise
 
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
+from swpipe.costs import CostModel, TaskCost
+from swpipe.plans.simulation.simulate import steady_interval
 from swpipe.program import compile_plan
 from tests.bench.dispatch import plan, us_per_task
 from tests.bench.measure import Row, Spread, interleaved, ratios
@@ -57,10 +60,36 @@ def compile_row(tasks: int, rounds: int) -> Row:
     return Row(what=f"compiling a plan of {tasks} tasks", ours=f"{Spread.of(took).text()} ms")
 
 
+def simulate_row(rounds: int) -> Row:
+    """Time for the interval of a plan of 14 tasks, in ms: a planner asks thousands of times."""
+    names = [f"t{n}" for n in range(14)]
+    streams, groups = ("memcpy", "dist", None), ("io", "io", "default")
+    chain = PipelinePlan(
+        {
+            name: TaskSchedule(n // 5, streams[n // 5], groups[n // 5])
+            for n, name in enumerate(names)
+        },
+        deps=list(pairwise(reversed(names))),
+        cross_iter_deps=[("t10", "t13")],
+    )
+    costs = CostModel({name: TaskCost(50.0, device_us=300.0) for name in names})
+    program = compile_plan(chain, streams=True)
+
+    def ms() -> float:
+        begin = time.perf_counter()
+        for _ in range(10):
+            steady_interval(program, costs)
+        return (time.perf_counter() - begin) / 10 * 1e3
+
+    (took,) = interleaved(rounds, ms)
+    return Row(what="the interval of a plan of 14 tasks", ours=f"{Spread.of(took).text()} ms")
+
+
 def rows(rounds: int = 7, iterations: int = 500) -> list[Row]:
-    """Three rows that only inform."""
+    """Rows that only inform."""
     return [
         trace_row(rounds, iterations),
         compile_row(14, rounds),
         compile_row(200, min(rounds, 3)),
+        simulate_row(rounds),
     ]

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.costs import CostModel
 from swpipe.plans import prefetch_plan, simulate
 from swpipe.profiler import measure_costs
-from tests.bench.interval import CASES, ms_per_period
+from tests.bench.interval import CASES, block, ms_per_period
 from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.timed_device import TimedDevice
 
 BLOCKING_BAR, REAL_BAR = 1.05, 1.15
 
@@ -43,6 +44,7 @@ class Work:
         batches: What the costs are measured on, and the run is fed with, over and over.
         bar: How far the prediction may be off, as a ratio; None where the row only informs.
         pipelined: Costs are measured while the plan runs, or else one task at a time.
+        device: What it runs on.
     """
 
     what: str
@@ -51,6 +53,7 @@ class Work:
     batches: Sequence[Any]
     bar: float | None
     pipelined: bool = False
+    device: Any = "cpu"
 
 
 def predicted_ms(pipe: SWPipeline, costs: CostModel) -> float:
@@ -65,7 +68,7 @@ def measured_ms(pipe: SWPipeline, batches: Sequence[Any], periods: int) -> float
 
 def row(work: Work, rounds: int, periods: int) -> Row:
     """Prediction and run side by side."""
-    with SWPipeline(work.plan, work.tasks, device="cpu") as pipe:
+    with SWPipeline(work.plan, work.tasks, device=work.device) as pipe:
 
         def predict() -> float:
             return predicted_ms(pipe, measure_costs(pipe, work.batches, 2, 8, work.pipelined))
@@ -92,6 +95,32 @@ def blocking() -> Iterator[Work]:
     """Tasks that block for known times."""
     for case in CASES:
         yield Work(case.what, case.plan, case.tasks(), [None], BLOCKING_BAR)
+
+
+STREAMING = PipelinePlan(
+    {
+        "copy": TaskSchedule(0, stream="memcpy"),
+        "dist": TaskSchedule(1, stream="dist"),
+        "forward": TaskSchedule(2),
+        "step": TaskSchedule(2),
+    },
+    deps=[("dist", "copy"), ("forward", "dist"), ("step", "forward")],
+    cross_iter_deps=[("forward", "step"), ("dist", "step", 2)],
+    pipeline_depth=4,
+)
+STREAM_MS = {"copy": 5.0, "dist": 7.0, "forward": 4.0, "step": 5.0}
+
+
+@contextlib.contextmanager
+def streaming() -> Iterator[Work]:
+    """Device work of known times that waits across three streams."""
+    with TimedDevice() as device:
+
+        def task(name: str, seconds: float) -> PipelineTask:
+            return PipelineTask(name, lambda ctx: device.launch(lambda: block(seconds)))
+
+        tasks = [task(name, ms * 1e-3) for name, ms in STREAM_MS.items()]
+        yield Work("3 streams", STREAMING, tasks, [None], BLOCKING_BAR, device=device)
 
 
 def files(folder: Path, count: int = 4, rows: int = 4096) -> list[Path]:
@@ -177,5 +206,5 @@ def real() -> Iterator[list[Work]]:
 
 def rows(rounds: int = 7, periods: int = 40) -> list[Row]:
     """A row for each."""
-    with real() as works:
-        return [row(work, rounds, periods) for work in (*blocking(), *works)]
+    with real() as works, streaming() as streams:
+        return [row(work, rounds, periods) for work in (*blocking(), streams, *works)]

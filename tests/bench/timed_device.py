@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,16 +41,28 @@ class TimedEvent:
     def __init__(self) -> None:
         self._reached = threading.Event()
         self._reached.set()
+        self._at_s = 0.0
 
     def record(self, stream: TimedStream) -> None:
-        self._reached = threading.Event()
-        stream.put(self._reached.set)
+        reached = self._reached = threading.Event()
+
+        def reach() -> None:
+            self._at_s = time.perf_counter()
+            reached.set()
+
+        stream.put(reach)
 
     def wait(self, stream: TimedStream) -> None:
         stream.put(self._reached.wait)
 
     def query(self) -> bool:
         return self._reached.is_set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+
+    def elapsed_time(self, end_event: TimedEvent) -> float:
+        return (end_event._at_s - self._at_s) * 1e3
 
 
 class TimedDevice:

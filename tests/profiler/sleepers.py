@@ -1,37 +1,25 @@
-"""Tasks of known cost: they sleep, and tell how long they really slept."""
+"""Tasks of known cost: they stand on a virtual clock, so that what they take is exact."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from statistics import median
-from typing import Any
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
+from tests.virtual_clock import TimedHost
 
 
-class Sleeper:
-    """A function that sleeps; half a machine's sleeps are longer than they should be."""
+def sleeper(host: TimedHost, milliseconds: float) -> Callable[[IterContext], None]:
+    """A task's function that sleeps."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.took_s: list[float] = []
+    def fn(ctx: IterContext) -> None:
+        host.sleep(milliseconds / 1e3)
 
-    def __call__(self, ctx: IterContext) -> None:
-        begin = time.perf_counter()
-        time.sleep(self.seconds)
-        self.took_s.append(time.perf_counter() - begin)
-
-    @property
-    def true_s(self) -> float:
-        """How long it sleeps on this machine, now."""
-        return median(self.took_s)
+    return fn
 
 
-def sleepers(**milliseconds: float) -> tuple[list[PipelineTask], dict[str, Sleeper]]:
+def sleepers(host: TimedHost, **milliseconds: float) -> list[PipelineTask]:
     """Tasks that sleep, by name."""
-    functions = {name: Sleeper(ms / 1e3) for name, ms in milliseconds.items()}
-    return [PipelineTask(name, fn) for name, fn in functions.items()], functions
+    return [PipelineTask(name, sleeper(host, ms)) for name, ms in milliseconds.items()]
 
 
 def overlapped(groups: dict[str, Iterable[str]]) -> PipelinePlan:
@@ -43,23 +31,3 @@ def overlapped(groups: dict[str, Iterable[str]]) -> PipelinePlan:
     ]
     names = [name for name, _ in placed]
     return PipelinePlan(dict(placed), deps=list(zip(names[1:], names, strict=False)))
-
-
-def near(measured_s: float, true_s: float) -> bool:
-    """Within 5% or 0.3 ms."""
-    return abs(measured_s - true_s) <= max(0.05 * true_s, 0.3e-3)
-
-
-def measured_within(attempts: int, measure: Callable[[], dict[str, tuple[Any, Any]]]) -> None:
-    """Measure until each figure is near its truth; other work may spoil a measurement, not all.
-
-    Args:
-        attempts: How often to try.
-        measure: Gives name to (measured, true), in seconds.
-    """
-    found = {}
-    for _ in range(attempts):
-        found = measure()
-        if all(near(*pair) for pair in found.values()):
-            return
-    raise AssertionError(f"(measured, true) in seconds: {found}")

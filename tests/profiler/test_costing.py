@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import TypedDict
 
 import pytest
 import torch
 
+import swpipe.profiler.costing
+import swpipe.profiler.lock
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
 from swpipe.profiler.lock import SWITCH_S, Rival
-from tests.bench.timed_device import TimedDevice, TimedEvent, TimedStream
 from tests.profiler.sleepers import overlapped, sleepers
+from tests.virtual_clock import TimedDevice, TimedHost, tell_time
 
 
 class Counts(TypedDict):
@@ -26,132 +27,155 @@ class Counts(TypedDict):
 COUNTS: Counts = {"num_warmup": 1, "num_measure": 5}
 
 
-def test_host_time_is_how_long_a_task_keeps_its_thread() -> None:
-    """Sleeping is host time, and needs no lock."""
-    tasks, truth = sleepers(read=6, forward=3)
-    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        costs = measure_costs(pipe, [None], **COUNTS).tasks
-    for name, fn in truth.items():
-        assert min(fn.took_s) <= costs[name].host_us / 1e6 <= max(fn.took_s) + 1e-3
-        assert costs[name].gil_us <= 0.3 * costs[name].host_us
-        assert costs[name].device_us == 0.0
+def test_host_time_is_how_long_a_task_keeps_its_thread(host: TimedHost) -> None:
+    """Sleeping is host time, and needs no lock: the least is what it is on the CPU for."""
+    tasks = sleepers(host, read=6, forward=3)
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        costs = measure_costs(pipe, [None], **COUNTS)
+    assert us_of(costs, "host_us") == pytest.approx({"read": 6e3, "forward": 3e3})
+    assert us_of(costs, "gil_us") == us_of(costs, "device_us") == {"read": 0.0, "forward": 0.0}
 
 
-def python_for(seconds: float) -> Callable[[IterContext], None]:
-    """Python that never lets go of the lock, unless asked to."""
-
-    def fn(ctx: IterContext) -> None:
-        end = time.thread_time() + seconds
-        while time.thread_time() < end:
-            pass
-
-    return fn
+def us_of(costs: CostModel, field: str) -> dict[str, float]:
+    """One of the costs, by task."""
+    return {name: getattr(cost, field) for name, cost in costs.tasks.items()}
 
 
-def test_python_needs_the_lock_all_the_time() -> None:
-    """For most of its host time, as far as a busy machine lets it be told."""
-    tasks = [PipelineTask("python", python_for(4e-3))]
+class KnownRival:
+    """Had the lock for as long as tasks say that they let go of it."""
 
-    def is_held() -> bool:
-        with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-            cost = measure_costs(pipe, [None], **COUNTS).tasks["python"]
-        assert cost.gil_us <= cost.host_us
-        return cost.gil_us >= 3e3
+    had_s = 0.0
 
-    assert any(is_held() for _ in range(5))
+    def __enter__(self) -> KnownRival:
+        return self
 
-
-def test_a_kernel_lets_go_of_the_lock() -> None:
-    """One matrix product of several ms holds it for less than any Python does."""
-    torch.set_num_threads(1)
-    square = torch.randn(700, 700)
-    tasks = [PipelineTask("product", lambda ctx: torch.mm(square, square))]
-
-    def lets_go() -> bool:
-        with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-            cost = measure_costs(pipe, [None], **COUNTS).tasks["product"]
-        return cost.gil_us <= 0.7 * cost.host_us
-
-    assert any(lets_go() for _ in range(10))  # where others use its core, the rival gets less
+    def __exit__(self, *failure: object) -> None:
+        return None
 
 
-def test_the_lock_is_measured_when_asked_for_and_serially_only() -> None:
+def test_what_a_task_took_and_the_rival_did_not_get_is_what_it_needs_the_lock_for(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python all of its time; a kernel what it does not let go; nobody more than its CPU time."""
+    rival = KnownRival()
+    monkeypatch.setattr(swpipe.profiler.costing, "Rival", lambda: rival)
+    monkeypatch.setattr(swpipe.profiler.lock, "time", host)
+
+    def kernel(ctx: IterContext) -> None:
+        host.compute(4e-3)
+        rival.had_s += 3e-3
+
+    def read(ctx: IterContext) -> None:
+        host.compute(1e-3)
+        host.sleep(4e-3)  # and the rival, robbed of its core, gets nothing
+
+    tasks = [
+        PipelineTask("python", lambda ctx: host.compute(4e-3)),
+        PipelineTask("kernel", kernel),
+        PipelineTask("read", read),
+    ]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        costs = measure_costs(pipe, [None], **COUNTS)
+    assert us_of(costs, "gil_us") == pytest.approx({"python": 4e3, "kernel": 1e3, "read": 1e3})
+
+
+def test_the_least_of_several_runs_counts(host: TimedHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others took the rival's core, it got less."""
+    rival = KnownRival()
+    monkeypatch.setattr(swpipe.profiler.costing, "Rival", lambda: rival)
+    monkeypatch.setattr(swpipe.profiler.lock, "time", host)
+
+    def kernel(ctx: IterContext) -> None:
+        host.compute(4e-3)
+        rival.had_s += 3e-3 if ctx.iter_idx == 3 else 1e-3
+
+    tasks = [PipelineTask("kernel", kernel)]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        costs = measure_costs(pipe, [None], **COUNTS)
+    assert us_of(costs, "gil_us") == pytest.approx({"kernel": 1e3})
+
+
+def test_the_rival_counts_only_while_it_holds_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock goes on in small steps then; a long one was spent asking for the lock."""
+    rival = Rival()
+    looks = iter([float(n) for n in range(51)] + [100.0, 101.0, 109.0, 110.5])
+
+    def thread_time() -> float:
+        now_s = next(looks)
+        rival._over = now_s == 110.5
+        return now_s
+
+    monkeypatch.setattr(time, "thread_time", thread_time)
+    rival._want()
+    assert rival.had_s == 1.0 + 1.5
+
+
+def test_the_lock_is_measured_when_asked_for_and_serially_only(host: TimedHost) -> None:
     """Otherwise it is 0: under the plan, waiting for it is in the host time."""
-    tasks = [PipelineTask("python", python_for(2e-3))]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        assert measure_costs(pipe, [None], lock=False, **COUNTS).tasks["python"].gil_us == 0.0
-        assert measure_costs(pipe, [None], pipelined=True, **COUNTS).tasks["python"].gil_us == 0.0
+    tasks = [PipelineTask("python", lambda ctx: host.compute(2e-3))]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        for options in ({"lock": False}, {"pipelined": True}):
+            cost = measure_costs(pipe, [None], **options, **COUNTS).tasks["python"]
+            assert (cost.host_us, cost.gil_us) == (pytest.approx(2e3), 0.0)
 
 
-def test_under_the_plan_tasks_are_timed_while_others_run() -> None:
+def test_a_real_rival_leaves_a_task_no_more_than_its_host_time() -> None:
+    """Whatever the machine does meanwhile; how true it is, the bench tells."""
+    tasks = [PipelineTask("python", lambda ctx: sum(range(20_000)))]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        cost = measure_costs(pipe, [None], **COUNTS).tasks["python"]
+    assert 0.0 <= cost.gil_us <= cost.host_us
+
+
+def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> None:
     """Whether one is alone is seen by the tasks themselves."""
     beside: list[bool] = []
     reading = [False]
 
     def read(ctx: IterContext) -> None:
         reading[0] = True
-        time.sleep(4e-3)
+        host.sleep(4e-3)
         reading[0] = False
 
     def train(ctx: IterContext) -> None:
-        time.sleep(2e-3)
+        host.sleep(2e-3)
         beside.append(reading[0])
 
     tasks = [PipelineTask("read", read), PipelineTask("train", train)]
     plan = overlapped({"io": ["read"], "default": ["train"]})
-    with SWPipeline(plan, tasks) as pipe:
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
         measure_costs(pipe, [None], **COUNTS)
         assert not any(beside)
         measure_costs(pipe, [None], pipelined=True, **COUNTS)
         assert any(beside)
 
 
-class TellingEvent(TimedEvent):
-    """It also knows when the device reached it."""
-
-    def record(self, stream: TimedStream) -> None:
-        stream.put(self._note)
-        super().record(stream)
-
-    def _note(self) -> None:
-        self.at_s = time.perf_counter()
-
-    def synchronize(self) -> None:
-        self._reached.wait()
-
-    def elapsed_time(self, end_event: TellingEvent) -> float:
-        return (end_event.at_s - self.at_s) * 1e3
-
-
-class TellingDevice(TimedDevice):
-    """Its events tell times."""
-
-    def new_event(self, *, timing: bool = False) -> TimedEvent:
-        return TellingEvent() if timing else TimedEvent()
-
-
-def test_device_time_is_what_the_task_gave_to_its_stream() -> None:
+def test_device_time_is_what_the_task_gave_to_its_stream(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By events around it; the host is through with it long before."""
-    with TellingDevice() as device:
-        tasks = [
-            PipelineTask("copy", lambda ctx: device.launch(lambda: time.sleep(4e-3))),
-            PipelineTask("host", lambda ctx: None),
-        ]
-        plan = PipelinePlan({"copy": TaskSchedule(), "host": TaskSchedule()})
-        with SWPipeline(plan, tasks, device=device) as pipe:
-            costs = measure_costs(pipe, [None], lock=False, **COUNTS)
-    copy, host = costs.tasks["copy"], costs.tasks["host"]
-    assert copy.device_us >= 3.9e3
-    assert copy.host_us < copy.device_us / 2
-    assert host.device_us < copy.device_us / 2
+    device = TimedDevice(host)
+    tell_time(monkeypatch, host, device)
+
+    def copy(ctx: IterContext) -> None:
+        device.launch(4e-3)
+        host.sleep(1e-3)
+
+    tasks = [PipelineTask("copy", copy), PipelineTask("host", lambda ctx: None)]
+    plan = PipelinePlan({"copy": TaskSchedule(), "host": TaskSchedule()})
+    with SWPipeline(plan, tasks, device=device) as pipe:
+        for pipelined in (False, True):
+            costs = measure_costs(pipe, [None], lock=False, pipelined=pipelined, **COUNTS)
+            assert us_of(costs, "device_us") == pytest.approx({"copy": 4e3, "host": 0.0})
+            assert us_of(costs, "host_us") == pytest.approx({"copy": 1e3, "host": 0.0})
 
 
-def test_batches_count_alike() -> None:
+def test_batches_count_alike(host: TimedHost) -> None:
     """One of 1 ms and one of 21 ms are 11 ms on average."""
-    tasks = [PipelineTask("read", lambda ctx: time.sleep(ctx.batch))]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
+    tasks = [PipelineTask("read", lambda ctx: host.sleep(ctx.batch))]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         costs = measure_costs(pipe, [1e-3, 21e-3], lock=False, **COUNTS)
-    assert 11e3 <= costs.tasks["read"].host_us < 18e3
+    assert us_of(costs, "host_us") == pytest.approx({"read": 11e3})
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
@@ -197,9 +221,9 @@ def test_the_switch_interval_is_put_back() -> None:
     assert sys.getswitchinterval() == usual
 
 
-def test_nothing_to_measure_on_is_refused() -> None:
+def test_nothing_to_measure_on_is_refused(host: TimedHost) -> None:
     """No batch; too few iterations; iterations under way; a closed pipeline."""
-    tasks, _ = sleepers(read=0)
+    tasks = sleepers(host, read=0)
     plan = PipelinePlan({"read": TaskSchedule()}, pipeline_depth=2)
     with SWPipeline(plan, tasks) as pipe:
         with pytest.raises(ValueError, match="batches is empty"):

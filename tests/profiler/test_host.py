@@ -9,49 +9,56 @@ import pytest
 from swpipe import PipelinePlan, PipelineTask
 from swpipe.profiler.host import HostTimes
 from swpipe.program import Instruction, compile_plan
+from tests.virtual_clock import TimedHost
 
 
-def sleep(ctx: object) -> None:
-    """Off the CPU."""
-    time.sleep(0.01)
-
-
-def spin(ctx: object) -> None:
-    """On the CPU."""
-    end = time.thread_time() + 0.01
-    while time.thread_time() < end:
-        pass
-
-
-TASKS = [PipelineTask("sleep", sleep), PipelineTask("spin", spin)]
+def tasks_on(host: TimedHost) -> list[PipelineTask]:
+    """One that leaves the CPU, and one that does not."""
+    return [
+        PipelineTask("sleep", lambda ctx: host.sleep(0.01)),
+        PipelineTask("spin", lambda ctx: host.compute(0.02)),
+    ]
 
 
 @pytest.fixture
 def instructions() -> dict[str, Instruction]:
     """What observers are told of."""
-    return compile_plan(PipelinePlan.serial(TASKS), streams=False).instructions
+    return compile_plan(PipelinePlan.serial(["sleep", "spin"]), streams=False).instructions
 
 
-def run(times: HostTimes, instructions: dict[str, Instruction], iteration: int) -> None:
+def run(
+    host: TimedHost, times: HostTimes, instructions: dict[str, Instruction], iteration: int
+) -> None:
     """All tasks, observed."""
-    for task in TASKS:
+    for task in tasks_on(host):
         times.arrive(instructions[task.name], iteration)
         times.start(instructions[task.name], iteration)
         task.fn(None)  # type: ignore[arg-type]
         times.stop(instructions[task.name], iteration)
 
 
-def test_sleeping_blocks_and_computing_does_not(instructions: dict[str, Instruction]) -> None:
+def test_sleeping_blocks_and_computing_does_not(
+    host: TimedHost, instructions: dict[str, Instruction]
+) -> None:
     """Both hold the thread; only one of them leaves the CPU."""
     times = HostTimes(["sleep", "spin"])
     for iteration in range(5):
-        run(times, instructions, iteration)
+        run(host, times, instructions, iteration)
     times.keep(range(1000))
-    assert times.host_s["sleep"] >= 0.01
-    assert times.host_s["spin"] >= 0.0099
-    assert times.blocked_s["sleep"] >= 0.8 * times.host_s["sleep"]
-    # Other work on the machine may push it off the CPU.
-    assert times.blocked_s["spin"] <= times.host_s["spin"] - 0.009
+    assert times.host_s == pytest.approx({"sleep": 0.01, "spin": 0.02})
+    assert times.cpu_s == pytest.approx({"sleep": 0.0, "spin": 0.02})
+    assert times.blocked_s == pytest.approx({"sleep": 0.01, "spin": 0.0})
+
+
+def test_a_task_too_short_for_the_clock_took_no_time(
+    host: TimedHost, instructions: dict[str, Instruction]
+) -> None:
+    """And was off the CPU for none of it."""
+    times = HostTimes(["sleep"])
+    times.start(instructions["sleep"], 0)
+    times.stop(instructions["sleep"], 0)
+    times.keep(range(1000))
+    assert times.host_s == times.blocked_s == {"sleep": 0.0}
 
 
 def test_a_coarse_clock_makes_no_time_negative(
@@ -67,24 +74,24 @@ def test_a_coarse_clock_makes_no_time_negative(
     assert times.blocked_s == {"sleep": 0.0}
 
 
-def test_warm_up_does_not_count(instructions: dict[str, Instruction]) -> None:
+def test_warm_up_does_not_count(host: TimedHost, instructions: dict[str, Instruction]) -> None:
     """Iterations before the one named are forgotten."""
     times = HostTimes(["sleep", "spin"])
     ins = instructions["sleep"]
     times.start(ins, 3)
-    time.sleep(0.05)
+    host.sleep(0.05)
     times.stop(ins, 3)
-    run(times, instructions, 4)
+    run(host, times, instructions, 4)
     times.keep(range(4, 1000))
-    assert 0.01 <= times.host_s["sleep"] < 0.05
+    assert times.host_s["sleep"] == pytest.approx(0.01)
 
 
 def test_tasks_that_were_not_asked_for_pass_unnoticed(
-    instructions: dict[str, Instruction],
+    host: TimedHost, instructions: dict[str, Instruction]
 ) -> None:
     """Nor do swpipe's own turns count."""
     times = HostTimes(["spin"])
-    run(times, instructions, 0)
+    run(host, times, instructions, 0)
     times.start(instructions["<admit>"], 0)
     times.stop(instructions["<admit>"], 0)
     times.keep(range(1000))

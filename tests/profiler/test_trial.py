@@ -9,7 +9,8 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.profiler import try_plans
-from tests.profiler.sleepers import Sleeper
+from tests.profiler.sleepers import sleepers
+from tests.virtual_clock import TimedHost
 
 SERIAL = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
 BESIDE = PipelinePlan(
@@ -18,12 +19,12 @@ BESIDE = PipelinePlan(
 )
 
 
-def test_the_faster_plan_is_told() -> None:
-    """Two tasks of 4 ms: one after the other, or side by side."""
-    tasks = [PipelineTask(name, Sleeper(0.004)) for name in ("read", "work")]
-    took_s = try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 2, 6)
+def test_what_an_iteration_takes_under_each_plan(host: TimedHost) -> None:
+    """Two tasks of 4 and 3 ms: one after the other, or side by side."""
+    tasks = sleepers(host, read=4, work=3)
+    took_s = try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 2, 6, device="cpu")
     assert list(took_s) == ["serial", "beside"]
-    assert took_s["serial"] > 1.5 * took_s["beside"]
+    assert took_s == pytest.approx({"serial": 7e-3, "beside": 4e-3})
 
 
 def test_what_trying_trains_is_put_back() -> None:
