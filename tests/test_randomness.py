@@ -18,6 +18,7 @@ from swpipe import (
 )
 from swpipe.randomness import Draws, Turns
 from swpipe.signal import Cancelled, Signal
+from tests.hang import Hang, has_come_to
 from tests.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.sequencer import PATIENCE_S, await_event
 
@@ -129,15 +130,14 @@ def test_the_generators_are_put_back_when_a_task_fails() -> None:
 # ------------------------------------------------------------------------------- tasks that hang
 
 
-def hangs_once(hanging: threading.Event, release: threading.Event) -> PipelineTask:
+def hangs_once(place: Hang) -> PipelineTask:
     """A task that draws, but in its first run does nothing until it is released."""
 
     def draw(ctx: IterContext) -> None:
-        if hanging.is_set():
+        if place.inside.is_set():
             ctx.h2d = torch.rand(3)
         else:
-            hanging.set()
-            release.wait()
+            place.hang()
 
     return PipelineTask("h2d", draw, random=True)
 
@@ -148,21 +148,24 @@ def drawn_from(seed: int) -> torch.Tensor:
     return torch.rand(3)
 
 
-def test_a_task_left_behind_neither_keeps_the_next_run_waiting_nor_turns_its_generators() -> None:
+def test_a_task_left_behind_neither_keeps_the_next_run_waiting_nor_turns_its_generators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its turn is of the run that failed, and the generators were put back on its behalf."""
-    release = threading.Event()
-    mine = [hangs_once(threading.Event(), release), *tasks()[1:]]
+    place = Hang(monkeypatch)
+    mine = [hangs_once(place), *tasks()[1:]]
     before, after = drawn_from(5), drawn_from(6)
-    with SWPipeline(piped(), mine, seed=7, stall_timeout_s=0.1) as pipe:
+    with SWPipeline(piped(), mine, seed=7, stall_timeout_s=0.1, host=place) as pipe:
         torch.manual_seed(5)
         with pytest.raises(StallError):
             pipe.run(range(9))
+        place.noticed = lambda: False  # what hangs now is no longer of any run
         assert torch.equal(torch.rand(3), before)
         left = next(t for t in threading.enumerate() if t.name == "swpipe-io")
         ours = [(ctx.iter_idx, ctx.h2d) for ctx in pipe.iterate(range(4))]
         assert all(torch.equal(x, pipe.run_one_serial_iter(0, i).h2d) for i, x in ours)
         torch.manual_seed(6)
-        release.set()
+        place.release.set()
         left.join(PATIENCE_S)
     assert torch.equal(torch.rand(3), after)
 
@@ -177,9 +180,9 @@ def test_no_turn_is_given_once_the_run_has_ended() -> None:
     assert torch.initial_seed() == 5
 
 
-def test_who_waits_for_a_turn_wakes_when_the_run_fails() -> None:
+def test_who_waits_for_a_turn_wakes_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the task that hangs is left behind; its turn once kept the others asleep as well."""
-    hanging, release = threading.Event(), threading.Event()
+    place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "b", "waits", 0))
     plan = PipelinePlan(
         schedule={
             "h2d": TaskSchedule(thread_group="a"),
@@ -189,14 +192,14 @@ def test_who_waits_for_a_turn_wakes_when_the_run_fails() -> None:
         deps=[("waits", "gate")],
     )
     mine = [
-        hangs_once(hanging, release),
-        task("gate", lambda _: await_event(hanging, "the other task")),
+        hangs_once(place),
+        task("gate", lambda _: await_event(place.inside, "the other task")),
         task("waits", random=True),
     ]
-    with SWPipeline(plan, mine, stall_timeout_s=0.1) as pipe:
+    with SWPipeline(plan, mine, stall_timeout_s=0.1, host=place) as pipe:
         with pytest.raises(StallError) as caught:
             pipe.run(range(3))
-        release.set()
+        place.release.set()
     told = "inside task 'waits' of iteration 0, or waiting for its turn to draw"
     assert told in str(caught.value)
     assert caught.value.__notes__ == [
@@ -204,14 +207,16 @@ def test_who_waits_for_a_turn_wakes_when_the_run_fails() -> None:
     ]
 
 
-def test_a_caller_on_another_thread_that_waits_for_its_turn_to_pull_hears_of_a_stall() -> None:
+def test_a_caller_on_another_thread_that_waits_for_its_turn_to_pull_hears_of_a_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No signal reaches it there, and it sleeps on a lock: it has to be woken."""
-    release = threading.Event()
+    place = Hang(monkeypatch)
     caught: list[BaseException] = []
 
     def drive() -> None:
-        mine = [hangs_once(threading.Event(), release), *tasks()[1:]]
-        with SWPipeline(piped(), mine, stall_timeout_s=0.1) as pipe:
+        mine = [hangs_once(place), *tasks()[1:]]
+        with SWPipeline(piped(), mine, stall_timeout_s=0.1, host=place) as pipe:
             try:
                 pipe.run(range(9))
             except StallError as error:
@@ -219,7 +224,7 @@ def test_a_caller_on_another_thread_that_waits_for_its_turn_to_pull_hears_of_a_s
 
     caller = threading.Thread(target=drive)
     caller.start()
-    caller.join(5)
-    release.set()
+    caller.join(PATIENCE_S)
+    place.release.set()
     caller.join(PATIENCE_S)
     assert "inside task 'h2d' of iteration 0" in str(caught[0])
