@@ -45,6 +45,10 @@ STOP_S = 5.0
 """Seconds that ranks have to end when they are no longer needed."""
 
 
+WELL_BEFORE_S = 30.0
+"""Half a function's deadline: what is told at once is told by then on the busiest machine."""
+
+
 class RankDied(RuntimeError):
     """A rank's process ended in the middle of a function."""
 

@@ -135,11 +135,16 @@ def test_a_caller_is_interrupted_though_a_library_hooked_sigint(
 ) -> None:
     """A hook with SA_RESTART, as polars installs, once kept a blocked caller asleep for good."""
     place = Hang(monkeypatch)
+    rescue = threading.Timer(PATIENCE_S, place.release.set)
+    rescue.start()
     signal.siginterrupt(signal.SIGINT, False)
     mine = tasks(forward=at(1, place.hang))
     with SWPipeline(piped(), mine, stall_timeout_s=0.1, host=place) as pipe:
         with pytest.raises(StallError, match="inside task 'forward' of iteration 1"):
             pipe.run(range(9))
+    assert not place.release.is_set()
+    rescue.cancel()
+    rescue.join()
 
 
 def test_a_stall_names_the_unmet_edge_and_shows_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:

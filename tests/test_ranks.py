@@ -72,5 +72,5 @@ def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(tmp_pat
         port = free.getsockname()[1]
     mp.spawn(_outlives, args=(str(tmp_path), port), nprocs=2)
     took_s, *notes = (tmp_path / "said").read_text().splitlines()
-    assert float(took_s) < 20.0
+    assert float(took_s) < 30.0
     assert any("whether another rank had failed before is not known" in note for note in notes)
