@@ -5,7 +5,8 @@
       ranks.run(fn, 3)  ───────>  fn(3)  <─ gloo ─>  fn(3)
       [a, b]            <───────  a                  b
 
-Starting a process and importing torch takes seconds, so one group runs many functions. A function
+To import torch and TorchRec takes seconds: one process does that once, and ranks are forked from
+it, which has run nothing and holds no group. One group runs many functions all the same. A function
 is found by its module and name, and so stands at the top level of a module; it learns its rank from
 ``torch.distributed``.
 
@@ -30,7 +31,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -47,6 +48,10 @@ STOP_S = 5.0
 
 WELL_BEFORE_S = 30.0
 """Half a function's deadline: what is told at once is told by then on the busiest machine."""
+
+
+IMPORTED = ("torch.distributed", "torchrec.distributed.train_pipeline")
+"""What ranks find imported; what is not installed is left out."""
 
 
 class RankDied(RuntimeError):
@@ -98,7 +103,7 @@ class Ranks:
         self.size = size
         self.deadline_s = deadline_s
         self.grace_s = grace_s
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[ForkServerProcess] = []
         self._pipes: list[Connection[Any, Any]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -142,10 +147,11 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        spawn = multiprocessing.get_context("spawn")
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(list(IMPORTED))
         for rank in range(self.size):
-            here, there = spawn.Pipe()
-            process = spawn.Process(
+            here, there = server.Pipe()
+            process = server.Process(
                 target=_serve, args=(there, rank, self.size, self._folder.name), daemon=True
             )
             process.start()

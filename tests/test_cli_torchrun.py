@@ -158,7 +158,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> N
     script.write_text(FAILING)
     done = torchrun("train", "--data", log, "--batch-size", 4, program=(str(script),))
     began_s = float(done.out.split("BEGIN")[1].split()[0])
-    assert time.time() - began_s < 20.0
+    assert time.time() - began_s < 60.0  # gloo's own time-out is half an hour
     assert done.codes[1] == 1
     assert "TORN DOWN" not in done.out  # where gloo, with a collective pending, may abort: -6
     assert "ZeroDivisionError: planted on rank one" in done.err

@@ -70,7 +70,7 @@ def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(tmp_pat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_outlives, args=(str(tmp_path), port), nprocs=2)
+    mp.start_processes(_outlives, (str(tmp_path), port), nprocs=2, start_method="forkserver")
     took_s, *notes = (tmp_path / "said").read_text().splitlines()
     assert float(took_s) < 30.0
     assert any("whether another rank had failed before is not known" in note for note in notes)

@@ -31,7 +31,7 @@ def test_an_optimum_above_the_lower_bound_is_proved() -> None:
         given.plan, given.costs, streams=False, threads=given.limits.threads
     ).ii_us
     proof = prove(
-        given.plan, given.costs, limits=given.limits, streams=False, seconds=20, resolution_us=10
+        given.plan, given.costs, limits=given.limits, streams=False, seconds=120, resolution_us=10
     )
     assert proof.optimal
     assert bound_us < proof.bound_us == 17_440
