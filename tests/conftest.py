@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 # A shell has its background jobs ignore Ctrl-C, and tests send themselves one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GRACE_S = 2.0
+GRACE_S = 20.0
 """Seconds that a thread which is on its way out has to get there."""
 
 GPU_TESTS = Path(__file__).parent / "gpu"

@@ -42,8 +42,8 @@ import torch.distributed as dist
 START_S = 120.0
 """Seconds in which all ranks must have imported torch and found each other."""
 
-STOP_S = 5.0
-"""Seconds that ranks have to end when they are no longer needed."""
+STOP_S = 20.0
+"""Seconds that ranks have to end when they are no longer needed, or to show where they stand."""
 
 
 WELL_BEFORE_S = 30.0
@@ -217,7 +217,7 @@ class Ranks:
         for process in self.processes:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        until = time.monotonic() + 2.0
+        until = time.monotonic() + STOP_S
         while time.monotonic() < until and not all(f.exists() and f.stat().st_size for f in files):
             time.sleep(0.05)  # for signals to arrive; orders nothing
         stacks = "\n".join(

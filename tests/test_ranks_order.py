@@ -120,7 +120,7 @@ def _orders(first_seed: int, runs: int, dry: bool, ordered: bool) -> list[list[t
     for seed in range(first_seed, first_seed + runs):
         work = Delayed(seed, dry=dry)
         with SWPipeline(
-            plan(ordered=ordered), work.tasks(), device="cpu", stall_timeout_s=20.0
+            plan(ordered=ordered), work.tasks(), device="cpu", stall_timeout_s=60.0
         ) as pipe:
             assert pipe.run(range(ITERATIONS)).iterations == ITERATIONS
         orders.append(work.issued)

@@ -71,7 +71,7 @@ def _train(job: Job, model: object, plan: str, forward: Kind, *, declared: bool 
     tasks = owner.tasks()
     if not declared:  # what they touch: then the plan is not checked against it
         tasks = tuple(PipelineTask(task.name, task.fn) for task in tasks)
-    with SWPipeline(PLANS[plan](), tasks, device="cpu", stall_timeout_s=20.0) as pipe:
+    with SWPipeline(PLANS[plan](), tasks, device="cpu", stall_timeout_s=60.0) as pipe:
         outputs = [ctx.output for ctx in pipe.iterate(batches(STEPS))]
     owner.rewrite.detach()
     return Outcome(outputs, everything(model))

@@ -74,7 +74,7 @@ def _delayed(name: str, runs: int, steps: int) -> list[str]:
         model = sharded(job)
         step = TrainStep([dense_optimizer(job, model)])
         tasks = [_late(t, draws) for t in SparseDistTasks(model, step, device="cpu").tasks()]
-        with SWPipeline(_threaded(name), tasks, device="cpu", stall_timeout_s=20) as pipe:
+        with SWPipeline(_threaded(name), tasks, device="cpu", stall_timeout_s=60) as pipe:
             outputs = [ctx.output for ctx in pipe.iterate(batches(steps))]
         if where := Outcome(outputs, everything(model)).differences(wanted):
             return [f"run {run}: {where}"]

@@ -71,7 +71,7 @@ def _epochs(ends: Any, lengths: Sequence[tuple[int, int]], ahead: int, kind: str
     pad = pad_with(7) if ends == "pad" else None
     with (
         EvenData(ends, pad=pad, ahead=ahead, timeout_s=30.0) as even,
-        SWPipeline(plan_of(kind), tasks(), device="cpu", stall_timeout_s=30.0) as pipe,
+        SWPipeline(plan_of(kind), tasks(), device="cpu", stall_timeout_s=60.0) as pipe,
     ):
         for both in lengths:
             own = range(1, both[rank] + 1) if rank == 0 else range(100, 100 * both[rank] + 1, 100)
