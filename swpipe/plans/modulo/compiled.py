@@ -47,6 +47,13 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
         config.CACHE_DIR = given
 
 
+def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function compiled into whoever calls it: to hand arrays over would take longer."""
+    if not COMPILED:
+        return function
+    return cast(Callable[_P, _R], numba.njit(inline="always", _nrt=False)(function))
+
+
 def first_time() -> bool:
     """Whether nothing is compiled yet: the first call will take its time."""
     home = Path(__file__).parent

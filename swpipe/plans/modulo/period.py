@@ -274,7 +274,6 @@ class Period:
 
     Attributes:
         us: The interval of the period played last.
-        played: How many periods were played.
         loop: The loop in numbers.
         left: What the period played last left behind.
     """
@@ -282,7 +281,6 @@ class Period:
     def __init__(self, graph: LoopGraph, threads: int, depth: int) -> None:
         self.graph, self.threads, self.depth = graph, threads, depth
         self.us = math.inf
-        self.played = 0
         self.loop = _numbers(graph, threads, depth)
         self.left = Played(
             free=real([0.0] * self.loop.rows),
@@ -310,7 +308,6 @@ class Period:
             stages: Task to its stage.
             limit_us: A period that costs more may be left unplayed: it costs infinity.
         """
-        self.played += 1
         place = Arrangement(whole(order), whole(lanes), whole(stages))
         cost, self.us, self._limiting = play(self.loop, place, self.left, limit_us)
         return cost

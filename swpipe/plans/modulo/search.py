@@ -1,20 +1,19 @@
 """Modulo scheduling: the least initiation interval that can be found, then the least depth.
 
     beginning ──> walk ─────────────> plan ──────> its interval
-        ^         periods played      layout       simulate  │
-        │         and rehearsed                              │
+        ^         rehearsed           layout       simulate  │
+        │                                                    │
         └──────── the best so far ───────────────────────────┘
 
 Every plan is an order of the tasks, a thread and a stage for each. A *walk* goes from plan to plan,
-a task at a time, led by what one period takes when it is played in that order; what may be worth
-it is rehearsed, as long as the simulator would play it. Some walks begin anew, others from the best
-plan so far.
+a task at a time, led by what some periods take when they are rehearsed. Some walks begin anew,
+others from the best plan so far.
 
 The simulator has the last word: threads, queues and back-pressure included. Rehearsals are hardly
 ever wrong. So they are trusted until there is a plan to hand out; if that one does not keep what it
-promised, that is noted, and the search goes on. Where numba is not there, rehearsals would take
-longer than the simulator: then walks go by single periods, and the simulator is asked about every
-plan that promises to be better than the best so far.
+promised, that is noted, and the search goes on. Where numba is not there, rehearsals would take as
+long as the simulator: then walks go by single periods, and the simulator is asked about every plan
+that promises to be better than the best so far.
 
 The search ends when a plan has the interval wanted, the lower bound at first, or when its effort is
 spent. The same input gives the same plan: no clock is involved, and chance is drawn from numbers
@@ -41,11 +40,17 @@ from swpipe.plans.modulo.compiled import COMPILED
 from swpipe.plans.modulo.layout import Layout, Schedule, layouts, period_of, plan_of
 from swpipe.plans.modulo.loop_graph import SAME, LoopGraph
 from swpipe.plans.modulo.period import Period
-from swpipe.plans.modulo.sharing import least_load, shared_out
+from swpipe.plans.modulo.sharing import least_load
 from swpipe.plans.modulo.walk import Walk
 from swpipe.plans.simulation.cycles import Arc, heaviest_cycle, ticks
 from swpipe.plans.simulation.simulate import steady_interval
 from swpipe.program import compile_plan
+
+_DEALS = 64
+"""So many ways to deal the tasks to threads are looked at before one is taken for a walk."""
+
+_SMALL = 8
+"""Loops of fewer tasks are given as much effort as one of so many."""
 
 _CUTS = 2
 """So many ways to cut a period are judged, those of the least depth."""
@@ -58,22 +63,22 @@ _MOST_BROKEN = 4
 
 
 class _Pace(NamedTuple):
-    """How much is done; effort is counted in periods played.
+    """How much is done; effort is counted in turns, operations rehearsed or played.
 
     Attributes:
-        effort: For each task of a loop.
+        effort: For each pair of tasks of a loop.
         most_effort: All in all, for loops of many tasks.
         walk: Steps of a walk, for each task.
-        judging: What it takes to judge a plan, for each task.
+        judging: What it takes to judge a plan, for each pair of tasks.
     """
 
     effort: int
     most_effort: int
     walk: int
-    judging: float
+    judging: int
 
 
-PACE = _Pace(800, 100_000, 10, 80.0) if COMPILED else _Pace(180, 7_500, 24, 2.0)
+PACE = _Pace(1_800, 35_000_000, 10, 80) if COMPILED else _Pace(180, 1_500_000, 24, 2)
 """What takes a few hundredths of a second for 14 tasks where compiled, and a tenth where not; for
 loops of hundreds less than five seconds."""
 
@@ -115,7 +120,7 @@ class Search:
         trusts: Whether what a rehearsal says is taken for true, until the end.
 
     Attributes:
-        effort: Periods that are left to play; what bounds the time.
+        effort: Turns that are left to do; what bounds the time.
         broken: How many promises turned out not to be kept.
     """
 
@@ -133,7 +138,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self._whole = self.effort = self.times * min(
-            PACE.effort * self.graph.size, PACE.most_effort
+            PACE.effort * max(self.graph.size, _SMALL) ** 2, PACE.most_effort
         )
 
     def bound_us(self, threads: int, depth: int) -> float:
@@ -224,7 +229,7 @@ class Search:
         key = (depth, layout.order, layout.stages, layout.lanes)
         ii_us = self._seen.get(key)
         if ii_us is None:
-            self.effort -= PACE.judging * self.graph.size
+            self.effort -= PACE.judging * self.graph.size**2
             ii_us = self.simulated(plan, enough_us)
             if ii_us < enough_us:  # or else it is a bound, and enough for this comparison alone
                 self._seen[key] = ii_us
@@ -289,7 +294,7 @@ class _Quest:
         self.judging = 0.0
         self._rng = random.Random(threads * 1_000 + depth + 1_000_000 * search.broken)
         self._wanted_us = wanted_us
-        self._period = Period(search.graph, threads, depth)
+        self._walk = Walk(Period(search.graph, threads, depth), self._rng)
 
     @property
     def beaten_below_us(self) -> float:
@@ -304,43 +309,49 @@ class _Quest:
         return self.beaten_below_us
 
     @property
-    def plays_left(self) -> int:
+    def turns_left(self) -> int:
         """How much of the effort is left; none where the interval wanted is found."""
         if self.best is not None and self.best.ii_us <= self._wanted_us * (1 + SAME):
             return 0
-        return max(0, math.ceil(self._search.effort - self._period.played - self._reserve))
+        return max(0, math.ceil(self._search.effort - self._walk.turns - self._reserve))
 
     def walk(self) -> None:
         """Walk until satisfied."""
-        walk, number = Walk(self._period, self._rng), 0
-        while self.plays_left:
+        number = 0
+        while self.turns_left:
             begin = self._beginning(number)
             if begin is None:
                 break
             steps = PACE.walk * self._search.graph.size
-            walk.go(begin, steps, self, lanes_change=number % 3 != 1)
-            if number % 3 == 1:
+            self._walk.go(begin, steps, self, lanes_change=number % 2 == 0)
+            if number % 4 == 1:
                 self._settle()
             number += 1
         self._settle()
-        self._search.effort -= self._period.played
+        self._search.effort -= self._walk.turns
 
     def _beginning(self, number: int) -> Layout | None:
-        """In turn: threads for who comes first, or shared out evenly; or the best plan so far."""
-        graph, threads = self._search.graph, self._threads
+        """In turn: who comes first has the thread; the best plan so far; either one, but dealt."""
         if number == 0:
-            self._first = beginning(graph, self._depth, threads)
-        if number % 3 == 2 and self._best_layout is not None:
-            return self._best_layout
-        if number % 3 == 0 or self._first is None:
-            return self._first
-        evenly = shared_out(graph, threads, self._rng if number > 1 else None)
-        return replace(self._first, lanes=tuple(evenly))
+            self._first = beginning(self._search.graph, self._depth, self._threads)
+        begin = self._best_layout if number % 4 > 1 and self._best_layout else self._first
+        if number % 2 and self._threads > 1 and begin is not None:
+            begin = self._dealt(begin)
+        return begin
+
+    def _dealt(self, begin: Layout) -> Layout:
+        """The same with tasks dealt to threads anew, so evenly as to promise half of the gain."""
+        most_us = self.beaten_below_us
+        if most_us < math.inf:
+            half = self._walk.dealt(begin, _DEALS, (most_us + self._wanted_us) / 2)
+            if half is not None:
+                return half
+        return self._walk.dealt(begin, _DEALS, most_us) or begin
 
     def ask(self, layout: Layout, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out can wait."""
         if promised_us > self._wanted_us * (1 + SAME) and (
-            self._search.trusts or self.judging > self._period.played
+            self._search.trusts or self.judging > self._walk.turns
         ):
             self._waiting, self._lowest_us = (layout, promised_us), promised_us
             return promised_us
@@ -357,7 +368,7 @@ class _Quest:
         if self._search.trusts:
             found = self._search.trusted(shifted, self._depth, promised_us)
         else:
-            self.judging += PACE.judging * graph.size
+            self.judging += PACE.judging * graph.size**2
             found = self._search.judged(shifted, self._depth, best_us * (1 + SAME))
         if found is None:
             return math.inf

@@ -7,7 +7,6 @@ trying all ways that might still be better ("branch and bound"), where there are
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,9 +14,6 @@ from swpipe.plans.modulo.compiled import Real, Whole, compiled, real, whole
 from swpipe.plans.modulo.loop_graph import LoopGraph
 
 EPS_US = 1e-6
-
-_NOISE = 0.3
-"""By up to this part tasks count as longer or shorter than they are, to be shared out anew."""
 
 _MOST_NODES = 10_000
 """Tasks placed before the search for a better way is given up."""
@@ -129,15 +125,14 @@ def _by_load(ways: _Ways, k: int) -> None:
         ways.lanes[place] = lane
 
 
-def shared_out(graph: LoopGraph, threads: int, rng: random.Random | None = None) -> list[int]:
-    """Task to a thread, host work shared out evenly; with ``rng`` in one of many ways."""
+def shared_out(graph: LoopGraph, threads: int) -> list[int]:
+    """Task to a thread, host work shared out evenly."""
     host, frozen = graph.host_us, graph.frozen
     free = [v for v in range(graph.size) if v not in frozen]
     load = [0.0] * threads
     load[0] = sum(host[v] for v in frozen)
     lanes = [0] * graph.size
-    noise = {v: 0.0 if rng is None else _NOISE * (2 * rng.random() - 1) for v in free}
-    for v in sorted(free, key=lambda v: (-host[v] * (1 + noise[v]), v)):
+    for v in sorted(free, key=lambda v: (-host[v], v)):
         lanes[v] = min(range(threads), key=lambda lane: (load[lane], lane))
         load[lanes[v]] += host[v]
     while moves := _relief(graph, lanes, load, free):

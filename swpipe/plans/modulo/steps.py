@@ -1,8 +1,8 @@
 """The steps of a walk, in numbers: what `walk` has run for it.
 
-wander ──> a step ──> play ──> rehearse ──> worse than may be: back to where it was
-  ^                                    ──> better than all before: who walks is told; settle
-  └────────────────────────────────<── else: on from there
+wander ──> a step ──> rehearse, or play ──> worse than may be: back to where it was
+  ^                                     ──> as good as wanted: who walks is told; settle
+  └─────────────────────────────────<── else: on from there
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from swpipe.plans.modulo.cast import DONE, Cast
 from swpipe.plans.modulo.compiled import Real, Whole, compiled
 from swpipe.plans.modulo.period import Arrangement, Loop, Played, play, trace
-from swpipe.plans.modulo.rehearsal import Cast, rehearse
+from swpipe.plans.modulo.rehearsal import critical, rehearse
 
 SEEDS = 2**31 - 1
 """Seeds are from 1 up to, not including, this."""
@@ -30,19 +31,24 @@ _STAGE = 0.3
 _LANE = 0.5
 """Of the steps, so many try another thread, where that is meant to change."""
 
-_NEIGHBOURS = 4
-"""Draws of a task that shares something, to go beside."""
+_MIXED = 0.5
+"""By up to this part tasks count as shorter than they are, to be dealt in another order."""
 
-_LOOKS = 8
-"""So many looks at a player of a rehearsal take as long as each task of a period played."""
+_DRAWS = 4
+"""So many draws for a task that shares something."""
 
-STEPS, PLAYS, CRITICAL, LIMITING = range(4)
-"""Counts: steps and plays that are left, tasks that set the interval; the operation that does."""
+STEPS, TURNS, CRITICAL, LIMITING = range(4)
+"""Counts: steps that are left; turns that may be done yet, in all that is rehearsed or played;
+tasks that set the interval; the operation that does, where a period was played."""
 
-HEAT, COOLING, COST, ROUGH, LIMIT, PRICE, ROUGH_PRICE, BEST = range(8)
+NOWHERE, ALIKE, ELSEWHERE = range(3)
+"""Where a step leads: to a plan that cannot be; to one that only seems to be another, since nothing
+passed what it takes turns with; to another one."""
+
+HEAT, COOLING, COST, LIMIT, PRICE, BEST = range(6)
 """Levels: what a step may cost, over the interval, and by what that shrinks at each step; what the
-plan costs where the walk is, rehearsed and played; what the step under way may cost, and does;
-the least interval promised on the way."""
+plan costs where the walk is; what the step under way may cost, and does; the least interval
+promised on the way."""
 
 
 class Ties(NamedTuple):
@@ -76,7 +82,7 @@ class Walker(NamedTuple):
 
     Attributes:
         lanes_change: Whether tasks may go to other threads.
-        rehearses: Whether what is played is rehearsed too.
+        rehearses: Whether plans are rehearsed, or a period of them played.
         place: The plan of the step under way.
         load: Thread to its host work there.
         kept: The plan where the walk is.
@@ -87,6 +93,7 @@ class Walker(NamedTuple):
         gone: Task to 1 where it is to be placed yet.
         rest: The order that is being made.
         seed: What chance comes from.
+        keys: Task to what decides when it is dealt.
         counts: Whole numbers, as listed above.
         levels: Real ones.
     """
@@ -103,6 +110,7 @@ class Walker(NamedTuple):
     gone: Whole
     rest: Whole
     seed: Whole
+    keys: Real
     counts: Whole
     levels: Real
 
@@ -110,12 +118,83 @@ class Walker(NamedTuple):
 @compiled
 def begin(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
     """Play where the walk begins; the interval promised."""
-    walker.levels[LIMIT] = math.inf
-    us = _tried(loop, walker, played, cast, math.inf)
+    walker.levels[LIMIT] = walker.levels[BEST] = math.inf
+    us = _tried(loop, walker, played, cast)
     walker.levels[BEST] = us
     _copy(walker.place, walker.best)
-    settle(loop, walker, played, walker.levels[PRICE])
+    settle(loop, walker, played, cast, walker.levels[PRICE])
     return us
+
+
+@compiled
+def deal(
+    loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, times: int, most_us: float
+) -> float:
+    """Deal the tasks to threads so many times; what the best deal promises, which is ``best`` then.
+
+    Args:
+        loop: The loop.
+        ties: What binds its tasks.
+        walker: Has the order and the stages that each is tried with.
+        played: What a period leaves behind.
+        cast: Room for rehearsals.
+        times: How often.
+        most_us: No thread may have more work than this.
+    """
+    level = walker.levels
+    level[BEST] = level[LIMIT] = math.inf
+    for _ in range(times):
+        if _dealt(loop, ties, walker, most_us):
+            us = _tried(loop, walker, played, cast)
+            if us < level[BEST]:
+                level[BEST] = level[LIMIT] = us
+                _copy(walker.place, walker.best)
+    return level[BEST]
+
+
+@compiled
+def _dealt(loop: Loop, ties: Ties, walker: Walker, most_us: float) -> bool:
+    """Deal the tasks, roughly the longest first; False where none has room for the next one."""
+    load, lanes, key = walker.load, walker.place.lanes, walker.keys
+    for lane in range(loop.threads):
+        load[lane] = 0.0
+    for v in range(loop.size):
+        key[v] = loop.host_us[v] * (1 - _MIXED * _draw(walker.seed))
+        if ties.frozen[v]:
+            lanes[v], key[v] = 0, -1.0
+            load[0] += loop.host_us[v]
+    for _ in range(loop.size):
+        v = _longest(key)
+        if key[v] >= 0:
+            key[v], lanes[v] = -1.0, _with_room(loop, walker, most_us - loop.host_us[v])
+            if lanes[v] < 0:
+                return False
+            load[lanes[v]] += loop.host_us[v]
+    return True
+
+
+@compiled
+def _longest(key: Real) -> int:
+    found = 0
+    for v in range(len(key)):
+        if key[v] > key[found]:
+            found = v
+    return found
+
+
+@compiled
+def _with_room(loop: Loop, walker: Walker, most_us: float) -> int:
+    """One of the threads that have no more work than this; -1 for none."""
+    fits = 0
+    for lane in range(loop.threads):
+        fits += walker.load[lane] <= most_us
+    turn = int(_draw(walker.seed) * fits)
+    for lane in range(loop.threads):
+        if walker.load[lane] <= most_us:
+            if not turn:
+                return lane
+            turn -= 1
+    return -1
 
 
 @compiled
@@ -127,45 +206,43 @@ def wander(
     The step that led there is to be settled before the walk goes on.
     """
     count, level = walker.counts, walker.levels
-    while count[STEPS] > 0 and count[PLAYS] > 0:
+    while count[STEPS] > 0 and count[TURNS] > 0:
         count[STEPS] -= 1
         level[HEAT] *= level[COOLING]
         worse = 1 - level[HEAT] * math.log(1 - _draw(walker.seed))
         level[LIMIT] = level[COST] * worse
-        if not _step(loop, ties, walker):
+        led = _step(loop, ties, walker)
+        if led == NOWHERE:
             _go_back(walker)
+        elif led == ALIKE and walker.rehearses:
+            _copy(walker.place, walker.kept)
+        if led == NOWHERE or (led == ALIKE and walker.rehearses):
             continue
-        count[PLAYS] -= 1
-        us = _tried(loop, walker, played, cast, max(level[COST], level[ROUGH]) * worse)
+        us = _tried(loop, walker, played, cast)
         if us < level[BEST]:
             level[BEST] = us
             _copy(walker.place, walker.best)
         if us < below_us and level[PRICE] <= level[LIMIT]:
             return us
-        settle(loop, walker, played, level[PRICE])
+        settle(loop, walker, played, cast, level[PRICE])
     return math.inf
 
 
 @compiled
-def _tried(loop: Loop, walker: Walker, played: Played, cast: Cast, limit_us: float) -> float:
-    """What the step under way promises, and costs: more than it may where nobody need know."""
+def _tried(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
+    """What the step under way promises, and costs; if that is more than it may, roughly."""
     count, level = walker.counts, walker.levels
-    price, us, limiting = play(loop, walker.place, played, limit_us)
-    if price <= limit_us and walker.rehearses:
-        rehearsed_us = rehearse(loop, walker.place, cast, level[LIMIT])
-        count[PLAYS] -= cast.looks[0] // (_LOOKS * loop.size)
-        level[PRICE], level[ROUGH_PRICE] = price - us + rehearsed_us, price
-        us = rehearsed_us
+    if walker.rehearses:
+        level[PRICE] = us = rehearse(loop, walker.place, cast, level[LIMIT])
+        count[TURNS] -= cast.counts[DONE]
     else:
-        level[PRICE] = level[ROUGH_PRICE] = price
-        if walker.rehearses:
-            us = math.inf  # what was not rehearsed is no promise
-    count[LIMITING] = limiting
+        level[PRICE], us, count[LIMITING] = play(loop, walker.place, played, level[LIMIT])
+        count[TURNS] -= loop.size
     return us
 
 
 @compiled
-def settle(loop: Loop, walker: Walker, played: Played, price: float) -> None:
+def settle(loop: Loop, walker: Walker, played: Played, cast: Cast, price: float) -> None:
     """Stay where the step under way led, or go back, if it costs more than it may."""
     level = walker.levels
     if price > level[LIMIT]:
@@ -174,8 +251,11 @@ def settle(loop: Loop, walker: Walker, played: Played, price: float) -> None:
     _copy(walker.place, walker.kept)
     for lane in range(loop.threads):
         walker.kept_load[lane] = walker.load[lane]
-    level[COST], level[ROUGH] = price, level[ROUGH_PRICE]
-    walker.counts[CRITICAL] = trace(loop, played, walker.counts[LIMITING], walker.critical)
+    level[COST] = price
+    if walker.rehearses:
+        walker.counts[CRITICAL] = critical(loop, cast, walker.critical)
+    else:
+        walker.counts[CRITICAL] = trace(loop, played, walker.counts[LIMITING], walker.critical)
 
 
 @compiled
@@ -201,8 +281,8 @@ def _draw(seed: Whole) -> float:
 
 
 @compiled
-def _step(loop: Loop, ties: Ties, walker: Walker) -> bool:
-    """A step at random; False for one that leads nowhere, and may be half done."""
+def _step(loop: Loop, ties: Ties, walker: Walker) -> int:
+    """A step at random; where it leads: nowhere, and it may be half done."""
     seed = walker.seed
     if _draw(seed) < _OF_CRITICAL:
         task = walker.critical[int(_draw(seed) * walker.counts[CRITICAL])]
@@ -212,12 +292,13 @@ def _step(loop: Loop, ties: Ties, walker: Walker) -> bool:
     kind = _draw(seed)
     to_lane = _LANE if walker.lanes_change else 0.0
     if kind < to_lane:
-        changed = _other_lane(loop, ties, walker, task)
-        return changed and _reordered(loop, ties, walker, 1, 0, True)
+        if not _other_lane(loop, ties, walker, task):
+            return NOWHERE
+        return _reordered(loop, ties, walker, 1, 0, True)
     if kind < to_lane + _STAGE:
         by = 1 if _draw(seed) < 0.5 else -1
         count = _pushed(loop, ties, walker, by)
-        return count > 0 and _reordered(loop, ties, walker, count, by, True)
+        return _reordered(loop, ties, walker, count, by, True) if count else NOWHERE
     return _reordered(loop, ties, walker, 1, 0, False)
 
 
@@ -269,8 +350,8 @@ def _pushed(loop: Loop, ties: Ties, walker: Walker, by: int) -> int:
 
 
 @compiled
-def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, changed: bool) -> bool:
-    """Place the step's tasks anew, beside others that share something; False where nothing does.
+def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, changed: bool) -> int:
+    """Place the step's tasks anew; where that leads.
 
     Args:
         loop: The loop.
@@ -288,17 +369,12 @@ def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, chan
         if not gone[v]:
             rest[length] = v
             length += 1
-    possible = True
+    possible, passes = True, changed
     for turn in range(count):
         task = walker.tasks[turn if by >= 0 else count - 1 - turn]
-        low, high = _between(ties, walker, task, length)
-        at = _place_of(order, task, loop.size)
-        if low > high:
-            possible = False
-        elif not (changed and low <= at <= high and _draw(walker.seed) < 0.5):
-            place = min(max(_beside(loop, ties, walker, task, length), low), high)
-            possible = possible and (changed or place != at)
-            at = place
+        at = _new_place(loop, ties, walker, task, length, changed)
+        possible = at >= 0
+        passes = changed or (possible and _passes(loop, ties, walker, task, at))
         if not possible:
             break
         for later in range(length, at, -1):
@@ -308,10 +384,11 @@ def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, chan
         gone[task] = 0
     for moved in range(count):
         gone[walker.tasks[moved]] = 0
-    if possible:
-        for place in range(length):
-            order[place] = rest[place]
-    return possible
+    if not possible:
+        return NOWHERE
+    for place in range(length):
+        order[place] = rest[place]
+    return ELSEWHERE if passes else ALIKE
 
 
 @compiled
@@ -344,14 +421,40 @@ def _between(ties: Ties, walker: Walker, task: int, length: int) -> tuple[int, i
 
 
 @compiled
+def _new_place(
+    loop: Loop, ties: Ties, walker: Walker, task: int, length: int, changed: bool
+) -> int:
+    """A place in the order for a task, beside one that shares something with it; -1 for none."""
+    seed, at = walker.seed, _place_of(walker.place.order, task, loop.size)
+    low, high = _between(ties, walker, task, length)
+    if low > high:
+        return -1
+    if changed and low <= at <= high and _draw(seed) < 0.5:
+        return at
+    place = _beside(loop, ties, walker, task, length)
+    place = min(max(place + 1 if _draw(seed) < 0.5 else place, low), high)
+    return place if changed or place != at else -1
+
+
+@compiled
+def _passes(loop: Loop, ties: Ties, walker: Walker, task: int, place: int) -> bool:
+    """Whether a task that goes elsewhere in the order passes one that it takes turns with."""
+    at, lanes = _place_of(walker.place.order, task, loop.size), walker.place.lanes
+    for number in range(min(at, place), max(at, place)):
+        other = walker.rest[number]
+        if lanes[other] == lanes[task] or ties.shares[task * loop.size + other]:
+            return True
+    return False
+
+
+@compiled
 def _beside(loop: Loop, ties: Ties, walker: Walker, task: int, length: int) -> int:
-    """A place beside a task that shares something with this one, if one is found soon."""
-    seed, lanes = walker.seed, walker.place.lanes
-    place = 0
-    for _ in range(_NEIGHBOURS):
+    """The place of a task that shares something with this one, if one is found soon."""
+    lanes, place = walker.place.lanes, 0
+    for _ in range(_DRAWS):
         if length:
-            place = int(_draw(seed) * length)
+            place = int(_draw(walker.seed) * length)
             other = walker.rest[place]
             if lanes[other] == lanes[task] or ties.shares[task * loop.size + other]:
                 break
-    return place + 1 if _draw(seed) < 0.5 else place
+    return place

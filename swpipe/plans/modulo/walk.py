@@ -3,8 +3,9 @@
 A step takes a task to another place in the period, to another stage, or to another thread, maybe in
 exchange for a task from there. Most steps begin with a task that sets the interval, or that one of
 those waits for: no other step can shorten it. A step that makes the plan worse is taken by chance,
-less and less often as the walk goes on. How much worse it may be is drawn first, so that playing
-the period can stop as soon as it is worse than that; what is left is rehearsed, to know better.
+less and less often as the walk goes on. How much worse it may be is drawn first, so that finding
+out can stop as soon as it is worse than that. Plans are rehearsed where that is compiled; where it
+is not, that would take too long, and a single period of each is played instead.
 
 Sources: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing" (Science
 220, 1983); that only steps on the critical path matter is from E. Nowicki and C. Smutnicki, "A fast
@@ -19,21 +20,22 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
 
+from swpipe.plans.modulo.cast import cast_of
 from swpipe.plans.modulo.compiled import COMPILED, Whole, real, whole
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Arrangement, Period, begins
-from swpipe.plans.modulo.rehearsal import cast_of
 from swpipe.plans.modulo.steps import (
     BEST,
     COOLING,
     HEAT,
-    PLAYS,
     PRICE,
     SEEDS,
     STEPS,
+    TURNS,
     Ties,
     Walker,
     begin,
+    deal,
     settle,
     wander,
 )
@@ -54,8 +56,8 @@ class Judge(Protocol):
         """Only plans that promise less are of interest."""
 
     @property
-    def plays_left(self) -> int:
-        """So many more periods may be played; none where there is nothing left to look for."""
+    def turns_left(self) -> int:
+        """So much more may be done; nothing where there is nothing left to look for."""
 
     def ask(self, layout: Layout, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out is not worth it."""
@@ -67,12 +69,15 @@ class Walk:
     Args:
         period: Plays the loop.
         rng: What decides.
-        rehearses: Whether what is played is rehearsed too; that is slow where it is not compiled.
+        rehearses: Whether plans are rehearsed, or only a period of each played.
+
+    Attributes:
+        turns: Operations that were rehearsed or played, all in all: what walks cost.
     """
 
     def __init__(self, period: Period, rng: random.Random, *, rehearses: bool = COMPILED) -> None:
         n, threads = period.graph.size, period.threads
-        self._period, self._draw = period, rng
+        self._period, self._draw, self.turns = period, rng, 0
         self._ties, self._cast = _ties(period), cast_of(period.loop)
         self._walker = Walker(
             lanes_change=False,
@@ -86,9 +91,10 @@ class Walk:
             gone=whole([0] * n),
             rest=whole([0] * n),
             seed=whole([0]),
+            keys=real([0.0] * n),
             counts=whole([0] * 4),
             best=Arrangement(*(whole([0] * n) for _ in range(3))),
-            levels=real([0.0] * 8),
+            levels=real([0.0] * 6),
         )
 
     @property
@@ -100,6 +106,19 @@ class Walk:
         order, lanes, stages = (tuple(map(int, each)) for each in place)
         return Layout(lanes, stages, order, self._period.depth)
 
+    def dealt(self, start: Layout, times: int, most_us: float) -> Layout | None:
+        """The best of so many deals of the tasks to threads; None where none was possible.
+
+        Args:
+            start: Has the order and the stages that each is tried with; the last is the depth - 1.
+            times: How many deals.
+            most_us: No thread may have more work than this.
+        """
+        period, walker = self._period, self._begun(start, lanes_change=False)
+        us = deal(period.loop, self._ties, walker, period.left, self._cast, times, most_us)
+        self.turns -= int(walker.counts[TURNS])
+        return self._layout(walker.best) if us < math.inf else None
+
     def go(self, start: Layout, steps: int, judge: Judge, *, lanes_change: bool) -> None:
         """Take so many steps, or fewer where the judge wants no more.
 
@@ -110,34 +129,34 @@ class Walk:
                 most.
             lanes_change: Whether tasks may go to other threads.
         """
-        period, walker = self._period, self._begun(start, lanes_change)
+        period, walker = self._period, self._begun(start, lanes_change=lanes_change)
         loop, played, cast, level = period.loop, period.left, self._cast, walker.levels
         promised_us = begin(loop, walker, played, cast)
         if promised_us < judge.enough_us:
             judge.ask(self.here, promised_us)
-        period.played -= int(walker.counts[PLAYS]) - 1
+        self.turns -= int(walker.counts[TURNS])
         walker.counts[STEPS] = steps
         level[HEAT] = _HOT / loop.size
         level[COOLING] = (_COLD / _HOT) ** (1 / steps)
-        while judge.plays_left:
-            walker.counts[PLAYS] = plays = judge.plays_left
+        while left := judge.turns_left:
+            walker.counts[TURNS] = left
             promised_us = wander(loop, self._ties, walker, played, cast, judge.enough_us)
-            period.played += int(plays - walker.counts[PLAYS])
+            self.turns += int(left - walker.counts[TURNS])
             if promised_us == math.inf:
                 break
             broken_us = max(0.0, judge.ask(self.here, promised_us) - promised_us)
-            settle(loop, walker, played, level[PRICE] + broken_us)
+            settle(loop, walker, played, cast, level[PRICE] + broken_us)
         if judge.enough_us <= level[BEST] < judge.beaten_below_us:
             judge.ask(self._layout(walker.best), float(level[BEST]))
 
-    def _begun(self, start: Layout, lanes_change: bool) -> Walker:
+    def _begun(self, start: Layout, *, lanes_change: bool) -> Walker:
         walker, period = self._walker, self._period
         load = [0.0] * period.threads
         for v, lane in enumerate(start.lanes):
             load[lane] += period.graph.host_us[v]
         walker.place.order[:], walker.place.lanes[:] = start.order, start.lanes
         walker.place.stages[:], walker.load[:] = start.stages, load
-        walker.seed[0], walker.counts[PLAYS] = self._draw.randrange(1, SEEDS), 0
+        walker.seed[0], walker.counts[TURNS] = self._draw.randrange(1, SEEDS), 0
         return walker._replace(lanes_change=lanes_change and period.threads > 1)
 
 

@@ -50,7 +50,7 @@ class Listener:
     enough_us: float = math.inf
 
     @property
-    def plays_left(self) -> int:
+    def turns_left(self) -> int:
         """None once it has heard enough."""
         return 0 if len(self.heard) >= self.enough else 10**6
 

@@ -12,10 +12,11 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
 from swpipe.plans import Limits, simulate
 from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.cast import DONE, cast_of
 from swpipe.plans.modulo.compiled import whole
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Arrangement, Period
-from swpipe.plans.modulo.rehearsal import cast_of, rehearse
+from swpipe.plans.modulo.rehearsal import critical, rehearse
 from swpipe.plans.modulo.walk import Walk
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import Listener, graph_of, plan_at
@@ -67,7 +68,7 @@ def loop(
 
 
 def test_what_it_says_is_what_the_simulator_says() -> None:
-    """To the last bit but three, for 99 plans of 100, be they on a device or on threads alone."""
+    """To the last bit but three, for 199 plans of 200, be they on a device or on threads alone."""
     found = [
         (rehearsed(given, layout), simulated(given, layout))
         for number in range(60)
@@ -76,7 +77,7 @@ def test_what_it_says_is_what_the_simulator_says() -> None:
     ]
     same = [said == pytest.approx(true, rel=1e-9) for said, true in found]
     assert len(found) > 250
-    assert sum(same) >= 0.985 * len(same)
+    assert sum(same) >= 0.995 * len(same)
 
 
 @pytest.mark.parametrize("number", [68, 112, 182])
@@ -172,6 +173,78 @@ def test_what_drifts_is_not_taken_for_the_last_word() -> None:
     assert rehearsed(given, layout) == pytest.approx(29_200)
 
 
+def test_streams_do_not_wait_for_iterations_that_do_not_exist() -> None:
+    """While the pipeline fills nothing does; it matters for good who has the resource first.
+
+    It was found when plans of one thread promised 119,400 us, and took 123,200.
+    """
+    layout = Layout(
+        lanes=(0,) * 14,
+        stages=(0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 4, 4, 4),
+        order=(0, 10, 7, 11, 12, 1, 2, 3, 4, 13, 8, 9, 5, 6),
+        depth=5,
+    )
+    given = instance(102)
+    assert rehearsed(given, layout) == simulated(given, layout) == 123_200
+
+
+def test_a_stream_that_falls_behind_counts_too() -> None:
+    """What it did last was of an earlier period; it comes later each time, until it is waited for.
+
+    It was found when a plan promised 70,300 us, and took 72,800.
+    """
+    layout = Layout(
+        lanes=(1, 1, 1, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0),
+        stages=(0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 3, 4),
+        order=(0, 13, 1, 2, 3, 12, 9, 4, 5, 6, 7, 10, 11, 8),
+        depth=5,
+    )
+    given = instance(118)
+    assert rehearsed(given, layout) == simulated(given, layout) == 72_800
+
+
+def test_gaps_that_repeat_themselves_are_averaged_over_whole_cycles() -> None:
+    """Iterations end 45,520, 45,520 and 42,460 us from each other, again and again."""
+    layout = Layout(
+        lanes=(0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0),
+        stages=(0, 0, 0, 0, 2, 0, 0, 2, 3, 1, 2, 1, 4, 2),
+        order=(3, 2, 11, 5, 1, 0, 4, 7, 6, 8, 10, 13, 9, 12),
+        depth=5,
+    )
+    given = instance(32)
+    assert rehearsed(given, layout) == simulated(given, layout) == 44_500
+
+
+def critical_of(given: Instance, layout: Layout) -> set[int]:
+    """The tasks that set the interval of what was rehearsed."""
+    period = Period(graph_of(given), given.limits.threads, layout.depth)
+    place = Arrangement(whole(layout.order), whole(layout.lanes), whole(layout.stages))
+    cast, found = cast_of(period.loop), whole([0] * period.loop.size)
+    rehearse(period.loop, place, cast, math.inf)
+    return set(found[: critical(period.loop, cast, found)])
+
+
+def test_the_busiest_thread_sets_the_interval() -> None:
+    """What its tasks wait for are each other; the caller's thread is in time for them."""
+    given = loop(
+        {"a": TaskCost(host_us=100), "b": TaskCost(host_us=200), "c": TaskCost(host_us=150)}
+    )
+    assert critical_of(given, Layout((0, 1, 1), (0, 0, 0), (0, 1, 2), 3)) == {1, 2}
+
+
+def test_who_had_the_resource_is_waited_for() -> None:
+    """It is always busy, and each of its two tasks waits for the other; the third waits for none."""
+    given = loop(
+        {
+            "a": TaskCost(host_us=100, resources=("disk",)),
+            "b": TaskCost(host_us=130, resources=("disk",)),
+            "c": TaskCost(host_us=20),
+        },
+        threads=3,
+    )
+    assert critical_of(given, Layout((0, 1, 2), (0, 0, 0), (0, 1, 2), 3)) == {0, 1}
+
+
 def test_plans_that_wait_for_themselves_have_no_interval() -> None:
     """The order of the period contradicts the dependence: nobody is ever ready."""
     given = loop(
@@ -191,7 +264,7 @@ def test_a_plan_above_the_limit_is_not_rehearsed_to_its_end() -> None:
             place = Arrangement(whole(layout.order), whole(layout.lanes), whole(layout.stages))
             cast = cast_of(period.loop)
             assert rehearse(period.loop, place, cast, 0.5 * true) > 0.5 * true
-            saved -= int(cast.looks[0])
+            saved -= int(cast.counts[DONE])
             assert rehearse(period.loop, place, cast, math.inf) == true
-            saved += int(cast.looks[0])
+            saved += int(cast.counts[DONE])
     assert saved > 0

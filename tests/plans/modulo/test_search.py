@@ -9,8 +9,9 @@ import pytest
 
 from swpipe.plans import auto_plan, simulate
 from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.cast import PERIODS
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.search import _REST, Search, _Quest
+from swpipe.plans.modulo.search import _DEALS, _REST, Search, _Quest
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import graph_of
 
@@ -42,8 +43,8 @@ def test_effort_is_bounded_and_some_is_left_for_depth_and_threads(number: int) -
     search = search_of(instance(number))
     whole = search.effort
     search.best(4, 5)
-    a_walk = 30 * search.graph.size
-    assert _REST * whole - a_walk <= search.effort <= _REST * whole
+    a_rehearsal = 3 * (search.graph.size + 2) * PERIODS
+    assert _REST * whole - _DEALS * a_rehearsal <= search.effort <= _REST * whole
 
 
 def test_a_search_for_more_than_there_is_hands_back_the_best_there_was() -> None:

@@ -7,11 +7,12 @@ import random
 import pytest
 
 from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Period
 from swpipe.plans.modulo.walk import Walk
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import Instance, instance
-from tests.plans.modulo.graphs import Listener, graph_of, plan_at
+from tests.plans.modulo.graphs import Listener, graph_of, host_work, plan_at
 
 DEPTH = 4
 
@@ -27,6 +28,14 @@ def walked(
     walk = Walk(period, random.Random(1))
     walk.go(layout, steps, listener, lanes_change=lanes_change)
     return walk
+
+
+def threads_of(layout: Layout) -> list[list[tuple[int, int]]]:
+    """Thread to its tasks, in their order, and their stages: the plan, however it is written."""
+    return [
+        [(v, layout.stages[v]) for v in layout.order if layout.lanes[v] == lane]
+        for lane in range(max(layout.lanes) + 1)
+    ]
 
 
 @pytest.mark.parametrize("number", range(12))
@@ -71,7 +80,7 @@ def test_a_plan_that_does_not_keep_its_promise_is_left() -> None:
     """The word of who was asked counts for more than the promise."""
     listener = Listener(says_us=1e9)
     walk = walked(instance(17), listener)
-    assert walk.here == listener.heard[0]
+    assert threads_of(walk.here) == threads_of(listener.heard[0])
 
 
 def test_who_is_satisfied_hears_no_more() -> None:
@@ -79,3 +88,51 @@ def test_who_is_satisfied_hears_no_more() -> None:
     listener = Listener(enough=3)
     walked(instance(17), listener)
     assert len(listener.heard) == 3
+
+
+def test_steps_that_only_seem_to_lead_elsewhere_cost_nothing() -> None:
+    """Whatever their order, tasks that take turns with nobody do the same: once is enough."""
+    period = Period(host_work(100, 200, 300, chain=False), threads=3, depth=1)
+    start = Layout((0, 1, 2), (0, 0, 0), (0, 1, 2), 1)
+    walk, listener = Walk(period, random.Random(1), rehearses=True), Listener()
+    walk.go(start, 1, listener, lanes_change=False)
+    once = walk.turns
+    walk.go(start, 300, listener, lanes_change=False)
+    assert walk.turns == 2 * once > 0
+    assert walk.here != start
+
+
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_the_best_of_many_deals_is_taken(rehearses: bool) -> None:
+    """130 us each: all other ways to deal are less even."""
+    period = Period(host_work(70, 60, 50, 40, 40, chain=False), threads=2, depth=2)
+    walk = Walk(period, random.Random(1), rehearses=rehearses)
+    start = Layout((0,) * 5, (1,) * 5, (0, 1, 2, 3, 4), 2)
+    dealt = walk.dealt(start, 200, 1e9)
+    assert dealt is not None
+    assert {sum((70, 60, 50, 40, 40)[v] for v in range(5) if dealt.lanes[v] == 0)} == {130}
+    assert (dealt.stages, dealt.order) == (start.stages, start.order)
+
+
+def test_no_thread_is_dealt_more_than_it_may_have() -> None:
+    """Where they all have enough room; and where they have not, nothing is dealt."""
+    period = Period(host_work(70, 60, 50, 40, 40, chain=False), threads=3, depth=2)
+    start = Layout((0,) * 5, (1,) * 5, (0, 1, 2, 3, 4), 2)
+    for number in range(20):
+        dealt = Walk(period, random.Random(number)).dealt(start, 1, 110)
+        loads = [0, 0, 0]
+        for v, us in enumerate((70, 60, 50, 40, 40)) if dealt is not None else ():
+            loads[dealt.lanes[v]] += us
+        assert max(loads) <= 110
+    assert Walk(period, random.Random(1)).dealt(start, 200, 85) is None
+
+
+def test_frozen_tasks_are_not_dealt() -> None:
+    """They stay on the caller's thread, and count there."""
+    graph = host_work(70, 60, 50, chain=False, frozen=("b",))
+    start = Layout((0, 0, 0), (1, 1, 1), (0, 1, 2), 2)
+    for number in range(20):
+        dealt = Walk(Period(graph, 2, 2), random.Random(number)).dealt(start, 20, 125)
+        assert dealt is not None
+        assert dealt.lanes[1] == 0
+        assert dealt.lanes[0] == 1

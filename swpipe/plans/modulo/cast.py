@@ -1,0 +1,303 @@
+r"""Who does what in a rehearsal, and who waits for whom.
+
+    thread          [a 0]      [b 0][a 1]      [b 1]         *turns*: what a thread does for a task,
+    thread               [c 0]           [c 1]               and what a stream does; where several
+    stream "s1"               [c 0]           [c 1]          threads submit to the caller's stream,
+                                                             also the submission
+
+Each turn waits for the one before it on its thread or stream, and for what its task depends on. So
+a plan is a list of *links*: from a turn to one that waits for it, so many periods later.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from swpipe.plans.modulo.compiled import Real, Whole, compiled, inlined, real, whole
+from swpipe.plans.modulo.period import Arrangement, Loop, highest
+
+PERIODS = 40
+"""So many are rehearsed at most."""
+
+LISTED, LINKED, READY, WAITING, HOLDING, SUBMITTED, WORKED, DONE, END = range(9)
+"""Counts: the turns and the links that there are; turns that can be done; turns that wait for what
+others want too, and those of them that hold a resource meanwhile; turns submitted to the caller's
+stream, and those of them that are done; all that are done; and the turn that was the last."""
+
+SUBMITS = 4
+"""What a turn contends for that submits to the caller's stream; others want resources or locks."""
+
+
+class Cast(NamedTuple):
+    """Room for rehearsals of one loop: what a plan makes of it, and how far a rehearsal is.
+
+    Turn v is the host work of task v, turn ``size`` is ``<admit>``, ``size + 1`` is ``<retire>``;
+    device work comes ``width = size + 2`` further on, and what submits it ``2 * width``. In period
+    p, all are ``span * p`` further on.
+
+    Attributes:
+        width: Tasks, ``<admit>`` and ``<retire>``.
+        span: Numbers that the turns of a period have.
+        counts: Whole numbers, as listed above.
+        listed: The turns that there are.
+        stage: Turn to the stage of its task, the last being the depth - 1.
+        rank: Turn to its place among those that are ready at once.
+        took_us: Turn to how long it takes.
+        contends: Turn to what it contends for: RESOURCE, LOCK, BOTH, SUBMITS or 0.
+        queued: Turn to 1 where it is done in the order of submission.
+        needs: Turn to how many it waits for.
+        link: Turn to its last link; -1 for none.
+        link_before: Link to the one before it, of the same turn; -1 for none.
+        link_turn: Link to the turn that waits.
+        link_lag: Link to the periods in between.
+        link_from: Link to the first period in which that turn waits.
+        link_over_us: Link to how long it takes to be heard of.
+        first: Thread, stream, and thread as it submits: to its first turn.
+        last: The same to its last turn; -1 for none.
+        row_last: Row of the loop to the task that took it last.
+        row_before: Hold to the task that took its row before.
+        left: Turn of any period to how many it still waits for; -1 where it is done.
+        at_us: The same to when it is ready, and then to its end.
+        cause: The same to the one that it waited for last; -1 for none.
+        ready: Turns that can be done.
+        ready_period: Their periods.
+        waiting: Turns that contend.
+        waiting_period: Their periods.
+        waiting_holds: 1 where it holds its resources, and waits for the lock.
+        queue: Turns that were submitted to the caller's stream.
+        queue_period: Their periods.
+        held_us: Row of the loop to when it is free.
+        holder: Row of the loop to the turn that had it last, of any period.
+        seen: Task to 1 where it was seen on the way back from the end.
+    """
+
+    width: int
+    span: int
+    counts: Whole
+    listed: Whole
+    stage: Whole
+    rank: Whole
+    took_us: Real
+    contends: Whole
+    queued: Whole
+    needs: Whole
+    link: Whole
+    link_before: Whole
+    link_turn: Whole
+    link_lag: Whole
+    link_from: Whole
+    link_over_us: Real
+    first: Whole
+    last: Whole
+    row_last: Whole
+    row_before: Whole
+    left: Whole
+    at_us: Real
+    cause: Whole
+    ready: Whole
+    ready_period: Whole
+    waiting: Whole
+    waiting_period: Whole
+    waiting_holds: Whole
+    queue: Whole
+    queue_period: Whole
+    held_us: Real
+    holder: Whole
+    seen: Whole
+
+
+def cast_of(loop: Loop) -> Cast:
+    """Room for rehearsals of a loop."""
+    width = loop.size + 2
+    span = 3 * width if loop.streams else width
+    periods = PERIODS + loop.depth
+    links = len(loop.into_tail) + len(loop.hold_row) + 6 * width + span
+    players = 2 * loop.threads + max(0, loop.streams - 1)
+
+    def room(size: int) -> Whole:
+        return whole([0] * size)
+
+    return Cast(
+        width=width,
+        span=span,
+        counts=room(9),
+        listed=room(span),
+        stage=room(span),
+        rank=room(span),
+        took_us=real([0.0] * span),
+        contends=room(span),
+        queued=room(span),
+        needs=room(span),
+        link=room(span),
+        link_before=room(links),
+        link_turn=room(links),
+        link_lag=room(links),
+        link_from=room(links),
+        link_over_us=real([0.0] * links),
+        first=room(players),
+        last=room(players),
+        row_last=room(loop.rows),
+        row_before=room(len(loop.hold_row)),
+        left=room(span * periods),
+        at_us=real([0.0] * span * periods),
+        cause=room(span * periods),
+        ready=room(span),
+        ready_period=room(span),
+        waiting=room(span),
+        waiting_period=room(span),
+        waiting_holds=room(span),
+        queue=room(span * periods),
+        queue_period=room(span * periods),
+        held_us=real([0.0] * loop.rows),
+        holder=room(loop.rows),
+        seen=room(loop.size),
+    )
+
+
+@compiled
+def assign(loop: Loop, place: Arrangement, cast: Cast) -> None:
+    """What a plan makes of a loop: turns, and links between them."""
+    cast.counts[LISTED] = cast.counts[LINKED] = 0
+    for turn in range(cast.span):
+        cast.needs[turn], cast.link[turn], cast.queued[turn] = 0, -1, 0
+    for player in range(len(cast.last)):
+        cast.last[player] = -1
+    if loop.streams:
+        _list_on_streams(loop, place, cast)
+    else:
+        _list_on_threads(loop, place, cast)
+    for player in range(len(cast.last)):
+        if cast.last[player] >= 0:
+            _link(cast, cast.last[player], cast.first[player], 1, 1, 0.0)
+    _link_host(loop, place, cast)
+    if loop.streams:
+        _link_device(loop, cast)
+
+
+@compiled
+def _list_on_threads(loop: Loop, place: Arrangement, cast: Cast) -> None:
+    """Who does what, in which order, on a device without streams."""
+    size, last = loop.size, loop.depth - 1
+    ahead = last - highest(place.stages)
+    _list(cast, 0, size, 0, 0, 0.0, 0)
+    for number in range(size):
+        task = place.order[number]
+        stage, us = place.stages[task] + ahead, loop.host_us[task]
+        _list(cast, place.lanes[task], task, stage, number + 1, us, loop.contends[task])
+    _list(cast, 0, size + 1, last, size + 1, 0.0, 0)
+
+
+@compiled
+def _list_on_streams(loop: Loop, place: Arrangement, cast: Cast) -> None:
+    """Who does what, in which order: an iteration is admitted right before its first task."""
+    size, width, last = loop.size, cast.width, loop.depth - 1
+    callers = loop.threads + loop.streams - 1
+    ahead, shared, admitted = last - highest(place.stages), False, False
+    for v in range(size):
+        shared = shared or (loop.stream[v] == 0 and place.lanes[v] > 0)
+    for number in range(size):
+        task, rank = place.order[number], number + 1
+        lane, stage = place.lanes[task], place.stages[task] + ahead
+        if not admitted and stage == 0:
+            _list(cast, 0, size, 0, 0, 0.0, 0)
+            admitted = True
+        _list(cast, lane, task, stage, rank, loop.host_us[task], loop.contends[task])
+        player, work, rank = callers, width + task, width + rank
+        if loop.stream[task]:
+            player = loop.threads + loop.stream[task] - 1
+        elif shared:
+            player = -1
+            _list(cast, callers + lane, width + work, stage, rank, 0.0, SUBMITS)
+            _link(cast, task, width + work, 0, 0, 0.0)
+        _list(cast, player, work, stage, rank, loop.device_us[task], loop.contends[size + task])
+    if not admitted:
+        _list(cast, 0, size, 0, 0, 0.0, 0)
+    retire, closing = size + 1, width + size + 1
+    _list(cast, 0, retire, last, retire, 0.0, 0)
+    if shared:
+        _list(cast, callers, width + closing, last, closing, 0.0, SUBMITS)
+        _link(cast, retire, width + closing, 0, 0, 0.0)
+    _list(cast, -1 if shared else callers, closing, last, closing, 0.0, 0)
+
+
+@inlined
+def _list(
+    cast: Cast, player: int, turn: int, stage: int, rank: int, us: float, contends: int
+) -> None:
+    """Give a player one more turn; that of nobody, -1, waits for its submission."""
+    cast.stage[turn], cast.rank[turn] = stage, rank
+    cast.took_us[turn], cast.contends[turn] = us, contends
+    cast.listed[cast.counts[LISTED]] = turn
+    cast.counts[LISTED] += 1
+    if player < 0:
+        cast.queued[turn] = 1
+        cast.needs[turn] += 1
+    else:
+        if cast.last[player] < 0:
+            cast.first[player] = turn
+        else:
+            _link(cast, cast.last[player], turn, 0, 0, 0.0)
+        cast.last[player] = turn
+
+
+@inlined
+def _link(cast: Cast, tail: int, head: int, lag: int, since: int, over_us: float) -> None:
+    """Note that a turn waits for another, of ``lag`` periods ago, from period ``since`` on."""
+    number = cast.counts[LINKED]
+    cast.counts[LINKED] += 1
+    cast.link_before[number], cast.link[tail] = cast.link[tail], number
+    cast.link_turn[number], cast.link_lag[number], cast.link_from[number] = head, lag, since
+    cast.link_over_us[number] = over_us
+    cast.needs[head] += 1
+
+
+@compiled
+def _link_host(loop: Loop, place: Arrangement, cast: Cast) -> None:
+    """Threads wait for each other in every period, whether or not the iteration exists."""
+    size, lanes, stage, over_us = loop.size, place.lanes, cast.stage, loop.handover_us
+    _list_takers(loop, place, cast)
+    for v in range(size):
+        if lanes[v]:
+            _link(cast, size, v, stage[v], stage[v], over_us)
+        for edge in range(loop.into_of[v], loop.into_of[v + 1]):
+            u = loop.into_tail[edge]
+            lag = stage[v] - stage[u] + loop.into_distance[edge]
+            _link(cast, u, v, lag, lag, over_us if lanes[u] != lanes[v] else 0.0)
+        for hold in range(loop.hold_of[v], loop.hold_of[v + 1]):
+            if loop.hold_turn[hold]:
+                u = cast.row_before[hold]
+                lag = 0 if cast.rank[u] < cast.rank[v] else 1
+                _link(cast, u, v, lag, lag, over_us if lanes[u] != lanes[v] else 0.0)
+        lag = loop.depth - 1 - stage[v]
+        _link(cast, v, size + 1, lag, lag, over_us if lanes[v] else 0.0)
+
+
+@compiled
+def _link_device(loop: Loop, cast: Cast) -> None:
+    """Streams wait for each other, and admission for them, where both iterations exist."""
+    size, width, stage, last = loop.size, cast.width, cast.stage, loop.depth - 1
+    closing = width + size + 1
+    _link(cast, closing, size, 1, loop.depth, loop.handover_us)
+    _link(cast, size + 1, closing, 0, 0, 0.0)
+    for v in range(size):
+        work = width + v
+        _link(cast, v, work, 0, 0, 0.0)
+        for edge in range(loop.into_of[size + v], loop.into_of[size + v + 1]):
+            u = loop.into_tail[edge] - size
+            if u >= 0:
+                lag = stage[v] - stage[u] + loop.into_distance[edge]
+                _link(cast, width + u, work, lag, max(stage[v], stage[u] + lag), 0.0)
+        _link(cast, work, closing, last - stage[v], last, 0.0)
+
+
+@compiled
+def _list_takers(loop: Loop, place: Arrangement, cast: Cast) -> None:
+    """Hold to the task that has the turn before, that of the period before for the first."""
+    for again in range(2):
+        for task in place.order:
+            for hold in range(loop.hold_of[task], loop.hold_of[task + 1]):
+                if loop.hold_turn[hold]:
+                    row = loop.hold_row[hold]
+                    if again:
+                        cast.row_before[hold] = cast.row_last[row]
+                    cast.row_last[row] = task
