@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from swpipe.plans.modulo.compiled import Real, Whole, compiled, inlined, real, whole
+from swpipe.plans.modulo.compiled import Real, Whole, compiled, inlined, reals, wholes
 from swpipe.plans.modulo.period import Arrangement, Loop, highest
 
 PERIODS = 40
@@ -114,43 +114,40 @@ def cast_of(loop: Loop) -> Cast:
     links = len(loop.into_tail) + len(loop.hold_row) + 6 * width + span
     players = 2 * loop.threads + max(0, loop.streams - 1)
 
-    def room(size: int) -> Whole:
-        return whole([0] * size)
-
     return Cast(
         width=width,
         span=span,
-        counts=room(9),
-        listed=room(span),
-        stage=room(span),
-        rank=room(span),
-        took_us=real([0.0] * span),
-        contends=room(span),
-        queued=room(span),
-        needs=room(span),
-        link=room(span),
-        link_before=room(links),
-        link_turn=room(links),
-        link_lag=room(links),
-        link_from=room(links),
-        link_over_us=real([0.0] * links),
-        first=room(players),
-        last=room(players),
-        row_last=room(loop.rows),
-        row_before=room(len(loop.hold_row)),
-        left=room(span * periods),
-        at_us=real([0.0] * span * periods),
-        cause=room(span * periods),
-        ready=room(span),
-        ready_period=room(span),
-        waiting=room(span),
-        waiting_period=room(span),
-        waiting_holds=room(span),
-        queue=room(span * periods),
-        queue_period=room(span * periods),
-        held_us=real([0.0] * loop.rows),
-        holder=room(loop.rows),
-        seen=room(loop.size),
+        counts=wholes(9),
+        listed=wholes(span),
+        stage=wholes(span),
+        rank=wholes(span),
+        took_us=reals(span),
+        contends=wholes(span),
+        queued=wholes(span),
+        needs=wholes(span),
+        link=wholes(span),
+        link_before=wholes(links),
+        link_turn=wholes(links),
+        link_lag=wholes(links),
+        link_from=wholes(links),
+        link_over_us=reals(links),
+        first=wholes(players),
+        last=wholes(players),
+        row_last=wholes(loop.rows),
+        row_before=wholes(len(loop.hold_row)),
+        left=wholes(span * periods),
+        at_us=reals(span * periods),
+        cause=wholes(span * periods),
+        ready=wholes(span),
+        ready_period=wholes(span),
+        waiting=wholes(span),
+        waiting_period=wholes(span),
+        waiting_holds=wholes(span),
+        queue=wholes(span * periods),
+        queue_period=wholes(span * periods),
+        held_us=reals(loop.rows),
+        holder=wholes(loop.rows),
+        seen=wholes(loop.size),
     )
 
 

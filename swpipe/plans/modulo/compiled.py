@@ -83,9 +83,25 @@ def real(values: Iterable[float]) -> Real:
     return cast(Real, _array(values, "float64"))
 
 
+def wholes(size: int) -> Whole:
+    """Room for so many whole numbers; all are 0."""
+    return cast(Whole, _zeros(size, "int64") if COMPILED else [0] * size)
+
+
+def reals(size: int) -> Real:
+    """Room for so many real numbers; all are 0."""
+    return cast(Real, _zeros(size, "float64") if COMPILED else [0.0] * size)
+
+
 def _array(values: Iterable[float], kind: str) -> object:
     if not COMPILED:
         return list(values)
     import numpy as np
 
     return np.array(list(values), dtype=kind)
+
+
+def _zeros(size: int, kind: str) -> object:
+    import numpy as np
+
+    return np.zeros(size, dtype=kind)

@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from swpipe.plans.modulo.compiled import Real, Whole, compiled, real, whole
+from swpipe.plans.modulo.compiled import Real, Whole, compiled, real, reals, whole, wholes
 from swpipe.plans.modulo.loop_graph import CALLERS_STREAM, Edge, HoldKind, LoopGraph
 
 _SPREAD = 0.1
@@ -283,13 +283,13 @@ class Period:
         self.us = math.inf
         self.loop = _numbers(graph, threads, depth)
         self.left = Played(
-            free=real([0.0] * self.loop.rows),
-            first=real([0.0] * self.loop.rows),
-            last=whole([0] * self.loop.rows),
-            at=real([0.0] * 2 * graph.size),
-            cause=whole([0] * 2 * graph.size),
-            later=whole([0] * (len(graph.edges) + 1)),
-            late=real([0.0] * graph.size),
+            free=reals(self.loop.rows),
+            first=reals(self.loop.rows),
+            last=wholes(self.loop.rows),
+            at=reals(2 * graph.size),
+            cause=wholes(2 * graph.size),
+            later=wholes(len(graph.edges) + 1),
+            late=reals(graph.size),
         )
         self._limiting = -1
 
@@ -314,7 +314,7 @@ class Period:
 
     def critical(self) -> list[int]:
         """The tasks that set the interval of the period played last, and what they waited for."""
-        found = whole([0] * 2 * self.graph.size)
+        found = wholes(2 * self.graph.size)
         return list(found[: trace(self.loop, self.left, self._limiting, found)])
 
 

@@ -133,7 +133,7 @@ class Search:
     broken: int = field(init=False, default=0)
     _whole: float = field(init=False)
     _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _bounds: dict[tuple[int, int], float] = field(default_factory=dict)
+    _cycles: dict[int, float] = field(default_factory=dict)
     _loads: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,22 +143,22 @@ class Search:
 
     def bound_us(self, threads: int, depth: int) -> float:
         """No plan with so many threads and iterations in flight is faster."""
-        if (threads, depth) not in self._bounds:
-            self._bounds[threads, depth] = self._bound_us(threads, depth)
-        return self._bounds[threads, depth]
-
-    def _bound_us(self, threads: int, depth: int) -> float:
-        n, graph = self.graph.size, self.graph
-        if depth <= max(graph.least_stages):
+        if depth <= max(self.graph.least_stages):
             return math.inf  # there is no such plan
-        host = max(self._least_load(threads), graph.busiest_us)
+        if depth not in self._cycles:
+            self._cycles[depth] = self._cycle_us(depth)
+        return max(self._least_load(threads), self.graph.busiest_us, self._cycles[depth])
+
+    def _cycle_us(self, depth: int) -> float:
+        """What dependences ask for, and that iterations wait for the one ``depth`` before."""
+        n, graph = self.graph.size, self.graph
         begin, end = 2 * n, 2 * n + 1
         arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
         for v in range(n):
             last = n + v if graph.streams else v
             arcs += [Arc(begin, v, 0, 0), Arc(last, end, ticks(graph.time_us(last)), 0)]
         cycle = heaviest_cycle(2 * n + 2, [*arcs, Arc(end, begin, 0, depth)])
-        return max(host, cycle.ratio_us if cycle is not None else 0.0)
+        return cycle.ratio_us if cycle is not None else 0.0
 
     def _least_load(self, threads: int) -> float:
         if threads not in self._loads:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from swpipe.plans.modulo.cast import cast_of
-from swpipe.plans.modulo.compiled import COMPILED, Whole, real, whole
+from swpipe.plans.modulo.compiled import COMPILED, Whole, reals, whole, wholes
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Arrangement, Period, begins
 from swpipe.plans.modulo.steps import (
@@ -82,19 +82,19 @@ class Walk:
         self._walker = Walker(
             lanes_change=False,
             rehearses=rehearses,
-            place=Arrangement(*(whole([0] * n) for _ in range(3))),
-            load=real([0.0] * threads),
-            kept=Arrangement(*(whole([0] * n) for _ in range(3))),
-            kept_load=real([0.0] * threads),
-            critical=whole([0] * 2 * n),
-            tasks=whole([0] * n),
-            gone=whole([0] * n),
-            rest=whole([0] * n),
-            seed=whole([0]),
-            keys=real([0.0] * n),
-            counts=whole([0] * 4),
-            best=Arrangement(*(whole([0] * n) for _ in range(3))),
-            levels=real([0.0] * 6),
+            place=Arrangement(*(wholes(n) for _ in range(3))),
+            load=reals(threads),
+            kept=Arrangement(*(wholes(n) for _ in range(3))),
+            kept_load=reals(threads),
+            critical=wholes(2 * n),
+            tasks=wholes(n),
+            gone=wholes(n),
+            rest=wholes(n),
+            seed=wholes(1),
+            keys=reals(n),
+            counts=wholes(4),
+            best=Arrangement(*(wholes(n) for _ in range(3))),
+            levels=reals(6),
         )
 
     @property

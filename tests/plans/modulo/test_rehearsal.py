@@ -233,7 +233,7 @@ def test_the_busiest_thread_sets_the_interval() -> None:
 
 
 def test_who_had_the_resource_is_waited_for() -> None:
-    """It is always busy, and each of its two tasks waits for the other; the third waits for none."""
+    """It is always busy, and each of its two tasks waits for the other; nobody waits for c."""
     given = loop(
         {
             "a": TaskCost(host_us=100, resources=("disk",)),
