@@ -87,7 +87,7 @@ def tell_first_time() -> None:
     from swpipe.plans.modulo.compiled import first_time  # and with it numba, where it is there
 
     if first_time():
-        typer.echo("compiling the planner's loops, once: this takes half a minute", err=True)
+        typer.echo("compiling the planner's loops, once: this takes a minute", err=True)
 
 
 def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:

@@ -22,7 +22,7 @@ def run(script: Path, where: Path) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=360,
     )
     if done.returncode:
         pytest.fail(f"{script.name} ended with {done.returncode}:\n{done.stderr}", pytrace=False)

@@ -2,7 +2,7 @@
 
 Such a function takes and gives numbers, and arrays of numbers in named tuples; what else it calls
 is compiled too. Compiled or not it does the same, to the last bit, some forty times as fast. The
-first call of all compiles, for half a minute or so; what comes of it is kept beside these modules,
+first call of all compiles, for a minute or so; what comes of it is kept beside these modules,
 and later processes load it in a few tenths of a second.
 
 Importing this imports numba: import what uses it when it is needed.

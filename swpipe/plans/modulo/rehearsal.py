@@ -62,8 +62,7 @@ def rehearse(loop: Loop, place: Arrangement, cast: Cast, limit_us: float) -> flo
         counts[DONE] += 1
         turn, period = cast.ready[counts[READY]], cast.ready_period[counts[READY]]
         here = turn + span * period
-        exists = period >= cast.stage[turn]
-        end_us = at_us[here] + (cast.took_us[turn] if exists else 0.0)
+        end_us = at_us[here] + (cast.took_us[turn] if period >= cast.stage[turn] else 0.0)
         at_us[here], left[here] = end_us, -1
         if turn == closing:
             us = _interval(loop, cast, here, period, limit_us)
@@ -82,7 +81,7 @@ def rehearse(loop: Loop, place: Arrangement, cast: Cast, limit_us: float) -> flo
                 if not left[there]:
                     _wait_or_go(cast, other, then)
             link = link_before[link]
-        if cast.queued[turn] and exists:
+        if cast.queued[turn]:
             counts[WORKED] += 1
             _work(cast)
 
@@ -108,9 +107,6 @@ def _begin(loop: Loop, cast: Cast) -> None:
         cast.held_us[row], cast.holder[row] = 0.0, -1
     for number in range(counts[LISTED]):
         turn = cast.listed[number]
-        if cast.queued[turn]:
-            for period in range(cast.stage[turn]):
-                left[turn + span * period] -= 1
         if not left[turn]:
             _wait_or_go(cast, turn, 0)
 

@@ -8,19 +8,28 @@ wander ──> a step ──> rehearse, or play ──> worse than may be: back 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from swpipe.plans.modulo.cast import DONE, Cast
 from swpipe.plans.modulo.compiled import Real, Whole, compiled
-from swpipe.plans.modulo.period import Arrangement, Loop, Played, play, trace
+from swpipe.plans.modulo.period import Loop, Played, play, trace
 from swpipe.plans.modulo.rehearsal import critical, rehearse
-
-SEEDS = 2**31 - 1
-"""Seeds are from 1 up to, not including, this."""
-
-_MULTIPLIER = 48_271
-"""S. K. Park and K. W. Miller, "Random number generators: good ones are hard to find" (1988), with
-the multiplier that they came to prefer (1993): no product leaves 64 bits."""
+from swpipe.plans.modulo.walker import (
+    BEST,
+    COOLING,
+    COST,
+    CRITICAL,
+    HEAT,
+    LIMIT,
+    LIMITING,
+    PRICE,
+    STEPS,
+    TURNS,
+    Ties,
+    Walker,
+    copy,
+    draw,
+    go_back,
+)
 
 _OF_CRITICAL = 0.8
 """Of the steps, so many begin with a task that sets the interval."""
@@ -37,82 +46,9 @@ _MIXED = 0.5
 _DRAWS = 4
 """So many draws for a task that shares something."""
 
-STEPS, TURNS, CRITICAL, LIMITING = range(4)
-"""Counts: steps that are left; turns that may be done yet, in all that is rehearsed or played;
-tasks that set the interval; the operation that does, where a period was played."""
-
 NOWHERE, ALIKE, ELSEWHERE = range(3)
 """Where a step leads: to a plan that cannot be; to one that only seems to be another, since nothing
 passed what it takes turns with; to another one."""
-
-HEAT, COOLING, COST, LIMIT, PRICE, BEST = range(6)
-"""Levels: what a step may cost, over the interval, and by what that shrinks at each step; what the
-plan costs where the walk is; what the step under way may cost, and does; the least interval
-promised on the way."""
-
-
-class Ties(NamedTuple):
-    """What binds tasks to each other. Of task v, from ``..._of[v]`` up to ``..._of[v + 1]``.
-
-    Attributes:
-        frozen: Task to 1 where it stays on the caller's thread.
-        last: Task to 1 where it stays in the last stage.
-        producer_of: Where the tasks that it depends on stand.
-        producer: They.
-        producer_distance: Iterations from them to it.
-        consumer_of: Where the tasks that depend on it stand.
-        consumer: They.
-        consumer_distance: Iterations from it to them.
-        shares: ``v * size + w`` to 1 where v and w take the same stream or resource.
-    """
-
-    frozen: Whole
-    last: Whole
-    producer_of: Whole
-    producer: Whole
-    producer_distance: Whole
-    consumer_of: Whole
-    consumer: Whole
-    consumer_distance: Whole
-    shares: Whole
-
-
-class Walker(NamedTuple):
-    """Where a walk is, and how far.
-
-    Attributes:
-        lanes_change: Whether tasks may go to other threads.
-        rehearses: Whether plans are rehearsed, or a period of them played.
-        place: The plan of the step under way.
-        load: Thread to its host work there.
-        kept: The plan where the walk is.
-        kept_load: Thread to its host work there.
-        best: The plan that promises most.
-        critical: The tasks that set its interval.
-        tasks: Those that the step under way places anew.
-        gone: Task to 1 where it is to be placed yet.
-        rest: The order that is being made.
-        seed: What chance comes from.
-        keys: Task to what decides when it is dealt.
-        counts: Whole numbers, as listed above.
-        levels: Real ones.
-    """
-
-    lanes_change: bool
-    rehearses: bool
-    place: Arrangement
-    load: Real
-    kept: Arrangement
-    kept_load: Real
-    best: Arrangement
-    critical: Whole
-    tasks: Whole
-    gone: Whole
-    rest: Whole
-    seed: Whole
-    keys: Real
-    counts: Whole
-    levels: Real
 
 
 @compiled
@@ -121,7 +57,7 @@ def begin(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
     walker.levels[LIMIT] = walker.levels[BEST] = math.inf
     us = _tried(loop, walker, played, cast)
     walker.levels[BEST] = us
-    _copy(walker.place, walker.best)
+    copy(walker.place, walker.best)
     settle(loop, walker, played, cast, walker.levels[PRICE])
     return us
 
@@ -148,7 +84,7 @@ def deal(
             us = _tried(loop, walker, played, cast)
             if us < level[BEST]:
                 level[BEST] = level[LIMIT] = us
-                _copy(walker.place, walker.best)
+                copy(walker.place, walker.best)
     return level[BEST]
 
 
@@ -159,7 +95,7 @@ def _dealt(loop: Loop, ties: Ties, walker: Walker, most_us: float) -> bool:
     for lane in range(loop.threads):
         load[lane] = 0.0
     for v in range(loop.size):
-        key[v] = loop.host_us[v] * (1 - _MIXED * _draw(walker.seed))
+        key[v] = loop.host_us[v] * (1 - _MIXED * draw(walker.seed))
         if ties.frozen[v]:
             lanes[v], key[v] = 0, -1.0
             load[0] += loop.host_us[v]
@@ -188,7 +124,7 @@ def _with_room(loop: Loop, walker: Walker, most_us: float) -> int:
     fits = 0
     for lane in range(loop.threads):
         fits += walker.load[lane] <= most_us
-    turn = int(_draw(walker.seed) * fits)
+    turn = int(draw(walker.seed) * fits)
     for lane in range(loop.threads):
         if walker.load[lane] <= most_us:
             if not turn:
@@ -209,19 +145,19 @@ def wander(
     while count[STEPS] > 0 and count[TURNS] > 0:
         count[STEPS] -= 1
         level[HEAT] *= level[COOLING]
-        worse = 1 - level[HEAT] * math.log(1 - _draw(walker.seed))
+        worse = 1 - level[HEAT] * math.log(1 - draw(walker.seed))
         level[LIMIT] = level[COST] * worse
         led = _step(loop, ties, walker)
         if led == NOWHERE:
-            _go_back(walker)
+            go_back(walker)
         elif led == ALIKE and walker.rehearses:
-            _copy(walker.place, walker.kept)
+            copy(walker.place, walker.kept)
         if led == NOWHERE or (led == ALIKE and walker.rehearses):
             continue
         us = _tried(loop, walker, played, cast)
         if us < level[BEST]:
             level[BEST] = us
-            _copy(walker.place, walker.best)
+            copy(walker.place, walker.best)
         if us < below_us and level[PRICE] <= level[LIMIT]:
             return us
         settle(loop, walker, played, cast, level[PRICE])
@@ -246,9 +182,9 @@ def settle(loop: Loop, walker: Walker, played: Played, cast: Cast, price: float)
     """Stay where the step under way led, or go back, if it costs more than it may."""
     level = walker.levels
     if price > level[LIMIT]:
-        _go_back(walker)
+        go_back(walker)
         return
-    _copy(walker.place, walker.kept)
+    copy(walker.place, walker.kept)
     for lane in range(loop.threads):
         walker.kept_load[lane] = walker.load[lane]
     level[COST] = price
@@ -259,44 +195,22 @@ def settle(loop: Loop, walker: Walker, played: Played, cast: Cast, price: float)
 
 
 @compiled
-def _go_back(walker: Walker) -> None:
-    _copy(walker.kept, walker.place)
-    for lane in range(len(walker.load)):
-        walker.load[lane] = walker.kept_load[lane]
-
-
-@compiled
-def _copy(source: Arrangement, target: Arrangement) -> None:
-    for v in range(len(source.order)):
-        target.order[v] = source.order[v]
-        target.lanes[v] = source.lanes[v]
-        target.stages[v] = source.stages[v]
-
-
-@compiled
-def _draw(seed: Whole) -> float:
-    """A number between 0 and 1."""
-    seed[0] = seed[0] * _MULTIPLIER % SEEDS
-    return seed[0] / SEEDS
-
-
-@compiled
 def _step(loop: Loop, ties: Ties, walker: Walker) -> int:
     """A step at random; where it leads: nowhere, and it may be half done."""
     seed = walker.seed
-    if _draw(seed) < _OF_CRITICAL:
-        task = walker.critical[int(_draw(seed) * walker.counts[CRITICAL])]
+    if draw(seed) < _OF_CRITICAL:
+        task = walker.critical[int(draw(seed) * walker.counts[CRITICAL])]
     else:
-        task = int(_draw(seed) * loop.size)
+        task = int(draw(seed) * loop.size)
     walker.tasks[0] = task
-    kind = _draw(seed)
+    kind = draw(seed)
     to_lane = _LANE if walker.lanes_change else 0.0
     if kind < to_lane:
         if not _other_lane(loop, ties, walker, task):
             return NOWHERE
         return _reordered(loop, ties, walker, 1, 0, True)
     if kind < to_lane + _STAGE:
-        by = 1 if _draw(seed) < 0.5 else -1
+        by = 1 if draw(seed) < 0.5 else -1
         count = _pushed(loop, ties, walker, by)
         return _reordered(loop, ties, walker, count, by, True) if count else NOWHERE
     return _reordered(loop, ties, walker, 1, 0, False)
@@ -307,9 +221,9 @@ def _other_lane(loop: Loop, ties: Ties, walker: Walker, task: int) -> bool:
     """Take a task to another thread, maybe in exchange; False where a thread has too much then."""
     seed, lanes, load = walker.seed, walker.place.lanes, walker.load
     partner = -1
-    lane = int(_draw(seed) * loop.threads)
-    if _draw(seed) < 0.5:
-        partner = int(_draw(seed) * loop.size)
+    lane = int(draw(seed) * loop.threads)
+    if draw(seed) < 0.5:
+        partner = int(draw(seed) * loop.size)
         lane = lanes[partner]
     left = lanes[task]
     if lane == left or ties.frozen[task] or (partner >= 0 and ties.frozen[partner]):
@@ -429,10 +343,10 @@ def _new_place(
     low, high = _between(ties, walker, task, length)
     if low > high:
         return -1
-    if changed and low <= at <= high and _draw(seed) < 0.5:
+    if changed and low <= at <= high and draw(seed) < 0.5:
         return at
     place = _beside(loop, ties, walker, task, length)
-    place = min(max(place + 1 if _draw(seed) < 0.5 else place, low), high)
+    place = min(max(place + 1 if draw(seed) < 0.5 else place, low), high)
     return place if changed or place != at else -1
 
 
@@ -453,7 +367,7 @@ def _beside(loop: Loop, ties: Ties, walker: Walker, task: int, length: int) -> i
     lanes, place = walker.place.lanes, 0
     for _ in range(_DRAWS):
         if length:
-            place = int(_draw(walker.seed) * length)
+            place = int(draw(walker.seed) * length)
             other = walker.rest[place]
             if lanes[other] == lanes[task] or ties.shares[task * loop.size + other]:
                 break

@@ -24,7 +24,8 @@ from swpipe.plans.modulo.cast import cast_of
 from swpipe.plans.modulo.compiled import COMPILED, Whole, reals, whole, wholes
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Arrangement, Period, begins
-from swpipe.plans.modulo.steps import (
+from swpipe.plans.modulo.steps import begin, deal, settle, wander
+from swpipe.plans.modulo.walker import (
     BEST,
     COOLING,
     HEAT,
@@ -34,10 +35,6 @@ from swpipe.plans.modulo.steps import (
     TURNS,
     Ties,
     Walker,
-    begin,
-    deal,
-    settle,
-    wander,
 )
 
 _HOT, _COLD = 0.5, 0.042

@@ -23,14 +23,16 @@ from swpipe.plans.modulo.walk import Walk
 from tests.plans.instances import instance
 from tests.plans.modulo.graphs import Listener, graph_of
 
-for number in (3, 10, 39, 54, 58, 131):
-    given, listener = instance(number), Listener()
+LOOPS = [*((number, 14, 5) for number in (3, 10, 39, 54, 58, 131, 644)), (1, 40, 3), (2, 40, 8)]
+for number, size, depth in LOOPS:
+    given, listener = instance(number, size), Listener()
     graph = graph_of(given)
-    period = Period(graph, given.limits.threads, 5)
+    period = Period(graph, given.limits.threads, depth)
     walk = Walk(period, random.Random(number), rehearses=True)
-    start = beginning(graph, 5, given.limits.threads)
-    walk.go(start, 60, listener, lanes_change=True)
-    print(listener.heard, [us.hex() for us in map(float, listener.promised_us)])
+    start = beginning(graph, depth, given.limits.threads)
+    start = walk.dealt(start, 12, 1e9) or start
+    walk.go(start, 80, listener, lanes_change=True)
+    print(listener.heard, [us.hex() for us in map(float, listener.promised_us)], walk.turns)
     print(least_load(graph, 3))
 """
 
@@ -42,7 +44,7 @@ def said(script: str, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=360,
         check=True,
     )
     return done.stdout
