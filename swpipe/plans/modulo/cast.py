@@ -138,7 +138,7 @@ def cast_of(loop: Loop) -> Cast:
         left=wholes(span * periods),
         at_us=reals(span * periods),
         cause=wholes(span * periods),
-        # Each turn of each period comes up once; how many may wait side by side is hard to tell.
+        # Each turn of each period comes up once: there is room, whatever waits side by side.
         ready=wholes(span * periods),
         ready_period=wholes(span * periods),
         waiting=wholes(span * periods),

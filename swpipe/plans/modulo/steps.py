@@ -54,7 +54,7 @@ passed what it takes turns with; to another one."""
 @compiled
 def begin(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
     """Play where the walk begins; the interval promised."""
-    walker.levels[LIMIT] = walker.levels[BEST] = math.inf
+    walker.levels[LIMIT] = math.inf
     us = _tried(loop, walker, played, cast)
     walker.levels[BEST] = us
     copy(walker.place, walker.best)
@@ -150,9 +150,9 @@ def wander(
         led = _step(loop, ties, walker)
         if led == NOWHERE:
             go_back(walker)
-        elif led == ALIKE and walker.rehearses:
+            continue
+        if led == ALIKE and walker.rehearses:
             copy(walker.place, walker.kept)
-        if led == NOWHERE or (led == ALIKE and walker.rehearses):
             continue
         us = _tried(loop, walker, played, cast)
         if us < level[BEST]:

@@ -221,9 +221,10 @@ def test_gaps_that_repeat_themselves_are_averaged_over_whole_cycles() -> None:
 
 
 def test_there_is_room_for_all_that_can_be_done_at_once() -> None:
-    """A thread that runs ahead while the pipeline fills leaves behind more than a period's turns.
+    """A thread runs ahead while the pipeline fills.
 
-    Compiled, that wrote beyond the room there was; as it stands, it is an IndexError.
+    Compiled, the work of iterations that do not exist piled up beyond the room there was. Now it
+    waits for a submission that never comes, and there is room for every turn.
     """
     layout = Layout(
         lanes=(0, 1, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0),

@@ -18,6 +18,7 @@ from swpipe.plans.simulation.simulate import simulate
 from swpipe.program import ADMIT
 from swpipe.trace.span import Span
 from tests.bench.interval import CASES, Case
+from tests.bench.predict import STREAM_MS, STREAMING
 from tests.strategies import random_case
 from tests.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
 
@@ -156,21 +157,10 @@ def test_the_interval_of_three_and_four_thread_groups(case: Case) -> None:
 
 def test_the_interval_of_streams() -> None:
     """Device work that waits across three streams, and host work that takes no time."""
-    plan = PipelinePlan(
-        {
-            "copy": TaskSchedule(0, stream="memcpy"),
-            "dist": TaskSchedule(1, stream="dist"),
-            "forward": TaskSchedule(2),
-            "step": TaskSchedule(2),
-        },
-        deps=[("dist", "copy"), ("forward", "dist"), ("step", "forward")],
-        cross_iter_deps=[("forward", "step"), ("dist", "step", 2)],
-        pipeline_depth=4,
-    )
-    device_us = {"copy": 5e3, "dist": 7e3, "forward": 4e3, "step": 5e3}
+    device_us = {name: 1e3 * ms for name, ms in STREAM_MS.items()}
     costs = CostModel({name: TaskCost(0.0, device_us=us) for name, us in device_us.items()})
-    found_us = interval_us(Loop(plan, costs, streams=True).retired_ns(LONG))
-    assert found_us == pytest.approx(simulate(plan, costs).ii_us)
+    found_us = interval_us(Loop(STREAMING, costs, streams=True).retired_ns(LONG))
+    assert found_us == pytest.approx(simulate(STREAMING, costs).ii_us)
 
 
 @STREAMS
