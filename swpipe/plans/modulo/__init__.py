@@ -1,1 +1,1 @@
-"""Planning by iterative modulo scheduling, and proofs of how good the plans are."""
+"""Planning by modulo scheduling, and proofs of how good the plans are."""

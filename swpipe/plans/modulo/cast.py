@@ -19,10 +19,11 @@ from swpipe.plans.modulo.period import Arrangement, Loop, highest
 PERIODS = 40
 """So many are rehearsed at most."""
 
-LISTED, LINKED, READY, WAITING, HOLDING, SUBMITTED, WORKED, DONE, END = range(9)
-"""Counts: the turns and the links that there are; turns that can be done; turns that wait for what
-others want too, and those of them that hold a resource meanwhile; turns submitted to the caller's
-stream, and those of them that are done; all that are done; and the turn that was the last."""
+LISTED, LINKED, KNOWN, READY, WAITING, HOLDING, SUBMITTED, WORKED, DONE, END = range(10)
+"""Counts: the turns and the links that there are; where periods begin that nothing is noted of yet;
+turns that can be done; turns that wait for what others want too, and those of them that hold a
+resource meanwhile; turns submitted to the caller's stream, and those of them that are done; all
+that are done; and the turn that was the last."""
 
 SUBMITS = 4
 """What a turn contends for that submits to the caller's stream; others want resources or locks."""
@@ -33,7 +34,7 @@ class Cast(NamedTuple):
 
     Turn v is the host work of task v, turn ``size`` is ``<admit>``, ``size + 1`` is ``<retire>``;
     device work comes ``width = size + 2`` further on, and what submits it ``2 * width``. In period
-    p, all are ``span * p`` further on.
+    p of those that are rehearsed, all are ``span * p`` further on.
 
     Attributes:
         width: Tasks, ``<admit>`` and ``<retire>``.
@@ -41,6 +42,7 @@ class Cast(NamedTuple):
         counts: Whole numbers, as listed above.
         listed: The turns that there are.
         stage: Turn to the stage of its task, the last being the depth - 1.
+        since: Turn to the first that takes its time, that of the first iteration.
         rank: Turn to its place among those that are ready at once.
         took_us: Turn to how long it takes.
         contends: Turn to what it contends for: RESOURCE, LOCK, BOTH, SUBMITS or 0.
@@ -49,23 +51,26 @@ class Cast(NamedTuple):
         link: Turn to its last link; -1 for none.
         link_before: Link to the one before it, of the same turn; -1 for none.
         link_turn: Link to the turn that waits.
+        link_on: Link to how much further on that is.
         link_lag: Link to the periods in between.
-        link_from: Link to the first period in which that turn waits.
+        link_since: Link to the first period in which that turn waits.
         link_over_us: Link to how long it takes to be heard of.
         first: Thread, stream, and thread as it submits: to its first turn.
         last: The same to its last turn; -1 for none.
+        hears: Thread to the task that waits for admission on behalf of all; -1 for none.
+        tells: Thread, or stream, to the task that retirement waits for; -1 for none.
         row_last: Row of the loop to the task that took it last.
         row_before: Hold to the task that took its row before.
         left: Turn of any period to how many it still waits for; -1 where it is done.
         at_us: The same to when it is ready, and then to its end.
         cause: The same to the one that it waited for last; -1 for none.
-        ready: Turns that can be done.
-        ready_period: Their periods.
-        waiting: Turns that contend.
-        waiting_period: Their periods.
+        ready: Turns, of any period, that can be done.
+        ready_turn: Which turns they are.
+        waiting: Turns, of any period, that contend.
+        waiting_turn: Which turns they are.
         waiting_holds: 1 where it holds its resources, and waits for the lock.
-        queue: Turns that were submitted to the caller's stream.
-        queue_period: Their periods.
+        queue: Turns, of any period, that were submitted to the caller's stream.
+        queue_turn: Which turns they are.
         held_us: Row of the loop to when it is free.
         holder: Row of the loop to the turn that had it last, of any period.
         seen: Task to 1 where it was seen on the way back from the end.
@@ -76,6 +81,7 @@ class Cast(NamedTuple):
     counts: Whole
     listed: Whole
     stage: Whole
+    since: Whole
     rank: Whole
     took_us: Real
     contends: Whole
@@ -84,23 +90,26 @@ class Cast(NamedTuple):
     link: Whole
     link_before: Whole
     link_turn: Whole
+    link_on: Whole
     link_lag: Whole
-    link_from: Whole
+    link_since: Whole
     link_over_us: Real
     first: Whole
     last: Whole
+    hears: Whole
+    tells: Whole
     row_last: Whole
     row_before: Whole
     left: Whole
     at_us: Real
     cause: Whole
     ready: Whole
-    ready_period: Whole
+    ready_turn: Whole
     waiting: Whole
-    waiting_period: Whole
+    waiting_turn: Whole
     waiting_holds: Whole
     queue: Whole
-    queue_period: Whole
+    queue_turn: Whole
     held_us: Real
     holder: Whole
     seen: Whole
@@ -117,9 +126,10 @@ def cast_of(loop: Loop) -> Cast:
     return Cast(
         width=width,
         span=span,
-        counts=wholes(9),
+        counts=wholes(10),
         listed=wholes(span),
         stage=wholes(span),
+        since=wholes(span),
         rank=wholes(span),
         took_us=reals(span),
         contends=wholes(span),
@@ -128,11 +138,14 @@ def cast_of(loop: Loop) -> Cast:
         link=wholes(span),
         link_before=wholes(links),
         link_turn=wholes(links),
+        link_on=wholes(links),
         link_lag=wholes(links),
-        link_from=wholes(links),
+        link_since=wholes(links),
         link_over_us=reals(links),
         first=wholes(players),
         last=wholes(players),
+        hears=wholes(loop.threads),
+        tells=wholes(max(loop.threads, loop.streams)),
         row_last=wholes(loop.rows),
         row_before=wholes(len(loop.hold_row)),
         left=wholes(span * periods),
@@ -140,12 +153,12 @@ def cast_of(loop: Loop) -> Cast:
         cause=wholes(span * periods),
         # Each turn of each period comes up once: there is room, whatever waits side by side.
         ready=wholes(span * periods),
-        ready_period=wholes(span * periods),
+        ready_turn=wholes(span * periods),
         waiting=wholes(span * periods),
-        waiting_period=wholes(span * periods),
+        waiting_turn=wholes(span * periods),
         waiting_holds=wholes(span * periods),
         queue=wholes(span * periods),
-        queue_period=wholes(span * periods),
+        queue_turn=wholes(span * periods),
         held_us=reals(loop.rows),
         holder=wholes(loop.rows),
         seen=wholes(loop.size),
@@ -153,40 +166,48 @@ def cast_of(loop: Loop) -> Cast:
 
 
 @compiled
-def assign(loop: Loop, place: Arrangement, cast: Cast) -> None:
-    """What a plan makes of a loop: turns, and links between them."""
+def assign(loop: Loop, place: Arrangement, cast: Cast, begun: int) -> None:
+    """What a plan makes of a loop: turns, and links between them.
+
+    Args:
+        loop: The loop.
+        place: The plan.
+        cast: Is told.
+        begun: So many iterations have begun before the periods that are rehearsed; what they left
+            to do before them is done.
+    """
     cast.counts[LISTED] = cast.counts[LINKED] = 0
     for turn in range(cast.span):
         cast.needs[turn], cast.link[turn], cast.queued[turn] = 0, -1, 0
     for player in range(len(cast.last)):
         cast.last[player] = -1
     if loop.streams:
-        _list_on_streams(loop, place, cast)
+        _list_on_streams(loop, place, cast, begun)
     else:
-        _list_on_threads(loop, place, cast)
+        _list_on_threads(loop, place, cast, begun)
     for player in range(len(cast.last)):
         if cast.last[player] >= 0:
             _link(cast, cast.last[player], cast.first[player], 1, 1, 0.0)
     _link_host(loop, place, cast)
     if loop.streams:
-        _link_device(loop, cast)
+        _link_device(loop, place, cast, begun)
 
 
 @compiled
-def _list_on_threads(loop: Loop, place: Arrangement, cast: Cast) -> None:
+def _list_on_threads(loop: Loop, place: Arrangement, cast: Cast, begun: int) -> None:
     """Who does what, in which order, on a device without streams."""
     size, last = loop.size, loop.depth - 1
     ahead = last - highest(place.stages)
-    _list(cast, 0, size, 0, 0, 0.0, 0)
+    _list(cast, begun, 0, size, 0, 0, 0.0, 0)
     for number in range(size):
         task = place.order[number]
         stage, us = place.stages[task] + ahead, loop.host_us[task]
-        _list(cast, place.lanes[task], task, stage, number + 1, us, loop.contends[task])
-    _list(cast, 0, size + 1, last, size + 1, 0.0, 0)
+        _list(cast, begun, place.lanes[task], task, stage, number + 1, us, loop.contends[task])
+    _list(cast, begun, 0, size + 1, last, size + 1, 0.0, 0)
 
 
 @compiled
-def _list_on_streams(loop: Loop, place: Arrangement, cast: Cast) -> None:
+def _list_on_streams(loop: Loop, place: Arrangement, cast: Cast, begun: int) -> None:
     """Who does what, in which order: an iteration is admitted right before its first task."""
     size, width, last = loop.size, cast.width, loop.depth - 1
     callers = loop.threads + loop.streams - 1
@@ -197,34 +218,35 @@ def _list_on_streams(loop: Loop, place: Arrangement, cast: Cast) -> None:
         task, rank = place.order[number], number + 1
         lane, stage = place.lanes[task], place.stages[task] + ahead
         if not admitted and stage == 0:
-            _list(cast, 0, size, 0, 0, 0.0, 0)
+            _list(cast, begun, 0, size, 0, 0, 0.0, 0)
             admitted = True
-        _list(cast, lane, task, stage, rank, loop.host_us[task], loop.contends[task])
+        _list(cast, begun, lane, task, stage, rank, loop.host_us[task], loop.contends[task])
         player, work, rank = callers, width + task, width + rank
         if loop.stream[task]:
             player = loop.threads + loop.stream[task] - 1
         elif shared:
             player = -1
-            _list(cast, callers + lane, width + work, stage, rank, 0.0, SUBMITS)
+            _list(cast, begun, callers + lane, width + work, stage, rank, 0.0, SUBMITS)
             _link(cast, task, width + work, 0, 0, 0.0)
-        _list(cast, player, work, stage, rank, loop.device_us[task], loop.contends[size + task])
+        us, contends = loop.device_us[task], loop.contends[size + task]
+        _list(cast, begun, player, work, stage, rank, us, contends)
     if not admitted:
-        _list(cast, 0, size, 0, 0, 0.0, 0)
+        _list(cast, begun, 0, size, 0, 0, 0.0, 0)
     retire, closing = size + 1, width + size + 1
-    _list(cast, 0, retire, last, retire, 0.0, 0)
+    _list(cast, begun, 0, retire, last, retire, 0.0, 0)
     if shared:
-        _list(cast, callers, width + closing, last, closing, 0.0, SUBMITS)
+        _list(cast, begun, callers, width + closing, last, closing, 0.0, SUBMITS)
         _link(cast, retire, width + closing, 0, 0, 0.0)
-    _list(cast, -1 if shared else callers, closing, last, closing, 0.0, 0)
+    _list(cast, begun, -1 if shared else callers, closing, last, closing, 0.0, 0)
 
 
 @inlined
 def _list(
-    cast: Cast, player: int, turn: int, stage: int, rank: int, us: float, contends: int
+    cast: Cast, begun: int, player: int, turn: int, stage: int, rank: int, us: float, contends: int
 ) -> None:
     """Give a player one more turn; that of nobody, -1, waits for its submission."""
-    cast.stage[turn], cast.rank[turn] = stage, rank
-    cast.took_us[turn], cast.contends[turn] = us, contends
+    cast.stage[turn], cast.since[turn] = stage, turn + cast.span * max(0, stage - begun)
+    cast.rank[turn], cast.took_us[turn], cast.contends[turn] = rank, us, contends
     cast.listed[cast.counts[LISTED]] = turn
     cast.counts[LISTED] += 1
     if player < 0:
@@ -240,52 +262,83 @@ def _list(
 
 @inlined
 def _link(cast: Cast, tail: int, head: int, lag: int, since: int, over_us: float) -> None:
-    """Note that a turn waits for another, of ``lag`` periods ago, from period ``since`` on."""
+    """Note that a turn waits for another, of ``lag`` periods ago, from period ``since`` on.
+
+    Nobody waits for what was before the periods that are rehearsed.
+    """
     number = cast.counts[LINKED]
     cast.counts[LINKED] += 1
     cast.link_before[number], cast.link[tail] = cast.link[tail], number
-    cast.link_turn[number], cast.link_lag[number], cast.link_from[number] = head, lag, since
+    cast.link_turn[number], cast.link_on[number] = head, head - tail + cast.span * lag
+    cast.link_lag[number], cast.link_since[number] = lag, max(lag, since)
     cast.link_over_us[number] = over_us
     cast.needs[head] += 1
 
 
 @compiled
 def _link_host(loop: Loop, place: Arrangement, cast: Cast) -> None:
-    """Threads wait for each other in every period, whether or not the iteration exists."""
+    """Threads wait for each other in every period, whether or not the iteration exists.
+
+    What the order of a thread says needs no link. So of all its tasks one waits for admission, the
+    first of those of the least stage, and retirement waits for one, the last of the highest.
+    """
     size, lanes, stage, over_us = loop.size, place.lanes, cast.stage, loop.handover_us
     _list_takers(loop, place, cast)
-    for v in range(size):
-        if lanes[v]:
-            _link(cast, size, v, stage[v], stage[v], over_us)
+    for lane in range(loop.threads):
+        cast.hears[lane] = cast.tells[lane] = -1
+    for v in place.order:
+        lane = lanes[v]
+        if cast.hears[lane] < 0 or stage[v] < stage[cast.hears[lane]]:
+            cast.hears[lane] = v
+        if cast.tells[lane] < 0 or stage[v] >= stage[cast.tells[lane]]:
+            cast.tells[lane] = v
         for edge in range(loop.into_of[v], loop.into_of[v + 1]):
             u = loop.into_tail[edge]
-            lag = stage[v] - stage[u] + loop.into_distance[edge]
-            _link(cast, u, v, lag, lag, over_us if lanes[u] != lanes[v] else 0.0)
+            if lanes[u] != lane:
+                lag = stage[v] - stage[u] + loop.into_distance[edge]
+                _link(cast, u, v, lag, lag, over_us)
         for hold in range(loop.hold_of[v], loop.hold_of[v + 1]):
-            if loop.hold_turn[hold]:
-                u = cast.row_before[hold]
+            u = cast.row_before[hold]
+            if loop.hold_turn[hold] and lanes[u] != lane:
                 lag = 0 if cast.rank[u] < cast.rank[v] else 1
-                _link(cast, u, v, lag, lag, over_us if lanes[u] != lanes[v] else 0.0)
-        lag = loop.depth - 1 - stage[v]
-        _link(cast, v, size + 1, lag, lag, over_us if lanes[v] else 0.0)
+                _link(cast, u, v, lag, lag, over_us)
+    for lane in range(1, loop.threads):
+        if cast.hears[lane] >= 0:
+            v, u = cast.hears[lane], cast.tells[lane]
+            _link(cast, size, v, stage[v], stage[v], over_us)
+            lag = loop.depth - 1 - stage[u]
+            _link(cast, u, size + 1, lag, lag, over_us)
 
 
 @compiled
-def _link_device(loop: Loop, cast: Cast) -> None:
-    """Streams wait for each other, and admission for them, where both iterations exist."""
+def _link_device(loop: Loop, place: Arrangement, cast: Cast, begun: int) -> None:
+    """Streams wait for each other, and admission for them, where both iterations exist.
+
+    What the order of a stream says needs no link.
+    """
     size, width, stage, last = loop.size, cast.width, cast.stage, loop.depth - 1
     closing = width + size + 1
-    _link(cast, closing, size, 1, loop.depth, loop.handover_us)
+    _link(cast, closing, size, 1, loop.depth - begun, loop.handover_us)
     _link(cast, size + 1, closing, 0, 0, 0.0)
-    for v in range(size):
-        work = width + v
+    for stream in range(loop.streams):
+        cast.tells[stream] = -1
+    for v in place.order:
+        work, stream, queued = width + v, loop.stream[v], cast.queued[width + v] > 0
         _link(cast, v, work, 0, 0, 0.0)
         for edge in range(loop.into_of[size + v], loop.into_of[size + v + 1]):
             u = loop.into_tail[edge] - size
-            if u >= 0:
+            if u >= 0 and (queued or loop.stream[u] != stream):
                 lag = stage[v] - stage[u] + loop.into_distance[edge]
-                _link(cast, width + u, work, lag, max(stage[v], stage[u] + lag), 0.0)
-        _link(cast, work, closing, last - stage[v], last, 0.0)
+                since = max(stage[v], stage[u] + lag) - begun
+                _link(cast, width + u, work, lag, since, 0.0)
+        if queued:
+            _link(cast, work, closing, last - stage[v], last - begun, 0.0)
+        elif cast.tells[stream] < 0 or stage[v] >= stage[cast.tells[stream]]:
+            cast.tells[stream] = v
+    for stream in range(1, loop.streams):
+        v = cast.tells[stream]
+        if v >= 0:
+            _link(cast, width + v, closing, last - stage[v], last - begun, 0.0)
 
 
 @compiled

@@ -13,6 +13,11 @@ What it says is what the simulator says but for what it leaves out: where a task
 resources, it has them all at once; and where gaps have not begun to repeat themselves after some
 periods, their mean is taken. A hundred times as fast, it is what a walk listens to; the simulator
 has the last word.
+
+It may begin with all iterations in flight, as if all that came before had just been done: it
+settles in half the time then. Waiting for each other, turns come to the same interval whatever they
+begin with (F. Baccelli, G. Cohen, G. J. Olsder, J.-P. Quadrat, "Synchronization and Linearity",
+1992: it is an eigenvalue). What is had by who comes first may go another way.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ from swpipe.plans.modulo.cast import (
     DONE,
     END,
     HOLDING,
+    KNOWN,
+    LINKED,
     LISTED,
     PERIODS,
     READY,
@@ -39,47 +46,59 @@ from swpipe.plans.modulo.period import BOTH, LOCK, RESOURCE, Arrangement, Loop
 _ALIKE = 1e-9
 """Gaps that differ by less than this part are alike."""
 
-_SURELY = 1.03
-"""Where three gaps are this far above the limit, more of them will not tell otherwise."""
+_EARLY, _SURELY = 4, 1.03
+"""Where three gaps, the last so many periods after the first, are this far above the limit, more of
+them will not tell otherwise."""
 
 
 @compiled
-def rehearse(loop: Loop, place: Arrangement, cast: Cast, limit_us: float) -> float:
-    """The interval of a plan; of one above the limit, roughly; infinity where it gets nowhere."""
+def rehearse(loop: Loop, place: Arrangement, cast: Cast, limit_us: float, begun: int) -> float:
+    """The interval of a plan; of one above the limit, roughly; infinity where it gets nowhere.
+
+    Args:
+        loop: The loop.
+        place: The plan.
+        cast: Room for it.
+        limit_us: Where the interval is above this, its value is of no interest.
+        begun: 0 to rehearse how the loop starts, as the simulator does; depth - 1 to begin with so
+            many iterations in flight: half of the periods are enough then, but what is had by who
+            comes first may go to others in the end.
+    """
     busiest_us = _busiest(loop, place, cast)
-    assign(loop, place, cast)
+    assign(loop, place, cast, begun)
     _begin(loop, cast)
     counts, left, at_us, cause, span = cast.counts, cast.left, cast.at_us, cast.cause, cast.span
-    link_before, link_turn, link_lag = cast.link_before, cast.link_turn, cast.link_lag
-    link_from, link_over_us = cast.link_from, cast.link_over_us
-    periods = len(left) // span
+    link_before, link_turn, link_on = cast.link_before, cast.link_turn, cast.link_on
+    link_since, link_over_us = cast.link_since, cast.link_over_us
     closing = 2 * cast.width - 1 if loop.streams else cast.width - 1
+    end, known = len(left), counts[KNOWN]
     while True:
         while not counts[READY]:
             if not _arbitrate(loop, cast):
                 return math.inf  # they wait for each other
         counts[READY] -= 1
         counts[DONE] += 1
-        turn, period = cast.ready[counts[READY]], cast.ready_period[counts[READY]]
-        here = turn + span * period
-        end_us = at_us[here] + (cast.took_us[turn] if period >= cast.stage[turn] else 0.0)
+        here, turn = cast.ready[counts[READY]], cast.ready_turn[counts[READY]]
+        end_us = at_us[here] + (cast.took_us[turn] if here >= cast.since[turn] else 0.0)
         at_us[here], left[here] = end_us, -1
         if turn == closing:
-            us = _interval(loop, cast, here, period, limit_us)
+            us = _interval(loop, cast, here, limit_us, begun)
             if us > 0:
                 counts[END] = here
                 return max(us, busiest_us)
         link = cast.link[turn]
         while link >= 0:
-            other, then = link_turn[link], period + link_lag[link]
-            if link_from[link] <= then < periods:
-                there = other + span * then
+            there = here + link_on[link]
+            if link_since[link] <= there < end:
+                while there >= known:
+                    _note(cast, known)
+                    known += span
                 heard_us = end_us + link_over_us[link]
                 if heard_us >= at_us[there]:
                     at_us[there], cause[there] = heard_us, here
                 left[there] -= 1
                 if not left[there]:
-                    _wait_or_go(cast, other, then)
+                    _wait_or_go(cast, there, link_turn[link])
             link = link_before[link]
         if cast.queued[turn]:
             counts[WORKED] += 1
@@ -90,37 +109,49 @@ def rehearse(loop: Loop, place: Arrangement, cast: Cast, limit_us: float) -> flo
 def _begin(loop: Loop, cast: Cast) -> None:
     """Nothing is done yet."""
     counts, span, left = cast.counts, cast.span, cast.left
-    periods = len(left) // span
     counts[READY] = counts[WAITING] = counts[HOLDING] = counts[SUBMITTED] = counts[WORKED] = 0
     counts[DONE] = 0
-    for period in range(periods):
-        for turn in range(span):
-            here = turn + span * period
-            left[here], cast.at_us[here], cast.cause[here] = cast.needs[turn], 0.0, -1
-    for turn in range(span):
-        link = cast.link[turn]
+    periods = 1
+    for link in range(counts[LINKED]):
+        periods = max(periods, cast.link_since[link])
+    counts[KNOWN] = min(span * (periods + 1), len(left))
+    for start in range(0, counts[KNOWN], span):
+        _note(cast, start)
+    for number in range(counts[LISTED]):
+        link = cast.link[cast.listed[number]]
         while link >= 0:
-            for period in range(min(cast.link_from[link], periods)):
-                left[cast.link_turn[link] + span * period] -= 1
+            head = cast.link_turn[link]
+            since = head + span * cast.link_since[link]
+            for there in range(head, min(since, counts[KNOWN]), span):
+                left[there] -= 1
+            cast.link_since[link] = since
             link = cast.link_before[link]
     for row in range(loop.rows):
         cast.held_us[row], cast.holder[row] = 0.0, -1
     for number in range(counts[LISTED]):
         turn = cast.listed[number]
         if not left[turn]:
-            _wait_or_go(cast, turn, 0)
+            _wait_or_go(cast, turn, turn)
 
 
 @inlined
-def _wait_or_go(cast: Cast, turn: int, period: int) -> None:
+def _note(cast: Cast, start: int) -> None:
+    """Nothing is done of the period that begins there."""
+    for turn in range(cast.span):
+        cast.left[start + turn], cast.cause[start + turn] = cast.needs[turn], -1
+        cast.at_us[start + turn] = 0.0
+
+
+@inlined
+def _wait_or_go(cast: Cast, here: int, turn: int) -> None:
     """A turn waits for nobody any more; what it wants it may have to contend for."""
     counts = cast.counts
-    if cast.contends[turn] and period >= cast.stage[turn]:
-        cast.waiting[counts[WAITING]], cast.waiting_period[counts[WAITING]] = turn, period
+    if cast.contends[turn] and here >= cast.since[turn]:
+        cast.waiting[counts[WAITING]], cast.waiting_turn[counts[WAITING]] = here, turn
         cast.waiting_holds[counts[WAITING]] = 0
         counts[WAITING] += 1
     else:
-        cast.ready[counts[READY]], cast.ready_period[counts[READY]] = turn, period
+        cast.ready[counts[READY]], cast.ready_turn[counts[READY]] = here, turn
         counts[READY] += 1
 
 
@@ -129,15 +160,15 @@ def _arbitrate(loop: Loop, cast: Cast) -> bool:
     """The earliest of those that contend has what it wants; False where there is none."""
     counts, chosen, soonest_us, lowest = cast.counts, -1, math.inf, 0
     for number in range(counts[WAITING]):
-        turn, period = cast.waiting[number], cast.waiting_period[number]
-        since_us = cast.at_us[turn + cast.span * period]
+        here, turn = cast.waiting[number], cast.waiting_turn[number]
+        since_us = cast.at_us[here]
         if since_us <= soonest_us and not (counts[HOLDING] and _must_wait(loop, cast, number)):
-            rank = 2 * cast.width * period + cast.rank[turn]
+            rank = here - turn + cast.rank[turn]
             if since_us < soonest_us or rank < lowest:
                 chosen, soonest_us, lowest = number, since_us, rank
     if chosen >= 0:
-        turn, holds = cast.waiting[chosen], cast.waiting_holds[chosen]
-        here = turn + cast.span * cast.waiting_period[chosen]
+        here, turn = cast.waiting[chosen], cast.waiting_turn[chosen]
+        holds = cast.waiting_holds[chosen]
         if cast.contends[turn] == BOTH and not holds:
             cast.at_us[here] = _granted(loop, cast, turn, here)
             cast.waiting_holds[chosen] = 1
@@ -145,7 +176,7 @@ def _arbitrate(loop: Loop, cast: Cast) -> bool:
         else:
             counts[HOLDING] -= holds
             if cast.contends[turn] == SUBMITS:
-                _submit(cast, turn - cast.width, cast.waiting_period[chosen])
+                _submit(cast, here - cast.width, turn - cast.width)
             else:
                 cast.at_us[here] = _taken(loop, cast, turn, here)
             _go(cast, chosen)
@@ -156,22 +187,19 @@ def _arbitrate(loop: Loop, cast: Cast) -> bool:
 def _go(cast: Cast, chosen: int) -> None:
     """One that was waiting can be done."""
     counts = cast.counts
-    turn, period = cast.waiting[chosen], cast.waiting_period[chosen]
-    cast.ready[counts[READY]], cast.ready_period[counts[READY]] = turn, period
+    cast.ready[counts[READY]] = cast.waiting[chosen]
+    cast.ready_turn[counts[READY]] = cast.waiting_turn[chosen]
     counts[READY] += 1
     counts[WAITING] -= 1
     last = counts[WAITING]
-    cast.waiting[chosen], cast.waiting_period[chosen] = (
-        cast.waiting[last],
-        cast.waiting_period[last],
-    )
+    cast.waiting[chosen], cast.waiting_turn[chosen] = cast.waiting[last], cast.waiting_turn[last]
     cast.waiting_holds[chosen] = cast.waiting_holds[last]
 
 
 @inlined
 def _must_wait(loop: Loop, cast: Cast, number: int) -> bool:
     """Whether a resource is held by who still waits for the lock: nobody knows for how long."""
-    turn, found = cast.waiting[number], False
+    turn, found = cast.waiting_turn[number], False
     if not cast.waiting_holds[number] and cast.contends[turn] != SUBMITS:
         operation = turn if turn < loop.size else turn - 2
         for hold in range(loop.hold_of[operation], loop.hold_of[operation + 1]):
@@ -214,10 +242,10 @@ def _free(loop: Loop, cast: Cast, operation: int, here: int, kinds: int) -> floa
 
 
 @inlined
-def _submit(cast: Cast, turn: int, period: int) -> None:
+def _submit(cast: Cast, here: int, turn: int) -> None:
     """Put work into the caller's stream."""
     counts = cast.counts
-    cast.queue[counts[SUBMITTED]], cast.queue_period[counts[SUBMITTED]] = turn, period
+    cast.queue[counts[SUBMITTED]], cast.queue_turn[counts[SUBMITTED]] = here, turn
     counts[SUBMITTED] += 1
     if counts[SUBMITTED] == counts[WORKED] + 1:
         _work(cast)
@@ -228,15 +256,14 @@ def _work(cast: Cast) -> None:
     """The caller's stream comes to what was submitted next, if anything was."""
     counts, place = cast.counts, cast.counts[WORKED]
     if place < counts[SUBMITTED]:
-        turn, period = cast.queue[place], cast.queue_period[place]
-        here = turn + cast.span * period
+        here = cast.queue[place]
         if place:
-            before = cast.queue[place - 1] + cast.span * cast.queue_period[place - 1]
+            before = cast.queue[place - 1]
             if cast.at_us[before] > cast.at_us[here]:
                 cast.at_us[here], cast.cause[here] = cast.at_us[before], before
         cast.left[here] -= 1
         if not cast.left[here]:
-            _wait_or_go(cast, turn, period)
+            _wait_or_go(cast, here, cast.queue_turn[place])
 
 
 @inlined
@@ -253,17 +280,18 @@ def _busiest(loop: Loop, place: Arrangement, cast: Cast) -> float:
 
 
 @inlined
-def _interval(loop: Loop, cast: Cast, here: int, period: int, limit_us: float) -> float:
+def _interval(loop: Loop, cast: Cast, here: int, limit_us: float, begun: int) -> float:
     """The interval, where the end of this period shows it; -1 where it does not."""
     end_us, back, depth, us = cast.at_us, cast.span, loop.depth, -1.0
-    if period > depth:
+    period, full = here // back, 1 if begun else depth
+    if period > full:
         gap_us = end_us[here] - end_us[here - back]
         before_us = end_us[here - back] - end_us[here - 2 * back]
         if abs(gap_us - before_us) <= _ALIKE * gap_us and _settled(cast, period, gap_us):
             us = gap_us
-        elif period >= depth + 3 and _mean(cast, here, 3) > limit_us * _SURELY:
+        elif period >= full + _EARLY and _mean(cast, here, 3) > limit_us * _SURELY:
             us = _mean(cast, here, 3)
-        elif period >= 2 * depth and _mean(cast, here, depth) > limit_us:
+        elif period >= full + depth and _mean(cast, here, depth) > limit_us:
             us = _mean(cast, here, depth)
         elif period == PERIODS - 1:
             us = _mean(cast, here, _cycle(cast, here))
@@ -277,17 +305,36 @@ def _mean(cast: Cast, here: int, periods: int) -> float:
 
 @inlined
 def _settled(cast: Cast, period: int, gap_us: float) -> bool:
-    """Whether all that was done came as long after that of the period before: nothing drifts."""
+    """Whether all that was done came as long after that of the period before: nothing drifts.
+
+    What waits for earlier periods must not come too soon for them, once they are that far apart.
+    """
     span, settled = cast.span, True
     for number in range(cast.counts[LISTED]):
-        here = cast.listed[number] + span * period
-        while here >= span and cast.left[here] >= 0:  # not that far yet
-            here -= span
+        turn = cast.listed[number]
+        here = _latest(cast, turn, period)
         end_us = cast.at_us[here]
         if here < span or abs(end_us - cast.at_us[here - span] - gap_us) > _ALIKE * end_us:
             settled = False
             break
+        link = cast.link[turn]
+        while link >= 0 and settled:
+            if cast.link_lag[link] > 1:
+                there = _latest(cast, cast.link_turn[link], period)
+                ahead = (here + cast.link_on[link] - there) // span
+                since_us = cast.at_us[there] - cast.took_us[cast.link_turn[link]] + gap_us * ahead
+                settled = end_us + cast.link_over_us[link] <= since_us + _ALIKE * end_us
+            link = cast.link_before[link]
     return settled
+
+
+@inlined
+def _latest(cast: Cast, turn: int, period: int) -> int:
+    """A turn in this period, or in the last one before in which it is done."""
+    here = turn + cast.span * period
+    while here >= cast.span and cast.left[here] >= 0:
+        here -= cast.span
+    return here
 
 
 @inlined

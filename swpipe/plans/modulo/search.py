@@ -13,7 +13,8 @@ The simulator has the last word: threads, queues and back-pressure included. Reh
 ever wrong. So they are trusted until there is a plan to hand out; if that one does not keep what it
 promised, that is noted, and the search goes on. Where numba is not there, rehearsals would take as
 long as the simulator: then walks go by single periods, and the simulator is asked about every plan
-that promises to be better than the best so far.
+that promises to be better than the best so far. So it is where a plan may be one that cannot be
+said: where ``same_period_deps`` reach into later iterations.
 
 The search ends when a plan has the interval wanted, the lower bound at first, or when its effort is
 spent. The same input gives the same plan: no clock is involved, and chance is drawn from numbers
@@ -46,9 +47,6 @@ from swpipe.plans.simulation.cycles import Arc, heaviest_cycle, ticks
 from swpipe.plans.simulation.simulate import steady_interval
 from swpipe.program import compile_plan
 
-_DEALS = 64
-"""So many ways to deal the tasks to threads are looked at before one is taken for a walk."""
-
 _SMALL = 8
 """Loops of fewer tasks are given as much effort as one of so many."""
 
@@ -78,7 +76,7 @@ class _Pace(NamedTuple):
     judging: int
 
 
-PACE = _Pace(1_800, 35_000_000, 10, 80) if COMPILED else _Pace(180, 1_500_000, 24, 2)
+PACE = _Pace(2_400, 50_000_000, 10, 80) if COMPILED else _Pace(300, 2_500_000, 24, 2)
 """What takes a few hundredths of a second for 14 tasks where compiled, and a tenth where not; for
 loops of hundreds less than five seconds."""
 
@@ -117,9 +115,9 @@ class Search:
         costs: What its tasks cost.
         graph: The loop.
         times: How many times the usual effort may be spent.
-        trusts: Whether what a rehearsal says is taken for true, until the end.
 
     Attributes:
+        trusts: Whether what a rehearsal says is taken for true, until the end.
         effort: Turns that are left to do; what bounds the time.
         broken: How many promises turned out not to be kept.
     """
@@ -128,7 +126,7 @@ class Search:
     costs: CostModel
     graph: LoopGraph
     times: float = 1.0
-    trusts: bool = COMPILED
+    trusts: bool = field(init=False)
     effort: float = field(init=False)
     broken: int = field(init=False, default=0)
     _whole: float = field(init=False)
@@ -137,6 +135,7 @@ class Search:
     _loads: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.trusts = COMPILED and all(distance >= 0 for _, _, distance in self.graph.deps)
         self._whole = self.effort = self.times * min(
             PACE.effort * max(self.graph.size, _SMALL) ** 2, PACE.most_effort
         )
@@ -189,7 +188,10 @@ class Search:
             share: Of the effort that is left, so much may be spent.
         """
         quest = _Quest(self, wanted_us, threads, depth, self.effort * (1 - share))
-        quest.walk()
+        if self.trusts:
+            quest.stroll()
+        else:
+            quest.walk()
         return quest.best
 
     def serial(self) -> Found:
@@ -288,13 +290,45 @@ class _Quest:
         self.best: Found | None = None
         self._search, self._threads, self._depth, self._reserve = search, threads, depth, reserve
         self._best_layout: Layout | None = None
-        self._first: Layout | None = None
-        self._waiting: tuple[Layout, float] | None = None
+        self._waiting: Layout | None = None
         self._lowest_us = math.inf
         self.judging = 0.0
         self._rng = random.Random(threads * 1_000 + depth + 1_000_000 * search.broken)
         self._wanted_us = wanted_us
         self._walk = Walk(Period(search.graph, threads, depth), self._rng)
+        self._steps = PACE.walk * search.graph.size
+
+    def stroll(self) -> None:
+        """Walk until satisfied, and believe what plans promise."""
+        first, promised_us = self._first(), math.inf
+        while first is not None and promised_us > self._wanted_us * (1 + SAME) and self._left:
+            promised_us = self._walk.stroll(first, self._steps, self._wanted_us, self._left)
+        self._search.effort -= self._walk.turns
+        if promised_us < math.inf:
+            layout, promised_us = self._walk.top
+            self.best = self._search.trusted(_from_first(layout), self._depth, promised_us)
+
+    def walk(self) -> None:
+        """Walk until satisfied, and have plans judged on the way."""
+        first = self._first()
+        number = 0
+        while first is not None and self.turns_left:
+            begin = self._best_layout if number % 4 > 1 and self._best_layout else first
+            if number % 2 and self._threads > 1:
+                begin = self._walk.dealt(begin, self._lowest_us, self._wanted_us) or begin
+            self._walk.go(begin, self._steps, self, lanes_change=number % 2 == 0)
+            if number % 4 == 1:
+                self._settle()
+            number += 1
+        self._settle()
+        self._search.effort -= self._walk.turns
+
+    def _first(self) -> Layout | None:
+        return beginning(self._search.graph, self._depth, self._threads)
+
+    @property
+    def _left(self) -> int:
+        return max(0, math.ceil(self._search.effort - self._walk.turns - self._reserve))
 
     @property
     def beaten_below_us(self) -> float:
@@ -302,77 +336,34 @@ class _Quest:
         return self._lowest_us * (1 - SAME)
 
     @property
-    def enough_us(self) -> float:
-        """Plans that promise less are looked at at once; without trust all that are of interest."""
-        if self._search.trusts:
-            return min(self._wanted_us * (1 + 2 * SAME), self.beaten_below_us)
-        return self.beaten_below_us
-
-    @property
     def turns_left(self) -> int:
         """How much of the effort is left; none where the interval wanted is found."""
         if self.best is not None and self.best.ii_us <= self._wanted_us * (1 + SAME):
             return 0
-        return max(0, math.ceil(self._search.effort - self._walk.turns - self._reserve))
-
-    def walk(self) -> None:
-        """Walk until satisfied."""
-        number = 0
-        while self.turns_left:
-            begin = self._beginning(number)
-            if begin is None:
-                break
-            steps = PACE.walk * self._search.graph.size
-            self._walk.go(begin, steps, self, lanes_change=number % 2 == 0)
-            if number % 4 == 1:
-                self._settle()
-            number += 1
-        self._settle()
-        self._search.effort -= self._walk.turns
-
-    def _beginning(self, number: int) -> Layout | None:
-        """In turn: who comes first has the thread; the best plan so far; either one, but dealt."""
-        if number == 0:
-            self._first = beginning(self._search.graph, self._depth, self._threads)
-        begin = self._best_layout if number % 4 > 1 and self._best_layout else self._first
-        if number % 2 and self._threads > 1 and begin is not None:
-            begin = self._dealt(begin)
-        return begin
-
-    def _dealt(self, begin: Layout) -> Layout:
-        """The same with tasks dealt to threads anew, so evenly as to promise half of the gain."""
-        most_us = self.beaten_below_us
-        if most_us < math.inf:
-            half = self._walk.dealt(begin, _DEALS, (most_us + self._wanted_us) / 2)
-            if half is not None:
-                return half
-        return self._walk.dealt(begin, _DEALS, most_us) or begin
+        return self._left
 
     def ask(self, layout: Layout, promised_us: float) -> float:
         """The interval of a plan; what it promises, where finding out can wait."""
-        if promised_us > self._wanted_us * (1 + SAME) and (
-            self._search.trusts or self.judging > self._walk.turns
-        ):
-            self._waiting, self._lowest_us = (layout, promised_us), promised_us
+        if promised_us > self._wanted_us * (1 + SAME) and self.judging > self._walk.turns:
+            self._waiting, self._lowest_us = layout, promised_us
             return promised_us
-        return self._judged(layout, promised_us)
+        return self._judged(layout)
 
     def _settle(self) -> None:
         if self._waiting is not None:
-            self._judged(*self._waiting)
+            self._judged(self._waiting)
 
-    def _judged(self, layout: Layout, promised_us: float) -> float:
-        graph, best_us = self._search.graph, self.best.ii_us if self.best else math.inf
-        first = min(layout.stages)
-        shifted = replace(layout, stages=tuple(stage - first for stage in layout.stages))
-        if self._search.trusts:
-            found = self._search.trusted(shifted, self._depth, promised_us)
-        else:
-            self.judging += PACE.judging * graph.size**2
-            found = self._search.judged(shifted, self._depth, best_us * (1 + SAME))
-        if found is None:
-            return math.inf
-        if found.beats(self.best):
+    def _judged(self, layout: Layout) -> float:
+        best_us = self.best.ii_us if self.best else math.inf
+        self.judging += PACE.judging * self._search.graph.size**2
+        found = self._search.judged(_from_first(layout), self._depth, best_us * (1 + SAME))
+        if found is not None and found.beats(self.best):
             self.best, self._best_layout = found, layout
         self._waiting, self._lowest_us = None, self.best.ii_us if self.best else math.inf
-        return found.ii_us
+        return found.ii_us if found is not None else math.inf
+
+
+def _from_first(layout: Layout) -> Layout:
+    """The same, its first stage being 0."""
+    first = min(layout.stages)
+    return replace(layout, stages=tuple(stage - first for stage in layout.stages))

@@ -1,35 +1,10 @@
-"""The steps of a walk, in numbers: what `walk` has run for it.
-
-wander ──> a step ──> rehearse, or play ──> worse than may be: back to where it was
-  ^                                     ──> as good as wanted: who walks is told; settle
-  └─────────────────────────────────<── else: on from there
-"""
+"""A step of a walk, in numbers: a task goes elsewhere in the order, to another stage or thread."""
 
 from __future__ import annotations
 
-import math
-
-from swpipe.plans.modulo.cast import DONE, Cast
-from swpipe.plans.modulo.compiled import Real, Whole, compiled
-from swpipe.plans.modulo.period import Loop, Played, play, trace
-from swpipe.plans.modulo.rehearsal import critical, rehearse
-from swpipe.plans.modulo.walker import (
-    BEST,
-    COOLING,
-    COST,
-    CRITICAL,
-    HEAT,
-    LIMIT,
-    LIMITING,
-    PRICE,
-    STEPS,
-    TURNS,
-    Ties,
-    Walker,
-    copy,
-    draw,
-    go_back,
-)
+from swpipe.plans.modulo.compiled import Whole, compiled
+from swpipe.plans.modulo.period import Loop
+from swpipe.plans.modulo.walker import CRITICAL, LANES, LIMIT, Ties, Walker, draw
 
 _OF_CRITICAL = 0.8
 """Of the steps, so many begin with a task that sets the interval."""
@@ -40,9 +15,6 @@ _STAGE = 0.3
 _LANE = 0.5
 """Of the steps, so many try another thread, where that is meant to change."""
 
-_MIXED = 0.5
-"""By up to this part tasks count as shorter than they are, to be dealt in another order."""
-
 _DRAWS = 4
 """So many draws for a task that shares something."""
 
@@ -52,150 +24,7 @@ passed what it takes turns with; to another one."""
 
 
 @compiled
-def begin(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
-    """Play where the walk begins; the interval promised."""
-    walker.levels[LIMIT] = math.inf
-    us = _tried(loop, walker, played, cast)
-    walker.levels[BEST] = us
-    copy(walker.place, walker.best)
-    settle(loop, walker, played, cast, walker.levels[PRICE])
-    return us
-
-
-@compiled
-def deal(
-    loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, times: int, most_us: float
-) -> float:
-    """Deal the tasks to threads so many times; what the best deal promises, which is ``best`` then.
-
-    Args:
-        loop: The loop.
-        ties: What binds its tasks.
-        walker: Has the order and the stages that each is tried with.
-        played: What a period leaves behind.
-        cast: Room for rehearsals.
-        times: How often.
-        most_us: No thread may have more work than this.
-    """
-    level = walker.levels
-    level[BEST] = level[LIMIT] = math.inf
-    for _ in range(times):
-        if _dealt(loop, ties, walker, most_us):
-            us = _tried(loop, walker, played, cast)
-            if us < level[BEST]:
-                level[BEST] = level[LIMIT] = us
-                copy(walker.place, walker.best)
-    return level[BEST]
-
-
-@compiled
-def _dealt(loop: Loop, ties: Ties, walker: Walker, most_us: float) -> bool:
-    """Deal the tasks, roughly the longest first; False where none has room for the next one."""
-    load, lanes, key = walker.load, walker.place.lanes, walker.keys
-    for lane in range(loop.threads):
-        load[lane] = 0.0
-    for v in range(loop.size):
-        key[v] = loop.host_us[v] * (1 - _MIXED * draw(walker.seed))
-        if ties.frozen[v]:
-            lanes[v], key[v] = 0, -1.0
-            load[0] += loop.host_us[v]
-    for _ in range(loop.size):
-        v = _longest(key)
-        if key[v] >= 0:
-            key[v], lanes[v] = -1.0, _with_room(loop, walker, most_us - loop.host_us[v])
-            if lanes[v] < 0:
-                return False
-            load[lanes[v]] += loop.host_us[v]
-    return True
-
-
-@compiled
-def _longest(key: Real) -> int:
-    found = 0
-    for v in range(len(key)):
-        if key[v] > key[found]:
-            found = v
-    return found
-
-
-@compiled
-def _with_room(loop: Loop, walker: Walker, most_us: float) -> int:
-    """One of the threads that have no more work than this; -1 for none."""
-    fits = 0
-    for lane in range(loop.threads):
-        fits += walker.load[lane] <= most_us
-    turn = int(draw(walker.seed) * fits)
-    for lane in range(loop.threads):
-        if walker.load[lane] <= most_us:
-            if not turn:
-                return lane
-            turn -= 1
-    return -1
-
-
-@compiled
-def wander(
-    loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, below_us: float
-) -> float:
-    """Walk on until a plan promises less than this; what it promises, or infinity at the end.
-
-    The step that led there is to be settled before the walk goes on.
-    """
-    count, level = walker.counts, walker.levels
-    while count[STEPS] > 0 and count[TURNS] > 0:
-        count[STEPS] -= 1
-        level[HEAT] *= level[COOLING]
-        worse = 1 - level[HEAT] * math.log(1 - draw(walker.seed))
-        level[LIMIT] = level[COST] * worse
-        led = _step(loop, ties, walker)
-        if led == NOWHERE:
-            go_back(walker)
-            continue
-        if led == ALIKE and walker.rehearses:
-            copy(walker.place, walker.kept)
-            continue
-        us = _tried(loop, walker, played, cast)
-        if us < level[BEST]:
-            level[BEST] = us
-            copy(walker.place, walker.best)
-        if us < below_us and level[PRICE] <= level[LIMIT]:
-            return us
-        settle(loop, walker, played, cast, level[PRICE])
-    return math.inf
-
-
-@compiled
-def _tried(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
-    """What the step under way promises, and costs; if that is more than it may, roughly."""
-    count, level = walker.counts, walker.levels
-    if walker.rehearses:
-        level[PRICE] = us = rehearse(loop, walker.place, cast, level[LIMIT])
-        count[TURNS] -= cast.counts[DONE]
-    else:
-        level[PRICE], us, count[LIMITING] = play(loop, walker.place, played, level[LIMIT])
-        count[TURNS] -= loop.size
-    return us
-
-
-@compiled
-def settle(loop: Loop, walker: Walker, played: Played, cast: Cast, price: float) -> None:
-    """Stay where the step under way led, or go back, if it costs more than it may."""
-    level = walker.levels
-    if price > level[LIMIT]:
-        go_back(walker)
-        return
-    copy(walker.place, walker.kept)
-    for lane in range(loop.threads):
-        walker.kept_load[lane] = walker.load[lane]
-    level[COST] = price
-    if walker.rehearses:
-        walker.counts[CRITICAL] = critical(loop, cast, walker.critical)
-    else:
-        walker.counts[CRITICAL] = trace(loop, played, walker.counts[LIMITING], walker.critical)
-
-
-@compiled
-def _step(loop: Loop, ties: Ties, walker: Walker) -> int:
+def step(loop: Loop, ties: Ties, walker: Walker) -> int:
     """A step at random; where it leads: nowhere, and it may be half done."""
     seed = walker.seed
     if draw(seed) < _OF_CRITICAL:
@@ -204,7 +33,7 @@ def _step(loop: Loop, ties: Ties, walker: Walker) -> int:
         task = int(draw(seed) * loop.size)
     walker.tasks[0] = task
     kind = draw(seed)
-    to_lane = _LANE if walker.lanes_change else 0.0
+    to_lane = _LANE if walker.counts[LANES] else 0.0
     if kind < to_lane:
         if not _other_lane(loop, ties, walker, task):
             return NOWHERE

@@ -7,6 +7,9 @@ less and less often as the walk goes on. How much worse it may be is drawn first
 out can stop as soon as it is worse than that. Plans are rehearsed where that is compiled; where it
 is not, that would take too long, and a single period of each is played instead.
 
+Who takes promises for true lets walks follow each other, and has the best plan in the end. Who does
+not is asked on the way, about every plan of interest.
+
 Sources: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing" (Science
 220, 1983); that only steps on the critical path matter is from E. Nowicki and C. Smutnicki, "A fast
 taboo search algorithm for the job shop problem" (Management Science 42, 1996).
@@ -24,33 +27,25 @@ from swpipe.plans.modulo.cast import cast_of
 from swpipe.plans.modulo.compiled import COMPILED, Whole, reals, whole, wholes
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Arrangement, Period, begins
-from swpipe.plans.modulo.steps import begin, deal, settle, wander
+from swpipe.plans.modulo.strolls import begin, deal, settle, stroll, wander
 from swpipe.plans.modulo.walker import (
-    BEST,
-    COOLING,
-    HEAT,
+    LANES,
     PRICE,
     SEEDS,
-    STEPS,
+    TOP,
     TURNS,
+    WANTED,
     Ties,
     Walker,
 )
-
-_HOT, _COLD = 0.5, 0.042
-"""What a step may cost at first and at last: parts of the interval, over the number of tasks."""
 
 
 class Judge(Protocol):
     """Who is asked whether a plan keeps what it promises."""
 
     @property
-    def enough_us(self) -> float:
-        """Plans that promise less are to be asked about at once."""
-
-    @property
     def beaten_below_us(self) -> float:
-        """Only plans that promise less are of interest."""
+        """Plans that promise less are of interest."""
 
     @property
     def turns_left(self) -> int:
@@ -76,43 +71,73 @@ class Walk:
         n, threads = period.graph.size, period.threads
         self._period, self._draw, self.turns = period, rng, 0
         self._ties, self._cast = _ties(period), cast_of(period.loop)
+        place, kept, best, top, first = (
+            Arrangement(*(wholes(n) for _ in range(3))) for _ in range(5)
+        )
         self._walker = Walker(
-            lanes_change=False,
             rehearses=rehearses,
-            place=Arrangement(*(wholes(n) for _ in range(3))),
+            place=place,
             load=reals(threads),
-            kept=Arrangement(*(wholes(n) for _ in range(3))),
+            kept=kept,
             kept_load=reals(threads),
+            best=best,
+            top=top,
+            first=first,
             critical=wholes(2 * n),
             tasks=wholes(n),
             gone=wholes(n),
             rest=wholes(n),
             seed=wholes(1),
             keys=reals(n),
-            counts=wholes(4),
-            best=Arrangement(*(wholes(n) for _ in range(3))),
-            levels=reals(6),
+            counts=wholes(5),
+            levels=reals(8),
         )
+        self._walker.levels[TOP] = math.inf
 
     @property
     def here(self) -> Layout:
         """Where the walk is; the last stage is the depth - 1, the first may be above 0."""
         return self._layout(self._walker.place)
 
+    @property
+    def top(self) -> tuple[Layout, float]:
+        """The plan that promises most of all that was found by strolls, and what it promises."""
+        return self._layout(self._walker.top), float(self._walker.levels[TOP])
+
     def _layout(self, place: Arrangement) -> Layout:
         order, lanes, stages = (tuple(map(int, each)) for each in place)
         return Layout(lanes, stages, order, self._period.depth)
 
-    def dealt(self, start: Layout, times: int, most_us: float) -> Layout | None:
-        """The best of so many deals of the tasks to threads; None where none was possible.
+    def stroll(self, first: Layout, steps: int, wanted_us: float, turns: int) -> float:
+        """Walk four times; what the best plan so far promises.
+
+        Args:
+            first: Where to begin, if not with the best plan; the last stage is the depth - 1.
+            steps: How many each time.
+            wanted_us: An interval that ends it.
+            turns: So much may be done.
+        """
+        period, walker = self._period, self._walker
+        _stand(walker.first, first)
+        self._draw_seed()
+        walker.levels[WANTED], walker.counts[TURNS] = wanted_us, turns
+        stroll(period.loop, self._ties, walker, period.left, self._cast, steps)
+        self.turns += int(turns - walker.counts[TURNS])
+        return float(walker.levels[TOP])
+
+    def dealt(self, start: Layout, top_us: float, wanted_us: float) -> Layout | None:
+        """The best of many deals of the tasks to threads; None where none was possible.
 
         Args:
             start: Has the order and the stages that each is tried with; the last is the depth - 1.
-            times: How many deals.
-            most_us: No thread may have more work than this.
+            top_us: What is to be improved on: no thread may have as much work.
+            wanted_us: Half of what there is to gain is to be promised, if that can be.
         """
-        period, walker = self._period, self._begun(start, lanes_change=False)
-        us = deal(period.loop, self._ties, walker, period.left, self._cast, times, most_us)
+        period, walker = self._period, self._walker
+        _stand(walker.place, start)
+        self._draw_seed()
+        walker.levels[TOP], walker.levels[WANTED], walker.counts[TURNS] = top_us, wanted_us, 0
+        us = deal(period.loop, self._ties, walker, period.left, self._cast)
         self.turns -= int(walker.counts[TURNS])
         return self._layout(walker.best) if us < math.inf else None
 
@@ -122,39 +147,34 @@ class Walk:
         Args:
             start: Where to begin; its stages end with the last, the depth - 1.
             steps: How many.
-            judge: Is asked about plans that promise enough, and at last about the one that promises
-                most.
+            judge: Is asked about plans of interest.
             lanes_change: Whether tasks may go to other threads.
         """
-        period, walker = self._period, self._begun(start, lanes_change=lanes_change)
+        period, walker = self._period, self._walker
         loop, played, cast, level = period.loop, period.left, self._cast, walker.levels
-        promised_us = begin(loop, walker, played, cast)
-        if promised_us < judge.enough_us:
+        _stand(walker.place, start)
+        self._draw_seed()
+        walker.counts[LANES], walker.counts[TURNS] = lanes_change and period.threads > 1, 0
+        promised_us = begin(loop, walker, played, cast, steps)
+        if promised_us < judge.beaten_below_us:
             judge.ask(self.here, promised_us)
         self.turns -= int(walker.counts[TURNS])
-        walker.counts[STEPS] = steps
-        level[HEAT] = _HOT / loop.size
-        level[COOLING] = (_COLD / _HOT) ** (1 / steps)
         while left := judge.turns_left:
             walker.counts[TURNS] = left
-            promised_us = wander(loop, self._ties, walker, played, cast, judge.enough_us)
+            promised_us = wander(loop, self._ties, walker, played, cast, judge.beaten_below_us)
             self.turns += int(left - walker.counts[TURNS])
             if promised_us == math.inf:
                 break
             broken_us = max(0.0, judge.ask(self.here, promised_us) - promised_us)
             settle(loop, walker, played, cast, level[PRICE] + broken_us)
-        if judge.enough_us <= level[BEST] < judge.beaten_below_us:
-            judge.ask(self._layout(walker.best), float(level[BEST]))
 
-    def _begun(self, start: Layout, *, lanes_change: bool) -> Walker:
-        walker, period = self._walker, self._period
-        load = [0.0] * period.threads
-        for v, lane in enumerate(start.lanes):
-            load[lane] += period.graph.host_us[v]
-        walker.place.order[:], walker.place.lanes[:] = start.order, start.lanes
-        walker.place.stages[:], walker.load[:] = start.stages, load
-        walker.seed[0], walker.counts[TURNS] = self._draw.randrange(1, SEEDS), 0
-        return walker._replace(lanes_change=lanes_change and period.threads > 1)
+    def _draw_seed(self) -> None:
+        self._walker.seed[0] = self._draw.randrange(1, SEEDS)
+
+
+def _stand(place: Arrangement, layout: Layout) -> None:
+    place.order[:], place.lanes[:] = layout.order, layout.lanes
+    place.stages[:] = layout.stages
 
 
 def _ties(period: Period) -> Ties:

@@ -18,14 +18,15 @@ _MULTIPLIER = 48_271
 """S. K. Park and K. W. Miller, "Random number generators: good ones are hard to find" (1988), with
 the multiplier that they came to prefer (1993): no product leaves 64 bits."""
 
-STEPS, TURNS, CRITICAL, LIMITING = range(4)
+STEPS, TURNS, CRITICAL, LIMITING, LANES = range(5)
 """Counts: steps that are left; turns that may be done yet, in all that is rehearsed or played;
-tasks that set the interval; the operation that does, where a period was played."""
+tasks that set the interval; the operation that does, where a period was played; 1 where tasks may
+go to other threads."""
 
-HEAT, COOLING, COST, LIMIT, PRICE, BEST = range(6)
+HEAT, COOLING, COST, LIMIT, PRICE, BEST, TOP, WANTED = range(8)
 """Levels: what a step may cost, over the interval, and by what that shrinks at each step; what the
 plan costs where the walk is; what the step under way may cost, and does; the least interval
-promised on the way."""
+promised on the way, the least on any way, and the one that ends the search."""
 
 
 class Ties(NamedTuple):
@@ -58,13 +59,14 @@ class Walker(NamedTuple):
     """Where a walk is, and how far.
 
     Attributes:
-        lanes_change: Whether tasks may go to other threads.
         rehearses: Whether plans are rehearsed, or a period of them played.
         place: The plan of the step under way.
         load: Thread to its host work there.
         kept: The plan where the walk is.
         kept_load: Thread to its host work there.
-        best: The plan that promises most.
+        best: The plan that promises most on the way.
+        top: The one that promises most of all so far.
+        first: Where walks begin anew.
         critical: The tasks that set its interval.
         tasks: Those that the step under way places anew.
         gone: Task to 1 where it is to be placed yet.
@@ -75,13 +77,14 @@ class Walker(NamedTuple):
         levels: Real ones.
     """
 
-    lanes_change: bool
     rehearses: bool
     place: Arrangement
     load: Real
     kept: Arrangement
     kept_load: Real
     best: Arrangement
+    top: Arrangement
+    first: Arrangement
     critical: Whole
     tasks: Whole
     gone: Whole

@@ -47,7 +47,6 @@ class Listener:
     heard: list[Layout] = field(default_factory=list)
     promised_us: list[float] = field(default_factory=list)
     beaten_below_us: float = math.inf
-    enough_us: float = math.inf
 
     @property
     def turns_left(self) -> int:

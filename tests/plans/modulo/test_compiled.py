@@ -30,8 +30,10 @@ for number, size, depth in LOOPS:
     period = Period(graph, given.limits.threads, depth)
     walk = Walk(period, random.Random(number), rehearses=True)
     start = beginning(graph, depth, given.limits.threads)
-    start = walk.dealt(start, 12, 1e9) or start
+    start = walk.dealt(start, 1e9, 1e9) or start
     walk.go(start, 80, listener, lanes_change=True)
+    walk.stroll(start, 40, 1.0, 10**6)
+    print(walk.top)
     print(listener.heard, [us.hex() for us in map(float, listener.promised_us)], walk.turns)
     print(least_load(graph, 3))
 """

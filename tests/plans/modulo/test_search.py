@@ -7,11 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe.plans import auto_plan, simulate
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.costs import CostModel, TaskCost
+from swpipe.plans import Limits, auto_plan, simulate
 from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.cast import PERIODS
+from swpipe.plans.modulo.compiled import COMPILED
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.search import _DEALS, _REST, Search, _Quest
+from swpipe.plans.modulo.loop_graph import loop_graph
+from swpipe.plans.modulo.search import _REST, Search, _Quest
+from swpipe.plans.modulo.strolls import DEALS
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import graph_of
 
@@ -44,7 +49,7 @@ def test_effort_is_bounded_and_some_is_left_for_depth_and_threads(number: int) -
     whole = search.effort
     search.best(4, 5)
     a_rehearsal = 3 * (search.graph.size + 2) * PERIODS
-    assert _REST * whole - _DEALS * a_rehearsal <= search.effort <= _REST * whole
+    assert _REST * whole - DEALS * a_rehearsal <= search.effort <= _REST * whole
 
 
 def test_a_search_for_more_than_there_is_hands_back_the_best_there_was() -> None:
@@ -132,3 +137,16 @@ def test_the_interval_of_a_choice_is_the_simulators(number: int) -> None:
     choice = auto_plan(given.plan, given.costs, limits=given.limits, streams=given.streams)
     found = simulate(choice.plan, given.costs, streams=given.streams)
     assert choice.ii_us == found.ii_us
+
+
+def test_who_may_promise_a_plan_that_cannot_be_said_is_not_trusted() -> None:
+    """Pairs that reach into later iterations are kept by some plans alone: each is asked about."""
+    costs = CostModel({"read": TaskCost(host_us=300), "work": TaskCost(host_us=700)})
+    for stage, trusts in ((0, COMPILED), (1, False)):
+        plan = PipelinePlan(
+            {"read": TaskSchedule(), "work": TaskSchedule(stage=stage)},
+            same_period_deps=[("work", "read")],
+        )
+        graph = loop_graph(plan, costs, Limits(), streams=False)
+        assert Search(plan, costs, graph).trusts == trusts
+        assert auto_plan(plan, costs, streams=False).ii_us == 700

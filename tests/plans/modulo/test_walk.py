@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
+from swpipe.plans import simulate
 from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Period
+from swpipe.plans.modulo.strolls import A_STEP
 from swpipe.plans.modulo.walk import Walk
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import Instance, instance
@@ -90,7 +93,7 @@ def test_who_is_satisfied_hears_no_more() -> None:
     assert len(listener.heard) == 3
 
 
-def test_steps_that_only_seem_to_lead_elsewhere_cost_nothing() -> None:
+def test_steps_that_only_seem_to_lead_elsewhere_are_not_rehearsed() -> None:
     """Whatever their order, tasks that take turns with nobody do the same: once is enough."""
     period = Period(host_work(100, 200, 300, chain=False), threads=3, depth=1)
     start = Layout((0, 1, 2), (0, 0, 0), (0, 1, 2), 1)
@@ -98,7 +101,8 @@ def test_steps_that_only_seem_to_lead_elsewhere_cost_nothing() -> None:
     walk.go(start, 1, listener, lanes_change=False)
     once = walk.turns
     walk.go(start, 300, listener, lanes_change=False)
-    assert walk.turns == 2 * once > 0
+    assert walk.turns == 2 * once + 299 * A_STEP
+    assert once > A_STEP
     assert walk.here != start
 
 
@@ -108,7 +112,7 @@ def test_the_best_of_many_deals_is_taken(rehearses: bool) -> None:
     period = Period(host_work(70, 60, 50, 40, 40, chain=False), threads=2, depth=2)
     walk = Walk(period, random.Random(1), rehearses=rehearses)
     start = Layout((0,) * 5, (1,) * 5, (0, 1, 2, 3, 4), 2)
-    dealt = walk.dealt(start, 200, 1e9)
+    dealt = walk.dealt(start, math.inf, 0.0)
     assert dealt is not None
     assert {sum((70, 60, 50, 40, 40)[v] for v in range(5) if dealt.lanes[v] == 0)} == {130}
     assert (dealt.stages, dealt.order) == (start.stages, start.order)
@@ -119,12 +123,12 @@ def test_no_thread_is_dealt_more_than_it_may_have() -> None:
     period = Period(host_work(70, 60, 50, 40, 40, chain=False), threads=3, depth=2)
     start = Layout((0,) * 5, (1,) * 5, (0, 1, 2, 3, 4), 2)
     for number in range(20):
-        dealt = Walk(period, random.Random(number)).dealt(start, 1, 110)
+        dealt = Walk(period, random.Random(number)).dealt(start, 110.001, 110.0)
         loads = [0, 0, 0]
         for v, us in enumerate((70, 60, 50, 40, 40)) if dealt is not None else ():
             loads[dealt.lanes[v]] += us
         assert max(loads) <= 110
-    assert Walk(period, random.Random(1)).dealt(start, 200, 85) is None
+    assert Walk(period, random.Random(1)).dealt(start, 85, 85) is None
 
 
 def test_frozen_tasks_are_not_dealt() -> None:
@@ -132,7 +136,50 @@ def test_frozen_tasks_are_not_dealt() -> None:
     graph = host_work(70, 60, 50, chain=False, frozen=("b",))
     start = Layout((0, 0, 0), (1, 1, 1), (0, 1, 2), 2)
     for number in range(20):
-        dealt = Walk(Period(graph, 2, 2), random.Random(number)).dealt(start, 20, 125)
+        dealt = Walk(Period(graph, 2, 2), random.Random(number)).dealt(start, 125.001, 125.0)
         assert dealt is not None
         assert dealt.lanes[1] == 0
         assert dealt.lanes[0] == 1
+
+
+def strolled(number: int, wanted_us: float = 1.0, turns: int = 400_000) -> tuple[Instance, Walk]:
+    """Four walks in a row on this instance."""
+    given = instance(number)
+    graph = graph_of(given)
+    first = beginning(graph, DEPTH, given.limits.threads)
+    assert first is not None
+    walk = Walk(Period(graph, given.limits.threads, DEPTH), random.Random(1), rehearses=True)
+    walk.stroll(first, 20, wanted_us, turns)
+    return given, walk
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_what_a_stroll_finds_can_run_and_keeps_its_promise(number: int) -> None:
+    """Within the limits; and it is rehearsed from the start of the loop, as the simulator does."""
+    given, walk = strolled(number)
+    layout, promised_us = walk.top
+    plan = plan_at(given, graph_of(given), layout)
+    check_on_paper(plan)
+    assert all(layout.lanes[v] == 0 for v in graph_of(given).frozen)
+    found = simulate(plan, given.costs, streams=given.streams)
+    assert found.ii_us == pytest.approx(promised_us, rel=1e-9)
+
+
+def test_strolls_go_on_from_the_best_plan_so_far() -> None:
+    """It is never lost, and each round may improve on it."""
+    given, walk = strolled(53)
+    first = beginning(graph_of(given), DEPTH, given.limits.threads)
+    assert first is not None
+    promised = [walk.top[1]]
+    for _ in range(4):
+        promised.append(walk.stroll(first, 20, 1.0, 400_000))
+        assert promised[-1] == walk.top[1]
+    assert promised == sorted(promised, reverse=True)
+    assert promised[-1] < promised[0]
+
+
+def test_a_stroll_ends_where_it_promises_what_is_wanted() -> None:
+    """Or where there are no turns left: then there is no more than one walk that has begun."""
+    at_once, whole, cut = (strolled(53, *how)[1] for how in ((1e9,), (1.0,), (1.0, 1)))
+    assert at_once.turns == cut.turns < whole.turns / 20
+    assert at_once.top[1] == cut.top[1] > whole.top[1]

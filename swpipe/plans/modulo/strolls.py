@@ -1,0 +1,249 @@
+"""Walks, in numbers: what `walk` has run for it.
+
+    wander ──> a step ──> rehearse, or play ──> worse than may be: back to where it was
+      ^                                     ──> as good as wanted: who walks is told; settle
+      └─────────────────────────────────<── else: on from there
+
+    stroll ──> wander from the first plan; from that, but dealt ──┐
+           ──> wander from the best plan; from that, but dealt  <─┘
+
+Plans are rehearsed twice at most. Once with all iterations in flight, which takes half the time;
+what seems to be the best plan on the way is rehearsed from the start of the loop.
+"""
+
+from __future__ import annotations
+
+import math
+
+from swpipe.plans.modulo.cast import DONE, Cast
+from swpipe.plans.modulo.compiled import Real, compiled
+from swpipe.plans.modulo.loop_graph import SAME
+from swpipe.plans.modulo.period import Loop, Played, play, trace
+from swpipe.plans.modulo.rehearsal import critical, rehearse
+from swpipe.plans.modulo.steps import ALIKE, NOWHERE, step
+from swpipe.plans.modulo.walker import (
+    BEST,
+    COOLING,
+    COST,
+    CRITICAL,
+    HEAT,
+    LANES,
+    LIMIT,
+    LIMITING,
+    PRICE,
+    STEPS,
+    TOP,
+    TURNS,
+    WANTED,
+    Ties,
+    Walker,
+    copy,
+    draw,
+    go_back,
+)
+
+_HOT, _COLD = 0.5, 0.042
+"""What a step may cost at first and at last: parts of the interval, over the number of tasks."""
+
+A_STEP = 10
+"""To make a step takes as long as so many turns."""
+
+DEALS = 64
+"""So many ways to deal the tasks to threads are looked at before one is taken for a walk."""
+
+_MIXED = 0.5
+"""By up to this part tasks count as shorter than they are, to be dealt in another order."""
+
+
+@compiled
+def stroll(loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, steps: int) -> None:
+    """Walk four times, from ``first`` and from ``top``; what is found on the way is ``top`` then.
+
+    Args:
+        loop: The loop.
+        ties: What binds its tasks.
+        walker: Stops where a plan promises what is wanted, or there are no turns left.
+        played: What a period leaves behind.
+        cast: Room for rehearsals.
+        steps: Of each walk.
+    """
+    count, level = walker.counts, walker.levels
+    enough_us = level[WANTED] * (1 + SAME)
+    for number in range(4):
+        begins = walker.top if number > 1 and level[TOP] < math.inf else walker.first
+        copy(begins, walker.place)
+        if number % 2 and loop.threads > 1:
+            us = deal(loop, ties, walker, played, cast)
+            copy(walker.best if us < math.inf else begins, walker.place)
+        count[LANES] = number % 2 == 0 and loop.threads > 1
+        us = begin(loop, walker, played, cast, steps)
+        if us > enough_us:
+            wander(loop, ties, walker, played, cast, enough_us)
+        if level[BEST] < level[TOP] * (1 - SAME):
+            level[TOP] = level[BEST]
+            copy(walker.best, walker.top)
+        if level[TOP] <= enough_us or count[TURNS] <= 0:
+            break
+
+
+@compiled
+def begin(loop: Loop, walker: Walker, played: Played, cast: Cast, steps: int) -> float:
+    """Stand where a walk of so many steps begins; the interval promised."""
+    count, level, load = walker.counts, walker.levels, walker.load
+    for lane in range(loop.threads):
+        load[lane] = 0.0
+    for v in range(loop.size):
+        load[walker.place.lanes[v]] += loop.host_us[v]
+    count[STEPS] = steps
+    level[HEAT] = _HOT / loop.size
+    level[COOLING] = (_COLD / _HOT) ** (1 / steps)
+    level[LIMIT] = level[BEST] = math.inf
+    level[BEST] = us = _tried(loop, walker, played, cast)
+    copy(walker.place, walker.best)
+    settle(loop, walker, played, cast, level[PRICE])
+    return us
+
+
+@compiled
+def wander(
+    loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, below_us: float
+) -> float:
+    """Walk on until a plan promises less than this; what it promises, or infinity at the end.
+
+    The step that led there is to be settled before the walk goes on.
+    """
+    count, level = walker.counts, walker.levels
+    while count[STEPS] > 0 and count[TURNS] > 0:
+        count[STEPS] -= 1
+        count[TURNS] -= A_STEP
+        level[HEAT] *= level[COOLING]
+        worse = 1 - level[HEAT] * math.log(1 - draw(walker.seed))
+        level[LIMIT] = level[COST] * worse
+        led = step(loop, ties, walker)
+        if led == NOWHERE:
+            go_back(walker)
+            continue
+        if led == ALIKE and walker.rehearses:
+            copy(walker.place, walker.kept)
+            continue
+        us = _tried(loop, walker, played, cast)
+        if us < level[BEST]:
+            level[BEST] = us
+            copy(walker.place, walker.best)
+        if us < below_us and level[PRICE] <= level[LIMIT]:
+            return us
+        settle(loop, walker, played, cast, level[PRICE])
+    return math.inf
+
+
+@compiled
+def _tried(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
+    """What the step under way promises, and costs; if that is more than it may, roughly."""
+    count, level = walker.counts, walker.levels
+    if walker.rehearses:
+        us = rehearse(loop, walker.place, cast, level[LIMIT], loop.depth - 1)
+        count[TURNS] -= cast.counts[DONE] + cast.span  # as long as a turn takes each to cast
+        if us < level[BEST] and loop.depth > 1:
+            us = rehearse(loop, walker.place, cast, level[LIMIT], 0)
+            count[TURNS] -= cast.counts[DONE] + cast.span
+        level[PRICE] = us
+    else:
+        level[PRICE], us, count[LIMITING] = play(loop, walker.place, played, level[LIMIT])
+        count[TURNS] -= loop.size
+    return us
+
+
+@compiled
+def settle(loop: Loop, walker: Walker, played: Played, cast: Cast, price: float) -> None:
+    """Stay where the step under way led, or go back, if it costs more than it may."""
+    level = walker.levels
+    if price > level[LIMIT]:
+        go_back(walker)
+        return
+    copy(walker.place, walker.kept)
+    for lane in range(loop.threads):
+        walker.kept_load[lane] = walker.load[lane]
+    level[COST] = price
+    if walker.rehearses:
+        walker.counts[CRITICAL] = critical(loop, cast, walker.critical)
+    else:
+        walker.counts[CRITICAL] = trace(loop, played, walker.counts[LIMITING], walker.critical)
+
+
+# ------------------------------------------------------------------------------------------ deals
+
+
+@compiled
+def deal(loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast) -> float:
+    """Deal the tasks to threads again and again; what the best deal promises, which is ``best``.
+
+    They are dealt so evenly as to promise half of what there is to gain; if that cannot be, so as
+    to promise anything. Where nothing is to be gained, it is infinity.
+    """
+    beaten_us, us = walker.levels[TOP] * (1 - SAME), math.inf
+    if beaten_us < math.inf:
+        us = _best_deal(loop, ties, walker, played, cast, (beaten_us + walker.levels[WANTED]) / 2)
+    if us == math.inf:
+        us = _best_deal(loop, ties, walker, played, cast, beaten_us)
+    return us
+
+
+@compiled
+def _best_deal(
+    loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, most_us: float
+) -> float:
+    """The same where no thread may have more work than this."""
+    level = walker.levels
+    level[BEST] = level[LIMIT] = math.inf
+    for _ in range(DEALS):
+        if _dealt(loop, ties, walker, most_us):
+            us = _tried(loop, walker, played, cast)
+            if us < level[BEST]:
+                level[BEST] = level[LIMIT] = us
+                copy(walker.place, walker.best)
+    return level[BEST]
+
+
+@compiled
+def _dealt(loop: Loop, ties: Ties, walker: Walker, most_us: float) -> bool:
+    """Deal the tasks, roughly the longest first; False where none has room for the next one."""
+    load, lanes, key = walker.load, walker.place.lanes, walker.keys
+    for lane in range(loop.threads):
+        load[lane] = 0.0
+    for v in range(loop.size):
+        key[v] = loop.host_us[v] * (1 - _MIXED * draw(walker.seed))
+        if ties.frozen[v]:
+            lanes[v], key[v] = 0, -1.0
+            load[0] += loop.host_us[v]
+    for _ in range(loop.size):
+        v = _longest(key)
+        if key[v] >= 0:
+            key[v], lanes[v] = -1.0, _with_room(loop, walker, most_us - loop.host_us[v])
+            if lanes[v] < 0:
+                return False
+            load[lanes[v]] += loop.host_us[v]
+    return True
+
+
+@compiled
+def _longest(key: Real) -> int:
+    found = 0
+    for v in range(len(key)):
+        if key[v] > key[found]:
+            found = v
+    return found
+
+
+@compiled
+def _with_room(loop: Loop, walker: Walker, most_us: float) -> int:
+    """One of the threads that have no more work than this; -1 for none."""
+    fits = 0
+    for lane in range(loop.threads):
+        fits += walker.load[lane] <= most_us
+    turn = int(draw(walker.seed) * fits)
+    for lane in range(loop.threads):
+        if walker.load[lane] <= most_us:
+            if not turn:
+                return lane
+            turn -= 1
+    return -1
