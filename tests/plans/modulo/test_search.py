@@ -149,4 +149,3 @@ def test_who_may_promise_a_plan_that_cannot_be_said_is_not_trusted() -> None:
         )
         graph = loop_graph(plan, costs, Limits(), streams=False)
         assert Search(plan, costs, graph).trusts == trusts
-        assert auto_plan(plan, costs, streams=False).ii_us == 700
