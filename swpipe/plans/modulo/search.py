@@ -66,17 +66,23 @@ class _Pace(NamedTuple):
     Attributes:
         effort: For each pair of tasks of a loop.
         most_effort: All in all, for loops of many tasks.
-        walk: Steps of a walk, for each task.
+        walk: Steps of a walk, of a loop of one task.
+        growth: The power of the number of tasks that they grow by.
         judging: What it takes to judge a plan, for each pair of tasks.
     """
 
     effort: int
     most_effort: int
-    walk: int
+    walk: float
+    growth: float
     judging: int
 
 
-PACE = _Pace(2_400, 50_000_000, 10, 80) if COMPILED else _Pace(300, 2_500_000, 24, 2)
+PACE = (
+    _Pace(2_200, 50_000_000, walk=2.7, growth=1.5, judging=80)
+    if COMPILED
+    else _Pace(300, 2_500_000, walk=24, growth=1, judging=2)
+)
 """What takes a few hundredths of a second for 14 tasks where compiled, and a tenth where not; for
 loops of hundreds less than five seconds."""
 
@@ -296,7 +302,7 @@ class _Quest:
         self._rng = random.Random(threads * 1_000 + depth + 1_000_000 * search.broken)
         self._wanted_us = wanted_us
         self._walk = Walk(Period(search.graph, threads, depth), self._rng)
-        self._steps = PACE.walk * search.graph.size
+        self._steps = round(PACE.walk * search.graph.size**PACE.growth)
 
     def stroll(self) -> None:
         """Walk until satisfied, and believe what plans promise."""
