@@ -52,7 +52,6 @@ class Cast(NamedTuple):
         link_before: Link to the one before it, of the same turn; -1 for none.
         link_turn: Link to the turn that waits.
         link_on: Link to how much further on that is.
-        link_lag: Link to the periods in between.
         link_since: Link to the first period in which that turn waits.
         link_over_us: Link to how long it takes to be heard of.
         first: Thread, stream, and thread as it submits: to its first turn.
@@ -91,7 +90,6 @@ class Cast(NamedTuple):
     link_before: Whole
     link_turn: Whole
     link_on: Whole
-    link_lag: Whole
     link_since: Whole
     link_over_us: Real
     first: Whole
@@ -139,7 +137,6 @@ def cast_of(loop: Loop) -> Cast:
         link_before=wholes(links),
         link_turn=wholes(links),
         link_on=wholes(links),
-        link_lag=wholes(links),
         link_since=wholes(links),
         link_over_us=reals(links),
         first=wholes(players),
@@ -270,8 +267,7 @@ def _link(cast: Cast, tail: int, head: int, lag: int, since: int, over_us: float
     cast.counts[LINKED] += 1
     cast.link_before[number], cast.link[tail] = cast.link[tail], number
     cast.link_turn[number], cast.link_on[number] = head, head - tail + cast.span * lag
-    cast.link_lag[number], cast.link_since[number] = lag, max(lag, since)
-    cast.link_over_us[number] = over_us
+    cast.link_since[number], cast.link_over_us[number] = max(lag, since), over_us
     cast.needs[head] += 1
 
 
@@ -314,7 +310,8 @@ def _link_host(loop: Loop, place: Arrangement, cast: Cast) -> None:
 def _link_device(loop: Loop, place: Arrangement, cast: Cast, begun: int) -> None:
     """Streams wait for each other, and admission for them, where both iterations exist.
 
-    What the order of a stream says needs no link.
+    What the order of a stream says needs no link; that of the caller's is the order of submission,
+    and who waits for work there has been submitted after it.
     """
     size, width, stage, last = loop.size, cast.width, cast.stage, loop.depth - 1
     closing = width + size + 1
@@ -323,17 +320,15 @@ def _link_device(loop: Loop, place: Arrangement, cast: Cast, begun: int) -> None
     for stream in range(loop.streams):
         cast.tells[stream] = -1
     for v in place.order:
-        work, stream, queued = width + v, loop.stream[v], cast.queued[width + v] > 0
+        work, stream = width + v, loop.stream[v]
         _link(cast, v, work, 0, 0, 0.0)
         for edge in range(loop.into_of[size + v], loop.into_of[size + v + 1]):
             u = loop.into_tail[edge] - size
-            if u >= 0 and (queued or loop.stream[u] != stream):
+            if u >= 0 and loop.stream[u] != stream:
                 lag = stage[v] - stage[u] + loop.into_distance[edge]
                 since = max(stage[v], stage[u] + lag) - begun
                 _link(cast, width + u, work, lag, since, 0.0)
-        if queued:
-            _link(cast, work, closing, last - stage[v], last - begun, 0.0)
-        elif cast.tells[stream] < 0 or stage[v] >= stage[cast.tells[stream]]:
+        if cast.tells[stream] < 0 or stage[v] >= stage[cast.tells[stream]]:
             cast.tells[stream] = v
     for stream in range(1, loop.streams):
         v = cast.tells[stream]

@@ -46,10 +46,6 @@ from swpipe.plans.modulo.period import BOTH, LOCK, RESOURCE, Arrangement, Loop
 _ALIKE = 1e-9
 """Gaps that differ by less than this part are alike."""
 
-_EARLY, _SURELY = 4, 1.03
-"""Where three gaps, the last so many periods after the first, are this far above the limit, more of
-them will not tell otherwise."""
-
 
 @compiled
 def rehearse(loop: Loop, place: Arrangement, cast: Cast, limit_us: float, begun: int) -> float:
@@ -289,8 +285,6 @@ def _interval(loop: Loop, cast: Cast, here: int, limit_us: float, begun: int) ->
         before_us = end_us[here - back] - end_us[here - 2 * back]
         if abs(gap_us - before_us) <= _ALIKE * gap_us and _settled(cast, period, gap_us):
             us = gap_us
-        elif period >= full + _EARLY and _mean(cast, here, 3) > limit_us * _SURELY:
-            us = _mean(cast, here, 3)
         elif period >= full + depth and _mean(cast, here, depth) > limit_us:
             us = _mean(cast, here, depth)
         elif period == PERIODS - 1:
@@ -305,36 +299,17 @@ def _mean(cast: Cast, here: int, periods: int) -> float:
 
 @inlined
 def _settled(cast: Cast, period: int, gap_us: float) -> bool:
-    """Whether all that was done came as long after that of the period before: nothing drifts.
-
-    What waits for earlier periods must not come too soon for them, once they are that far apart.
-    """
+    """Whether all that was done came as long after that of the period before: nothing drifts."""
     span, settled = cast.span, True
     for number in range(cast.counts[LISTED]):
-        turn = cast.listed[number]
-        here = _latest(cast, turn, period)
+        here = cast.listed[number] + span * period
+        while here >= span and cast.left[here] >= 0:  # not that far yet
+            here -= span
         end_us = cast.at_us[here]
         if here < span or abs(end_us - cast.at_us[here - span] - gap_us) > _ALIKE * end_us:
             settled = False
             break
-        link = cast.link[turn]
-        while link >= 0 and settled:
-            if cast.link_lag[link] > 1:
-                there = _latest(cast, cast.link_turn[link], period)
-                ahead = (here + cast.link_on[link] - there) // span
-                since_us = cast.at_us[there] - cast.took_us[cast.link_turn[link]] + gap_us * ahead
-                settled = end_us + cast.link_over_us[link] <= since_us + _ALIKE * end_us
-            link = cast.link_before[link]
     return settled
-
-
-@inlined
-def _latest(cast: Cast, turn: int, period: int) -> int:
-    """A turn in this period, or in the last one before in which it is done."""
-    here = turn + cast.span * period
-    while here >= cast.span and cast.left[here] >= 0:
-        here -= cast.span
-    return here
 
 
 @inlined

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
 from swpipe.plans import Limits, simulate
 from swpipe.plans.modulo.beginnings import beginning
-from swpipe.plans.modulo.cast import DONE, cast_of
+from swpipe.plans.modulo.cast import DONE, PERIODS, cast_of
 from swpipe.plans.modulo.compiled import whole
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Arrangement, Period
@@ -316,3 +317,12 @@ def test_it_may_begin_with_all_iterations_in_flight() -> None:
             assert same[-1] or contends(given, layout)
     assert sum(same) >= 0.9 * len(same)
     assert warm < 0.65 * cold
+
+
+def test_iterations_may_depend_on_more_than_are_rehearsed() -> None:
+    """Nobody waits that long: what is not rehearsed has no say, and takes no room."""
+    given = loop({"a": TaskCost(host_us=100), "b": TaskCost(host_us=300)})
+    plan = replace(given.plan, cross_iter_deps=[("a", "b", 10 * PERIODS)])
+    given, layout = replace(given, plan=plan), Layout((0, 1), (0, 0), (0, 1), 2)
+    assert rehearsed(given, layout) == simulated(given, layout) == 300
+    assert rehearsed(given, layout, begun=1) == 300
