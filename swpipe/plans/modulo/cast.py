@@ -52,7 +52,8 @@ class Cast(NamedTuple):
         link_before: Link to the one before it, of the same turn; -1 for none.
         link_turn: Link to the turn that waits.
         link_on: Link to how much further on that is.
-        link_since: Link to the first period in which that turn waits.
+        link_since: Link to the first period in which that turn waits; once a rehearsal has begun,
+            to that turn of that period.
         link_over_us: Link to how long it takes to be heard of.
         first: Thread, stream, and thread as it submits: to its first turn.
         last: The same to its last turn; -1 for none.

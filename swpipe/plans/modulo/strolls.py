@@ -73,7 +73,7 @@ def stroll(loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, s
         begins = walker.top if number > 1 and level[TOP] < math.inf else walker.first
         copy(begins, walker.place)
         if number % 2 and loop.threads > 1:
-            us = deal(loop, ties, walker, played, cast)
+            us = deal(loop, ties, walker, played, cast, level[TOP], level[WANTED])
             copy(walker.best if us < math.inf else begins, walker.place)
         count[LANES] = number % 2 == 0 and loop.threads > 1
         us = begin(loop, walker, played, cast, steps)
@@ -174,15 +174,23 @@ def settle(loop: Loop, walker: Walker, played: Played, cast: Cast, price: float)
 
 
 @compiled
-def deal(loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast) -> float:
+def deal(
+    loop: Loop,
+    ties: Ties,
+    walker: Walker,
+    played: Played,
+    cast: Cast,
+    top_us: float,
+    wanted_us: float,
+) -> float:
     """Deal the tasks to threads again and again; what the best deal promises, which is ``best``.
 
     They are dealt so evenly as to promise half of what there is to gain; if that cannot be, so as
     to promise anything. Where nothing is to be gained, it is infinity.
     """
-    beaten_us, us = walker.levels[TOP] * (1 - SAME), math.inf
+    beaten_us, us = top_us * (1 - SAME), math.inf
     if beaten_us < math.inf:
-        us = _best_deal(loop, ties, walker, played, cast, (beaten_us + walker.levels[WANTED]) / 2)
+        us = _best_deal(loop, ties, walker, played, cast, (beaten_us + wanted_us) / 2)
     if us == math.inf:
         us = _best_deal(loop, ties, walker, played, cast, beaten_us)
     return us

@@ -136,8 +136,8 @@ class Walk:
         period, walker = self._period, self._walker
         _stand(walker.place, start)
         self._draw_seed()
-        walker.levels[TOP], walker.levels[WANTED], walker.counts[TURNS] = top_us, wanted_us, 0
-        us = deal(period.loop, self._ties, walker, period.left, self._cast)
+        walker.counts[TURNS], loop = 0, period.loop
+        us = deal(loop, self._ties, walker, period.left, self._cast, top_us, wanted_us)
         self.turns -= int(walker.counts[TURNS])
         return self._layout(walker.best) if us < math.inf else None
 

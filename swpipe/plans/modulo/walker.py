@@ -67,7 +67,7 @@ class Walker(NamedTuple):
         best: The plan that promises most on the way.
         top: The one that promises most of all so far.
         first: Where walks begin anew.
-        critical: The tasks that set its interval.
+        critical: The tasks that set the interval where the walk is.
         tasks: Those that the step under way places anew.
         gone: Task to 1 where it is to be placed yet.
         rest: The order that is being made.
