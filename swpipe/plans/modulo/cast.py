@@ -19,11 +19,11 @@ from swpipe.plans.modulo.period import Arrangement, Loop, highest
 PERIODS = 40
 """So many are rehearsed at most."""
 
-LISTED, LINKED, KNOWN, READY, WAITING, HOLDING, SUBMITTED, WORKED, DONE, END = range(10)
+LISTED, LINKED, KNOWN, READY, WAITING, HOLDING, CHOSEN, SUBMITTED, WORKED, DONE, END = range(11)
 """Counts: the turns and the links that there are; where periods begin that nothing is noted of yet;
-turns that can be done; turns that wait for what others want too, and those of them that hold a
-resource meanwhile; turns submitted to the caller's stream, and those of them that are done; all
-that are done; and the turn that was the last."""
+turns that can be done; turns that wait for what others want too, those of them that hold a resource
+meanwhile, and how often one was chosen; turns submitted to the caller's stream, and those of them
+that are done; all that are done; and the turn that was the last."""
 
 SUBMITS = 4
 """What a turn contends for that submits to the caller's stream; others want resources or locks."""
@@ -125,7 +125,7 @@ def cast_of(loop: Loop) -> Cast:
     return Cast(
         width=width,
         span=span,
-        counts=wholes(10),
+        counts=wholes(11),
         listed=wholes(span),
         stage=wholes(span),
         since=wholes(span),

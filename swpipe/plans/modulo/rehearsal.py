@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 
 from swpipe.plans.modulo.cast import (
+    CHOSEN,
     DONE,
     END,
     HOLDING,
@@ -70,6 +71,7 @@ def rehearse(loop: Loop, place: Arrangement, cast: Cast, limit_us: float, begun:
     end, known = len(left), counts[KNOWN]
     while True:
         while not counts[READY]:
+            counts[CHOSEN] += 1
             if not _arbitrate(loop, cast):
                 return math.inf  # they wait for each other
         counts[READY] -= 1
@@ -106,7 +108,7 @@ def _begin(loop: Loop, cast: Cast) -> None:
     """Nothing is done yet."""
     counts, span, left = cast.counts, cast.span, cast.left
     counts[READY] = counts[WAITING] = counts[HOLDING] = counts[SUBMITTED] = counts[WORKED] = 0
-    counts[DONE] = 0
+    counts[DONE] = counts[CHOSEN] = 0
     periods = 1
     for link in range(counts[LINKED]):
         periods = max(periods, cast.link_since[link])

@@ -79,9 +79,9 @@ class _Pace(NamedTuple):
 
 
 PACE = (
-    _Pace(2_200, 50_000_000, walk=2.7, growth=1.5, judging=80)
+    _Pace(4_600, 110_000_000, walk=2.7, growth=1.5, judging=80)
     if COMPILED
-    else _Pace(300, 2_500_000, walk=24, growth=1, judging=2)
+    else _Pace(430, 3_600_000, walk=24, growth=1, judging=2)
 )
 """What takes a few hundredths of a second for 14 tasks where compiled, and a tenth where not; for
 loops of hundreds less than five seconds."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 
-from swpipe.plans.modulo.cast import DONE, Cast
-from swpipe.plans.modulo.compiled import Real, compiled
+from swpipe.plans.modulo.cast import CHOSEN, DONE, Cast
+from swpipe.plans.modulo.compiled import Real, compiled, inlined
 from swpipe.plans.modulo.loop_graph import SAME
 from swpipe.plans.modulo.period import Loop, Played, play, trace
 from swpipe.plans.modulo.rehearsal import critical, rehearse
@@ -45,11 +45,22 @@ from swpipe.plans.modulo.walker import (
 _HOT, _COLD = 0.5, 0.042
 """What a step may cost at first and at last: parts of the interval, over the number of tasks."""
 
-A_STEP = 10
+A_STEP = 20
 """To make a step takes as long as so many turns."""
 
-DEALS = 64
-"""So many ways to deal the tasks to threads are looked at before one is taken for a walk."""
+_A_REHEARSAL, _A_TURN = 48, 3
+"""To begin a rehearsal takes as long as so many turns, and so many more for each turn of a period;
+that is half of its time."""
+
+DEALS, TRIALS = 128, 1024
+"""So many ways to deal the tasks to threads are looked at before one is taken for a walk; and so
+many are tried at most, since few are even enough where threads are to be busy nearly always."""
+
+_A_DEAL = 1 / 12
+"""To deal tasks takes as long as so many turns for each pair of them."""
+
+_GAIN = 0.35
+"""A deal is to promise this part of what there is to gain, if one can: no thread has more work."""
 
 _MIXED = 0.5
 """By up to this part tasks count as shorter than they are, to be dealt in another order."""
@@ -142,15 +153,21 @@ def _tried(loop: Loop, walker: Walker, played: Played, cast: Cast) -> float:
     count, level = walker.counts, walker.levels
     if walker.rehearses:
         us = rehearse(loop, walker.place, cast, level[LIMIT], loop.depth - 1)
-        count[TURNS] -= cast.counts[DONE] + cast.span  # as long as a turn takes each to cast
+        count[TURNS] -= _turns(cast)
         if us < level[BEST] and loop.depth > 1:
             us = rehearse(loop, walker.place, cast, level[LIMIT], 0)
-            count[TURNS] -= cast.counts[DONE] + cast.span
+            count[TURNS] -= _turns(cast)
         level[PRICE] = us
     else:
         level[PRICE], us, count[LIMITING] = play(loop, walker.place, played, level[LIMIT])
         count[TURNS] -= loop.size
     return us
+
+
+@inlined
+def _turns(cast: Cast) -> int:
+    """As long as so many turns did a rehearsal take."""
+    return cast.counts[DONE] + cast.counts[CHOSEN] + _A_REHEARSAL + _A_TURN * cast.span
 
 
 @compiled
@@ -185,12 +202,13 @@ def deal(
 ) -> float:
     """Deal the tasks to threads again and again; what the best deal promises, which is ``best``.
 
-    They are dealt so evenly as to promise half of what there is to gain; if that cannot be, so as
-    to promise anything. Where nothing is to be gained, it is infinity.
+    They are dealt so evenly as to promise a good part of what there is to gain; if that cannot be,
+    so as to promise anything. Where nothing is to be gained, it is infinity.
     """
     beaten_us, us = top_us * (1 - SAME), math.inf
     if beaten_us < math.inf:
-        us = _best_deal(loop, ties, walker, played, cast, (beaten_us + wanted_us) / 2)
+        even_us = beaten_us + (wanted_us - beaten_us) * _GAIN
+        us = _best_deal(loop, ties, walker, played, cast, even_us)
     if us == math.inf:
         us = _best_deal(loop, ties, walker, played, cast, beaten_us)
     return us
@@ -203,8 +221,12 @@ def _best_deal(
     """The same where no thread may have more work than this."""
     level = walker.levels
     level[BEST] = level[LIMIT] = math.inf
-    for _ in range(DEALS):
+    deals, trials = DEALS, TRIALS
+    while deals and trials:
+        trials -= 1
+        walker.counts[TURNS] -= int(loop.size**2 * _A_DEAL)
         if _dealt(loop, ties, walker, most_us):
+            deals -= 1
             us = _tried(loop, walker, played, cast)
             if us < level[BEST]:
                 level[BEST] = level[LIMIT] = us

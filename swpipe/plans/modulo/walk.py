@@ -131,7 +131,7 @@ class Walk:
         Args:
             start: Has the order and the stages that each is tried with; the last is the depth - 1.
             top_us: What is to be improved on: no thread may have as much work.
-            wanted_us: Half of what there is to gain is to be promised, if that can be.
+            wanted_us: A good part of what there is to gain is to be promised, if that can be.
         """
         period, walker = self._period, self._walker
         _stand(walker.place, start)

@@ -11,12 +11,10 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
 from swpipe.plans import Limits, auto_plan, simulate
 from swpipe.plans.modulo.beginnings import beginning
-from swpipe.plans.modulo.cast import PERIODS
 from swpipe.plans.modulo.compiled import COMPILED
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.loop_graph import loop_graph
 from swpipe.plans.modulo.search import _REST, Search, _Quest
-from swpipe.plans.modulo.strolls import DEALS
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import graph_of
 
@@ -48,8 +46,8 @@ def test_effort_is_bounded_and_some_is_left_for_depth_and_threads(number: int) -
     search = search_of(instance(number))
     whole = search.effort
     search.best(4, 5)
-    a_rehearsal = 3 * (search.graph.size + 2) * PERIODS
-    assert _REST * whole - DEALS * a_rehearsal <= search.effort <= _REST * whole
+    # A walk stops when it is spent; only deals, once begun, are looked at to the end.
+    assert _REST * whole / 3 <= search.effort <= _REST * whole
 
 
 def test_a_search_for_more_than_there_is_hands_back_the_best_there_was() -> None:

@@ -7,11 +7,14 @@ import random
 
 import pytest
 
-from swpipe.plans import simulate
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.costs import CostModel, TaskCost
+from swpipe.plans import Limits, simulate
 from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.layout import Layout
+from swpipe.plans.modulo.loop_graph import loop_graph
 from swpipe.plans.modulo.period import Period
-from swpipe.plans.modulo.strolls import A_STEP
+from swpipe.plans.modulo.strolls import A_STEP, DEALS, TRIALS
 from swpipe.plans.modulo.walk import Walk
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import Instance, instance
@@ -129,6 +132,40 @@ def test_no_thread_is_dealt_more_than_it_may_have() -> None:
             loads[dealt.lanes[v]] += us
         assert max(loads) <= 110
     assert Walk(period, random.Random(1)).dealt(start, 85, 85) is None
+
+
+def test_where_hardly_any_deal_is_even_enough_many_are_tried() -> None:
+    """The threads have no room to spare: as many trials as rehearsals would find 12 of the 20."""
+    graph = host_work(585, 478, 424, 363, 343, 343, 294, 282, 260, 240, 233, 155, chain=False)
+    start = Layout((0,) * 12, (1,) * 12, tuple(range(12)), 2)
+    for number in range(20):
+        walk = Walk(Period(graph, 4, 2), random.Random(number), rehearses=True)
+        assert walk.dealt(start, 1_000.001, 1_000.0) is not None
+
+
+def test_deals_come_to_an_end() -> None:
+    """Where each is possible after some rehearsals, where none is after some trials; all count."""
+    period = Period(host_work(70, 60, 50, 40, 40, chain=False), threads=2, depth=2)
+    start = Layout((0,) * 5, (1,) * 5, (0, 1, 2, 3, 4), 2)
+    loose, tight = (Walk(period, random.Random(1), rehearses=True) for _ in range(2))
+    assert loose.dealt(start, math.inf, 0.0) is not None
+    assert tight.dealt(start, 120, 120) is None
+    assert 50 * DEALS < loose.turns < 150 * DEALS
+    assert TRIALS < tight.turns < 10 * TRIALS
+
+
+def test_who_has_to_be_chosen_takes_time_as_well() -> None:
+    """A rehearsal where tasks want the same costs more than one where they do not."""
+    turns = []
+    for resources in ((), ("disk",)):
+        plan = PipelinePlan({name: TaskSchedule() for name in "ab"})
+        costs = CostModel({name: TaskCost(host_us=100, resources=resources) for name in "ab"})
+        graph = loop_graph(plan, costs, Limits(), streams=False)
+        walk = Walk(Period(graph, threads=1, depth=1), random.Random(1), rehearses=True)
+        walk.go(Layout((0, 0), (0, 0), (0, 1), 1), 1, Listener(enough=1), lanes_change=False)
+        turns.append(walk.turns)
+    assert turns[0] < turns[1]
+    assert turns[0] > 2 * A_STEP  # to make it ready takes most of the time
 
 
 def test_frozen_tasks_are_not_dealt() -> None:
