@@ -240,6 +240,7 @@ def _dealt(loop: Loop, ties: Ties, walker: Walker, most_us: float) -> bool:
     load, lanes, key = walker.load, walker.place.lanes, walker.keys
     for lane in range(loop.threads):
         load[lane] = 0.0
+    threads = _some_threads(loop, walker, most_us)
     for v in range(loop.size):
         key[v] = loop.host_us[v] * (1 - _MIXED * draw(walker.seed))
         if ties.frozen[v]:
@@ -248,7 +249,7 @@ def _dealt(loop: Loop, ties: Ties, walker: Walker, most_us: float) -> bool:
     for _ in range(loop.size):
         v = _longest(key)
         if key[v] >= 0:
-            key[v], lanes[v] = -1.0, _with_room(loop, walker, most_us - loop.host_us[v])
+            key[v], lanes[v] = -1.0, _with_room(walker, threads, most_us - loop.host_us[v])
             if lanes[v] < 0:
                 return False
             load[lanes[v]] += loop.host_us[v]
@@ -265,13 +266,29 @@ def _longest(key: Real) -> int:
 
 
 @compiled
-def _with_room(loop: Loop, walker: Walker, most_us: float) -> int:
-    """One of the threads that have no more work than this; -1 for none."""
+def _some_threads(loop: Loop, walker: Walker, most_us: float) -> int:
+    """How many threads are dealt work: all, or fewer, if these have room for it as well.
+
+    Threads wait for each other, and what they submit to the caller's stream waits too: a plan may
+    be the better for doing without some.
+    """
+    work_us = 0.0
+    for us in loop.host_us:
+        work_us += us
+    fewest = max(1, math.ceil(work_us / most_us))
+    if fewest >= loop.threads:
+        return loop.threads
+    return fewest + int(draw(walker.seed) * (loop.threads - fewest + 1))
+
+
+@compiled
+def _with_room(walker: Walker, threads: int, most_us: float) -> int:
+    """One of the first threads that have no more work than this; -1 for none."""
     fits = 0
-    for lane in range(loop.threads):
+    for lane in range(threads):
         fits += walker.load[lane] <= most_us
     turn = int(draw(walker.seed) * fits)
-    for lane in range(loop.threads):
+    for lane in range(threads):
         if walker.load[lane] <= most_us:
             if not turn:
                 return lane

@@ -143,6 +143,17 @@ def test_where_hardly_any_deal_is_even_enough_many_are_tried() -> None:
         assert walk.dealt(start, 1_000.001, 1_000.0) is not None
 
 
+def test_threads_that_are_of_no_use_are_dealt_nothing() -> None:
+    """Each would wait for another at every task; all on one is a deal that chance hardly finds."""
+    graph = host_work(*[100.0] * 10, handover_us=1_000.0)
+    start = Layout((0,) * 10, (0,) * 10, tuple(range(10)), 1)
+    for number in range(20):
+        walk = Walk(Period(graph, 4, 1), random.Random(number), rehearses=True)
+        dealt = walk.dealt(start, math.inf, 0.0)
+        assert dealt is not None
+        assert set(dealt.lanes) == {0}
+
+
 def test_deals_come_to_an_end() -> None:
     """Where each is possible after some rehearsals, where none is after some trials; all count."""
     period = Period(host_work(70, 60, 50, 40, 40, chain=False), threads=2, depth=2)
