@@ -221,11 +221,11 @@ def _best_deal(
     """The same where no thread may have more work than this."""
     level = walker.levels
     level[BEST] = level[LIMIT] = math.inf
-    deals, trials = DEALS, TRIALS
+    deals, trials, fewest = DEALS, TRIALS, _fewest_threads(loop, most_us)
     while deals and trials:
         trials -= 1
         walker.counts[TURNS] -= int(loop.size**2 * _A_DEAL)
-        if _dealt(loop, ties, walker, most_us):
+        if _dealt(loop, ties, walker, fewest, most_us):
             deals -= 1
             us = _tried(loop, walker, played, cast)
             if us < level[BEST]:
@@ -235,12 +235,18 @@ def _best_deal(
 
 
 @compiled
-def _dealt(loop: Loop, ties: Ties, walker: Walker, most_us: float) -> bool:
-    """Deal the tasks, roughly the longest first; False where none has room for the next one."""
+def _dealt(loop: Loop, ties: Ties, walker: Walker, fewest: int, most_us: float) -> bool:
+    """Deal the tasks, roughly the longest first; False where none has room for the next one.
+
+    They go to so many threads or more. Threads wait for each other, and what they submit to the
+    caller's stream waits too: a plan may be the better for doing without some.
+    """
     load, lanes, key = walker.load, walker.place.lanes, walker.keys
+    threads = loop.threads
+    if fewest < threads:
+        threads = fewest + int(draw(walker.seed) * (threads - fewest + 1))
     for lane in range(loop.threads):
         load[lane] = 0.0
-    threads = _some_threads(loop, walker, most_us)
     for v in range(loop.size):
         key[v] = loop.host_us[v] * (1 - _MIXED * draw(walker.seed))
         if ties.frozen[v]:
@@ -266,19 +272,14 @@ def _longest(key: Real) -> int:
 
 
 @compiled
-def _some_threads(loop: Loop, walker: Walker, most_us: float) -> int:
-    """How many threads are dealt work: all, or fewer, if these have room for it as well.
-
-    Threads wait for each other, and what they submit to the caller's stream waits too: a plan may
-    be the better for doing without some.
-    """
-    work_us = 0.0
+def _fewest_threads(loop: Loop, most_us: float) -> int:
+    """So many threads have room for all tasks, if they can be shared out evenly."""
+    work_us, threads = 0.0, 1
     for us in loop.host_us:
         work_us += us
-    fewest = max(1, math.ceil(work_us / most_us))
-    if fewest >= loop.threads:
-        return loop.threads
-    return fewest + int(draw(walker.seed) * (loop.threads - fewest + 1))
+    while threads < loop.threads and threads * most_us < work_us:
+        threads += 1
+    return threads
 
 
 @compiled

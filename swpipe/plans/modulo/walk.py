@@ -133,11 +133,11 @@ class Walk:
             top_us: What is to be improved on: no thread may have as much work.
             wanted_us: A good part of what there is to gain is to be promised, if that can be.
         """
-        period, walker = self._period, self._walker
+        loop, played, walker = self._period.loop, self._period.left, self._walker
         _stand(walker.place, start)
         self._draw_seed()
-        walker.counts[TURNS], loop = 0, period.loop
-        us = deal(loop, self._ties, walker, period.left, self._cast, top_us, wanted_us)
+        walker.counts[TURNS] = 0
+        us = deal(loop, self._ties, walker, played, self._cast, top_us, wanted_us)
         self.turns -= int(walker.counts[TURNS])
         return self._layout(walker.best) if us < math.inf else None
 

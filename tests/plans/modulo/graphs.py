@@ -19,13 +19,20 @@ def graph_of(given: Instance) -> LoopGraph:
 
 
 def host_work(
-    *times_us: float, chain: bool = True, frozen: tuple[str, ...] = (), handover_us: float = 0.0
+    *times_us: float,
+    chain: bool = True,
+    frozen: tuple[str, ...] = (),
+    handover_us: float = 0.0,
+    resources: tuple[str, ...] = (),
 ) -> LoopGraph:
     """Tasks a, b, c and so on that block for these times, one after the other or on their own."""
     names = [chr(ord("a") + k) for k in range(len(times_us))]
     deps = [(names[k], names[k - 1]) for k in range(1, len(names))] if chain else []
     plan = PipelinePlan({name: TaskSchedule() for name in names}, deps=deps)
-    costs = {name: TaskCost(host_us=us) for name, us in zip(names, times_us, strict=True)}
+    costs = {
+        name: TaskCost(host_us=us, resources=resources)
+        for name, us in zip(names, times_us, strict=True)
+    }
     limits = Limits(frozen=frozen)
     return loop_graph(plan, CostModel(costs, handover_us=handover_us), limits, streams=False)
 

@@ -7,12 +7,9 @@ import random
 
 import pytest
 
-from swpipe import PipelinePlan, TaskSchedule
-from swpipe.costs import CostModel, TaskCost
-from swpipe.plans import Limits, simulate
+from swpipe.plans import simulate
 from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.loop_graph import loop_graph
 from swpipe.plans.modulo.period import Period
 from swpipe.plans.modulo.strolls import A_STEP, DEALS, TRIALS
 from swpipe.plans.modulo.walk import Walk
@@ -132,6 +129,7 @@ def test_no_thread_is_dealt_more_than_it_may_have() -> None:
             loads[dealt.lanes[v]] += us
         assert max(loads) <= 110
     assert Walk(period, random.Random(1)).dealt(start, 85, 85) is None
+    assert Walk(period, random.Random(1)).dealt(start, 0, 0) is None
 
 
 def test_where_hardly_any_deal_is_even_enough_many_are_tried() -> None:
@@ -169,9 +167,7 @@ def test_who_has_to_be_chosen_takes_time_as_well() -> None:
     """A rehearsal where tasks want the same costs more than one where they do not."""
     turns = []
     for resources in ((), ("disk",)):
-        plan = PipelinePlan({name: TaskSchedule() for name in "ab"})
-        costs = CostModel({name: TaskCost(host_us=100, resources=resources) for name in "ab"})
-        graph = loop_graph(plan, costs, Limits(), streams=False)
+        graph = host_work(100, 100, chain=False, resources=resources)
         walk = Walk(Period(graph, threads=1, depth=1), random.Random(1), rehearses=True)
         walk.go(Layout((0, 0), (0, 0), (0, 1), 1), 1, Listener(enough=1), lanes_change=False)
         turns.append(walk.turns)
