@@ -200,6 +200,16 @@ def test_speed_is_told_against_what_the_task_times_allow(
     )
 
 
+def test_two_plans_with_the_same_groups_are_allowed_the_same_speed(
+    runs: tuple[TrainRun, TrainRun],
+) -> None:
+    """Beside a pipelined run, another one is not told to be nearly twice as fast."""
+    task_s = dict.fromkeys(PLANS["serial"]().schedule, 1.0)
+    for _ in range(2):
+        runs[1].chunks.append(Chunk(1, 5.0, task_s))
+    assert speed(runs[1], runs[1]) == Speed(ratio=1.0, allowed=1.0)
+
+
 def test_a_run_that_diverges_says_so(config: ClickConfig) -> None:
     """Also when the last steps, at which nobody had looked yet, went wrong."""
     with TrainRun("run", config, PLANS["serial"](), 3) as run:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from swpipe.plan import PipelinePlan
 from swpipe.tasks.clicks.train import TrainRun
 
 
@@ -88,12 +89,13 @@ def alternate(
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How a plan does against the serial run, and how it could do at best.
+    """How a plan does against another one, and how it could do at best.
 
     Attributes:
-        ratio: Steps per second over the serial run's.
-        allowed: What the serial run's task times allow: their sum over the busiest thread group's;
-            NaN on several ranks, where tasks wait for other ranks and these times say little.
+        ratio: Steps per second over the other's.
+        allowed: What the other's task times allow: its busiest thread group's over the busiest of
+            this plan; NaN on several ranks, where tasks wait for other ranks and these times say
+            little.
     """
 
     ratio: float
@@ -105,19 +107,24 @@ class Speed:
         return self.ratio / self.allowed
 
 
-def speed(serial: TrainRun, run: TrainRun) -> Speed:
-    """Medians over the turns that the two took side by side.
+def speed(first: TrainRun, run: TrainRun) -> Speed:
+    """How much faster ``run`` is: medians over the turns that the two took side by side.
 
     Task times are host times, so what they allow means something on a CPU only.
     """
     ratios, allowed = [], []
-    for ours, theirs in zip(run.timed, serial.timed, strict=True):
-        group_s: dict[str, float] = defaultdict(float)
-        for name, entry in run.plan.schedule.items():
-            group_s[entry.thread_group] += theirs.task_s[name]
+    for ours, theirs in zip(run.timed, first.timed, strict=True):
         ratios.append(theirs.step_s / ours.step_s)
-        allowed.append(sum(group_s.values()) / max(group_s.values()))
+        allowed.append(_busiest_s(first.plan, theirs.task_s) / _busiest_s(run.plan, theirs.task_s))
     if not ratios:
         return Speed(math.nan, math.nan)
     alone = run.job.size == 1
     return Speed(statistics.median(ratios), statistics.median(allowed) if alone else math.nan)
+
+
+def _busiest_s(plan: PipelinePlan, task_s: Mapping[str, float]) -> float:
+    """What the tasks of one thread group take, of that which takes longest."""
+    group_s: dict[str, float] = defaultdict(float)
+    for name, entry in plan.schedule.items():
+        group_s[entry.thread_group] += task_s[name]
+    return max(group_s.values())
