@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from swpipe.errors import PlanError, Problem
@@ -59,6 +60,23 @@ class CostModel:
         if problems:
             raise PlanError(problems)
         object.__setattr__(self, "tasks", dict(self.tasks))
+
+    @classmethod
+    def mean(cls, models: Sequence[CostModel]) -> Self:
+        """The mean of each time: over batches, or over ranks. Resources are those of any.
+
+        Args:
+            models: At least one; of the same tasks.
+
+        Raises:
+            PlanError: One lacks a task that the first one has.
+            ValueError: There are no models.
+        """
+        if not models:
+            raise ValueError("models is empty: give at least one cost model")
+        rows = [model.of(models[0].tasks) for model in models]
+        tasks = {name: _mean([row[name] for row in rows]) for name in models[0].tasks}
+        return cls(tasks, fmean(model.handover_us for model in models))
 
     def of(self, names: Iterable[str]) -> dict[str, TaskCost]:
         """The costs of these tasks, in their order.
@@ -130,6 +148,15 @@ class CostModel:
     def load(cls, path: str | Path) -> Self:
         """Read a model from a JSON file; errors as for its text."""
         return cls.from_json(Path(path).read_text())
+
+
+def _mean(costs: Sequence[TaskCost]) -> TaskCost:
+    return TaskCost(
+        fmean(cost.host_us for cost in costs),
+        fmean(cost.gil_us for cost in costs),
+        fmean(cost.device_us for cost in costs),
+        tuple(dict.fromkeys(name for cost in costs for name in cost.resources)),
+    )
 
 
 _RULE = "times are microseconds, finite and not negative"

@@ -13,7 +13,7 @@ import torch
 
 from swpipe import PipelinePlan
 from swpipe.cli import main
-from swpipe.cli.options import spread_lists
+from swpipe.cli.options import cache_home, spread_lists
 from swpipe.plans.clicks import PLANS
 from tests.tasks.rows import lines, row, varied_row, write_log
 
@@ -425,3 +425,17 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_that_take_a_list_are_spread(args: list[str], spread: list[str]) -> None:
     """The parser wants the option before each value; people do not."""
     assert spread_lists(args) == spread
+
+
+def test_a_made_up_log_is_kept_where_the_user_keeps_such_things(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The variable was misspelt once, and never heard. A relative path counts for nothing."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert cache_home() == tmp_path / "caches"
+    for nowhere in ("", "caches"):
+        monkeypatch.setenv("XDG_CACHE_HOME", nowhere)
+        assert cache_home() == tmp_path / "home" / ".cache"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_home() == tmp_path / "home" / ".cache"

@@ -11,10 +11,12 @@ from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.cli import planning
 from swpipe.cli.workload import Workload
 from swpipe.costs import CostModel, TaskCost
+from swpipe.effects import Effects, Place
+from swpipe.inference import Recording
 from swpipe.plans import Choice, Limits, auto_plan
 
 TASKS = [PipelineTask("read", lambda ctx: None), PipelineTask("train", lambda ctx: None)]
-WORK = Workload("work", tuple(TASKS), lambda: iter(range(9)), {}, {}, None)
+WORK = Workload("work", tuple(TASKS), lambda count: iter(range(count)), {}, {}, "cpu")
 
 
 def choice(threads: int = 2) -> Choice:
@@ -63,3 +65,64 @@ def test_one_thread_needs_no_slack() -> None:
     """Nobody else can be late."""
     alone = choice(threads=1)
     assert planning.with_slack(alone, Limits()) is alone
+
+
+# ------------------------------------------------------------------------------ several ranks
+
+
+def test_a_plan_is_as_fast_as_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is best here may keep another rank, and with it all of them, waiting."""
+    finalists = {name: replace(choice(), why=(name,)) for name in ("one", "two")}
+
+    def tried(*given: Any, **options: Any) -> dict[str, float]:
+        return {"one": 0.010, "two": 0.012}
+
+    monkeypatch.setattr("swpipe.profiler.try_plans", tried)
+    ranked = replace(WORK, over_ranks=lambda own: [own, {"one": 0.015, "two": 0.011}])
+    assert planning._fastest(WORK, finalists).why[0] == "one"
+    chosen = planning._fastest(ranked, finalists)
+    assert chosen.why == ("two", "Tried side by side: one 15.000 ms, two 12.000 ms.")
+
+
+def test_what_tasks_touch_on_any_rank_counts() -> None:
+    """Here they have nothing in common; elsewhere one reads what the other wrote."""
+
+    def ranks(own: Recording) -> list[Recording]:
+        place = Place("table", outlives=True)
+        there = {
+            "read": Effects(writes=frozenset({place})),
+            "train": Effects(reads=frozenset({place})),
+        }
+        return [own, replace(own, effects=there)]
+
+    alone = planning.record_workload(WORK)
+    assert planning.inferred_plan(WORK, alone).deps == ()
+    together = planning.record_workload(replace(WORK, over_ranks=ranks))
+    assert planning.inferred_plan(WORK, together).deps == (("train", "read"),)
+    assert together.tasks == WORK.tasks
+
+
+def test_tasks_that_are_known_to_communicate_take_turns() -> None:
+    """Though nothing of the kind was seen; and the plan can be sent, since it has no tasks."""
+    work = replace(WORK, ordered=frozenset({"train"}))
+    plan = planning.inferred_plan(work, planning.record_workload(work))
+    assert [entry.globally_ordered for entry in plan.schedule.values()] == [False, True]
+    assert plan.tasks == ()
+
+
+def test_a_task_costs_its_mean_over_the_ranks() -> None:
+    """A wait for a rank that comes late does not count on top of what that rank was doing."""
+    slow = CostModel({task.name: TaskCost(host_us=1e6) for task in TASKS})
+    work = replace(WORK, over_ranks=lambda own: [own, slow])
+    costs = planning.measure_workload(work, PipelinePlan.serial(TASKS))
+    assert all(5e5 < cost.host_us < 9e5 for cost in costs.tasks.values())
+
+
+def test_all_ranks_take_the_plan_of_rank_0() -> None:
+    """They might come to another one: numba may not be installed everywhere."""
+
+    def ranks(own: Any) -> list[Any]:
+        return [replace(own, why=("rank 0's",)), own] if isinstance(own, Choice) else [own]
+
+    planned = planning.plan_workload(replace(WORK, over_ranks=ranks), Limits(threads=1))
+    assert planned.choice.why[0] == "rank 0's"

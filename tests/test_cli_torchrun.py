@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+from swpipe import PipelinePlan
 from swpipe.agreement import Facts, differences
 from swpipe.cli import ranks
 from swpipe.cli.app import main
@@ -58,7 +59,8 @@ def torchrun(*args: object, program: tuple[str, ...] = ("-m", "swpipe")) -> Done
     done = subprocess.run(
         [sys.executable, *launch, *program, *map(str, args)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # The planner as it stands: to compile it takes longer, and all ranks would do so.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_DISABLE_JIT": "1"},
         capture_output=True,
         text=True,
         timeout=150,  # most of it goes into importing torch, on a busy machine
@@ -93,6 +95,20 @@ def test_what_one_rank_finds_wrong_is_told_once(tmp_path: Path) -> None:
     (told,) = done.told
     assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
     assert done.codes == {0: 2, 1: 2}
+
+
+def test_two_ranks_measure_plan_and_train_together(tmp_path: Path) -> None:
+    """Both come to the same plan, and it gives the numbers of the serial one."""
+    log = write_log(tmp_path / "log.tsv", 60)
+    done = torchrun("train", "--data", log, "--batch-size", 8, "--compare", "serial,auto")
+    assert done.codes == {}, done.err
+    assert done.out.count("serial and auto: bit-equal: 4 losses and 37 parameters") == 1
+    assert re.findall(
+        r"^auto: [\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
+    )
+    assert "Tried side by side: planned from costs alone " in done.out
+    assert "auto: expected " in done.out
+    assert done.err.count("recording what the tasks of clicks touch") == 1
 
 
 APART = """
@@ -131,6 +147,8 @@ def test_ranks_have_to_be_told_the_same_command() -> None:
     assert differences(apart) == (
         "--steps: 6 on rank 0, 7 on rank 1; --held-out: 1 files on rank 0, 0 files on rank 1"
     )
+    planned = ranks.facts_of("train", {}, [None]), ranks.facts_of("train", {}, [plan])
+    assert "plan 1, digest: yet to be made on rank 0, " in differences(planned)
 
 
 FAILING = """
@@ -248,13 +266,81 @@ def test_a_breakdown_is_of_every_task(
     assert one_rank == []
 
 
+LOOP = """
+import torch.distributed as dist
+from swpipe import PipelineTask
+
+
+def reduce(ctx):
+    dist.all_reduce(ctx.batch)
+
+
+def loop():
+    import torch
+    return [PipelineTask("reduce", reduce)], [torch.ones(4)] * 9
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
+@pytest.mark.parametrize("workload", ["clicks", "my_ranked_loop:loop"])
+def test_plans_are_inferred_and_checked_on_ranks(
+    workload: str,
+    one_rank: list[ranks.Verdict],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job of several ranks, and tasks of the user's own that communicate."""
+    (tmp_path / "my_ranked_loop.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    log, plan = write_log(tmp_path / "log.tsv", 60), tmp_path / "plan.toml"
+    args = ("--workload", workload, "--data", log, "--batch-size", 8, "--device", "cpu")
+    assert run("plan", "infer", *args, "--output", plan) == 0
+    tasks = sharded_clicks.TASKS if workload == "clicks" else ("reduce",)
+    assert tuple(PipelinePlan.load(plan).schedule) == tasks
+    assert any(entry.globally_ordered for entry in PipelinePlan.load(plan).schedule.values())
+    assert run("plan", "check", plan, *args) == 0
+    assert "orders are kept in every interleaving" in capsys.readouterr().out
+    assert not dist.is_initialized()
+    assert one_rank == []
+
+
+def test_ranks_have_to_be_told_the_same_planning_command(
+    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is measured: one that measured where others do not would wait for them."""
+    told: list[Facts] = []
+    monkeypatch.setattr(ranks.RankedJob, "agree", lambda _, facts: told.append(facts))
+    run("plan", "auto", "here.toml", "--threads", 2)
+    run("plan", "simulate", "there.toml", "--costs", "costs.json")
+    assert [verdict.message.partition(":")[0] for verdict in one_rank] == [
+        "plan here.toml",  # there are no such files
+        "plan there.toml",
+    ]
+    assert all(verdict.message.endswith("prefetch, split, semi_sync") for verdict in one_rank)
+    assert differences(told).startswith("command: plan auto on rank 0, plan simulate on rank 1; ")
+    assert "--threads: 2 on rank 0, none on rank 1" in differences(told)
+    assert [(facts["the plan"], facts["--costs"]) for facts in told] == [
+        ("here.toml", "none"),
+        ("there.toml", "a file"),
+    ]
+
+
+def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict]) -> None:
+    """All have the same to write, maybe at one place."""
+    first, second = ranks.RankedJob(), ranks.RankedJob()
+    second.rank = 1
+    wanted = Path("plan.toml")
+    assert [ranks.written(job, wanted) for job in (None, first, second)] == [wanted, wanted, None]
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("demo",), "demo: under torchrun there are train and profile"),
-        (("plan", "show", "serial"), "plan: under torchrun there are train and profile"),
+        (("demo",), "demo: under torchrun there are train, profile, plan"),
+        (("plan", "show", "gone.toml"), "plan gone.toml: No such file"),
         (("train", "--no-such"), "No such option: --no-such"),
-        (("train", "--plan", "auto"), "plan auto: it measures one process"),
+        (("profile", "--plan", "auto"), "plan auto: only train makes one"),
         (("train", "--data", "no.tsv", "--plan", "serial"), "no.tsv: no such file"),
     ],
 )
@@ -290,8 +376,6 @@ def test_a_plan_of_the_other_job_is_refused_by_name() -> None:
         load_plan("split")
     with pytest.raises(UserError, match="plan pipelined: it is for the job in one proc.* semi_syn"):
         load_plan("pipelined", sharded_clicks.PLANS)
-    with pytest.raises(UserError, match="plan auto: it measures one process; here there are ser"):
-        load_plan("auto", sharded_clicks.PLANS)
     with pytest.raises(UserError, match="plan auto: only train makes one; elsewhere name a file"):
         load_plan("auto")
     assert load_plan("serial") == PLANS["serial"]()

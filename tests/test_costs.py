@@ -56,6 +56,24 @@ def test_missing_costs_are_named() -> None:
         MODEL.of(["copy", "gone"])
 
 
+def test_the_mean_of_models_is_that_of_each_time() -> None:
+    """And what any of them uses is used."""
+    other = CostModel(
+        {"free": TaskCost(host_us=8), "copy": TaskCost(50, 0, 100, ("nic",))}, handover_us=10
+    )
+    assert CostModel.mean([MODEL, other]) == CostModel(
+        {"copy": TaskCost(40, 5, 200, ("h2d", "nic")), "free": TaskCost(host_us=4)}, handover_us=15
+    )
+
+
+def test_a_mean_is_of_models_of_the_same_tasks() -> None:
+    """One that lacks a task is told so; there is at least one."""
+    with pytest.raises(PlanError, match="task 'free' has no cost"):
+        CostModel.mean([MODEL, CostModel({"copy": TaskCost()})])
+    with pytest.raises(ValueError, match="models is empty"):
+        CostModel.mean([])
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

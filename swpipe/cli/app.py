@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,16 +17,16 @@ from swpipe.cli.clicks import (
     format_breakdown,
     format_outcome,
     format_training,
+    job_class,
     open_runs,
     profile_job,
     save_results,
     train_runs,
 )
 from swpipe.cli.errors import UserError, about_plan, one_line_errors
-from swpipe.cli.inputs import Plans, load_plan, make_config
+from swpipe.cli.inputs import load_plan, make_config
 from swpipe.cli.planning import AUTO, load_trace, make_room, plan_workload
-from swpipe.cli.workload import click_workload
-from swpipe.plans import sharded_clicks
+from swpipe.cli.workload import click_plans, click_workload, usual_plan
 from swpipe.plans.clicks import PLANS
 
 app = typer.Typer(
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RANKED = ("train", "profile")
+RANKED = ("train", "profile", "plan")
 """Commands that several ranks run together."""
 
 app.add_typer(planning_commands.app, name="plan")
@@ -64,7 +65,7 @@ def check_command(context: typer.Context) -> None:
     with one_line_errors():
         if context.obj is not None and context.invoked_subcommand not in RANKED:
             raise UserError(
-                f"{context.invoked_subcommand}: under torchrun there are {' and '.join(RANKED)}; "
+                f"{context.invoked_subcommand}: under torchrun there are {', '.join(RANKED)}; "
                 "start this one without it"
             )
 
@@ -96,14 +97,17 @@ def train(
         if plan and compare:
             raise UserError("--plan and --compare: give one of them")
         job: ranks.RankedJob | None = context.obj
-        wanted = (compare or plan or default_plan(job)).split(",")
-        plans = {name: load_plan(name, plans_for(job)) for name in wanted if name != AUTO or job}
+        wanted = (compare or plan or usual_plan(job)).split(",")
+        plans = {name: load_plan(name, click_plans(job)) for name in wanted if name != AUTO}
         if job is not None:
-            job.agree(ranks.facts_of("train", context.params, plans.values()))
+            given = [plans.get(name) for name in wanted]
+            job.agree(ranks.facts_of("train", context.params, given))
         make = partial(make_config, data, held_out, batch_size, device, seed, strict, cache_dir)
         config = make() if job is None else ranks.on_all(job, make)
-        planned = plan_workload(click_workload(config)) if AUTO in wanted else None
-        if planned is not None:
+        planned = None
+        if AUTO in wanted:
+            with closing(job_class(job is not None)(config)) as trial:
+                planned = plan_workload(click_workload(trial, job))
             plans = {name: plans.get(name, planned.choice.plan) for name in wanted}
             typer.echo(f"auto: {planned.choice.format()}")
         with open_runs(config, plans, steps, ranked=job is not None) as runs:
@@ -111,10 +115,10 @@ def train(
             typer.echo(format_training(runs))
             if planned is not None:
                 typer.echo(format_outcome(planned, runs[wanted.index(AUTO)]))
-            if timeline is not None and (job is None or job.rank == 0):
-                make_room(timeline)
-                recorded.save(timeline)
-                typer.echo(f"timeline of the last steps under {runs[-1].name}: {timeline}")
+            if (out := ranks.written(job, timeline)) is not None:
+                make_room(out)
+                recorded.save(out)
+                typer.echo(f"timeline of the last steps under {runs[-1].name}: {out}")
 
 
 @app.command("profile")
@@ -139,8 +143,8 @@ def profile(
     """Show what each task of the click job really costs: its exposed time."""
     with one_line_errors():
         job: ranks.RankedJob | None = context.obj
-        plan = plan or default_plan(job)
-        loaded = load_plan(plan, plans_for(job))
+        plan = plan or usual_plan(job)
+        loaded = load_plan(plan, click_plans(job))
         if job is not None:
             job.agree(ranks.facts_of("profile", context.params, [loaded]))
         make = partial(make_config, data, None, batch_size, device, seed, strict, cache_dir)
@@ -151,10 +155,10 @@ def profile(
                 config, loaded, batches, rounds, pipelined=not serially, ranked=ranked
             )
         typer.echo(format_breakdown(results))
-        if output is not None and (job is None or job.rank == 0):
-            make_room(output)
-            results.save(output)
-            typer.echo(f"written to {output}")
+        if (out := ranks.written(job, output)) is not None:
+            make_room(out)
+            results.save(out)
+            typer.echo(f"written to {out}")
 
 
 @app.command("trace")
@@ -205,13 +209,3 @@ def demo(
                 typer.echo(f"\n{format_breakdown(results)}")
             typer.echo(f"\n{format_training(runs)}")
             typer.echo("\n  ".join(["files:", *map(str, files)]))
-
-
-def plans_for(job: ranks.RankedJob | None) -> Plans:
-    """Ready-made plans of the click job: the one-process one, or that of several ranks."""
-    return PLANS if job is None else sharded_clicks.PLANS
-
-
-def default_plan(job: ranks.RankedJob | None) -> str:
-    """The plan where the user names none."""
-    return "pipelined" if job is None else "sparse_dist"

@@ -86,12 +86,10 @@ def _check_job(name: str, plans: Plans) -> None:
     """Refuse a name that only the other click job's plans have."""
     jobs = {"in one process": PLANS, "under torchrun": sharded_clicks.PLANS}
     if name == "auto":
-        why = (
-            "it measures one process"
-            if plans is sharded_clicks.PLANS
-            else "only train makes one; elsewhere name a file that `swpipe plan auto` has written"
+        raise UserError(
+            "plan auto: only train makes one; elsewhere name a file that `swpipe plan auto` has "
+            f"written; here there are {', '.join(plans)}"
         )
-        raise UserError(f"plan auto: {why}; here there are {', '.join(plans)}")
     other = next((where for where, there in jobs.items() if name in there), None)
     if other is not None and plans in jobs.values():
         raise UserError(

@@ -30,7 +30,7 @@ Plan = Annotated[
         "--plan",
         metavar="serial|pipelined|auto|FILE.toml",
         help="How to overlap; auto measures briefly and chooses. Under torchrun: serial, "
-        "sparse_dist, prefetch, split, semi_sync, FILE.toml.",
+        "sparse_dist, prefetch, split, semi_sync, auto, FILE.toml.",
         show_default="pipelined; sparse_dist under torchrun",
     ),
 ]
@@ -57,7 +57,15 @@ Strict = Annotated[bool, typer.Option("--strict", help="The first malformed row 
 Cache = Annotated[
     Path, typer.Option("--cache-dir", help="Where a made-up log is kept from run to run.")
 ]
-CACHE = Path(os.environ.get("XDGCACHE_HOME") or Path.home() / ".cache") / "swpipe"
+
+
+def cache_home() -> Path:
+    """Where programs keep what they can make again; source: XDG Base Directory Specification."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else Path.home() / ".cache"
+
+
+CACHE = cache_home() / "swpipe"
 
 
 def spread_lists(args: Iterable[str]) -> list[str]:

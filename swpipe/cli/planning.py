@@ -1,4 +1,14 @@
-"""What the planning commands share: dependences recorded, costs measured, a plan chosen."""
+"""What the planning commands share: dependences recorded, costs measured, a plan chosen.
+
+On several ranks all record, measure, plan and try, and then go by what all of them found::
+
+    record     a task touches what it touches on any rank: tables, say, are not the same on all
+    measure    a task costs its mean over the ranks. Who comes first to a collective waits there for
+               the others: the greatest times of all would count that wait on top of what is waited
+               for
+    plan       each for itself, and all take rank 0's
+    try        a plan is as fast as the slowest rank
+"""
 
 from __future__ import annotations
 
@@ -34,12 +44,13 @@ _BATCHES = 3  # that costs are measured on
 
 
 def record_workload(work: Workload) -> Recording:
-    """What its tasks touch; two serial iterations on its first batch."""
+    """What its tasks touch, on any rank; two serial iterations on its first batch."""
     from swpipe.inference import record
 
     typer.echo(f"recording what the tasks of {work.name} touch", err=True)
     with about_plan(work.name):
-        return record(work.tasks, work.take(1)[0], device=work.device)
+        own = record(work.tasks, work.take(1)[0], device=work.device)
+    return own.together(work.over_ranks(replace(own, tasks=())))
 
 
 def measure_workload(work: Workload, plan: PipelinePlan) -> CostModel:
@@ -48,7 +59,8 @@ def measure_workload(work: Workload, plan: PipelinePlan) -> CostModel:
 
     typer.echo(f"measuring what the tasks of {work.name} cost", err=True)
     with SWPipeline(plan, work.tasks, device=work.device) as pipe:
-        return measure_costs(pipe, work.take(_BATCHES), pipelined=plan.depth > 1)
+        own = measure_costs(pipe, work.take(_BATCHES), pipelined=plan.depth > 1)
+    return CostModel.mean(work.over_ranks(own))
 
 
 def has_streams(work: Workload | None, costs: CostModel) -> bool:
@@ -113,7 +125,8 @@ def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
             effects=recording.effects,
             effort=EFFORT,
         )
-        return with_slack(choice, limits)
+        first: Choice = work.over_ranks(with_slack(choice, limits))[0]
+        return first
 
     costs = measure_workload(work, carrier)
     finalists = {"planned from costs alone": planned(costs)}
@@ -152,7 +165,7 @@ def _fastest(work: Workload, finalists: Mapping[str, Choice]) -> Choice:
     from swpipe.profiler import try_plans
 
     typer.echo(f"trying {', '.join(finalists)}", err=True)
-    took_s = try_plans(
+    own_s = try_plans(
         work.tasks,
         {name: choice.plan for name, choice in finalists.items()},
         [*work.take(_BATCHES), *work.take(1)],
@@ -160,6 +173,8 @@ def _fastest(work: Workload, finalists: Mapping[str, Choice]) -> Choice:
         num_measure=20,
         device=work.device,
     )
+    all_s = work.over_ranks(own_s)
+    took_s = {name: max(rank_s[name] for rank_s in all_s) for name in own_s}
     # On a tie the ready-made plan, which is the last: it is known to work.
     best = min(reversed(took_s), key=lambda name: round(took_s[name] / min(took_s.values()), 2))
     told = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in took_s.items())
@@ -184,12 +199,20 @@ def with_slack(choice: Choice, limits: Limits) -> Choice:
 
 
 def inferred_plan(work: Workload, recording: Recording) -> PipelinePlan:
-    """The dependences that were found, and the streams that the workload names."""
+    """The dependences that were found, and the streams and turns that the workload names.
+
+    Without the tasks themselves: it is for whoever runs tasks of these names, on other ranks too.
+    """
     plan = recording.plan()
     schedule = {
-        task: replace(entry, stream=work.streams.get(task)) for task, entry in plan.schedule.items()
+        task: replace(
+            entry,
+            stream=work.streams.get(task),
+            globally_ordered=entry.globally_ordered or task in work.ordered,
+        )
+        for task, entry in plan.schedule.items()
     }
-    return replace(plan, schedule=schedule)
+    return replace(plan, schedule=schedule, tasks=())
 
 
 def window(trace: Trace, iterations: int) -> Trace:

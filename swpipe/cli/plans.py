@@ -1,4 +1,7 @@
-"""`swpipe plan`: dependences inferred, plans checked, simulated, chosen and shown."""
+"""`swpipe plan`: dependences inferred, plans checked, simulated, chosen and shown.
+
+On several ranks as well: all do the same, and rank 0 writes the files.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from swpipe.cli.planning import (
     tell_first_time,
     window,
 )
-from swpipe.cli.workload import open_workload
+from swpipe.cli.ranks import RankedJob, facts_of, written
+from swpipe.cli.workload import click_plans, open_workload
 from swpipe.pipeline import SWPipeline
 from swpipe.plans import Limits, lower_bounds, recsys14, sharded_clicks, verify
 from swpipe.plans import simulate as play_out
@@ -45,8 +49,8 @@ app = typer.Typer(
 PAPER = {"recsys14": recsys14.plan}
 """Plans on paper, whose costs come with them."""
 
-SHOWN = {**PLANS, **sharded_clicks.PLANS, **PLANS, **PAPER}
-"""All plans by name; a name that both click jobs know is the one-process job's."""
+SHOWN = {**PLANS, **sharded_clicks.PLANS, **PAPER}
+"""All plans by name; one that both click jobs have is that of the job at hand."""
 
 PlanName = Annotated[str, typer.Argument(metavar="PLAN", help="Its name, or FILE.toml or .json.")]
 Costs = Annotated[
@@ -64,21 +68,24 @@ Output = Annotated[
 
 @app.command("show")
 def show(
+    context: typer.Context,
     plan: PlanName,
     periods: Annotated[int, typer.Option(min=1, help="Periods to show.")] = 6,
     output: Output = None,
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
     with one_line_errors():
-        loaded = load_plan(plan, SHOWN)
+        job: RankedJob | None = context.obj
+        loaded = load_plan(plan, {**SHOWN, **click_plans(job)})
         tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
         with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
             typer.echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
-        keep_plan(loaded, output)
+        keep_plan(loaded, written(job, output))
 
 
 @app.command("infer")
 def infer(
+    context: typer.Context,
     workload: options.Workload = "clicks",
     plan: Annotated[
         str, typer.Option(metavar="PLAN", help="Compare with what this plan declares.")
@@ -92,16 +99,18 @@ def infer(
 ) -> None:
     """Record two iterations: what each task touches, and the dependences that follow."""
     with one_line_errors():
-        work = open_workload(workload, data, batch_size, device, seed, cache_dir)
+        job = _agreed(context)
+        work = open_workload(workload, data, batch_size, device, seed, cache_dir, job)
         compared = load_plan(plan, work.plans) if plan else None
         recording = record_workload(work)
         with about_plan(plan or workload):
             typer.echo(str(recording.report(compared)))
-        keep_plan(inferred_plan(work, recording), output)
+        keep_plan(inferred_plan(work, recording), written(job, output))
 
 
 @app.command("check")
 def check(
+    context: typer.Context,
     plan: PlanName,
     workload: options.Workload = "clicks",
     budget: Annotated[
@@ -115,7 +124,7 @@ def check(
 ) -> None:
     """Check a plan against what its tasks touch: the same numbers in every interleaving?"""
     with one_line_errors():
-        work = open_workload(workload, data, batch_size, device, seed, cache_dir)
+        work = open_workload(workload, data, batch_size, device, seed, cache_dir, _agreed(context))
         loaded = load_plan(plan, work.plans)
         recording = record_workload(work)
         with about_plan(plan):
@@ -133,6 +142,7 @@ def check(
 
 @app.command("simulate")
 def simulate(
+    context: typer.Context,
     plan: PlanName,
     costs: Costs = None,
     workload: options.Workload = "clicks",
@@ -155,14 +165,14 @@ def simulate(
 ) -> None:
     """Predict a plan's timeline and interval from what its tasks cost."""
     with one_line_errors():
-        work = None
+        job, work = _agreed(context), None
         if plan in PAPER:
             loaded = PAPER[plan]()
             model = recsys14.costs() if costs is None else load_costs(costs)
         elif costs is not None:
-            loaded, model = load_plan(plan), load_costs(costs)
+            loaded, model = load_plan(plan, click_plans(job)), load_costs(costs)
         else:
-            work = open_workload(workload, data, batch_size, device, seed, cache_dir)
+            work = open_workload(workload, data, batch_size, device, seed, cache_dir, job)
             loaded = load_plan(plan, work.plans)
             model = measure_workload(work, loaded)
         streams = has_streams(work, model)
@@ -173,19 +183,20 @@ def simulate(
         if measured is not None:
             traces["measured"] = window(load_trace(measured), result.iterations)
         typer.echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
-        if picture is not None:
-            make_room(picture)
-            plot_stacked(traces, picture)
-            typer.echo(f"drawn into {picture}")
-        if timeline is not None:
-            make_room(timeline)
-            result.trace().save(timeline)
-            typer.echo(f"timeline: {timeline}")
-        keep_costs(model, keep)
+        if (drawn := written(job, picture)) is not None:
+            make_room(drawn)
+            plot_stacked(traces, drawn)
+            typer.echo(f"drawn into {drawn}")
+        if (saved := written(job, timeline)) is not None:
+            make_room(saved)
+            result.trace().save(saved)
+            typer.echo(f"timeline: {saved}")
+        keep_costs(model, written(job, keep))
 
 
 @app.command("auto")
 def auto(
+    context: typer.Context,
     plan: Annotated[
         str, typer.Argument(metavar="[PLAN]", help="Carries dependences; none: inferred.")
     ] = "",
@@ -207,16 +218,17 @@ def auto(
 ) -> None:
     """Choose the best plan under limits, and say why."""
     with one_line_errors():
+        job = _agreed(context)
         limits = Limits(in_flight=in_flight, threads=threads, frozen=names(frozen))
         if not plan:
             if costs is not None:
                 raise UserError("--costs: name the plan too that carries the dependences")
-            work = open_workload(workload, data, batch_size, device, seed, cache_dir)
+            work = open_workload(workload, data, batch_size, device, seed, cache_dir, job)
             with about_plan(workload):
                 planned = plan_workload(work, limits)
         else:
             paper = plan in PAPER
-            loaded = PAPER[plan]() if paper else load_plan(plan)
+            loaded = PAPER[plan]() if paper else load_plan(plan, click_plans(job))
             if costs is None and not paper:
                 raise UserError("--costs: say what the plan's tasks cost, or name no plan")
             model = recsys14.costs() if costs is None else load_costs(costs)
@@ -226,5 +238,14 @@ def auto(
                 choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=EFFORT)
             planned = Planned(choice, model, streams)
         typer.echo(planned.choice.format())
-        keep_costs(planned.costs, keep)
-        keep_plan(planned.choice.plan, output)
+        keep_costs(planned.costs, written(job, keep))
+        keep_plan(planned.choice.plan, written(job, output))
+
+
+def _agreed(context: typer.Context) -> RankedJob | None:
+    """This process as one rank of several, if it is; all of them were told the same."""
+    job: RankedJob | None = context.obj
+    if job is not None:
+        facts = facts_of(f"plan {context.info_name}", context.params, ())
+        job.agree({**facts, "the plan": str(context.params["plan"] or "none")})
+    return job

@@ -58,8 +58,12 @@ _VERDICT, _TOLD = "swpipe/verdict", "swpipe/told"
 _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
 _HELD, _FAILED = "swpipe/held/{}", "swpipe/failed"
 
-_ALIKE = ("steps", "serially", "batches", "rounds", "batch_size", "device", "seed", "strict")
+_ALIKE = (
+    *("steps", "serially", "batches", "rounds", "batch_size", "device", "seed", "strict"),
+    *("workload", "in_flight", "threads", "frozen"),
+)
 _ALIKE_IN_NUMBER = ("data", "held_out")  # nodes may have them in different places
+_ALIKE_IF_GIVEN = ("costs",)
 
 
 def launched() -> bool:
@@ -132,6 +136,12 @@ class RankedJob:
             world_size=self.size,
         )
         return f"{kind.type}:{self._local_rank}"
+
+    def over_ranks(self, value: T) -> list[T]:
+        """What each rank has, by rank. A collective, once the process group is formed."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
 
     def agree(self, facts: Facts) -> None:
         """Make sure that all ranks were told the same; each has to call this.
@@ -234,23 +244,32 @@ def on_all(job: RankedJob, make: Callable[[], ClickConfig]) -> ClickConfig:
     return replace(config, device=job.join(config.device))
 
 
+def written(job: RankedJob | None, path: Path | None) -> Path | None:
+    """A file that the user wants, on the rank that writes it; None on all others."""
+    return path if job is None or job.rank == 0 else None
+
+
 def facts_of(
-    command: str, options: Mapping[str, Any], plans: Collection[PipelinePlan]
+    command: str, options: Mapping[str, Any], plans: Collection[PipelinePlan | None]
 ) -> dict[str, str]:
     """What a command was told, as far as all ranks have to be told the same.
 
     Args:
         command: Its name.
         options: Parameter to value.
-        plans: Those that it runs under; files of different names may hold the same plan.
+        plans: Those that it runs under; files of different names may hold the same plan. None for
+            one that is yet to be made.
     """
     facts = {"command": command}
     facts |= {_option(name): str(options[name]) for name in _ALIKE if name in options}
     for name in _ALIKE_IN_NUMBER:
         facts[_option(name)] = f"{len(options.get(name) or ())} files"
+    for name in _ALIKE_IF_GIVEN:
+        facts[_option(name)] = "a file" if options.get(name) else "none"
     facts["plans"] = str(len(plans))
     for number, plan in enumerate(plans, start=1):
-        facts |= {f"plan {number}, {fact}": what for fact, what in plan_facts(plan).items()}
+        told = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
+        facts |= {f"plan {number}, {fact}": what for fact, what in told.items()}
     return facts
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import chain
+from operator import or_
 
 from swpipe.effects import Effects, Place
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
@@ -32,6 +35,35 @@ class Recording:
     sizes: Mapping[tuple[str, str], int]
     collectives: frozenset[str]
     notes: tuple[str, ...]
+
+    def together(self, others: Iterable[Recording]) -> Recording:
+        """What the same tasks touch here or there: on other ranks, or on other batches.
+
+        Args:
+            others: Their ``tasks`` are of no interest, and may be empty, to be sent.
+
+        Raises:
+            ValueError: One is of other tasks.
+        """
+        found = [self, *others]
+        for other in found:
+            if list(other.effects) != list(self.effects):
+                raise ValueError(
+                    f"a recording of {', '.join(other.effects)} is of other tasks than one of "
+                    f"{', '.join(self.effects)}: record the same tasks in the same order"
+                )
+        states = list(dict.fromkeys(state for each in found for state in each.states))
+        return Recording(
+            self.tasks,
+            {task: reduce(or_, (each.effects[task] for each in found)) for task in self.effects},
+            {state: _once(each.states.get(state, ()) for each in found) for state in states},
+            {
+                key: max(each.sizes.get(key, 0) for each in found)
+                for key in dict.fromkeys(key for each in found for key in each.sizes)
+            },
+            frozenset().union(*(each.collectives for each in found)),
+            _once(each.notes for each in found),
+        )
 
     def dependences(self) -> Dependences:
         """The fewest dependences that keep all tasks in their serial order where it matters."""
@@ -132,6 +164,11 @@ class InferenceReport:
 
     def _notes(self) -> str:
         return "\n".join(["notes:", *(f"  - {note}" for note in self.recording.notes)])
+
+
+def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The entries of all, each once."""
+    return tuple(dict.fromkeys(chain.from_iterable(lists)))
 
 
 def _places(places: Iterable[Place]) -> str:

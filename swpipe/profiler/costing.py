@@ -23,7 +23,7 @@ is then about the host time, and more than the device is really busy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -80,16 +80,16 @@ def measure_costs(
     profiler = TaskProfiler(pipe, state=state)
     profiler._check_idle()
     snapshot = Snapshot(profiler._owners(), pipe.device)
-    found: list[Mapping[str, TaskCost]] = []
+    found: list[CostModel] = []
     for batch in batches:
         bench = Bench(pipe, batch, copy, num_warmup, num_measure, pipelined)
         try:
             with set_aside(pipe):
                 bench.window()  # for nothing: what the first iterations make is there from now on
-                found.append(_costs(bench, lock=lock and not pipelined))
+                found.append(CostModel(_costs(bench, lock=lock and not pipelined)))
         finally:
             snapshot.restore()
-    return CostModel({task.name: _mean([c[task.name] for c in found]) for task in pipe.tasks})
+    return CostModel.mean(found)
 
 
 def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[str]]) -> CostModel:
@@ -147,11 +147,3 @@ def _device_s(bench: Bench) -> dict[str, float]:
         if span.row.kind == "stream" and span.iteration >= first:
             runs[span.task].append(span.duration_ns)
     return {name: fmean(of) / 1e9 for name, of in runs.items()}
-
-
-def _mean(costs: Sequence[TaskCost]) -> TaskCost:
-    return TaskCost(
-        fmean(cost.host_us for cost in costs),
-        fmean(cost.gil_us for cost in costs),
-        fmean(cost.device_us for cost in costs),
-    )

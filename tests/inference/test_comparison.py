@@ -11,6 +11,7 @@ from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.effects import Effects, EffectTable, Place
 from swpipe.inference.comparison import compare, needed
 from swpipe.inference.orders import Edge, Orders
+from swpipe.inference.recording import Recording
 from tests.inference.looking import recorded
 
 
@@ -193,3 +194,45 @@ def test_many_tasks_are_reduced_quickly() -> None:
     names = [f"t{n}" for n in range(200)]
     effects = {name: Effects(frozenset(), frozenset({place("M")})) for name in names}
     assert len(needed(effects)) == 200
+
+
+def recording(effects: EffectTable, **changes: Any) -> Recording:
+    """What such effects would be found in."""
+    found = Recording((), effects, {}, {}, frozenset(), ())
+    return replace(found, **changes)
+
+
+def test_recordings_of_several_ranks_are_taken_together() -> None:
+    """A place counts for the tasks that touch it on any rank; the largest sizes, all that is known.
+
+    Two tasks that share nothing on one rank depend on each other because of the other.
+    """
+    one = recording(
+        table(load=">a", count=">T", drop=">"),
+        states={"T": ("rows", "both")},
+        sizes={("load", "a"): 8},
+        collectives=frozenset({"load"}),
+        notes=("same", "one"),
+    )
+    other = recording(
+        table(load=">a", count=">", drop="T>"),
+        states={"T": ("both", "cache")},
+        sizes={("load", "a"): 5, ("count", "b"): 2},
+        collectives=frozenset({"count"}),
+        notes=("same", "other"),
+    )
+    assert edges(one.dependences().needed) == []
+    both = one.together([other])
+    assert both.effects == table(load=">a", count=">T", drop="T>")
+    assert ("drop", "count", 0) in edges(both.dependences().needed)
+    assert both.states == {"T": ("rows", "both", "cache")}
+    assert both.sizes == {("load", "a"): 8, ("count", "b"): 2}
+    assert both.collectives == {"load", "count"}
+    assert both.notes == ("same", "one", "other")
+
+
+def test_recordings_of_other_tasks_are_not_taken_together() -> None:
+    """The order is part of what was recorded."""
+    one = recording(table(load=">a", step="a>"))
+    with pytest.raises(ValueError, match="a recording of step, load is of other tasks than one of"):
+        one.together([recording(table(step="a>", load=">a"))])
