@@ -24,7 +24,7 @@ class Place(NamedTuple):
     """Something that tasks read and write.
 
     Attributes:
-        name: Of the attribute, or of the state.
+        name: Of the attribute, or of the state; or in a few words, of memory without a name.
         outlives: True for a state, which outlives the iteration; False for an attribute.
     """
 
@@ -32,7 +32,9 @@ class Place(NamedTuple):
     outlives: bool
 
     def __str__(self) -> str:
-        return f"state {self.name!r}" if self.outlives else f"ctx.{self.name}"
+        if self.outlives:
+            return f"state {self.name!r}"
+        return f"ctx.{self.name}" if self.name.isidentifier() else self.name
 
 
 @dataclass(frozen=True, slots=True)

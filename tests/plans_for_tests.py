@@ -1,8 +1,10 @@
-"""The plan of the design's example, and tasks that show what ran, for tests of the engine."""
+"""The plan of the design's example, plans at random, and tasks that show what ran."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
@@ -53,3 +55,18 @@ def task(name: str, fn: Callable[[IterContext], Any] | None = None, **options: A
 def tasks(**fns: Callable[[IterContext], Any]) -> list[PipelineTask]:
     """The five tasks; those named run the function given for them first."""
     return [task(name, fns.get(name)) for name in NAMES]
+
+
+def scattered(plan: PipelinePlan, seed: int) -> PipelinePlan:
+    """The same dependences; stages and threads at random."""
+    rng = random.Random(seed)
+    stage = {name: rng.randint(0, 3) for name in plan.schedule}
+    edges = [*((c, p, 0) for c, p in plan.deps), *plan.cross_iter_deps]
+    for _ in stage:  # as often as the longest chain needs
+        for consumer, producer, distance in edges:
+            stage[consumer] = max(stage[consumer], stage[producer] - distance)
+    schedule = {
+        name: replace(entry, stage=stage[name], thread_group=rng.choice(("default", "a", "b")))
+        for name, entry in plan.schedule.items()
+    }
+    return replace(plan, schedule=schedule)

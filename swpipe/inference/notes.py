@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from swpipe.inference.facts import IterationFacts, TaskFacts
 from swpipe.inference.generators import TORCH
+from swpipe.inference.handed import Handed
 from swpipe.inference.resolve import Uses
 from swpipe.task import PipelineTask
 
@@ -21,6 +22,7 @@ def notes(
     tasks: Sequence[PipelineTask],
     iterations: Iterable[IterationFacts],
     uses: Mapping[str, Uses],
+    handed: Iterable[Handed],
     left_changed: Sequence[str],
 ) -> tuple[str, ...]:
     """One sentence or two on each thing, each once; the last is on recordings in general."""
@@ -31,6 +33,7 @@ def notes(
         *_draws(tasks, facts),
         *_collectives(facts),
         *_opaque(facts),
+        *_handed(handed),
     ]
     if left_changed:
         found.append(
@@ -95,6 +98,15 @@ def _opaque(facts: Iterable[TaskFacts]) -> Iterator[str]:
             f"Not looked into: {_listed(list(kinds))}. Setting, reading and deleting these "
             "attributes is seen; what changes inside them is not. A task that modifies such a "
             "value in place should set the attribute anew."
+        )
+
+
+def _handed(handed: Iterable[Handed]) -> Iterator[str]:
+    for one in handed:
+        yield (
+            f"{one.consumer!r} uses memory ({one.looks}) that {one.producer!r} made or wrote, and "
+            "that no attribute led to: inside an object, or along autograd's graph. It comes "
+            "after it."
         )
 
 

@@ -13,6 +13,7 @@ from swpipe.errors import PlanError, Problem
 from swpipe.inference.attributes import save_attributes
 from swpipe.inference.facts import IterationFacts
 from swpipe.inference.groups import effects_of, group
+from swpipe.inference.handed import handed_over, with_handed
 from swpipe.inference.iteration import Recorder
 from swpipe.inference.notes import notes
 from swpipe.inference.recording import Recording
@@ -76,13 +77,15 @@ def record(
     states = group(uses)
     effects = effects_of(uses, states)
     declared = declared_effects(tasks)
+    effects = {name: found | declared[name] for name, found in effects.items()}
+    handed = handed_over(seen, effects, recorder.storages)
     return Recording(
         tasks=tasks,
-        effects={name: found | declared[name] for name, found in effects.items()},
+        effects=with_handed(effects, handed),
         states={name: tuple(slot.name for slot in slots) for name, slots in states.items()},
         sizes=_sizes(seen),
         collectives=frozenset(f.task for one in seen for f in one.tasks if f.collectives),
-        notes=notes(tasks, seen, uses, list(_left_changed(before, reached_by(tasks)))),
+        notes=notes(tasks, seen, uses, handed, list(_left_changed(before, reached_by(tasks)))),
     )
 
 

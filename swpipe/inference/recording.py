@@ -172,7 +172,7 @@ def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _places(places: Iterable[Place]) -> str:
-    names = sorted(p.name if p.outlives else f"ctx.{p.name}" for p in places)
+    names = sorted(p.name if p.outlives else str(p) for p in places)
     return ", ".join(names)
 
 

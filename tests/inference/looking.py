@@ -32,4 +32,4 @@ def orders(recording: Recording) -> set[tuple[str, str, int]]:
 
 
 def _names(places: frozenset[Place]) -> set[str]:
-    return {place.name if place.outlives else f"ctx.{place.name}" for place in places}
+    return {place.name if place.outlives else str(place) for place in places}

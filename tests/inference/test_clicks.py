@@ -15,6 +15,7 @@ from swpipe.inference import Recording, record
 from swpipe.inference.orders import Orders, declared_edges, edge_of
 from swpipe.verify import check
 from tests.inference.looking import orders, reads, writes
+from tests.plans_for_tests import scattered
 from tests.tasks.rows import write_log
 
 pytest.importorskip("torchrec")
@@ -82,6 +83,16 @@ def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) 
     check(piped, job.tasks())
     serially = results(job_on(tmp_path), job.plan("serial"))
     assert all(map(torch.equal, serially, results(job, piped)))
+
+
+def test_inferred_dependences_are_enough_on_any_stages_and_threads(tmp_path: Path) -> None:
+    """Not only for plans that somebody would think of."""
+    job = job_on(tmp_path)
+    serially = results(job, job.plan("serial"))
+    for seed in range(12):
+        job = job_on(tmp_path)
+        plan = scattered(recording_of(job).plan(), seed)
+        assert all(map(torch.equal, serially, results(job, plan))), seed
 
 
 def test_recording_trains_nothing(tmp_path: Path) -> None:

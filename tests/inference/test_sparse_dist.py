@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import torch.distributed as dist
 
 pytest.importorskip("torchrec")
 
+from swpipe import PlanError
 from swpipe.effects import declared_effects
 from swpipe.inference import Recording, record
 from swpipe.plans import sparse_dist as plans
+from swpipe.plans import verify
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
 
@@ -50,6 +53,23 @@ def test_what_is_stale_on_purpose_is_noticed(recording: Recording) -> None:
     plan = plans.semi_sync()
     (one,) = recording.compare(plan).missing
     assert one[:3] == (plans.EMBED, plans.EMBED_BACK, 1)
+
+
+def test_tasks_that_say_which_batch_is_at_hand_keep_apart(recording: Recording) -> None:
+    """The replaced forwards are one for all batches: two threads would set them at one time.
+
+    Only a stale plan lets the next look-up run beside this batch's dense half, and only one that
+    does not have the two take turns since they communicate.
+    """
+    stale = plans.semi_sync()
+    plan = replace(stale, same_period_deps=[(plans.EMBED_BACK, plans.EMBED)])
+    apart = {
+        name: replace(plan.schedule[name], thread_group="look-ups", globally_ordered=False)
+        for name in (plans.PREFETCH, plans.EMBED)
+    }
+    with pytest.raises(PlanError, match="'batch at hand'"):
+        verify(replace(plan, schedule={**plan.schedule, **apart}), recording.tasks)
+    verify(plan, recording.tasks)
 
 
 def test_tables_are_seen_without_their_declaration(recording: Recording) -> None:

@@ -242,10 +242,12 @@ class SparseDistTasks:
         tables: dict[str, Mode] = {"tables": "rw", "optimizer": "r"}
         looked_up: dict[str, Mode] = {"tables": "r", "table cache": "rw"}
         in_step: Mapping[str, Mode] = {"tables": "rw"} if self.tables_in_step else {}
+        # Which batch the replaced forwards work on: each task that runs them says so first.
+        forwards: dict[str, Mode] = {"batch at hand": "rw"}
         touched: dict[str, Mapping[str, Mode]] = {
             names.PREFETCH: {"table cache": "rw"},
-            names.EMBED: looked_up if split else looked_up | dense,
-            names.DENSE: dense if split else {},
+            names.EMBED: forwards | (looked_up if split else looked_up | dense),
+            names.DENSE: forwards | dense if split else {},
             names.DENSE_BACK: {"gradients": "rw"} if split else {"gradients": "rw", **tables},
             names.EMBED_BACK: tables if split else {},
             names.FINALIZE: {"gradients": "rw"},

@@ -7,7 +7,12 @@ import torch
 
 from tests.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
-from tests.tasks.sparse_dist.trial import EXACT, differences, to_the_end
+from tests.tasks.sparse_dist.trial import (
+    EXACT,
+    differences,
+    inferred_differences,
+    to_the_end,
+)
 
 ADAM = {"optimizer": torch.optim.Adam, "options": {"lr": 0.01}, "fused": False}
 """fbgemm's fused Adam does not run on a CPU: these tables are stepped by torch's."""
@@ -61,6 +66,16 @@ def _with_forward(forward: str) -> dict[str, list[str]]:
 def test_a_shuffler_deals_the_same_rows_under_every_plan(two_ranks: Ranks) -> None:
     """TorchRec's base pipeline, given the batches as the shuffler deals them, agrees."""
     assert two_ranks.run(differences, Job(), 6, EXACT, True) == [{}, {}]
+
+
+@pytest.mark.parametrize("job", QUICK, ids=_id)
+def test_what_is_inferred_is_all_that_is_needed(two_ranks: Ranks, job: Job) -> None:
+    """Random stages and threads, and no dependence but those that a recording found.
+
+    Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
+    from the one to the other.
+    """
+    assert two_ranks.run(inferred_differences, job, 8, (1, 2, 3, 4)) == [{}, {}]
 
 
 def test_a_stale_plan_is_not_the_same(two_ranks: Ranks) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.tasks.sparse_dist import PipelineFactory
+from swpipe import PipelinePlan, SWPipeline
+from swpipe.inference import record
+from swpipe.plans.sparse_dist import ORDERED
+from swpipe.tasks.sparse_dist import PipelineFactory, SparseDistTasks, TrainStep
+from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.shuffle import KarmarkarKarpShuffler
+from tests.plans_for_tests import scattered
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,
@@ -100,6 +106,38 @@ def differences(
         if shuffler is not None:
             shuffler.close()
     return found
+
+
+def inferred_differences(
+    job: Job, steps: int, seeds: tuple[int, ...], forward: Kind = "split"
+) -> dict[int, list[str]]:
+    """For each random plan, with the inferred dependences alone, that differs, where it does."""
+    wanted = by_torchrec(job, batches(steps))
+    found = {}
+    for seed in seeds:
+        model = sharded(job)
+        step = TrainStep([dense_optimizer(job, model)])
+        tasks = SparseDistTasks(model, step, device=CPU, forward=forward)
+        plan = scattered(_inferred(tasks), seed)
+        with SWPipeline(plan, tasks.tasks(), device=CPU) as pipe:
+            outputs = [ctx.output.detach() for ctx in pipe.iterate(batches(steps))]
+        tasks.rewrite.detach()
+        if where := Outcome(outputs, everything(model)).differences(wanted):
+            found[seed] = where
+    return found
+
+
+def _inferred(tasks: SparseDistTasks) -> PipelinePlan:
+    """What two iterations showed, on any rank; who may communicate takes turns."""
+    own = record(tasks.tasks(), next(iter(batches(1))), device=CPU)
+    recordings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(recordings, replace(own, tasks=()))
+    plan = own.together(recordings).plan()
+    schedule = {
+        name: replace(entry, globally_ordered=name in ORDERED)
+        for name, entry in plan.schedule.items()
+    }
+    return replace(plan, schedule=schedule, tasks=())
 
 
 def _dealt(steps: int) -> Iterator[Batch]:
