@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.cli import planning
+from swpipe.cli.clicks import format_outcome
 from swpipe.cli.workload import Workload
 from swpipe.costs import CostModel, TaskCost
 from swpipe.effects import Effects, Place
@@ -45,7 +47,8 @@ def test_ties_go_to_the_ready_made_plan(
         return took_s
 
     monkeypatch.setattr("swpipe.profiler.try_plans", tried)
-    chosen = planning._fastest(WORK, finalists)
+    chosen, tried_us = planning._fastest(WORK, finalists)
+    assert tried_us == pytest.approx(1e3 * took_ms[best])
     assert chosen.why[0] == best
     assert "planned" in chosen.why[-1]
     assert "ready-made" in chosen.why[-1]
@@ -79,8 +82,8 @@ def test_a_plan_is_as_fast_as_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("swpipe.profiler.try_plans", tried)
     ranked = replace(WORK, over_ranks=lambda own: [own, {"one": 0.015, "two": 0.011}])
-    assert planning._fastest(WORK, finalists).why[0] == "one"
-    chosen = planning._fastest(ranked, finalists)
+    assert planning._fastest(WORK, finalists)[0].why[0] == "one"
+    chosen, _ = planning._fastest(ranked, finalists)
     assert chosen.why == ("two", "Tried side by side: one 15.000 ms, two 12.000 ms.")
 
 
@@ -126,3 +129,13 @@ def test_all_ranks_take_the_plan_of_rank_0() -> None:
 
     planned = planning.plan_workload(replace(WORK, over_ranks=ranks), Limits(threads=1))
     assert planned.choice.why[0] == "rank 0's"
+
+
+def test_what_came_of_a_plan_is_told_beside_the_model_and_the_trial() -> None:
+    """A model leaves out that cores are shared; a trial does not, and is over sooner."""
+    planned = planning.Planned(replace(choice(), ii_us=8e3), CostModel({}), False, tried_us=10e3)
+    run: Any = SimpleNamespace(steps_per_s=80.0)
+    assert format_outcome(planned, run) == (
+        "auto: expected 8.000 ms per step (+56.2%), tried 10.000 ms per step (+25.0%), got 12.500"
+    )
+    assert "tried" not in format_outcome(replace(planned, tried_us=None), run)

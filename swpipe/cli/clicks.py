@@ -97,13 +97,17 @@ def format_training(runs: Sequence[TrainRun]) -> str:
 
 
 def format_outcome(planned: Planned, run: TrainRun) -> str:
-    """What was expected of a plan that was made for this job, and what it did."""
-    expected_us = planned.choice.ii_us
+    """What was expected of a plan that was made for this job, what its trial took, what it did."""
     got_us = 1e6 / run.steps_per_s
-    return (
-        f"auto: expected {expected_us / 1e3:.3f} ms per step, got {got_us / 1e3:.3f} "
-        f"({got_us / expected_us - 1:+.1%})"
-    )
+    told = f"auto: expected {_off(planned.choice.ii_us, got_us)}"
+    if planned.tried_us is not None:
+        told += f", tried {_off(planned.tried_us, got_us)}"
+    return f"{told}, got {got_us / 1e3:.3f}"
+
+
+def _off(before_us: float, got_us: float) -> str:
+    """A time per step, and by how much it came out otherwise."""
+    return f"{before_us / 1e3:.3f} ms per step ({got_us / before_us - 1:+.1%})"
 
 
 def profile_job(

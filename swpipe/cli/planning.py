@@ -87,11 +87,13 @@ class Planned:
         choice: The plan, and why.
         costs: What it was made from.
         streams: Whether it was made for a device with streams.
+        tried_us: What an iteration took when it was tried; None where it was not.
     """
 
     choice: Choice
     costs: CostModel
     streams: bool
+    tried_us: float | None = None
 
 
 def tell_first_time() -> None:
@@ -139,7 +141,8 @@ def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
         safe = not order_problems(ready, recording.effects, streams=streams)
         if ready.depth > 1 and safe and _within(ready, limits):
             finalists[name] = _ready_made(name, ready, costs, bounds, streams)
-    return Planned(_fastest(work, finalists), costs, streams)
+    choice, tried_us = _fastest(work, finalists)
+    return Planned(choice, costs, streams, tried_us)
 
 
 def _within(plan: PipelinePlan, limits: Limits) -> bool:
@@ -161,7 +164,8 @@ def _ready_made(
     )
 
 
-def _fastest(work: Workload, finalists: Mapping[str, Choice]) -> Choice:
+def _fastest(work: Workload, finalists: Mapping[str, Choice]) -> tuple[Choice, float]:
+    """The one, and what an iteration took under it; microseconds."""
     from swpipe.profiler import try_plans
 
     typer.echo(f"trying {', '.join(finalists)}", err=True)
@@ -179,7 +183,7 @@ def _fastest(work: Workload, finalists: Mapping[str, Choice]) -> Choice:
     best = min(reversed(took_s), key=lambda name: round(took_s[name] / min(took_s.values()), 2))
     told = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in took_s.items())
     chosen = finalists[best]
-    return replace(chosen, why=(*chosen.why, f"Tried side by side: {told}."))
+    return replace(chosen, why=(*chosen.why, f"Tried side by side: {told}.")), 1e6 * took_s[best]
 
 
 def with_slack(choice: Choice, limits: Limits) -> Choice:

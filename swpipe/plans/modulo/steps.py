@@ -15,6 +15,10 @@ _STAGE = 0.3
 _LANE = 0.5
 """Of the steps, so many try another thread, where that is meant to change."""
 
+_TOGETHER = 12
+"""So many tasks go to another stage together at most. Where more would have to, they leave such a
+hole in the period that hardly ever is anything gained; and to place them all anew takes long."""
+
 _DRAWS = 4
 """So many draws for a task that shares something."""
 
@@ -76,7 +80,7 @@ def _pushed(loop: Loop, ties: Ties, walker: Walker, by: int) -> int:
     while at < count and possible:
         v = tasks[at]
         stage = stages[v] + by
-        possible = 0 <= stage < loop.depth and not ties.last[v]
+        possible = 0 <= stage < loop.depth and not ties.last[v] and count <= _TOGETHER
         of = ties.consumer_of if by > 0 else ties.producer_of
         other = ties.consumer if by > 0 else ties.producer
         distance = ties.consumer_distance if by > 0 else ties.producer_distance
