@@ -79,7 +79,7 @@ class _Pace(NamedTuple):
 
 
 PACE = (
-    _Pace(4_600, 110_000_000, walk=1.1, growth=1.84, judging=80)
+    _Pace(4_600, 150_000_000, walk=1.1, growth=1.84, judging=80)
     if COMPILED
     else _Pace(430, 3_600_000, walk=24, growth=1, judging=2)
 )
