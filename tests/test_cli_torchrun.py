@@ -19,9 +19,8 @@ from swpipe import PipelinePlan
 from swpipe.agreement import Facts, differences
 from swpipe.cli import ranks
 from swpipe.cli.app import main
-from swpipe.cli.clicks import job_class
 from swpipe.cli.errors import UserError
-from swpipe.cli.inputs import load_plan
+from swpipe.cli.inputs import job_class, load_plan
 from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
 from swpipe.trace import Trace

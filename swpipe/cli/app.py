@@ -17,14 +17,13 @@ from swpipe.cli.clicks import (
     format_breakdown,
     format_outcome,
     format_training,
-    job_class,
     open_runs,
     profile_job,
     save_results,
     train_runs,
 )
 from swpipe.cli.errors import UserError, about_plan, one_line_errors
-from swpipe.cli.inputs import load_plan, make_config
+from swpipe.cli.inputs import job_class, load_plan, make_config
 from swpipe.cli.planning import AUTO, load_trace, make_room, plan_workload
 from swpipe.cli.workload import click_plans, click_workload, usual_plan
 from swpipe.plans.clicks import PLANS

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from swpipe.cli.errors import UserError, about_plan
+from swpipe.cli.errors import about_plan
+from swpipe.cli.inputs import job_class
 from swpipe.pipeline import SWPipeline
 from swpipe.plan import PipelinePlan
 from swpipe.trace import Trace
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from swpipe.cli.planning import Planned
     from swpipe.profiler import ProfileResults
     from swpipe.tasks.clicks import ClickConfig
-    from swpipe.tasks.clicks.feed import AnyClickJob
     from swpipe.tasks.clicks.train import TrainRun
 
 _TRACED = 12  # steps in a timeline
@@ -44,23 +44,6 @@ def open_runs(
             with about_plan(name):
                 runs.append(stack.enter_context(TrainRun(name, config, plan, steps, job)))
         yield runs
-
-
-def job_class(ranked: bool) -> type[AnyClickJob[Any]]:
-    """The click job of one process, or of all ranks.
-
-    Raises:
-        UserError: TorchRec is of a version that the sharded step was not written for.
-    """
-    if ranked:
-        try:
-            from swpipe.tasks.clicks.sharded import ShardedClickJob
-        except ImportError as error:
-            raise UserError(str(error)) from error
-        return ShardedClickJob
-    from swpipe.tasks.clicks import ClickJob
-
-    return ClickJob
 
 
 def train_runs(runs: Sequence[TrainRun]) -> Trace:

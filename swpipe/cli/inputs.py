@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from swpipe.plans.clicks import PLANS
 
 if TYPE_CHECKING:
     from swpipe.tasks.clicks import ClickConfig
+    from swpipe.tasks.clicks.feed import AnyClickJob
 
 Plans: TypeAlias = Mapping[str, Callable[[], PipelinePlan]]
 
@@ -57,6 +58,23 @@ def make_config(
         seed=seed,
         strict=strict,
     )
+
+
+def job_class(ranked: bool) -> type[AnyClickJob[Any]]:
+    """The click job of one process, or of all ranks.
+
+    Raises:
+        UserError: TorchRec is of a version that the sharded step was not written for.
+    """
+    if ranked:
+        try:
+            from swpipe.tasks.clicks.sharded import ShardedClickJob
+        except ImportError as error:
+            raise UserError(str(error)) from error
+        return ShardedClickJob
+    from swpipe.tasks.clicks import ClickJob
+
+    return ClickJob
 
 
 def _check_device(device: str) -> None:

@@ -11,9 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swpipe.cli.clicks import job_class
 from swpipe.cli.errors import UserError
-from swpipe.cli.inputs import Plans, make_config
+from swpipe.cli.inputs import Plans, job_class, make_config
 from swpipe.cli.ranks import RankedJob, on_all
 from swpipe.device import resolve
 from swpipe.plan import PipelinePlan, StreamRef
