@@ -67,8 +67,10 @@ _MIXED = 0.5
 
 
 @compiled
-def stroll(loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, steps: int) -> None:
-    """Walk four times, from ``first`` and from ``top``; what is found on the way is ``top`` then.
+def stroll(
+    loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, steps: int, number: int
+) -> bool:
+    """Walk, from ``first`` or from ``top``; what is found on the way is ``top`` then.
 
     Args:
         loop: The loop.
@@ -76,25 +78,27 @@ def stroll(loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, s
         walker: Stops where a plan promises what is wanted, or there are no turns left.
         played: What a period leaves behind.
         cast: Room for rehearsals.
-        steps: Of each walk.
+        steps: Of the walk.
+        number: Which of the four walks of a stroll it is; from 0.
+
+    Returns:
+        Whether that is all.
     """
     count, level = walker.counts, walker.levels
     enough_us = level[WANTED] * (1 + SAME)
-    for number in range(4):
-        begins = walker.top if number > 1 and level[TOP] < math.inf else walker.first
-        copy(begins, walker.place)
-        if number % 2 and loop.threads > 1:
-            us = deal(loop, ties, walker, played, cast, level[TOP], level[WANTED])
-            copy(walker.best if us < math.inf else begins, walker.place)
-        count[LANES] = number % 2 == 0 and loop.threads > 1
-        us = begin(loop, walker, played, cast, steps)
-        if us > enough_us:
-            wander(loop, ties, walker, played, cast, enough_us)
-        if level[BEST] < level[TOP] * (1 - SAME):
-            level[TOP] = level[BEST]
-            copy(walker.best, walker.top)
-        if level[TOP] <= enough_us or count[TURNS] <= 0:
-            break
+    begins = walker.top if number > 1 and level[TOP] < math.inf else walker.first
+    copy(begins, walker.place)
+    if number % 2 and loop.threads > 1:
+        us = deal(loop, ties, walker, played, cast, level[TOP], level[WANTED])
+        copy(walker.best if us < math.inf else begins, walker.place)
+    count[LANES] = number % 2 == 0 and loop.threads > 1
+    us = begin(loop, walker, played, cast, steps)
+    if us > enough_us:
+        wander(loop, ties, walker, played, cast, enough_us)
+    if level[BEST] < level[TOP] * (1 - SAME):
+        level[TOP] = level[BEST]
+        copy(walker.best, walker.top)
+    return level[TOP] <= enough_us or count[TURNS] <= 0
 
 
 @compiled

@@ -39,6 +39,9 @@ from swpipe.plans.modulo.walker import (
     Walker,
 )
 
+_WALKS = 4
+"""In a stroll: two begin with the first plan, two with the best; every other one deals anew."""
+
 
 class Judge(Protocol):
     """Who is asked whether a plan keeps what it promises."""
@@ -121,7 +124,10 @@ class Walk:
         _stand(walker.first, first)
         self._draw_seed()
         walker.levels[WANTED], walker.counts[TURNS] = wanted_us, turns
-        stroll(period.loop, self._ties, walker, period.left, self._cast, steps)
+        # Each a call of its own: what is compiled does not hear Ctrl-C, and takes up to a second.
+        for number in range(_WALKS):
+            if stroll(period.loop, self._ties, walker, period.left, self._cast, steps, number):
+                break
         self.turns += int(turns - walker.counts[TURNS])
         return float(walker.levels[TOP])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,26 @@ def test_strolls_go_on_from_the_best_plan_so_far() -> None:
         assert promised[-1] == walk.top[1]
     assert promised == sorted(promised, reverse=True)
     assert promised[-1] < promised[0]
+
+
+def test_every_walk_of_a_stroll_is_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is heard between them, not by what is compiled; none follows the last one needed."""
+    numbers: list[int] = []
+
+    def interrupted(*given: Any) -> bool:
+        numbers.append(given[-1])
+        if len(numbers) == 2:
+            raise KeyboardInterrupt
+        return len(numbers) == 5
+
+    _, walk = strolled(53)
+    monkeypatch.setattr("swpipe.plans.modulo.walk.stroll", interrupted)
+    first = walk.top[0]
+    with pytest.raises(KeyboardInterrupt):
+        walk.stroll(first, 20, 1.0, 400_000)
+    assert numbers == [0, 1]
+    walk.stroll(first, 20, 1.0, 400_000)
+    assert numbers == [0, 1, 0, 1, 2]
 
 
 def test_a_stroll_ends_where_it_promises_what_is_wanted() -> None:
