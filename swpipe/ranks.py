@@ -20,13 +20,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swpipe.agreement import Facts, differences, plan_facts
 from swpipe.plan import PipelinePlan
+
+T = TypeVar("T")
 
 FIRST_FAILURE = "swpipe/first_failure"
 """The store's key for it."""
@@ -94,6 +96,13 @@ _turns = _Turns()
 _pipelines = _Turns()
 
 
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of a group has, by rank; None is the default group. A collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 def check_same_plan(plan: PipelinePlan) -> int:
     """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
 
@@ -112,11 +121,8 @@ def check_same_plan(plan: PipelinePlan) -> int:
         return 0
     number = 1 + _pipelines.take()
     _line.store()  # the store is there now
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, plan.digest())
-    if len(set(digests)) > 1:
-        held: list[Facts] = [{}] * len(digests)
-        dist.all_gather_object(held, plan_facts(plan))
+    if len(set(gather(plan.digest()))) > 1:
+        held: list[Facts] = gather(plan_facts(plan))
         raise RuntimeError(
             "the ranks hold different plans, and would wait for each other's collectives for ever: "
             f"{differences(held)}. "

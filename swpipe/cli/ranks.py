@@ -137,12 +137,6 @@ class RankedJob:
         )
         return f"{kind.type}:{self._local_rank}"
 
-    def over_ranks(self, value: T) -> list[T]:
-        """What each rank has, by rank. A collective, once the process group is formed."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
-
     def agree(self, facts: Facts) -> None:
         """Make sure that all ranks were told the same; each has to call this.
 

@@ -18,6 +18,7 @@ from swpipe.device import resolve
 from swpipe.plan import PipelinePlan, StreamRef
 from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
+from swpipe.ranks import gather
 from swpipe.task import PipelineTask
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def user_workload(name: str, device: str | None, job: RankedJob | None = None) -
         {},
         device,
     )
-    return work if job is None else replace(work, over_ranks=job.over_ranks)
+    return work if job is None else replace(work, over_ranks=gather)
 
 
 def _call(name: str) -> Any:

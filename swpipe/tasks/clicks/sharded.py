@@ -23,13 +23,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from swpipe.context import IterContext
+from swpipe.ranks import gather
 from swpipe.task import PipelineTask
 from swpipe.tasks.clicks._torchrec import (
     BinaryAUROC,
@@ -170,9 +171,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
 
     def over_ranks(self, value: T) -> list[T]:
         """What each rank has, by rank. A collective, with no iteration in flight."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return gather(value)
 
     # -------------------------------------------------------------- evaluation
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swpipe.ranks import gather
 from swpipe.tasks.sparse_dist.balance import balanced_partition
 from swpipe.tasks.sparse_dist.host_group import host_group
 from swpipe.tasks.sparse_dist.rows import Group, Route, exchange_rows
@@ -169,8 +170,7 @@ class KarmarkarKarpShuffler:
             route.set_exception(error)
 
     def _route(self, work: Tensor) -> Route:
-        gathered: list[Any] = [None] * self._size
-        dist.all_gather_object(gathered, work.tolist(), group=self._host_group)
+        gathered = gather(work.tolist(), self._host_group)
         counts = [len(works) for works in gathered]
         if len(set(counts)) > 1:
             raise ValueError(
