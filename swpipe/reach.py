@@ -97,14 +97,25 @@ def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
 def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
     """Whatever the tasks' functions, and those of their io, can reach, nearest first.
 
-    Each object comes once, on its shortest path. What is ``WHOLE`` is not looked into.
+    Each object comes once, on its shortest path. What is ``WHOLE`` is not looked into. Last comes
+    what only the memory of declared states leads to, and does not belong to a module found before.
     """
-    functions = (
-        fn
-        for task in tasks
-        for fn in (task.fn, *(f for io in task.io for f in (io.capture, io.restore) if f))
-    )
-    return _walk([_Step("", fn, 0) for fn in functions])
+    tasks = tuple(tasks)
+    declared = [io for task in tasks for io in task.io]
+    functions = [
+        *(task.fn for task in tasks),
+        *(fn for io in declared for fn in (io.capture, io.restore) if fn),
+    ]
+    seen: dict[int, Any] = {}
+    modules: list[torch.nn.Module] = []
+    for found in _walk([_Step("", fn, 0) for fn in functions], seen):
+        yield found
+        if isinstance(found.owner, torch.nn.Module):
+            modules.append(found.owner)
+    for module in modules:
+        seen |= {id(one): one for one in (*module.parameters(), *module.buffers())}
+    told = [_Step(io.state, io.memory, 0) for io in declared if io.state and io.memory is not None]
+    yield from _walk(told, seen)
 
 
 def given_state(state: Any) -> tuple[Found, ...]:
@@ -139,9 +150,14 @@ class _Step(NamedTuple):
         return _Step(path, value, self.hops + hops)
 
 
-def _walk(ahead: Iterable[_Step]) -> Iterator[Found]:
-    """Go through all within reach, nearest first: each object is met on its shortest path."""
-    seen: dict[int, Any] = {}  # the objects too: some are made on the way, and ids are used again
+def _walk(ahead: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
+    """Go through all within reach, nearest first: each object is met on its shortest path.
+
+    Args:
+        ahead: Where to begin.
+        seen: Objects met before, by their ids. It keeps them: some are made on the way, and ids are
+            used again.
+    """
     while ahead:
         near, far = deque(ahead), list[_Step]()
         while near:

@@ -29,16 +29,20 @@ class DeclaredIO:
             detached).
         state: Name of something that outlives an iteration: "model", "cache", "data.log".
         mode: The task reads ("r"), writes ("w"), or both reads and writes it ("rw").
+        memory: What the state lies in, where that is known: tensors, or modules with theirs, alone
+            or in lists and dicts. It need be said once. What a recording sees of that memory goes
+            by the state's name then.
 
     Raises:
         ValueError: Neither a state nor capture and restore, one of the two without the other, an
-            empty name, or another mode.
+            empty name, another mode, or memory of no state.
     """
 
     capture: Callable[[], Any] | None = None
     restore: Callable[[Any], None] | None = None
     state: str | None = None
     mode: Mode = "rw"
+    memory: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.capture is None) != (self.restore is None):
@@ -52,6 +56,8 @@ class DeclaredIO:
             raise ValueError(f"state is {self.state!r}; give a name")
         if self.mode not in ("r", "w", "rw"):
             raise ValueError(f"mode is {self.mode!r}; give 'r', 'w' or 'rw'")
+        if self.memory is not None and self.state is None:
+            raise ValueError("memory is given, and no state that lies in it: name the state")
 
 
 @dataclass(frozen=True, slots=True)

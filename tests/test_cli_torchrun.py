@@ -304,6 +304,19 @@ def test_plans_are_inferred_and_checked_on_ranks(
     assert one_rank == []
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
+@pytest.mark.parametrize("plan", sharded_clicks.PLANS)
+def test_the_plans_of_ranks_pass_their_check(
+    plan: str, one_rank: list[ranks.Verdict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That with stale tables too: it says so, and nothing else of it is stale."""
+    log = write_log(tmp_path / "log.tsv", 60)
+    args = ("--data", log, "--batch-size", 8, "--device", "cpu")
+    assert run("plan", "check", plan, *args) == 0
+    assert "orders are kept in every interleaving" in capsys.readouterr().out
+    assert one_rank == []
+
+
 def test_ranks_have_to_be_told_the_same_planning_command(
     one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:

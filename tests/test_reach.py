@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swpipe import DeclaredIO, IterContext, PipelineTask
-from swpipe.reach import MAX_ITEMS, find_state
+from swpipe.reach import MAX_ITEMS, find_all, find_state
 
 
 def found_by(fn: Callable[..., Any], io: tuple[DeclaredIO, ...] = ()) -> dict[str, Any]:
@@ -121,6 +121,18 @@ def test_what_an_io_reaches(model: torch.nn.Module) -> None:
     """State that only capture and restore touch is state of the task."""
     io = DeclaredIO(capture=lambda: model.weight, restore=lambda kept: None)
     assert found_by(lambda ctx: None, io=(io,)) == {"model": model}
+
+
+def test_what_the_memory_of_a_state_reaches(model: torch.nn.Module) -> None:
+    """It comes last: what functions reach goes by their path."""
+    layer = torch.nn.Linear(2, 2)
+    io = DeclaredIO(state="tables", memory=[model, {"last": layer}])
+    found = found_by(lambda ctx: model, io=(io,))
+    assert found == {"model": model, "tables.[1].last": layer}
+    io = DeclaredIO(state="tables", memory=[model.weight, layer.weight])
+    paths = {one.path for one in find_all([PipelineTask("a", lambda ctx: model, (io,))])}
+    assert "tables.[1]" in paths
+    assert "tables.[0]" not in paths
 
 
 def test_items_of_containers(model: torch.nn.Module) -> None:

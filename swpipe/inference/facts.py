@@ -21,6 +21,7 @@ class TaskFacts(NamedTuple):
         held: Attribute to what it held when the task began.
         slots: Slot to its storages when the task began.
         read: Storages that operators read.
+        replayed: Those that only autograd's engine read, by itself: what forward saved.
         written: Storages that operators wrote.
         met: Storages that operators met at all.
         made: Storages that came out of an operator first.
@@ -38,6 +39,7 @@ class TaskFacts(NamedTuple):
     held: Mapping[str, frozenset[Entry]]
     slots: Mapping[Slot, frozenset[StorageId]]
     read: frozenset[StorageId]
+    replayed: frozenset[StorageId]
     written: frozenset[StorageId]
     met: frozenset[StorageId]
     made: frozenset[StorageId]

@@ -3,6 +3,9 @@
 Slots of one owner and one kind that all tasks use alike are one state. So are those that tasks use
 differently, where that asks for no order that is not asked for anyhow: backward reads a layer's
 weight, but not its bias; it comes before the step for the sake of the gradients in either case.
+
+What tasks declare the memory of is one state, by the name that they gave it. What it asks for does
+not count when others are put together: a plan may allow it to be stale.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from swpipe.effects import Effects, Place, conflicts
+from swpipe.inference.declared import DECLARED
 from swpipe.inference.orders import Edge, Orders, edge_of
 from swpipe.inference.resolve import Use, Uses
 from swpipe.inference.slots import Slot
@@ -23,11 +27,14 @@ Pattern: TypeAlias = tuple[Use, ...]
 def group(uses: Mapping[str, Uses]) -> dict[str, tuple[Slot, ...]]:
     """State to the slots that it stands for; each slot that any task touches is in one."""
     alike: dict[tuple[str, str], dict[Pattern, list[Slot]]] = defaultdict(dict)
+    named: dict[str, tuple[Slot, ...]] = {}
     for slot in sorted({slot for of_task in uses.values() for slot in of_task.slots}):
+        if slot.kind == DECLARED:
+            named[slot.root] = (*named.get(slot.root, ()), slot)
+            continue
         pattern = tuple(of_task.slots.get(slot, Use()) for of_task in uses.values())
         alike[slot.root, slot.kind].setdefault(pattern, []).append(slot)
     orders = _orders(uses, (pattern for patterns in alike.values() for pattern in patterns))
-    named: dict[str, tuple[Slot, ...]] = {}
     for (root, kind), patterns in alike.items():
         groups = list(patterns.values())
         union = tuple(_union(of_task) for of_task in zip(*patterns, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swpipe.device import Device
 from swpipe.inference.context import RecordedContext, attributes
+from swpipe.inference.declared import by_declaration
 from swpipe.inference.generators import states
 from swpipe.inference.slots import Slot, reached_by
 from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
@@ -92,7 +93,8 @@ class Moment:
     ) -> None:
         device.synchronize()
         reached = reached_by(tasks)
-        self._slots = {slot: _State.of(t, storages) for slot, t in reached.tensors.items()}
+        slots = by_declaration(reached.tensors, tasks)
+        self._slots = {slot: _State.of(tensor, storages) for slot, tensor in slots.items()}
         self._nodes: dict[int, Node] = {}
         self._tensors: dict[int, _State] = {}
         self.slots = {slot: state.storages for slot, state in self._slots.items()}

@@ -10,7 +10,9 @@ is noticed by its content when the task is done (``swpipe.inference.moment``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ class Touched:
 
     Attributes:
         reads: Storages whose content was read.
+        replays: Those that autograd's engine read by itself, going backward; what they are, forward
+            has saved.
         writes: Storages that were written.
         met: All storages among arguments and results.
         made: Those that no one had met before they came out of an operator.
@@ -49,6 +53,7 @@ class Touched:
 
     def __init__(self) -> None:
         self.reads: set[StorageId] = set()
+        self.replays: set[StorageId] = set()
         self.writes: set[StorageId] = set()
         self.met: set[StorageId] = set()
         self.made: set[StorageId] = set()
@@ -73,8 +78,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         aliased: list[Tensor] = []
+        replays = _called_by_the_engine(sys._getframe().f_back)
         for value, mode in self._arguments(func, args, kwargs):
-            self._note(value, mode)
+            self._note(value, mode, replays)
             if mode == ALIASED:
                 aliased.extend(_tensors(value))
         if func.namespace in COLLECTIVES:
@@ -91,15 +97,16 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copied = {number for one in aliased for number in self._storages.of(one)} - viewed
         self.touched.reads |= copied
 
-    def _note(self, value: Any, mode: str) -> None:
+    def _note(self, value: Any, mode: str, replays: bool = False) -> None:
         touched = self.touched
+        reads = touched.replays if replays else touched.reads
         for tensor in _tensors(value):
             for storage, new in self._storages.meet(tensor):
                 touched.met.add(storage)
                 if new and mode == MADE:
                     touched.made.add(storage)
                 if mode in ("r", "rw"):
-                    touched.reads.add(storage)
+                    reads.add(storage)
                 if mode in ("w", "rw"):
                     touched.writes.add(storage)
 
@@ -116,6 +123,24 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mode = modes.get(name, "r")
             yield value, "rw" if mode == "r" and training and name in RUNNING else mode
         yield from ((value, "r") for value in args[len(modes) :])
+
+
+def _called_by_the_engine(caller: FrameType | None) -> bool:
+    """Whether an operator runs backward, with no Python between it and autograd's engine.
+
+    Args:
+        caller: Who called the mode; in the engine's own threads there may be nobody.
+    """
+    while caller is not None and caller.f_globals.get("__name__") in _AROUND_MODES:
+        caller = caller.f_back
+    return caller is None or caller.f_code is _ENGINE
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+"""Where the engine is entered from Python."""
+
+_AROUND_MODES = ("torch._compile", "torch._dynamo.eval_frame")
+"""Where torch keeps its compiler out of dispatch modes."""
 
 
 def _modes(func: Any) -> dict[str, str]:

@@ -119,9 +119,9 @@ class _Iteration:
             if item.kind == "storage" and item not in self._shared
         )
         for slot, inside in facts.slots.items():
-            # What this iteration made and an attribute led to is no reading of the slot.
-            read = {n for n in facts.read & inside if n in self._before or n not in through_context}
-            if read:
+            # What this iteration made, and an attribute led to, is no reading of the slot; nor is
+            # what autograd's engine read by itself (where it adds to a gradient, it writes too).
+            if facts.read & inside - ((through_context | facts.replayed) - self._before):
                 uses.slots[slot] |= READS
             if (facts.written | facts.difference.storages) & inside:
                 uses.slots[slot] |= WRITES

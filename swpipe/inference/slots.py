@@ -69,7 +69,7 @@ def reached_by(tasks: Iterable[PipelineTask]) -> Reached:
         elif isinstance(found.owner, Optimizer):
             optimizers.append((names.unique(_pretty(found)), found.owner))
         elif isinstance(found.owner, Tensor | torch.nn.Module):
-            _add(reached, names_of, _of_owner(names.unique(_pretty(found)), found.owner))
+            _add(reached, names_of, slots_of(names.unique(_pretty(found)), found.owner))
         elif isinstance(found.owner, PLAIN):
             reached.plain[names.unique(_pretty(found))] = found.owner
         elif isinstance(found.owner, list | dict | set):
@@ -110,7 +110,8 @@ def _add(reached: Reached, names_of: dict[int, str], slots: Iterable[tuple[Slot,
             reached.tensors[Slot(f"{slot.name}.grad", slot.root, "gradients")] = grad
 
 
-def _of_owner(root: str, owner: Any) -> Iterator[tuple[Slot, Tensor]]:
+def slots_of(root: str, owner: Any) -> Iterator[tuple[Slot, Tensor]]:
+    """A tensor, or all that lie in a module, in plain lists and dicts of its attributes too."""
     if isinstance(owner, Tensor):
         yield Slot(root, root, ""), owner
         return

@@ -14,7 +14,6 @@ import torch.distributed as dist
 pytest.importorskip("torchrec")
 
 from swpipe import PlanError
-from swpipe.effects import declared_effects
 from swpipe.inference import Recording, record
 from swpipe.plans import sparse_dist as plans
 from swpipe.plans import verify
@@ -42,17 +41,19 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["serial", "sparse_dist", "prefetch", "split"])
+@pytest.mark.parametrize("name", plans.PLANS)
 def test_the_plans_written_by_hand_lack_nothing(recording: Recording, name: str) -> None:
-    """Every conflict is in order."""
-    assert recording.compare(plans.PLANS[name]()).missing == ()
+    """Every conflict is in order, or stale on purpose."""
+    plan = plans.PLANS[name]()
+    assert recording.compare(plan).missing == ()
+    verify(plan, recording.tasks, effects=recording.effects)
 
 
 def test_what_is_stale_on_purpose_is_noticed(recording: Recording) -> None:
-    """The look-up ahead of the update, by the names that were inferred; once granted, it is not."""
-    plan = plans.semi_sync()
-    (one,) = recording.compare(plan).missing
+    """The look-up ahead of the update; and nothing but the tables is stale."""
+    (one,) = recording.compare(replace(plans.semi_sync(), stale={})).missing
     assert one[:3] == (plans.EMBED, plans.EMBED_BACK, 1)
+    assert [str(place) for place in one.places] == ["state 'tables'"]
 
 
 def test_tasks_that_say_which_batch_is_at_hand_keep_apart(recording: Recording) -> None:
@@ -74,19 +75,17 @@ def test_tasks_that_say_which_batch_is_at_hand_keep_apart(recording: Recording) 
 
 def test_tables_are_seen_without_their_declaration(recording: Recording) -> None:
     """Backward updates them inside a kernel; the dense half's step does not touch them."""
-    declared = declared_effects(recording.tasks)
-    found = {
-        task: {place.name for place in effects.writes - declared[task].writes if place.outlives}
-        for task, effects in recording.effects.items()
-    }
-    members = {
-        task: {m for state in states for m in recording.states[state]}
-        for task, states in found.items()
+    plain = [replace(task, io=()) for task in recording.tasks]
+    found = record(plain, next(iter(batches(1))), device=CPU)
+    written = {
+        task: {m for place in effects.writes for m in found.states.get(place.name, ())}
+        for task, effects in found.effects.items()
     }
     table = "model.tables.0.embedding_bags.t0.weight"
-    assert table in members[plans.EMBED_BACK]
-    assert table not in members[plans.STEP]
-    assert "model.bottom.0.weight" in members[plans.STEP]
+    assert table in written[plans.EMBED_BACK]
+    assert table not in written[plans.STEP]
+    assert "model.bottom.0.weight" in written[plans.STEP]
+    assert table in recording.states["tables"]
 
 
 def test_who_communicates_is_seen(recording: Recording) -> None:

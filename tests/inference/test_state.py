@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from swpipe import DeclaredIO, PipelineTask
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.inference import record
 from tests.inference.looking import orders, reads, recorded, writes
 
@@ -272,6 +275,167 @@ def test_declared_states_are_merged_in() -> None:
     tasks = [PipelineTask(name, lambda ctx: None, io=log) for name in ("a", "b")]
     found = record(tasks, None, device="cpu")
     assert orders(found) == {("b", "a", 0), ("a", "b", 1)}
+
+
+def test_memory_goes_by_the_state_that_is_declared_to_lie_there() -> None:
+    """However it is reached, and whatever else lies in the same model."""
+    job = Job()
+    table = job.model[2].weight
+    rows = table.detach()[0]
+
+    def peek(ctx: Any) -> None:
+        ctx.row = rows + 1
+
+    io = {"forward": [DeclaredIO(state="table", mode="r", memory={"first": [table]})]}
+    functions = (job.forward, job.backward, job.step, peek)
+    tasks = [PipelineTask(fn.__name__, fn, io.get(fn.__name__, ())) for fn in functions]
+    found = record(tasks, BATCH, device="cpu")
+    assert found.states["table"] == ("model.2.weight", "rows")
+    assert reads(found, "forward") == {"ctx.batch", "table", "model parameters"}
+    assert "table" in writes(found, "step")
+    assert reads(found, "peek") == {"table"}
+
+
+def test_a_module_may_be_declared_that_no_function_leads_to() -> None:
+    """It is watched, and put back, like what they lead to."""
+    layer = nn.Linear(3, 1)
+    hidden: Any = weakref.ref(layer)  # not looked into
+
+    def step(ctx: Any) -> None:
+        with torch.no_grad():
+            hidden().weight.add_(1)
+
+    before = layer.weight.detach().clone()
+    io = [DeclaredIO(state="tables", memory=layer)]
+    found = record([PipelineTask("step", step, io)], None, device="cpu")
+    assert found.states["tables"] == ("tables.weight",)
+    assert torch.equal(layer.weight, before)
+
+
+def test_shards_are_memory() -> None:
+    """This rank's part of a tensor that several ranks share, which is no tensor to torch."""
+
+    class Sharded:
+        def local_shards(self) -> list[Any]:
+            return [SimpleNamespace(tensor=part) for part in table]
+
+    table = torch.ones(2, 3)
+
+    def look_up(ctx: Any) -> None:
+        ctx.row = table[0] + 1
+
+    io = [DeclaredIO(state="rows", mode="r", memory={"table": Sharded()})]
+    found = record([PipelineTask("look up", look_up, io)], None, device="cpu")
+    assert found.states == {"rows": ("table",)}
+
+
+def test_memory_of_two_states_is_refused() -> None:
+    """Which of the two would it go by?"""
+    weight = nn.Parameter(torch.ones(2, 3))
+    io = [DeclaredIO(state=name, memory=[weight.detach()[part]]) for part, name in enumerate("ab")]
+    with pytest.raises(PlanError, match=r"'step' declares that state 'b' .*shape \[3\].* 'a'"):
+        record([PipelineTask("step", lambda ctx: None, io)], None, device="cpu")
+
+
+def test_what_is_no_memory_is_refused() -> None:
+    """A state cannot lie in a name."""
+    io = [DeclaredIO(state="tables", memory=[nn.Linear(1, 1), "tables.weight"])]
+    with pytest.raises(PlanError, match="state 'tables' lies in 'tables.weight': give tensors"):
+        record([PipelineTask("step", lambda ctx: None, io)], None, device="cpu")
+
+
+def test_what_a_plan_may_have_stale_holds_no_other_states_together() -> None:
+    """A count beside the table would be read by the look-up too, and written by the step.
+
+    Together they ask for no more than the table does alone. Where the table may be stale, they do.
+    """
+    table = nn.Embedding(4, 2)
+    table.register_buffer("looked_up", torch.zeros(1))
+    table.register_buffer("scale", torch.ones(1))
+
+    def look_up(ctx: Any) -> None:
+        table.looked_up.add_(1)
+        ctx.loss = (table(ctx.batch) * table.scale).sum()
+
+    def update(ctx: Any) -> None:
+        (gradient,) = torch.autograd.grad(ctx.loss, [table.weight])
+        with torch.no_grad():
+            table.weight.sub_(gradient * table.scale)
+
+    def job(*io: DeclaredIO) -> Any:
+        tasks = PipelineTask("look up", look_up, io), PipelineTask("update", update)
+        return record(tasks, torch.tensor([0, 3]), device="cpu")
+
+    assert "table buffers" in job().states
+    found = job(DeclaredIO(state="table", mode="r", memory=table.weight))
+    assert "table.looked_up" in found.states
+    later = PipelinePlan(
+        schedule={"look up": TaskSchedule(stage=0), "update": TaskSchedule(stage=1)},
+        deps=[("update", "look up")],
+        order=["look up", "update"],
+        pipeline_depth=2,
+        stale={"table": 1},
+    )
+    assert found.compare(later).missing == ()
+    assert found.compare(replace(later, stale={})).missing[0][:3] == ("look up", "update", 1)
+
+
+def test_what_backward_has_kept_is_not_read_where_it_was_put_too() -> None:
+    """A kernel's module keeps its last arguments; backward has its own hold of them."""
+
+    class Kept(nn.Module):
+        last: torch.Tensor | None = None
+
+        def look(self, ctx: Any) -> None:
+            x = (ctx.batch * 2).requires_grad_()
+            self.last = x.detach()
+            ctx.loss = x.square().sum()
+
+        def backward(self, ctx: Any) -> None:
+            ctx.loss.backward()
+
+        def backward_and_show(self, ctx: Any) -> None:
+            self.backward(ctx)
+            ctx.shown = self.last + 1
+
+    kept = Kept()
+    found = recorded(kept.look, kept.backward, batch=BATCH)
+    assert orders(found) == {("backward", "look", 0)}
+    found = recorded(kept.look, kept.backward_and_show, batch=BATCH)
+    assert "Kept.last" in reads(found, "backward_and_show")
+    assert ("look", "backward_and_show", 1) in orders(found)
+
+
+def test_what_a_function_of_the_users_reads_going_backward_is_read() -> None:
+    """It runs in Python, and may look anywhere; so may a hook."""
+    kept: list[Any] = [None]
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * kept[0]
+
+    def look(ctx: Any) -> None:
+        kept[0] = ctx.batch + 1
+        x = ctx.batch.detach().requires_grad_()
+        ctx.loss = Twice.apply(x).sum()
+
+    def hooked(ctx: Any) -> None:
+        kept[0] = ctx.batch + 1
+        x = ctx.batch.detach().requires_grad_()
+        x.register_hook(lambda gradient: gradient * kept[0])
+        ctx.loss = (x * 2).sum()
+
+    def backward(ctx: Any) -> None:
+        ctx.loss.backward()
+
+    for forward in (look, hooked):
+        found = recorded(forward, backward, batch=BATCH)
+        assert (forward.__name__, "backward", 1) in orders(found)
 
 
 def test_plain_python_that_changes_is_told() -> None:

@@ -110,9 +110,9 @@ class SparseDistTasks:
         self._first: int | None = None
         # The stream of the caller, which a cache must know when it is filled from another.
         self._home = self.device.current_stream()
-        own = [p for module in self.rewrite.sharded for p in module.parameters()]
-        self.tables_in_step = any(map(by_gradient, own))
-        if step.scaler is not None and not all(map(by_gradient, own)):
+        self._tables = [p for module in self.rewrite.sharded for p in module.parameters()]
+        self.tables_in_step = any(map(by_gradient, self._tables))
+        if step.scaler is not None and not all(map(by_gradient, self._tables)):
             raise ValueError(
                 "TrainStep.scaler scales the loss, and the tables update themselves inside "
                 "backward, with the scaled gradients: use bfloat16, which needs no scaler, or "
@@ -260,7 +260,8 @@ class SparseDistTasks:
     def _declare(self, task: str, state: str, mode: Mode) -> DeclaredIO:
         if state == "gradients" and task != names.STEP:
             return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
-        return DeclaredIO(state=state, mode=mode)
+        memory = self._tables if state == "tables" else None
+        return DeclaredIO(state=state, mode=mode, memory=memory)
 
     def _get_gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
