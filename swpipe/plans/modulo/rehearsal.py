@@ -345,3 +345,20 @@ def critical(loop: Loop, cast: Cast, found: Whole) -> int:
             count += 1
         here = cast.cause[here]
     return count
+
+
+@compiled
+def waits(loop: Loop, cast: Cast, awaited: Whole, awaiting: Whole) -> int:
+    """How many waits of one task for another set that interval; which, in the two lists.
+
+    They are in the same last periods, the last of them first; no more than there are tasks.
+    """
+    here, count = cast.counts[END], 0
+    first, before = here - loop.depth * cast.span, cast.cause[here]
+    while before > first and before >= 0 and count < loop.size:
+        then, v = here % cast.span % cast.width, before % cast.span % cast.width
+        if v < loop.size and then < loop.size and v != then:
+            awaited[count], awaiting[count] = v, then
+            count += 1
+        here, before = before, cast.cause[before]
+    return count

@@ -6,7 +6,7 @@
         └──────── the best so far ───────────────────────────┘
 
 Every plan is an order of the tasks, a thread and a stage for each. A *walk* goes from plan to plan,
-a task at a time, led by what some periods take when they are rehearsed. Some walks begin anew,
+a step at a time, led by what some periods take when they are rehearsed. Some walks begin anew,
 others from the best plan so far.
 
 The simulator has the last word: threads, queues and back-pressure included. Rehearsals are hardly

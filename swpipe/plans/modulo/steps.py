@@ -1,19 +1,37 @@
-"""A step of a walk, in numbers: a task goes elsewhere in the order, to another stage or thread."""
+"""A step of a walk, in numbers: a task goes elsewhere in the order, to another stage or thread.
+
+    order    a  p  x  b        b waits for a, since both want the same thread or stream;
+                               p comes before b, for it depends on it
+    steps    p  b  a  x        b goes right before a, and takes p along
+             p  x  b  a        a goes right after b, and takes along what depends on it
+
+Alone, b would get no further than p. Whatever the order was, the new one keeps all dependences.
+
+Source: to take a task out of a row of those that wait for each other, and put it to either end of
+the row, is from E. Balas and A. Vazacopoulos, "Guided local search with shifting bottleneck for job
+shop scheduling" (Management Science 44, 1998).
+"""
 
 from __future__ import annotations
 
 from swpipe.plans.modulo.compiled import Whole, compiled
 from swpipe.plans.modulo.period import Loop
-from swpipe.plans.modulo.walker import CRITICAL, LANES, LIMIT, Ties, Walker, draw
+from swpipe.plans.modulo.walker import CRITICAL, LANES, LIMIT, WAITS, Ties, Walker, draw
+
+_OF_WAITS = 0.3
+"""Of the steps, so many turn a wait round that sets the interval."""
+
+_FURTHER = 0.5
+"""By such a chance a wait is turned round together with the one before it, which that waits for."""
 
 _OF_CRITICAL = 0.8
-"""Of the steps, so many begin with a task that sets the interval."""
+"""Of the others, so many begin with a task that sets the interval."""
 
 _STAGE = 0.3
-"""Of the steps, so many try another stage."""
+"""Of these others, so many try another stage."""
 
 _LANE = 0.5
-"""Of the steps, so many try another thread, where that is meant to change."""
+"""And so many another thread, where that is meant to change."""
 
 _TOGETHER = 12
 """So many tasks go to another stage together at most. Where more would have to, they leave such a
@@ -22,15 +40,13 @@ hole in the period that hardly ever is anything gained; and to place them all an
 _DRAWS = 4
 """So many draws for a task that shares something."""
 
-NOWHERE, ALIKE, ELSEWHERE = range(3)
-"""Where a step leads: to a plan that cannot be; to one that only seems to be another, since nothing
-passed what it takes turns with; to another one."""
-
 
 @compiled
-def step(loop: Loop, ties: Ties, walker: Walker) -> int:
-    """A step at random; where it leads: nowhere, and it may be half done."""
+def step(loop: Loop, ties: Ties, walker: Walker) -> bool:
+    """A step at random; False where it leads to no plan, and it may be half done then."""
     seed = walker.seed
+    if walker.counts[WAITS] and draw(seed) < _OF_WAITS:
+        return _wait_turned(loop, ties, walker)
     if draw(seed) < _OF_CRITICAL:
         task = walker.critical[int(draw(seed) * walker.counts[CRITICAL])]
     else:
@@ -39,14 +55,88 @@ def step(loop: Loop, ties: Ties, walker: Walker) -> int:
     kind = draw(seed)
     to_lane = _LANE if walker.counts[LANES] else 0.0
     if kind < to_lane:
-        if not _other_lane(loop, ties, walker, task):
-            return NOWHERE
-        return _reordered(loop, ties, walker, 1, 0, True)
+        return _other_lane(loop, ties, walker, task) and _placed(loop, ties, walker, 1, 0)
     if kind < to_lane + _STAGE:
         by = 1 if draw(seed) < 0.5 else -1
         count = _pushed(loop, ties, walker, by)
-        return _reordered(loop, ties, walker, count, by, True) if count else NOWHERE
-    return _reordered(loop, ties, walker, 1, 0, False)
+        return count > 0 and _placed(loop, ties, walker, count, by)
+    return _past_another(loop, ties, walker, task)
+
+
+@compiled
+def _wait_turned(loop: Loop, ties: Ties, walker: Walker) -> bool:
+    """Who waits on the way that sets the interval goes first, before one or more that it waits for.
+
+    Who waits for a task of the period before stays where it is.
+    """
+    number = int(draw(walker.seed) * walker.counts[WAITS])
+    first, then = walker.awaited[number], walker.awaiting[number]
+    while number + 1 < walker.counts[WAITS] and draw(walker.seed) < _FURTHER:
+        number += 1
+        before = walker.awaited[number]
+        if walker.awaiting[number] != first or not _share(loop, ties, walker, before, then):
+            break
+        first = before
+    low = _place_of(walker.place.order, first, loop.size)
+    high = _place_of(walker.place.order, then, loop.size)
+    return low < high and _exchanged(ties, walker, low, high)
+
+
+@compiled
+def _past_another(loop: Loop, ties: Ties, walker: Walker, task: int) -> bool:
+    """The task, and one at random that it shares something with, come the other way round."""
+    for _ in range(_DRAWS):
+        other = int(draw(walker.seed) * loop.size)
+        if other != task and _share(loop, ties, walker, task, other):
+            low = _place_of(walker.place.order, task, loop.size)
+            high = _place_of(walker.place.order, other, loop.size)
+            return _exchanged(ties, walker, min(low, high), max(low, high))
+    return False
+
+
+@compiled
+def _share(loop: Loop, ties: Ties, walker: Walker, task: int, other: int) -> bool:
+    """Whether two tasks take turns: on a thread, on a stream or with a resource."""
+    lanes = walker.place.lanes
+    return lanes[other] == lanes[task] or ties.shares[task * loop.size + other] > 0
+
+
+@compiled
+def _exchanged(ties: Ties, walker: Walker, low: int, high: int) -> bool:
+    """Have the tasks at two places of the order the other way round, whoever of them moves.
+
+    False where the later one depends on the sooner one within the period.
+    """
+    order, gone, rest = walker.place.order, walker.gone, walker.rest
+    late = draw(walker.seed) < 0.5  # the sooner one moves
+    gone[order[low if late else high]] = 1
+    for number in range(high - low):
+        _join(ties, walker, order[low + 1 + number if late else high - 1 - number], late)
+    possible = not gone[order[high if late else low]]
+    length = 0
+    for goes in range(2):
+        for place in range(low, high + 1):
+            if gone[order[place]] == (goes if late else 1 - goes):
+                rest[length] = order[place]
+                length += 1
+    for number in range(length):
+        order[low + number] = rest[number]
+        gone[rest[number]] = 0
+    return possible
+
+
+@compiled
+def _join(ties: Ties, walker: Walker, task: int, late: bool) -> None:
+    """Have a task go along, if it depends on one that goes, or one that goes depends on it."""
+    stages, gone = walker.place.stages, walker.gone
+    of = ties.producer_of if late else ties.consumer_of
+    other = ties.producer if late else ties.consumer
+    distance = ties.producer_distance if late else ties.consumer_distance
+    way = 1 if late else -1
+    for tie in range(of[task], of[task + 1]):
+        apart = (stages[task] - stages[other[tie]]) * way + distance[tie]
+        if gone[other[tie]] and apart == 0:
+            gone[task] = 1
 
 
 @compiled
@@ -97,8 +187,8 @@ def _pushed(loop: Loop, ties: Ties, walker: Walker, by: int) -> int:
 
 
 @compiled
-def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, changed: bool) -> int:
-    """Place the step's tasks anew; where that leads.
+def _placed(loop: Loop, ties: Ties, walker: Walker, count: int, by: int) -> bool:
+    """Place the step's tasks anew; False where one of them has no place.
 
     Args:
         loop: The loop.
@@ -106,7 +196,6 @@ def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, chan
         walker: Whose step it is.
         count: So many tasks.
         by: Stages that they went on.
-        changed: Whether stages or threads are others than before.
     """
     order, rest, gone = walker.place.order, walker.rest, walker.gone
     for moved in range(count):
@@ -116,12 +205,11 @@ def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, chan
         if not gone[v]:
             rest[length] = v
             length += 1
-    possible, passes = True, changed
+    possible = True
     for turn in range(count):
         task = walker.tasks[turn if by >= 0 else count - 1 - turn]
-        at = _new_place(loop, ties, walker, task, length, changed)
+        at = _new_place(loop, ties, walker, task, length)
         possible = at >= 0
-        passes = changed or (possible and _passes(loop, ties, walker, task, at))
         if not possible:
             break
         for later in range(length, at, -1):
@@ -131,11 +219,10 @@ def _reordered(loop: Loop, ties: Ties, walker: Walker, count: int, by: int, chan
         gone[task] = 0
     for moved in range(count):
         gone[walker.tasks[moved]] = 0
-    if not possible:
-        return NOWHERE
-    for place in range(length):
-        order[place] = rest[place]
-    return ELSEWHERE if passes else ALIKE
+    if possible:
+        for place in range(length):
+            order[place] = rest[place]
+    return possible
 
 
 @compiled
@@ -168,40 +255,25 @@ def _between(ties: Ties, walker: Walker, task: int, length: int) -> tuple[int, i
 
 
 @compiled
-def _new_place(
-    loop: Loop, ties: Ties, walker: Walker, task: int, length: int, changed: bool
-) -> int:
-    """A place in the order for a task, beside one that shares something with it; -1 for none."""
+def _new_place(loop: Loop, ties: Ties, walker: Walker, task: int, length: int) -> int:
+    """Where it was, or beside one that shares something with it; -1 where there is no place."""
     seed, at = walker.seed, _place_of(walker.place.order, task, loop.size)
     low, high = _between(ties, walker, task, length)
     if low > high:
         return -1
-    if changed and low <= at <= high and draw(seed) < 0.5:
+    if low <= at <= high and draw(seed) < 0.5:
         return at
     place = _beside(loop, ties, walker, task, length)
-    place = min(max(place + 1 if draw(seed) < 0.5 else place, low), high)
-    return place if changed or place != at else -1
-
-
-@compiled
-def _passes(loop: Loop, ties: Ties, walker: Walker, task: int, place: int) -> bool:
-    """Whether a task that goes elsewhere in the order passes one that it takes turns with."""
-    at, lanes = _place_of(walker.place.order, task, loop.size), walker.place.lanes
-    for number in range(min(at, place), max(at, place)):
-        other = walker.rest[number]
-        if lanes[other] == lanes[task] or ties.shares[task * loop.size + other]:
-            return True
-    return False
+    return min(max(place + 1 if draw(seed) < 0.5 else place, low), high)
 
 
 @compiled
 def _beside(loop: Loop, ties: Ties, walker: Walker, task: int, length: int) -> int:
     """The place of a task that shares something with this one, if one is found soon."""
-    lanes, place = walker.place.lanes, 0
+    place = 0
     for _ in range(_DRAWS):
         if length:
             place = int(draw(walker.seed) * length)
-            other = walker.rest[place]
-            if lanes[other] == lanes[task] or ties.shares[task * loop.size + other]:
+            if _share(loop, ties, walker, task, walker.rest[place]):
                 break
     return place

@@ -19,8 +19,8 @@ from swpipe.plans.modulo.cast import CHOSEN, DONE, Cast
 from swpipe.plans.modulo.compiled import Real, compiled, inlined
 from swpipe.plans.modulo.loop_graph import SAME
 from swpipe.plans.modulo.period import Loop, Played, play, trace
-from swpipe.plans.modulo.rehearsal import critical, rehearse
-from swpipe.plans.modulo.steps import ALIKE, NOWHERE, step
+from swpipe.plans.modulo.rehearsal import critical, rehearse, waits
+from swpipe.plans.modulo.steps import step
 from swpipe.plans.modulo.walker import (
     BEST,
     COOLING,
@@ -34,6 +34,7 @@ from swpipe.plans.modulo.walker import (
     STEPS,
     TOP,
     TURNS,
+    WAITS,
     WANTED,
     Ties,
     Walker,
@@ -134,12 +135,8 @@ def wander(
         level[HEAT] *= level[COOLING]
         worse = 1 - level[HEAT] * math.log(1 - draw(walker.seed))
         level[LIMIT] = level[COST] * worse
-        led = step(loop, ties, walker)
-        if led == NOWHERE:
+        if not step(loop, ties, walker):
             go_back(walker)
-            continue
-        if led == ALIKE and walker.rehearses:
-            copy(walker.place, walker.kept)
             continue
         us = _tried(loop, walker, played, cast)
         if us < level[BEST]:
@@ -187,6 +184,7 @@ def settle(loop: Loop, walker: Walker, played: Played, cast: Cast, price: float)
     level[COST] = price
     if walker.rehearses:
         walker.counts[CRITICAL] = critical(loop, cast, walker.critical)
+        walker.counts[WAITS] = waits(loop, cast, walker.awaited, walker.awaiting)
     else:
         walker.counts[CRITICAL] = trace(loop, played, walker.counts[LIMITING], walker.critical)
 

@@ -1,8 +1,9 @@
 """A walk from plan to plan: one task goes elsewhere at each step, as simulated annealing has it.
 
-A step takes a task to another place in the period, to another stage, or to another thread, maybe in
-exchange for a task from there. Most steps begin with a task that sets the interval, or that one of
-those waits for: no other step can shorten it. A step that makes the plan worse is taken by chance,
+A step takes a task to another place in the period, with all that has to go along; to another stage;
+or to another thread, maybe in exchange for a task from there. Most steps begin with a task that
+sets the interval, or that one of those waits for, or turn such a wait round: no other step can
+shorten it. A step that makes the plan worse is taken by chance,
 less and less often as the walk goes on. How much worse it may be is drawn first, so that finding
 out can stop as soon as it is worse than that. Plans are rehearsed where that is compiled; where it
 is not, that would take too long, and a single period of each is played instead.
@@ -87,12 +88,14 @@ class Walk:
             top=top,
             first=first,
             critical=wholes(2 * n),
+            awaited=wholes(n),
+            awaiting=wholes(n),
             tasks=wholes(n),
             gone=wholes(n),
             rest=wholes(n),
             seed=wholes(1),
             keys=reals(n),
-            counts=wholes(5),
+            counts=wholes(6),
             levels=reals(8),
         )
         self._walker.levels[TOP] = math.inf

@@ -18,10 +18,10 @@ _MULTIPLIER = 48_271
 """S. K. Park and K. W. Miller, "Random number generators: good ones are hard to find" (1988), with
 the multiplier that they came to prefer (1993): no product leaves 64 bits."""
 
-STEPS, TURNS, CRITICAL, LIMITING, LANES = range(5)
+STEPS, TURNS, CRITICAL, WAITS, LIMITING, LANES = range(6)
 """Counts: steps that are left; turns that may be done yet, in all that is rehearsed or played;
-tasks that set the interval; the operation that does, where a period was played; 1 where tasks may
-go to other threads."""
+tasks that set the interval, and waits that do, where plans are rehearsed; the operation that does,
+where a period was played; 1 where tasks may go to other threads."""
 
 HEAT, COOLING, COST, LIMIT, PRICE, BEST, TOP, WANTED = range(8)
 """Levels: what a step may cost, over the interval, and by what that shrinks at each step; what the
@@ -68,6 +68,8 @@ class Walker(NamedTuple):
         top: The one that promises most of all so far.
         first: Where walks begin anew.
         critical: The tasks that set the interval where the walk is.
+        awaited: The tasks that others wait for on the way that sets it, the last wait first.
+        awaiting: Those that wait for them.
         tasks: Those that the step under way places anew.
         gone: Task to 1 where it is to be placed yet.
         rest: The order that is being made.
@@ -86,6 +88,8 @@ class Walker(NamedTuple):
     top: Arrangement
     first: Arrangement
     critical: Whole
+    awaited: Whole
+    awaiting: Whole
     tasks: Whole
     gone: Whole
     rest: Whole

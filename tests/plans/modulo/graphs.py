@@ -24,11 +24,12 @@ def host_work(
     frozen: tuple[str, ...] = (),
     handover_us: float = 0.0,
     resources: tuple[str, ...] = (),
+    deps: tuple[tuple[str, str], ...] = (),
 ) -> LoopGraph:
     """Tasks a, b, c and so on that block for these times, one after the other or on their own."""
     names = [chr(ord("a") + k) for k in range(len(times_us))]
-    deps = [(names[k], names[k - 1]) for k in range(1, len(names))] if chain else []
-    plan = PipelinePlan({name: TaskSchedule() for name in names}, deps=deps)
+    along = [(names[k], names[k - 1]) for k in range(1, len(names))] if chain else []
+    plan = PipelinePlan({name: TaskSchedule() for name in names}, deps=[*along, *deps])
     costs = {
         name: TaskCost(host_us=us, resources=resources)
         for name, us in zip(names, times_us, strict=True)

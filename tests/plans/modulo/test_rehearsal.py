@@ -17,7 +17,7 @@ from swpipe.plans.modulo.cast import DONE, PERIODS, cast_of
 from swpipe.plans.modulo.compiled import whole
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Arrangement, Period
-from swpipe.plans.modulo.rehearsal import critical, rehearse
+from swpipe.plans.modulo.rehearsal import critical, rehearse, waits
 from swpipe.plans.modulo.walk import Walk
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import Listener, graph_of, plan_at
@@ -237,13 +237,16 @@ def test_there_is_room_for_all_that_can_be_done_at_once() -> None:
     assert rehearsed(given, layout) == simulated(given, layout)
 
 
-def critical_of(given: Instance, layout: Layout) -> set[int]:
-    """The tasks that set the interval of what was rehearsed."""
+def critical_of(given: Instance, layout: Layout) -> tuple[set[int], set[tuple[int, int]]]:
+    """The tasks, and the waits (who is awaited, who awaits it), that set the rehearsed interval."""
     period = Period(graph_of(given), given.limits.threads, layout.depth)
     place = Arrangement(whole(layout.order), whole(layout.lanes), whole(layout.stages))
-    cast, found = cast_of(period.loop), whole([0] * period.loop.size)
+    cast = cast_of(period.loop)
+    found, awaited, awaiting = (whole([0] * period.loop.size) for _ in range(3))
     rehearse(period.loop, place, cast, math.inf, 0)
-    return set(found[: critical(period.loop, cast, found)])
+    count = waits(period.loop, cast, awaited, awaiting)
+    pairs = zip(awaited[:count], awaiting[:count], strict=True)
+    return set(found[: critical(period.loop, cast, found)]), set(pairs)
 
 
 def test_the_busiest_thread_sets_the_interval() -> None:
@@ -251,11 +254,12 @@ def test_the_busiest_thread_sets_the_interval() -> None:
     given = loop(
         {"a": TaskCost(host_us=100), "b": TaskCost(host_us=200), "c": TaskCost(host_us=150)}
     )
-    assert critical_of(given, Layout((0, 1, 1), (0, 0, 0), (0, 1, 2), 3)) == {1, 2}
+    found = critical_of(given, Layout((0, 1, 1), (0, 0, 0), (0, 1, 2), 3))
+    assert found == ({1, 2}, {(1, 2), (2, 1)})
 
 
 def test_who_had_the_resource_is_waited_for() -> None:
-    """It is always busy, and each of its two tasks waits for the other; nobody waits for c."""
+    """It is always busy: b waits for a, and a until it is admitted, for b; nobody waits for c."""
     given = loop(
         {
             "a": TaskCost(host_us=100, resources=("disk",)),
@@ -264,7 +268,19 @@ def test_who_had_the_resource_is_waited_for() -> None:
         },
         threads=3,
     )
-    assert critical_of(given, Layout((0, 1, 2), (0, 0, 0), (0, 1, 2), 3)) == {0, 1}
+    found = critical_of(given, Layout((0, 1, 2), (0, 0, 0), (0, 1, 2), 3))
+    assert found == ({0, 1}, {(0, 1)})
+
+
+@pytest.mark.parametrize("number", [0, 4, 10, 18])
+def test_work_on_a_device_that_waits_for_its_submission_is_no_wait(number: int) -> None:
+    """It is one task's own; there is nobody to go first."""
+    given = instance(number)
+    layout = beginning(graph_of(given), 3, given.limits.threads)
+    assert layout is not None
+    _, waiting = critical_of(given, layout)
+    assert waiting
+    assert all(first != then for first, then in waiting)
 
 
 def test_plans_that_wait_for_themselves_have_no_interval() -> None:
