@@ -59,7 +59,7 @@ def resolve(iterations: Iterable[IterationFacts], storages: Storages) -> dict[st
     iterations = tuple(iterations)
     uses: dict[str, Uses] = {facts.task: Uses() for facts in iterations[0].tasks}
     for iteration in iterations:
-        resolver = _Iteration(iteration)
+        resolver = _Iteration(iteration, alone=len(iterations) == 1)
         for facts in iteration.tasks:
             resolver.attributes(facts, uses[facts.task])
             resolver.states(facts, uses[facts.task])
@@ -69,10 +69,15 @@ def resolve(iterations: Iterable[IterationFacts], storages: Storages) -> dict[st
 
 
 class _Iteration:
-    """One iteration: whose the storages are, and what was modified in place after it was made."""
+    """One iteration: whose the storages are, and what was modified in place after it was made.
 
-    def __init__(self, iteration: IterationFacts) -> None:
-        self._before = iteration.before
+    Args:
+        iteration: What was seen of it.
+        alone: There is no other. What it made for good does not show then.
+    """
+
+    def __init__(self, iteration: IterationFacts, *, alone: bool) -> None:
+        self._before, self._alone = iteration.before, alone
         self._home: dict[Entry, str] = {}
         self._modified: dict[str, frozenset[Entry]] = {}
         known = set(iteration.before)
@@ -121,7 +126,8 @@ class _Iteration:
         for slot, inside in facts.slots.items():
             # What this iteration made, and an attribute led to, is no reading of the slot; nor is
             # what autograd's engine read by itself (where it adds to a gradient, it writes too).
-            if facts.read & inside - ((through_context | facts.replayed) - self._before):
+            saved = frozenset() if self._alone else facts.replayed
+            if facts.read & inside - ((through_context | saved) - self._before):
                 uses.slots[slot] |= READS
             if (facts.written | facts.difference.storages) & inside:
                 uses.slots[slot] |= WRITES

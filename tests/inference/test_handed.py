@@ -45,14 +45,18 @@ def test_a_gradient_left_along_the_graph_is_handed_over() -> None:
     assert str(told) == f'("go_on", "backward") in deps, for {place}'
 
 
+def make(ctx: Any) -> None:
+    """A box with memory in it."""
+    ctx.box = Hidden(torch.ones(4))
+
+
+def look(ctx: Any) -> None:
+    """What is in the box."""
+    float(ctx.box.get().sum())
+
+
 def test_what_is_written_out_of_sight_is_in_order_with_those_who_look() -> None:
     """Readers before the write stay before it, and those after it after."""
-
-    def make(ctx: Any) -> None:
-        ctx.box = Hidden(torch.ones(4))
-
-    def look(ctx: Any) -> None:
-        float(ctx.box.get().sum())
 
     def change(ctx: Any) -> None:
         ctx.box.get().add_(1)
@@ -69,12 +73,6 @@ def test_what_is_written_out_of_sight_is_in_order_with_those_who_look() -> None:
 
 def test_looking_alone_asks_for_no_order() -> None:
     """Two that read what a third one made may do so in any order."""
-
-    def make(ctx: Any) -> None:
-        ctx.box = Hidden(torch.ones(4))
-
-    def look(ctx: Any) -> None:
-        float(ctx.box.get().sum())
 
     def peek(ctx: Any) -> None:
         float(ctx.box.get().max())

@@ -406,6 +406,24 @@ def test_what_backward_has_kept_is_not_read_where_it_was_put_too() -> None:
     assert ("look", "backward_and_show", 1) in orders(found)
 
 
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_room_that_is_made_once_is_read_by_backward(iterations: int) -> None:
+    """The next iteration writes where backward reads; one iteration alone does not show that."""
+    room: list[torch.Tensor] = []
+
+    def look(ctx: Any) -> None:
+        if not room:
+            room.append(torch.empty(2, 3))
+        room[0].copy_(ctx.batch)
+        ctx.loss = (torch.ones(2, 3, requires_grad=True) * room[0]).sum()
+
+    def backward(ctx: Any) -> None:
+        ctx.loss.backward()
+
+    found = recorded(look, backward, batch=BATCH, iterations=iterations)
+    assert ("look", "backward", 1) in orders(found)
+
+
 def test_what_a_function_of_the_users_reads_going_backward_is_read() -> None:
     """It runs in Python, and may look anywhere; so may a hook."""
     kept: list[Any] = [None]

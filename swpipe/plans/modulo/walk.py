@@ -3,10 +3,10 @@
 A step takes a task to another place in the period, with all that has to go along; to another stage;
 or to another thread, maybe in exchange for a task from there. Most steps begin with a task that
 sets the interval, or that one of those waits for, or turn such a wait round: no other step can
-shorten it. A step that makes the plan worse is taken by chance,
-less and less often as the walk goes on. How much worse it may be is drawn first, so that finding
-out can stop as soon as it is worse than that. Plans are rehearsed where that is compiled; where it
-is not, that would take too long, and a single period of each is played instead.
+shorten it. A step that makes the plan worse is taken by chance, less and less often as the walk
+goes on. How much worse it may be is drawn first, so that finding out can stop as soon as it is
+worse than that. Plans are rehearsed where that is compiled; where it is not, that would take too
+long, and a single period of each is played instead.
 
 Who takes promises for true lets walks follow each other, and has the best plan in the end. Who does
 not is asked on the way, about every plan of interest.

@@ -71,7 +71,7 @@ class Walker(NamedTuple):
         awaited: The tasks that others wait for on the way that sets it, the last wait first.
         awaiting: Those that wait for them.
         tasks: Those that the step under way places anew.
-        gone: Task to 1 where it is to be placed yet.
+        gone: Task to 1 where it is to be placed yet, or goes along with another one.
         rest: The order that is being made.
         seed: What chance comes from.
         keys: Task to what decides when it is dealt.
