@@ -3,7 +3,8 @@
 Such a function takes and gives numbers, and arrays of numbers in named tuples; what else it calls
 is compiled too. Compiled or not it does the same, to the last bit, some forty times as fast. The
 first call of all compiles, for a minute or so; what comes of it is kept beside these modules,
-and later processes load it in a few tenths of a second.
+and later processes load it in a few tenths of a second. While it runs, Python may run on other
+threads: it holds no interpreter lock.
 
 Importing this imports numba: import what uses it when it is needed.
 """
@@ -42,7 +43,7 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     config.CACHE_DIR = given or str(kept_in(Path(__file__).parent))
     try:
         # Nothing here makes arrays: to count who uses them would take most of the time.
-        return cast(Callable[_P, _R], numba.njit(cache=True, _nrt=False)(function))
+        return cast(Callable[_P, _R], numba.njit(cache=True, nogil=True, _nrt=False)(function))
     finally:
         config.CACHE_DIR = given
 

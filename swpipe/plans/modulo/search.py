@@ -1,13 +1,13 @@
 """Modulo scheduling: the least initiation interval that can be found, then the least depth.
 
-    beginning ──> walk ─────────────> plan ──────> its interval
-        ^         rehearsed           layout       simulate  │
-        │                                                    │
-        └──────── the best so far ───────────────────────────┘
+    beginnings ──> walk ─────────────> plan ──────> its interval
+         ^         rehearsed           layout       simulate  │
+         │                                                    │
+         └──────── the best so far ───────────────────────────┘
 
 Every plan is an order of the tasks, a thread and a stage for each. A *walk* goes from plan to plan,
 a step at a time, led by what some periods take when they are rehearsed. Some walks begin anew,
-others from the best plan so far.
+others from the best plan so far; two go side by side.
 
 The simulator has the last word: threads, queues and back-pressure included. Rehearsals are hardly
 ever wrong. So they are trusted until there is a plan to hand out; if that one does not keep what it
@@ -36,10 +36,11 @@ from typing import NamedTuple
 from swpipe.costs import CostModel
 from swpipe.errors import InternalError
 from swpipe.plan import PipelinePlan
-from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.beginnings import beginning, beginnings
 from swpipe.plans.modulo.compiled import COMPILED
 from swpipe.plans.modulo.layout import Layout, Schedule, layouts, period_of, plan_of
 from swpipe.plans.modulo.loop_graph import SAME, LoopGraph
+from swpipe.plans.modulo.pair import Pair
 from swpipe.plans.modulo.period import Period
 from swpipe.plans.modulo.sharing import least_load
 from swpipe.plans.modulo.walk import Walk
@@ -64,24 +65,26 @@ class _Pace(NamedTuple):
     """How much is done; effort is counted in turns, operations rehearsed or played.
 
     Attributes:
-        effort: For each pair of tasks of a loop.
+        effort: For a loop of one task.
+        effort_growth: The power of the number of tasks that it grows by.
         most_effort: All in all, for loops of many tasks.
         walk: Steps of a walk, of a loop of one task.
-        growth: The power of the number of tasks that they grow by.
+        walk_growth: The power of the number of tasks that they grow by.
         judging: What it takes to judge a plan, for each pair of tasks.
     """
 
     effort: int
+    effort_growth: float
     most_effort: int
     walk: float
-    growth: float
+    walk_growth: float
     judging: int
 
 
 PACE = (
-    _Pace(4_600, 150_000_000, walk=1.1, growth=1.84, judging=80)
+    _Pace(5_000, 2.2, 400_000_000, walk=2, walk_growth=1.61, judging=80)
     if COMPILED
-    else _Pace(430, 3_600_000, walk=24, growth=1, judging=2)
+    else _Pace(430, 2, 3_600_000, walk=24, walk_growth=1, judging=2)
 )
 """What takes a few hundredths of a second for 14 tasks where compiled, and a tenth where not; for
 loops of hundreds less than five seconds."""
@@ -143,7 +146,8 @@ class Search:
     def __post_init__(self) -> None:
         self.trusts = COMPILED and all(distance >= 0 for _, _, distance in self.graph.deps)
         self._whole = self.effort = self.times * min(
-            PACE.effort * max(self.graph.size, _SMALL) ** 2, PACE.most_effort
+            PACE.effort * math.pow(max(self.graph.size, _SMALL), PACE.effort_growth),
+            PACE.most_effort,
         )
 
     def bound_us(self, threads: int, depth: int) -> float:
@@ -193,12 +197,32 @@ class Search:
             depth: Iterations in flight at most.
             share: Of the effort that is left, so much may be spent.
         """
-        quest = _Quest(self, wanted_us, threads, depth, self.effort * (1 - share))
+        reserve = self.effort * (1 - share)
         if self.trusts:
-            quest.stroll()
-        else:
-            quest.walk()
+            return self._promised(wanted_us, threads, depth, math.ceil(self.effort - reserve))
+        quest = _Quest(self, wanted_us, threads, depth, reserve)
+        quest.walk()
         return quest.best
+
+    def _promised(self, wanted_us: float, threads: int, depth: int, turns: int) -> Found | None:
+        """The same, where what plans promise is believed."""
+        period, rng = Period(self.graph, threads, depth), self.chance(threads, depth)
+        pair = Pair(period, rng, wanted_us, turns)
+        pair.search(beginnings(self.graph, depth, threads), self.steps)
+        self.effort -= turns - pair.turns
+        if pair.best is None:
+            return None
+        layout, promised_us = pair.best
+        return self.trusted(_from_first(layout), depth, promised_us)
+
+    @property
+    def steps(self) -> int:
+        """How many steps a walk has."""
+        return round(PACE.walk * math.pow(self.graph.size, PACE.walk_growth))
+
+    def chance(self, threads: int, depth: int) -> random.Random:
+        """What decides; another one once a promise was broken."""
+        return random.Random(threads * 1_000 + depth + 1_000_000 * self.broken)
 
     def serial(self) -> Found:
         """The plan that overlaps nothing but what the device overlaps by itself."""
@@ -276,7 +300,7 @@ class Search:
 
 
 class _Quest:
-    """Walks for one interval, each from another beginning or from the best plan so far.
+    """Walks for one interval, with the simulator asked about the plans on the way.
 
     Args:
         search: Pays for them.
@@ -299,38 +323,23 @@ class _Quest:
         self._waiting: Layout | None = None
         self._lowest_us = math.inf
         self.judging = 0.0
-        self._rng = random.Random(threads * 1_000 + depth + 1_000_000 * search.broken)
         self._wanted_us = wanted_us
-        self._walk = Walk(Period(search.graph, threads, depth), self._rng)
-        self._steps = round(PACE.walk * search.graph.size**PACE.growth)
-
-    def stroll(self) -> None:
-        """Walk until satisfied, and believe what plans promise."""
-        first, promised_us = self._first(), math.inf
-        while first is not None and promised_us > self._wanted_us * (1 + SAME) and self._left:
-            promised_us = self._walk.stroll(first, self._steps, self._wanted_us, self._left)
-        self._search.effort -= self._walk.turns
-        if promised_us < math.inf:
-            layout, promised_us = self._walk.top
-            self.best = self._search.trusted(_from_first(layout), self._depth, promised_us)
+        self._walk = Walk(Period(search.graph, threads, depth), search.chance(threads, depth))
 
     def walk(self) -> None:
-        """Walk until satisfied, and have plans judged on the way."""
-        first = self._first()
-        number = 0
+        """Walk until satisfied."""
+        first = beginning(self._search.graph, self._depth, self._threads)
+        number, steps = 0, self._search.steps
         while first is not None and self.turns_left:
             begin = self._best_layout if number % 4 > 1 and self._best_layout else first
             if number % 2 and self._threads > 1:
                 begin = self._walk.dealt(begin, self._lowest_us, self._wanted_us) or begin
-            self._walk.go(begin, self._steps, self, lanes_change=number % 2 == 0)
+            self._walk.go(begin, steps, self, lanes_change=number % 2 == 0)
             if number % 4 == 1:
                 self._settle()
             number += 1
         self._settle()
         self._search.effort -= self._walk.turns
-
-    def _first(self) -> Layout | None:
-        return beginning(self._search.graph, self._depth, self._threads)
 
     @property
     def _left(self) -> int:

@@ -4,8 +4,7 @@
       ^                                     ──> as good as wanted: who walks is told; settle
       └─────────────────────────────────<── else: on from there
 
-    stroll ──> wander from the first plan; from that, but dealt ──┐
-           ──> wander from the best plan; from that, but dealt  <─┘
+    stroll ──> wander from a plan, or from the best so far, as it is or dealt anew
 
 Plans are rehearsed twice at most. Once with all iterations in flight, which takes half the time;
 what seems to be the best plan on the way is rehearsed from the start of the loop.
@@ -26,6 +25,7 @@ from swpipe.plans.modulo.walker import (
     COOLING,
     COST,
     CRITICAL,
+    FIRST_HEAT,
     HEAT,
     LANES,
     LIMIT,
@@ -43,8 +43,9 @@ from swpipe.plans.modulo.walker import (
     go_back,
 )
 
-_HOT, _COLD = 0.5, 0.042
-"""What a step may cost at first and at last: parts of the interval, over the number of tasks."""
+HOT, _COLD = 0.5, 0.042
+"""What a step may cost at first and at last: parts of the interval, over the number of tasks. At
+first it is more where tasks are unlike: to take a long one elsewhere costs more, for a while."""
 
 A_STEP = 20
 """To make a step takes as long as so many turns."""
@@ -69,9 +70,16 @@ _MIXED = 0.5
 
 @compiled
 def stroll(
-    loop: Loop, ties: Ties, walker: Walker, played: Played, cast: Cast, steps: int, number: int
-) -> bool:
-    """Walk, from ``first`` or from ``top``; what is found on the way is ``top`` then.
+    loop: Loop,
+    ties: Ties,
+    walker: Walker,
+    played: Played,
+    cast: Cast,
+    steps: int,
+    anew: bool,
+    deals: bool,
+) -> None:
+    """Walk, from ``first`` or from ``top``; the best plan found on the way, or before, is ``top``.
 
     Args:
         loop: The loop.
@@ -80,26 +88,23 @@ def stroll(
         played: What a period leaves behind.
         cast: Room for rehearsals.
         steps: Of the walk.
-        number: Which of the four walks of a stroll it is; from 0.
-
-    Returns:
-        Whether that is all.
+        anew: Whether it begins with ``first``; it does where there is no ``top`` yet.
+        deals: Whether tasks are dealt to threads anew, and stay there; else they may change them.
     """
     count, level = walker.counts, walker.levels
     enough_us = level[WANTED] * (1 + SAME)
-    begins = walker.top if number > 1 and level[TOP] < math.inf else walker.first
+    begins = walker.first if anew or level[TOP] == math.inf else walker.top
     copy(begins, walker.place)
-    if number % 2 and loop.threads > 1:
+    if deals and loop.threads > 1:
         us = deal(loop, ties, walker, played, cast, level[TOP], level[WANTED])
         copy(walker.best if us < math.inf else begins, walker.place)
-    count[LANES] = number % 2 == 0 and loop.threads > 1
+    count[LANES] = not deals and loop.threads > 1
     us = begin(loop, walker, played, cast, steps)
     if us > enough_us:
         wander(loop, ties, walker, played, cast, enough_us)
     if level[BEST] < level[TOP] * (1 - SAME):
         level[TOP] = level[BEST]
         copy(walker.best, walker.top)
-    return level[TOP] <= enough_us or count[TURNS] <= 0
 
 
 @compiled
@@ -111,8 +116,8 @@ def begin(loop: Loop, walker: Walker, played: Played, cast: Cast, steps: int) ->
     for v in range(loop.size):
         load[walker.place.lanes[v]] += loop.host_us[v]
     count[STEPS] = steps
-    level[HEAT] = _HOT / loop.size
-    level[COOLING] = (_COLD / _HOT) ** (1 / steps)
+    level[HEAT] = level[FIRST_HEAT]
+    level[COOLING] = (_COLD / loop.size / level[HEAT]) ** (1 / steps)
     level[LIMIT] = level[BEST] = math.inf
     level[BEST] = us = _tried(loop, walker, played, cast)
     copy(walker.place, walker.best)

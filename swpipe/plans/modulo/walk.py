@@ -8,8 +8,8 @@ goes on. How much worse it may be is drawn first, so that finding out can stop a
 worse than that. Plans are rehearsed where that is compiled; where it is not, that would take too
 long, and a single period of each is played instead.
 
-Who takes promises for true lets walks follow each other, and has the best plan in the end. Who does
-not is asked on the way, about every plan of interest.
+Who takes promises for true strolls, again and again, and has the best plan in the end. Who does not
+is asked on the way, about every plan of interest.
 
 Sources: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing" (Science
 220, 1983); that only steps on the critical path matter is from E. Nowicki and C. Smutnicki, "A fast
@@ -27,9 +27,10 @@ from typing import Protocol
 from swpipe.plans.modulo.cast import cast_of
 from swpipe.plans.modulo.compiled import COMPILED, Whole, reals, whole, wholes
 from swpipe.plans.modulo.layout import Layout
-from swpipe.plans.modulo.period import Arrangement, Period, begins
-from swpipe.plans.modulo.strolls import begin, deal, settle, stroll, wander
+from swpipe.plans.modulo.period import Arrangement, Loop, Period, begins
+from swpipe.plans.modulo.strolls import HOT, begin, deal, settle, stroll, wander
 from swpipe.plans.modulo.walker import (
+    FIRST_HEAT,
     LANES,
     PRICE,
     SEEDS,
@@ -39,9 +40,6 @@ from swpipe.plans.modulo.walker import (
     Ties,
     Walker,
 )
-
-_WALKS = 4
-"""In a stroll: two begin with the first plan, two with the best; every other one deals anew."""
 
 
 class Judge(Protocol):
@@ -96,8 +94,9 @@ class Walk:
             seed=wholes(1),
             keys=reals(n),
             counts=wholes(6),
-            levels=reals(8),
+            levels=reals(9),
         )
+        self._walker.levels[FIRST_HEAT] = HOT / n * _unlikeness(period.loop)
         self._walker.levels[TOP] = math.inf
 
     @property
@@ -107,32 +106,46 @@ class Walk:
 
     @property
     def top(self) -> tuple[Layout, float]:
-        """The plan that promises most of all that was found by strolls, and what it promises."""
-        return self._layout(self._walker.top), float(self._walker.levels[TOP])
+        """The plan that promises most of all that was found by strolls, and what it promises.
+
+        Who sets it, has strolls take that for what was found so far.
+        """
+        return self._layout(self._walker.top), self.top_us
+
+    @top.setter
+    def top(self, found: tuple[Layout, float]) -> None:
+        layout, self._walker.levels[TOP] = found
+        _stand(self._walker.top, layout)
+
+    @property
+    def top_us(self) -> float:
+        """What that plan promises; infinity where there is none."""
+        return float(self._walker.levels[TOP])
 
     def _layout(self, place: Arrangement) -> Layout:
         order, lanes, stages = (tuple(map(int, each)) for each in place)
         return Layout(lanes, stages, order, self._period.depth)
 
-    def stroll(self, first: Layout, steps: int, wanted_us: float, turns: int) -> float:
-        """Walk four times; what the best plan so far promises.
+    def stroll(
+        self, start: Layout | None, steps: int, wanted_us: float, turns: int, *, deals: bool
+    ) -> None:
+        """Walk once; the best plan found, or known before, is at the ``top`` then.
 
         Args:
-            first: Where to begin, if not with the best plan; the last stage is the depth - 1.
-            steps: How many each time.
+            start: Where to begin, the last stage is the depth - 1; None for the best plan so far.
+            steps: How many.
             wanted_us: An interval that ends it.
             turns: So much may be done.
+            deals: Whether it begins with a new deal of the tasks to threads, and keeps to that.
         """
         period, walker = self._period, self._walker
-        _stand(walker.first, first)
+        if start is not None:
+            _stand(walker.first, start)
         self._draw_seed()
         walker.levels[WANTED], walker.counts[TURNS] = wanted_us, turns
-        # Each a call of its own: what is compiled does not hear Ctrl-C, and takes up to a second.
-        for number in range(_WALKS):
-            if stroll(period.loop, self._ties, walker, period.left, self._cast, steps, number):
-                break
+        anew = start is not None
+        stroll(period.loop, self._ties, walker, period.left, self._cast, steps, anew, deals)
         self.turns += int(turns - walker.counts[TURNS])
-        return float(walker.levels[TOP])
 
     def dealt(self, start: Layout, top_us: float, wanted_us: float) -> Layout | None:
         """The best of many deals of the tasks to threads; None where none was possible.
@@ -184,6 +197,13 @@ class Walk:
 def _stand(place: Arrangement, layout: Layout) -> None:
     place.order[:], place.lanes[:] = layout.order, layout.lanes
     place.stages[:] = layout.stages
+
+
+def _unlikeness(loop: Loop) -> float:
+    """How much longer than others some tasks are: their root mean square, over their mean."""
+    times = [max(us) for us in zip(loop.host_us, loop.device_us, strict=True)]
+    mean_us = sum(times) / len(times)
+    return math.sqrt(sum(us**2 for us in times) / len(times)) / mean_us if mean_us else 1.0
 
 
 def _ties(period: Period) -> Ties:

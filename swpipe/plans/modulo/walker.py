@@ -23,10 +23,10 @@ STEPS, TURNS, CRITICAL, WAITS, LIMITING, LANES = range(6)
 tasks that set the interval, and waits that do, where plans are rehearsed; the operation that does,
 where a period was played; 1 where tasks may go to other threads."""
 
-HEAT, COOLING, COST, LIMIT, PRICE, BEST, TOP, WANTED = range(8)
-"""Levels: what a step may cost, over the interval, and by what that shrinks at each step; what the
-plan costs where the walk is; what the step under way may cost, and does; the least interval
-promised on the way, the least on any way, and the one that ends the search."""
+FIRST_HEAT, HEAT, COOLING, COST, LIMIT, PRICE, BEST, TOP, WANTED = range(9)
+"""Levels: what a step may cost, over the interval, at first and now, and by what that shrinks at
+each step; what the plan costs where the walk is; what the step under way may cost, and does; the
+least interval promised on the way, the least on any way, and the one that ends the search."""
 
 
 class Ties(NamedTuple):

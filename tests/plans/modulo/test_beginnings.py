@@ -7,7 +7,7 @@ import pytest
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.costs import CostModel, TaskCost
 from swpipe.plans import Limits
-from swpipe.plans.modulo.beginnings import beginning
+from swpipe.plans.modulo.beginnings import Rule, beginning, beginnings
 from swpipe.plans.modulo.loop_graph import loop_graph
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import instance
@@ -16,17 +16,25 @@ from tests.plans.modulo.graphs import graph_of, host_work, plan_at
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("number", range(20))
-def test_it_is_a_plan_within_the_limits(number: int, depth: int) -> None:
+def test_all_are_plans_within_the_limits(number: int, depth: int) -> None:
     """Dependences are kept; frozen tasks are the caller's, and in the last stage."""
     given = instance(number)
     graph = graph_of(given)
-    layout = beginning(graph, depth, given.limits.threads)
-    assert layout is not None
-    check_on_paper(plan_at(given, graph, layout))
-    assert max(layout.stages) == depth - 1
-    assert min(layout.stages) >= 0
-    assert set(layout.lanes) <= set(range(given.limits.threads))
-    assert all((layout.lanes[v], layout.stages[v]) == (0, depth - 1) for v in graph.frozen)
+    layouts = list(beginnings(graph, depth, given.limits.threads))
+    assert layouts[0] == beginning(graph, depth, given.limits.threads)
+    assert len(set(layouts)) == len(layouts)
+    for layout in layouts:
+        check_on_paper(plan_at(given, graph, layout))
+        assert max(layout.stages) == depth - 1
+        assert min(layout.stages) >= 0
+        assert set(layout.lanes) <= set(range(given.limits.threads))
+        assert all((layout.lanes[v], layout.stages[v]) == (0, depth - 1) for v in graph.frozen)
+
+
+def test_beginnings_are_of_many_kinds() -> None:
+    """Two ways to cut an iteration, and three rules for the order."""
+    given = instance(2, 40)
+    assert len(list(beginnings(graph_of(given), 5, given.limits.threads))) == 2 * len(Rule)
 
 
 def test_an_iteration_is_cut_into_parts_alike() -> None:
@@ -34,6 +42,39 @@ def test_an_iteration_is_cut_into_parts_alike() -> None:
     layout = beginning(host_work(100, 100, 100, 100), 2, 2)
     assert layout is not None
     assert layout.stages == (0, 0, 1, 1)
+
+
+def test_what_could_go_to_several_parts_goes_to_the_first_or_to_the_last() -> None:
+    """Three tasks in a row, each of which makes a part, and one that depends on nothing."""
+    graph = host_work(100, 100, 100, 10, chain=False, deps=(("b", "a"), ("c", "b")))
+    for late, stage in ((False, 0), (True, 2)):
+        layout = beginning(graph, 3, 2, late=late)
+        assert layout is not None
+        assert layout.stages == (0, 1, 2, stage)
+
+
+@pytest.mark.parametrize(
+    ("rule", "order"),
+    [(Rule.NON_DELAY, "prqs"), (Rule.ACTIVE, "pqrs"), (Rule.ANY, "pqrs")],
+)
+def test_the_order_waits_for_a_longer_way_to_go_as_the_rule_has_it(rule: Rule, order: str) -> None:
+    """Q waits for p, on another thread, while r could start at once."""
+    graph = host_work(100, 300, 150, 120, chain=False, deps=(("b", "a"),))
+    layout = beginning(graph, 1, (1, 0, 0, 0), rule)
+    assert layout is not None
+    assert "".join("pqrs"[v] for v in layout.order) == order
+
+
+@pytest.mark.parametrize(
+    ("rule", "order"),
+    [(Rule.NON_DELAY, "prqs"), (Rule.ACTIVE, "prqs"), (Rule.ANY, "pqrs")],
+)
+def test_no_task_waits_that_could_have_ended_meanwhile(rule: Rule, order: str) -> None:
+    """The same, but s is so short that it could end before q starts; whatever is ready may wait."""
+    graph = host_work(100, 300, 150, 20, chain=False, deps=(("b", "a"),))
+    layout = beginning(graph, 1, (1, 0, 0, 0), rule)
+    assert layout is not None
+    assert "".join("pqrs"[v] for v in layout.order) == order
 
 
 def test_threads_that_are_given_stay() -> None:

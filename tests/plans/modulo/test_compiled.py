@@ -32,7 +32,8 @@ for number, size, depth in LOOPS:
     start = beginning(graph, depth, given.limits.threads)
     start = walk.dealt(start, 1e9, 1e9) or start
     walk.go(start, 80, listener, lanes_change=True)
-    walk.stroll(start, 40, 1.0, 10**6)
+    walk.stroll(start, 40, 1.0, 10**6, deals=False)
+    walk.stroll(None, 40, 1.0, 10**6, deals=True)
     print(walk.top)
     print(listener.heard, [us.hex() for us in map(float, listener.promised_us)], walk.turns)
     print(least_load(graph, 3))

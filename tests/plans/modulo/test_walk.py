@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,9 @@ from swpipe.plans.modulo.beginnings import beginning
 from swpipe.plans.modulo.compiled import COMPILED
 from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Period
-from swpipe.plans.modulo.strolls import A_STEP, DEALS, TRIALS
+from swpipe.plans.modulo.strolls import A_STEP, DEALS, HOT, TRIALS
 from swpipe.plans.modulo.walk import Walk
+from swpipe.plans.modulo.walker import FIRST_HEAT
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import Instance, instance
 from tests.plans.modulo.graphs import Listener, graph_of, host_work, plan_at
@@ -237,14 +237,15 @@ def test_frozen_tasks_are_not_dealt() -> None:
         assert dealt.lanes[0] == 1
 
 
-def strolled(number: int, wanted_us: float = 1.0, turns: int = 400_000) -> tuple[Instance, Walk]:
-    """Four walks in a row on this instance."""
+def strolled(number: int) -> tuple[Instance, Walk]:
+    """Two walks on this instance; the second is on from the best plan, dealt anew."""
     given = instance(number)
     graph = graph_of(given)
     first = beginning(graph, DEPTH, given.limits.threads)
     assert first is not None
     walk = Walk(Period(graph, given.limits.threads, DEPTH), random.Random(1), rehearses=True)
-    walk.stroll(first, 20, wanted_us, turns)
+    for start in (first, None):
+        walk.stroll(start, 40, 1.0, 100_000, deals=start is None)
     return given, walk
 
 
@@ -261,40 +262,63 @@ def test_what_a_stroll_finds_can_run_and_keeps_its_promise(number: int) -> None:
 
 
 def test_strolls_go_on_from_the_best_plan_so_far() -> None:
-    """It is never lost, and each round may improve on it."""
-    given, walk = strolled(53)
+    """It is never lost, wherever they begin, and may be improved on."""
+    given, walk = strolled(17)
     first = beginning(graph_of(given), DEPTH, given.limits.threads)
-    assert first is not None
     promised = [walk.top[1]]
-    for _ in range(4):
-        promised.append(walk.stroll(first, 20, 1.0, 400_000))
-        assert promised[-1] == walk.top[1]
+    for start in (first, None, None, first):
+        walk.stroll(start, 40, 1.0, 100_000, deals=False)
+        promised.append(walk.top[1])
     assert promised == sorted(promised, reverse=True)
     assert promised[-1] < promised[0]
 
 
-def test_every_walk_of_a_stroll_is_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is heard between them, not by what is compiled; none follows the last one needed."""
-    numbers: list[int] = []
+def test_a_stroll_begins_where_it_is_told_to() -> None:
+    """No turn is left for a step: from a plan, or from the best so far, which may be set."""
+    graph = host_work(300, 200, 100)
+    one, two = (Layout((0,) * 3, stages, (0, 1, 2), 2) for stages in ((0, 0, 1), (0, 1, 1)))
+    walk = Walk(Period(graph, 1, 2), random.Random(1), rehearses=True)
+    walk.stroll(one, 1, 1.0, 1, deals=False)
+    assert walk.top == (one, 600.0)
+    walk.top = two, 700.0
+    walk.stroll(None, 1, 1.0, 1, deals=False)
+    assert walk.top == (two, 600.0)
+    walk.top = two, 650.0
+    walk.stroll(one, 1, 1.0, 1, deals=False)
+    assert walk.top == (one, 600.0)
 
-    def interrupted(*given: Any) -> bool:
-        numbers.append(given[-1])
-        if len(numbers) == 2:
-            raise KeyboardInterrupt
-        return len(numbers) == 5
 
-    _, walk = strolled(53)
-    monkeypatch.setattr("swpipe.plans.modulo.walk.stroll", interrupted)
-    first = walk.top[0]
-    with pytest.raises(KeyboardInterrupt):
-        walk.stroll(first, 20, 1.0, 400_000)
-    assert numbers == [0, 1]
-    walk.stroll(first, 20, 1.0, 400_000)
-    assert numbers == [0, 1, 0, 1, 2]
+@pytest.mark.parametrize("deals", [True, False])
+def test_threads_change_on_the_way_unless_they_are_dealt_first(deals: bool) -> None:
+    """Two threads; the plan to begin with has all on one."""
+    graph = host_work(*[100.0] * 6, chain=False)
+    start = Layout((0,) * 6, (1,) * 6, tuple(range(6)), 2)
+    walk = Walk(Period(graph, 2, 2), random.Random(1), rehearses=True)
+    walk.stroll(start, 1, 1.0, 1, deals=deals)
+    assert walk.top[1] == (300.0 if deals else 600.0)
+    walk.stroll(start, 200, 1.0, 100_000, deals=deals)
+    assert walk.top[1] == 300.0
 
 
 def test_a_stroll_ends_where_it_promises_what_is_wanted() -> None:
-    """Or where there are no turns left: then there is no more than one walk that has begun."""
-    at_once, whole, cut = (strolled(53, *how)[1] for how in ((1e9,), (1.0,), (1.0, 1)))
+    """Or where there are no turns left: then there is no more than a walk that has begun."""
+    graph, walks = graph_of(instance(53)), []
+    first = beginning(graph, DEPTH, 4)
+    for wanted_us, turns in ((1e9, 100_000), (1.0, 1), (1.0, 100_000)):
+        walk = Walk(Period(graph, 4, DEPTH), random.Random(1), rehearses=True)
+        walk.stroll(first, 400, wanted_us, turns, deals=False)
+        walks.append(walk)
+    at_once, cut, whole = walks
     assert at_once.turns == cut.turns < whole.turns / 20
     assert at_once.top[1] == cut.top[1] > whole.top[1]
+    assert whole.turns < 110_000
+
+
+def test_steps_may_cost_more_at_first_where_tasks_are_unlike() -> None:
+    """By how much longer than others some tasks are; nothing where none takes any time."""
+    heats = []
+    for times_us in ((100, 100, 100), (100, 200, 1_000), (0, 0, 0)):
+        walk = Walk(Period(host_work(*times_us), 1, 2), random.Random(1))
+        heats.append(walk._walker.levels[FIRST_HEAT] * 3)
+    assert heats[0] == heats[2] == HOT
+    assert heats[1] == pytest.approx(HOT * math.sqrt(1_050_000 / 3) / (1_300 / 3))
