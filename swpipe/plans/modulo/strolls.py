@@ -88,12 +88,12 @@ def stroll(
         played: What a period leaves behind.
         cast: Room for rehearsals.
         steps: Of the walk.
-        anew: Whether it begins with ``first``; it does where there is no ``top`` yet.
+        anew: Whether it begins with ``first``.
         deals: Whether tasks are dealt to threads anew, and stay there; else they may change them.
     """
     count, level = walker.counts, walker.levels
     enough_us = level[WANTED] * (1 + SAME)
-    begins = walker.first if anew or level[TOP] == math.inf else walker.top
+    begins = walker.first if anew else walker.top
     copy(begins, walker.place)
     if deals and loop.threads > 1:
         us = deal(loop, ties, walker, played, cast, level[TOP], level[WANTED])

@@ -132,7 +132,8 @@ class Walk:
         """Walk once; the best plan found, or known before, is at the ``top`` then.
 
         Args:
-            start: Where to begin, the last stage is the depth - 1; None for the best plan so far.
+            start: Where to begin, the last stage is the depth - 1; None for the best plan so far,
+                where there is one.
             steps: How many.
             wanted_us: An interval that ends it.
             turns: So much may be done.

@@ -38,6 +38,19 @@ def host_work(
     return loop_graph(plan, CostModel(costs, handover_us=handover_us), limits, streams=False)
 
 
+def device_work(
+    host_us: float, *times_us: float, deps: tuple[tuple[str, str], ...] = ()
+) -> LoopGraph:
+    """Tasks a, b, c and so on, each on a stream of its own; to submit each takes ``host_us``."""
+    names = [chr(ord("a") + k) for k in range(len(times_us))]
+    plan = PipelinePlan({name: TaskSchedule(stream=name) for name in names}, deps=deps)
+    costs = {
+        name: TaskCost(host_us=host_us, device_us=us)
+        for name, us in zip(names, times_us, strict=True)
+    }
+    return loop_graph(plan, CostModel(costs), Limits(), streams=True)
+
+
 def plan_at(given: Instance, graph: LoopGraph, layout: Layout) -> PipelinePlan:
     """The plan of a layout whose first stage may be above 0."""
     stages = tuple(stage - min(layout.stages) for stage in layout.stages)

@@ -11,7 +11,7 @@ from swpipe.plans.modulo.beginnings import Rule, beginning, beginnings
 from swpipe.plans.modulo.loop_graph import loop_graph
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import instance
-from tests.plans.modulo.graphs import graph_of, host_work, plan_at
+from tests.plans.modulo.graphs import device_work, graph_of, host_work, plan_at
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -75,6 +75,15 @@ def test_no_task_waits_that_could_have_ended_meanwhile(rule: Rule, order: str) -
     layout = beginning(graph, 1, (1, 0, 0, 0), rule)
     assert layout is not None
     assert "".join("pqrs"[v] for v in layout.order) == order
+
+
+def test_work_on_a_device_counts_as_time() -> None:
+    """Submitting takes no time; b waits for a, and c, d could start at once, but end later."""
+    graph = device_work(0, 100, 300, 150, 120, deps=(("b", "a"),))
+    for rule, order in ((Rule.NON_DELAY, "acdb"), (Rule.ACTIVE, "abcd")):
+        layout = beginning(graph, 1, 1, rule)
+        assert layout is not None
+        assert "".join("abcd"[v] for v in layout.order) == order
 
 
 def test_threads_that_are_given_stay() -> None:

@@ -118,6 +118,19 @@ def test_whoever_is_faster_they_find_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert after(monkeypatch, 0) == after(monkeypatch, 1) == (pair.best, pair.turns)
 
 
+def test_each_has_numbers_of_its_own() -> None:
+    """Whatever a walker writes, the other one does not even see."""
+
+    def arrays(of: Any) -> list[int]:
+        if isinstance(of, tuple):
+            return [found for each in of for found in arrays(each)]
+        return [] if isinstance(of, (int, float)) else [id(of)]
+
+    one, two = ([*arrays(w._walker), *arrays(w._cast)] for w in pair_of(2)[0]._walks)
+    assert len(set(one)) > 40
+    assert not set(one) & set(two)
+
+
 def test_they_walk_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each walk begins before the other one ends."""
     pair, firsts = pair_of(2)
@@ -157,7 +170,8 @@ def test_all_beginnings_have_a_go_and_the_best_goes_on(monkeypatch: pytest.Monke
     winner = min(race, key=lambda each: each.found[1])
     assert winner.start != firsts[0]
     assert {each.start for each in rounds} == {winner.start, None}
-    assert {(each.steps, each.deals) for each in rounds} == {(STEPS, True), (STEPS, False)}
+    ways = {(each.steps, each.start is None, each.deals) for each in rounds}
+    assert ways == {(STEPS, on, deals) for on in (True, False) for deals in (True, False)}
 
 
 def test_each_hears_of_the_best_plan_before_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +215,7 @@ def test_turns_are_counted_and_bound_them(monkeypatch: pytest.MonkeyPatch) -> No
     pair, firsts = pair_of(2, turns=100_000)
     pair.search(firsts, STEPS)
     assert -20_000 < pair.turns <= 0
+    assert pair.turns == 100_000 - sum(walk.turns for walk in pair._walks)
     assert asked[0].turns == asked[1].turns == 50_000
     assert all(0 < each.turns <= 50_000 for each in asked)
     asked.clear()

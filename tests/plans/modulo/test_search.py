@@ -50,6 +50,24 @@ def test_effort_is_bounded_and_some_is_left_for_depth_and_threads(number: int) -
     assert _REST * whole / 3 <= search.effort <= _REST * whole
 
 
+def test_what_walks_cost_is_taken_from_the_effort() -> None:
+    """So much that none is left for a share of none, which finds nothing then."""
+    search = search_of(instance(17))
+    search.trusts, whole = True, search.effort
+    assert search.reach(1.0, threads=2, depth=3, share=0.0) is None
+    assert search.effort == whole
+    assert search.reach(1.0, threads=2, depth=3, share=0.02) is not None
+    assert search.effort < 0.981 * whole
+
+
+def test_chance_is_another_one_once_a_promise_was_broken() -> None:
+    """Or else the same plan would be found again."""
+    search = search_of(instance(17))
+    first, again = (search.chance(2, 3).random() for _ in range(2))
+    search.broken += 1
+    assert first == again != search.chance(2, 3).random()
+
+
 def test_a_search_for_more_than_there_is_hands_back_the_best_there_was() -> None:
     """The plan is as good as it says, and within the limits."""
     given = instance(17)

@@ -14,10 +14,10 @@ from swpipe.plans.modulo.layout import Layout
 from swpipe.plans.modulo.period import Period
 from swpipe.plans.modulo.strolls import A_STEP, DEALS, HOT, TRIALS
 from swpipe.plans.modulo.walk import Walk
-from swpipe.plans.modulo.walker import FIRST_HEAT
+from swpipe.plans.modulo.walker import FIRST_HEAT, HEAT, LANES
 from swpipe.plans.simulation.paper import check_on_paper
 from tests.plans.instances import Instance, instance
-from tests.plans.modulo.graphs import Listener, graph_of, host_work, plan_at
+from tests.plans.modulo.graphs import Listener, device_work, graph_of, host_work, plan_at
 
 DEPTH = 4
 
@@ -295,6 +295,7 @@ def test_threads_change_on_the_way_unless_they_are_dealt_first(deals: bool) -> N
     start = Layout((0,) * 6, (1,) * 6, tuple(range(6)), 2)
     walk = Walk(Period(graph, 2, 2), random.Random(1), rehearses=True)
     walk.stroll(start, 1, 1.0, 1, deals=deals)
+    assert walk._walker.counts[LANES] == (not deals)
     assert walk.top[1] == (300.0 if deals else 600.0)
     walk.stroll(start, 200, 1.0, 100_000, deals=deals)
     assert walk.top[1] == 300.0
@@ -320,5 +321,9 @@ def test_steps_may_cost_more_at_first_where_tasks_are_unlike() -> None:
     for times_us in ((100, 100, 100), (100, 200, 1_000), (0, 0, 0)):
         walk = Walk(Period(host_work(*times_us), 1, 2), random.Random(1))
         heats.append(walk._walker.levels[FIRST_HEAT] * 3)
+        walk.stroll(Layout((0,) * 3, (1,) * 3, (0, 1, 2), 2), 1, 1.0, 0, deals=False)
+        assert walk._walker.levels[HEAT] == walk._walker.levels[FIRST_HEAT]
     assert heats[0] == heats[2] == HOT
     assert heats[1] == pytest.approx(HOT * math.sqrt(1_050_000 / 3) / (1_300 / 3))
+    device = Walk(Period(device_work(10, 100, 200, 1_000), 1, 2), random.Random(1))
+    assert device._walker.levels[FIRST_HEAT] * 3 == pytest.approx(heats[1])
