@@ -54,24 +54,19 @@ def test_what_could_go_to_several_parts_goes_to_the_first_or_to_the_last() -> No
 
 
 @pytest.mark.parametrize(
-    ("rule", "order"),
-    [(Rule.NON_DELAY, "prqs"), (Rule.ACTIVE, "pqrs"), (Rule.ANY, "pqrs")],
+    ("rule", "short_us", "order"),
+    [
+        (Rule.NON_DELAY, 120, "prqs"),
+        (Rule.ACTIVE, 120, "pqrs"),
+        (Rule.ACTIVE, 20, "prqs"),
+        (Rule.ANY, 20, "pqrs"),
+    ],
 )
-def test_the_order_waits_for_a_longer_way_to_go_as_the_rule_has_it(rule: Rule, order: str) -> None:
-    """Q waits for p, on another thread, while r could start at once."""
-    graph = host_work(100, 300, 150, 120, chain=False, deps=(("b", "a"),))
-    layout = beginning(graph, 1, (1, 0, 0, 0), rule)
-    assert layout is not None
-    assert "".join("pqrs"[v] for v in layout.order) == order
-
-
-@pytest.mark.parametrize(
-    ("rule", "order"),
-    [(Rule.NON_DELAY, "prqs"), (Rule.ACTIVE, "prqs"), (Rule.ANY, "pqrs")],
-)
-def test_no_task_waits_that_could_have_ended_meanwhile(rule: Rule, order: str) -> None:
-    """The same, but s is so short that it could end before q starts; whatever is ready may wait."""
-    graph = host_work(100, 300, 150, 20, chain=False, deps=(("b", "a"),))
+def test_the_rule_says_which_tasks_wait_for_one_with_a_longer_way(
+    rule: Rule, short_us: float, order: str
+) -> None:
+    """While q waits for p, on another thread, r could start; s could even end where it is short."""
+    graph = host_work(100, 300, 150, short_us, chain=False, deps=(("b", "a"),))
     layout = beginning(graph, 1, (1, 0, 0, 0), rule)
     assert layout is not None
     assert "".join("pqrs"[v] for v in layout.order) == order
