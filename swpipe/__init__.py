@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swpipe.context import IterContext
-from swpipe.errors import InternalError, PlanError, StallError
+from swpipe.core.context import IterContext
+from swpipe.core.errors import InternalError, PlanError, StallError
+from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.pipeline import SWPipeline
-from swpipe.plan import PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.report import RunReport
-from swpipe.task import DeclaredIO, PipelineTask
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:

@@ -11,30 +11,36 @@ from typing import Any, Self
 
 import torch
 
-from swpipe.context import IterContext
-from swpipe.dependence import period_order, serial_order
-from swpipe.device import Device, plain, resolve
-from swpipe.executor import Run
-from swpipe.flight import Engine
-from swpipe.grid import format_grid, format_stages
-from swpipe.observers import active_observers
-from swpipe.plan import PipelinePlan, StreamSpec
-from swpipe.program import compile_plan
-from swpipe.randomness import Draws
-from swpipe.ranks import Begun, answer_check, check_same_plan, check_same_shortcuts, tell_failure
+from swpipe._distributed.rank_checks import (
+    Begun,
+    answer_check,
+    check_same_plan,
+    check_same_shortcuts,
+    tell_failure,
+)
+from swpipe._engine.exclusive import Turnstile
+from swpipe._engine.iterations import Engine
+from swpipe._engine.observers import active_observers
+from swpipe._engine.program import compile_plan
+from swpipe._engine.randomness import Draws
+from swpipe._engine.run import Run
+from swpipe._engine.serial import SerialLane
+from swpipe._engine.torch_state import TorchState
+from swpipe._engine.waiting import Host
+from swpipe._engine.watchdog import Watchdog, checked_timeout
+from swpipe.analysis.checks import check, tasks_given
+from swpipe.analysis.races import check_states
+from swpipe.core.context import IterContext
+from swpipe.core.dependence import period_order, serial_order
+from swpipe.core.drawing import format_grid, format_stages
+from swpipe.core.plan import PipelinePlan, StreamSpec
+from swpipe.core.task import PipelineTask, TaskRef, names_of
+from swpipe.device.device import Device, plain, resolve
 from swpipe.report import RunReport, run_to_end
-from swpipe.serial import SerialLane
 from swpipe.shortcut import Shortcuts
-from swpipe.signal import Host
-from swpipe.soundness import check_states
-from swpipe.stall import Watchdog, checked_timeout
-from swpipe.task import PipelineTask, TaskRef, names_of
-from swpipe.torch_state import TorchState
 from swpipe.trace import Trace
 from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.recorder import Recorder
-from swpipe.turnstile import Turnstile
-from swpipe.verify import check, tasks_given
 
 
 class SWPipeline:

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from swpipe.context import IterContext
-from swpipe.device import Device
+from swpipe.core.context import IterContext
+from swpipe.device.device import Device
 
 
 @dataclass(frozen=True, slots=True)

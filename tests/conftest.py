@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 if find_spec("hypothesis"):  # a GPU machine's own packages may lack it; its tests do without
     from hypothesis import HealthCheck, settings

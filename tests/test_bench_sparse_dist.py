@@ -10,7 +10,7 @@ from tests.bench import soak, sparse_dist
 from tests.bench.contest import Contest, contest
 from tests.bench.dlrm import TINY
 from tests.bench.sparse_bound import WORK, bounds
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 MS = dict.fromkeys(WORK, 1.0)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tests.bench.emulated_link
 from tests.bench.emulated_link import EmulatedLink
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 L_MS = 40.0
 

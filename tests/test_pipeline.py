@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
-from swpipe.device import AcceleratorDevice
-from tests.plans_for_tests import NAMES, piped, spread, task, tasks
-from tests.sequencer import await_event
+from swpipe.device.device import AcceleratorDevice
+from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.support.sequencer import await_event
 
 PLANS = {
     "serial": PipelinePlan.serial(tasks()),

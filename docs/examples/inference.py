@@ -46,7 +46,7 @@ recording = record(tasks, batches[0])
 print(recording.report(by_hand))
 
 # The same places for the tasks, with dependences that were found instead of written.
-inferred = replace(PipelinePlan.infer(tasks, batches[0]), schedule=schedule)
+inferred = replace(recording.plan(), schedule=schedule)
 assert recording.compare(inferred).missing == ()
 with SWPipeline(inferred, inferred.tasks) as pipe:
     report = pipe.run(batches)

@@ -3,7 +3,7 @@
 from tabulate import tabulate
 
 from swpipe import PipelinePlan
-from swpipe.plans import (
+from swpipe.planning import (
     assign_lookaheads,
     auto_plan,
     joint_search,

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.effects import Effects, Place
-from swpipe.plans import verify
+from swpipe.analysis import verify
+from swpipe.core.effects import Effects, Place
 
 batch, ids, loss = (Place(name, outlives=False) for name in ("batch", "ids", "loss"))
 model = Place("model", outlives=True)

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from swpipe.cli import options, ranks
-from swpipe.cli import plans as planning_commands
-from swpipe.cli.clicks import (
+from swpipe.cli import launched as ranks
+from swpipe.cli import options, plan_commands
+from swpipe.cli.click_commands import (
     format_breakdown,
     format_outcome,
     format_training,
@@ -22,9 +22,9 @@ from swpipe.cli.clicks import (
     save_results,
     train_runs,
 )
-from swpipe.cli.errors import UserError, about_plan, one_line_errors
 from swpipe.cli.inputs import job_class, load_plan, make_config
-from swpipe.cli.planning import AUTO, load_trace, make_room, plan_workload
+from swpipe.cli.plan_work import AUTO, load_trace, make_room, plan_workload
+from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
 from swpipe.cli.workload import click_plans, click_workload, usual_plan
 from swpipe.plans.clicks import PLANS
 
@@ -39,7 +39,7 @@ app = typer.Typer(
 RANKED = ("train", "profile", "plan")
 """Commands that several ranks run together."""
 
-app.add_typer(planning_commands.app, name="plan")
+app.add_typer(plan_commands.app, name="plan")
 
 
 def main(args: Sequence[str] | None = None) -> None:

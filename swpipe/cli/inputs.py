@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from swpipe.cli.errors import UserError, about_plan
-from swpipe.plan import PipelinePlan
+from swpipe.cli.user_errors import UserError, about_plan
+from swpipe.core.plan import PipelinePlan
 from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
 

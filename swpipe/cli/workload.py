@@ -11,15 +11,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swpipe.cli.errors import UserError
+from swpipe._distributed.rank_checks import gather
 from swpipe.cli.inputs import Plans, job_class, make_config
-from swpipe.cli.ranks import RankedJob, on_all
-from swpipe.device import resolve
-from swpipe.plan import PipelinePlan, StreamRef
+from swpipe.cli.launched import RankedJob, on_all
+from swpipe.cli.user_errors import UserError
+from swpipe.core.plan import PipelinePlan, StreamRef
+from swpipe.core.task import PipelineTask
+from swpipe.device.device import resolve
 from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
-from swpipe.ranks import gather
-from swpipe.task import PipelineTask
 
 if TYPE_CHECKING:
     from swpipe.tasks.clicks.feed import AnyClickJob

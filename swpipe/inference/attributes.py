@@ -1,6 +1,7 @@
 """Tensors that plain objects hold as attributes, put back where they were.
 
-Modules and optimizers have ``swpipe.snapshot``. This is for the rest: a running mean, say, that is
+Modules and optimizers have ``swpipe._state.snapshot``. This is for the rest: a running mean, say,
+that is
 a new tensor after each iteration. Attributes that are no tensors stay as they are: an object that
 prepares itself when it is first used would else come back half prepared.
 """
@@ -13,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe.reach import FOREIGN, WHOLE, find_all
-from swpipe.task import PipelineTask
+from swpipe._state.discovery import FOREIGN, WHOLE, find_all
+from swpipe.core.task import PipelineTask
 
 SKIPPED = (*WHOLE, FunctionType, MethodType, ModuleType, type)
 

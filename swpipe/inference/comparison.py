@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swpipe.dependence import Dependence, dependences
-from swpipe.effects import Conflict, EffectTable, Place, conflicts
+from swpipe.analysis.races import demands
+from swpipe.core.dependence import Dependence, dependences
+from swpipe.core.effects import Conflict, EffectTable, Place, conflicts
+from swpipe.core.plan import PipelinePlan
 from swpipe.inference.orders import Edge, Orders, declared_edges, edge_of, lane_edges
-from swpipe.plan import PipelinePlan
-from swpipe.soundness import demands
 
 
 class Needed(NamedTuple):
@@ -85,7 +85,7 @@ class Comparison:
 
 
 def compare(plan: PipelinePlan, effects: EffectTable) -> Comparison:
-    """Compare a plan that passes ``swpipe.verify.check`` with the effects of its tasks.
+    """Compare a plan that passes ``swpipe.analysis.checks.check`` with the effects of its tasks.
 
     Staleness that the plan asks for by the name of a state is granted.
     """

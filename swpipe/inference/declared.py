@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from swpipe.containers import LEAF, kind_of
-from swpipe.errors import PlanError, Problem
+from swpipe._tensors.containers import LEAF, kind_of
+from swpipe._tensors.pytree import nodes_in
+from swpipe.core.errors import PlanError, Problem
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.inference.slots import Slot, slots_of
 from swpipe.inference.storages import StorageId, nbytes, unsharded
-from swpipe.task import DeclaredIO, PipelineTask
-from swpipe.tree import nodes_in
 
 DECLARED = "declared"
 """The kind of slots in such memory; their root is the state."""

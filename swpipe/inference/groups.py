@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
-from swpipe.effects import Effects, Place, conflicts
+from swpipe.core.effects import Effects, Place, conflicts
 from swpipe.inference.declared import DECLARED
 from swpipe.inference.orders import Edge, Orders, edge_of
-from swpipe.inference.resolve import Use, Uses
 from swpipe.inference.slots import Slot
+from swpipe.inference.uses import Use, Uses
 
 Pattern: TypeAlias = tuple[Use, ...]
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from swpipe.effects import Effects, EffectTable, Place, conflicts
+from swpipe.core.effects import Effects, EffectTable, Place, conflicts
 from swpipe.inference.facts import IterationFacts
 from swpipe.inference.orders import Edge, Orders, edge_of
 from swpipe.inference.storages import StorageId, Storages

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from swpipe.device import Device
-from swpipe.inference.context import RecordedContext, attributes
+from swpipe._tensors.pytree import Node, nodes_in, open_node, tensors_in
+from swpipe.core.task import PipelineTask
+from swpipe.device.device import Device
 from swpipe.inference.declared import by_declaration
 from swpipe.inference.generators import states
+from swpipe.inference.recorded_context import RecordedContext, attributes
 from swpipe.inference.slots import Slot, reached_by
 from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
 from swpipe.shortcut.changes import grad_of, same_node
-from swpipe.task import PipelineTask
-from swpipe.tree import Node, nodes_in, open_node, tensors_in
 
 
 class Entry(NamedTuple):

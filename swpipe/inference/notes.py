@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from swpipe.core.task import PipelineTask
 from swpipe.inference.facts import IterationFacts, TaskFacts
 from swpipe.inference.generators import TORCH
 from swpipe.inference.handed import Handed
-from swpipe.inference.resolve import Uses
-from swpipe.task import PipelineTask
+from swpipe.inference.uses import Uses
 
 UNSEEN = (
     "Not seen by any recording: what other threads do that a task starts; Python objects outside "

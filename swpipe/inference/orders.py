@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from swpipe.dependence import dependences, period_order
-from swpipe.effects import Conflict
-from swpipe.plan import PipelinePlan
+from swpipe.core.dependence import dependences, period_order
+from swpipe.core.effects import Conflict
+from swpipe.core.plan import PipelinePlan
 
 
 class Edge(NamedTuple):

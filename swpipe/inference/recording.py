@@ -8,11 +8,11 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 
-from swpipe.effects import Effects, Place
+from swpipe.analysis.checks import check
+from swpipe.core.effects import Effects, Place
+from swpipe.core.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
+from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
-from swpipe.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
-from swpipe.task import PipelineTask
-from swpipe.verify import check
 
 
 @dataclass(frozen=True)

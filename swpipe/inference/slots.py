@@ -2,7 +2,8 @@
 
 A *slot* is a place that keeps its name while its tensor may change: ``model.net.weight``, its
 ``.grad``, ``optimizer: exp_avg of model.net.weight``, or a tensor that an object or a closure
-holds. Slots are found by what the tasks' functions can reach (``swpipe.reach``), anew each time:
+holds. Slots are found by what the tasks' functions can reach (``swpipe._state.discovery``), anew
+each time:
 an optimizer makes its state when it first steps.
 """
 
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from swpipe._state.discovery import PLAIN, Found, find_all, is_generator
+from swpipe._tensors.pytree import nodes_in, tensors_in
+from swpipe.core.task import PipelineTask
 from swpipe.inference.storages import unsharded
-from swpipe.reach import PLAIN, Found, find_all, is_generator
 from swpipe.shortcut.changes import grad_of
-from swpipe.task import PipelineTask
-from swpipe.tree import nodes_in, tensors_in
 
 
 class Slot(NamedTuple):

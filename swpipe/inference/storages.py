@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from swpipe.tree import parts_of
+from swpipe._tensors.pytree import parts_of
 
 StorageId = int
 

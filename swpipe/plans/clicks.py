@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swpipe.plan import PipelinePlan, TaskSchedule
+from swpipe.core.plan import PipelinePlan, TaskSchedule
 from swpipe.plans.prefetch import prefetch_plan
 
 FEED = ("read", "decode", "hash", "copy")

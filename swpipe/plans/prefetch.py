@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from swpipe.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
-from swpipe.task import PipelineTask, TaskRef, name_of
+from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
+from swpipe.core.task import PipelineTask, TaskRef, name_of
 
 
 def prefetch_plan(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from swpipe.plan import PipelinePlan, TaskSchedule
+from swpipe.core.plan import PipelinePlan, TaskSchedule
 from swpipe.plans import sparse_dist
 
 FEED = ("read", "decode", "hash")

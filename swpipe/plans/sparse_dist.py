@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from swpipe.plan import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
 
 COPY, START, WAIT, PREFETCH = (
     "H2DAndShuffle",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swpipe.costs import CostModel, TaskCost
+from swpipe.core.costs import CostModel, TaskCost
 from swpipe.profiler.costing import measure_costs, with_resources
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import ProfileResult, ProfileResults

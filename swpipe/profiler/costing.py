@@ -28,15 +28,15 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from swpipe.costs import CostModel, TaskCost
+from swpipe._state.snapshot import Snapshot
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.lock import LockTimes, Rival
 from swpipe.profiler.measure import Bench, observed, set_aside
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts
-from swpipe.snapshot import Snapshot
-from swpipe.task import TaskRef, name_of
 
 _US = 1e6
 

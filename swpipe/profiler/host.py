@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from statistics import fmean, median
 from typing import NamedTuple
 
-from swpipe.program import Instruction
+from swpipe._engine.program import Instruction
 
 
 class _Turn(NamedTuple):

@@ -27,7 +27,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Self
 
-from swpipe.program import Instruction
+from swpipe._engine.program import Instruction
 
 SWITCH_S = 20e-6
 """How long a thread is let wait for the lock while the rival is about; Python's own is 5 ms."""

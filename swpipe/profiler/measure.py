@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, repeat
 from typing import Any
 
-from swpipe.observers import Observer
+from swpipe._engine.observers import Observer
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
 from swpipe.shortcut import Shortcuts

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from swpipe._state.discovery import Found, find_state, given_state
+from swpipe._state.snapshot import Snapshot
+from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.estimate import differences, level
 from swpipe.profiler.measure import Bench, set_aside
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
-from swpipe.reach import Found, find_state, given_state
-from swpipe.snapshot import Snapshot
-from swpipe.task import PipelineTask, TaskRef, names_of
 
 
 class TaskProfiler:

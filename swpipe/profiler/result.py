@@ -76,7 +76,7 @@ class ProfileResult:
 
     def format_report(self) -> str:
         """The table that ``print_report`` prints."""
-        from swpipe.profiler.report import format_one
+        from swpipe.profiler.tables import format_one
 
         return format_one(self)
 
@@ -164,7 +164,7 @@ class ProfileResults(Sequence[ProfileResult]):
 
     def format_report(self) -> str:
         """The table that ``print_report`` prints."""
-        from swpipe.profiler.report import format_side_by_side
+        from swpipe.profiler.tables import format_side_by_side
 
         return format_side_by_side(self._results)
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from swpipe.device import Device
+from swpipe._state.snapshot import Snapshot
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask
+from swpipe.device.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.plan import PipelinePlan
 from swpipe.profiler.measure import Bench, set_aside
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts
-from swpipe.snapshot import Snapshot
-from swpipe.task import PipelineTask
 
 
 def try_plans(

@@ -8,7 +8,8 @@ An attribute counts as modified in place when, anywhere inside it,
 - a tensor on the host without a version counter (made in inference mode) holds other numbers. On
   a device it may be under way on another stream, and is not looked at.
 
-Not seen: what happens inside leaves (see ``swpipe.tree``): arrays, objects of plain classes.
+Not seen: what happens inside leaves (see ``swpipe._tensors.pytree``): arrays, objects of plain
+classes.
 
 Not counted: the content of parameters, which belongs to their module; what an object with a
 ``record_stream`` method works out when asked, and keeps in a private attribute that was None; and
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from swpipe.containers import has_record_stream
+from swpipe._tensors.containers import has_record_stream
+from swpipe._tensors.pytree import Node, nodes_in, open_node, parts_of, tensors_in
 from swpipe.shortcut.bindings import Bindings
-from swpipe.tree import Node, nodes_in, open_node, parts_of, tensors_in
 
 
 class Changes(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from swpipe.tree import tensors_in
+from swpipe._tensors.pytree import tensors_in
 
 Edge: TypeAlias = tuple[Node, int]
 """Where a tensor hangs in the autograd graph: a node, and which of its outputs."""

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swpipe.dependence import dependences
-from swpipe.plan import PipelinePlan
+from swpipe.core.dependence import dependences
+from swpipe.core.plan import PipelinePlan
 from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}

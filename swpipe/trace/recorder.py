@@ -24,9 +24,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from swpipe.device import Device, Stream
-from swpipe.grid import stream_name
-from swpipe.program import Instruction, Program
+from swpipe._engine.program import Instruction, Program
+from swpipe.core.drawing import stream_name
+from swpipe.device.device import Device, Stream
 from swpipe.trace.span import OWN, Row, Span, in_order
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe.program import ADMIT, RETIRE
+from swpipe._engine.program import ADMIT, RETIRE
 
 Kind: TypeAlias = Literal["thread", "stream"]
 

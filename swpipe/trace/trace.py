@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from swpipe.program import RETIRE
+from swpipe._engine.program import RETIRE
 from swpipe.trace import perfetto, timeline
 from swpipe.trace.chart import chart, charts, label
 from swpipe.trace.perfetto import Arrow

@@ -177,7 +177,7 @@ def _runner(contender: Contender, size: Size) -> Runner:
 
 def on_ranks(fn: Callable[..., Any], *args: Any, deadline_s: float = 1800.0) -> list[Any]:
     """What a function returns on each of two ranks."""
-    from tests.ranks import Ranks
+    from tests.support.ranks import Ranks
 
     with Ranks(2, deadline_s=deadline_s) as ranks:
         return ranks.run(fn, *args)

@@ -7,9 +7,9 @@ import time
 from itertools import pairwise
 
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
-from swpipe.costs import CostModel, TaskCost
-from swpipe.plans.simulation.simulate import steady_interval
-from swpipe.program import compile_plan
+from swpipe._engine.program import compile_plan
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning.simulation.simulator import steady_interval
 from tests.bench.dispatch import plan, us_per_task
 from tests.bench.measure import Row, Spread, interleaved, ratios
 

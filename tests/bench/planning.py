@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from swpipe.plans import auto_plan, prove
-from tests.plans.instances import instance
+from swpipe.planning import auto_plan, prove
+from tests.planning.instances import instance
 
 RESOLUTION_US = 10.0
 

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.costs import CostModel
-from swpipe.plans import prefetch_plan, simulate
+from swpipe.core.costs import CostModel
+from swpipe.planning import simulate
+from swpipe.plans import prefetch_plan
 from swpipe.profiler import measure_costs
 from tests.bench.interval import CASES, block, ms_per_period
 from tests.bench.measure import Row, Spread, interleaved, ratios

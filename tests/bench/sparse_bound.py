@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.costs import CostModel, TaskCost
-from swpipe.plans import Bounds, lower_bounds
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning import Bounds, lower_bounds
 from swpipe.plans.sparse_dist import (
     COPY,
     DENSE,

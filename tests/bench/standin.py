@@ -20,10 +20,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from swpipe.context import IterContext
-from swpipe.dependence import period_order
-from swpipe.plan import PipelinePlan
-from swpipe.task import PipelineTask, TaskFn
+from swpipe.core.context import IterContext
+from swpipe.core.dependence import period_order
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask, TaskFn
 
 
 class _Work(NamedTuple):

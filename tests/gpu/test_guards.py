@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule, executor, steps
-from swpipe.executor import Run
-from tests import unguarded
+from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
+from swpipe._engine import bind as steps
+from swpipe._engine import run as executor
+from swpipe._engine.run import Run
 from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
+from tests.support import unguarded
 
 ITERATIONS = 12
 LATE_MS = 5.0

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.device import AcceleratorDevice
-from swpipe.executor import Run
+from swpipe._engine.run import Run
+from swpipe.device.device import AcceleratorDevice
 from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
 
 DEPTH = 4

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swpipe import PipelineTask
-from swpipe.effects import Place
+from swpipe.core.effects import Place
 from swpipe.inference import Recording, record
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, SWPipeline
-from swpipe.effects import conflicts
+from swpipe.analysis.checks import check
+from swpipe.core.effects import conflicts
 from swpipe.inference import Recording, record
 from swpipe.inference.orders import Orders, declared_edges, edge_of
-from swpipe.verify import check
 from tests.inference.looking import orders, reads, writes
-from tests.plans_for_tests import scattered
+from tests.support.plans_for_tests import scattered
 from tests.tasks.rows import write_log
 
 pytest.importorskip("torchrec")
@@ -78,7 +78,7 @@ def test_the_plans_written_by_hand_lack_nothing(tmp_path: Path, name: str) -> No
 def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) -> None:
     """Two stages, two threads, and nothing declared by hand: the serial run's losses."""
     job = job_on(tmp_path)
-    inferred = PipelinePlan.infer(job.tasks(), next(job.batches()), device="cpu")
+    inferred = record(job.tasks(), next(job.batches()), device="cpu").plan()
     piped = replace(inferred, schedule=job.plan("pipelined").schedule, pipeline_depth=3)
     check(piped, job.tasks())
     serially = results(job_on(tmp_path), job.plan("serial"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.effects import Effects, EffectTable, Place
+from swpipe.core.effects import Effects, EffectTable, Place
 from swpipe.inference.comparison import compare, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording

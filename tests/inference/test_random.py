@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swpipe.effects import conflicts
+from swpipe.core.effects import conflicts
 from swpipe.inference import Recording, record
 from swpipe.inference.orders import Edge, Orders, edge_of
-from tests.machines import TorchMachine, tasks_of
-from tests.strategies import Workload, dependences_of, random_workload
+from tests.support.machines import TorchMachine, tasks_of
+from tests.support.strategies import Workload, dependences_of, random_workload
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from swpipe import PipelinePlan, PipelineTask, PlanError
+from swpipe import PipelineTask, PlanError
 from swpipe.inference import record
 from tests.inference.looking import orders, reads, recorded, writes
 
@@ -184,7 +184,7 @@ def test_infer_makes_a_plan_that_keeps_the_tasks() -> None:
         ctx.b = ctx.a
 
     tasks = [PipelineTask("make", make), PipelineTask("use", use)]
-    plan = PipelinePlan.infer(tasks, None, device="cpu")
+    plan = record(tasks, None, device="cpu").plan()
     assert plan.tasks == tuple(tasks)
     assert plan.deps == (("use", "make"),)
     assert plan.cross_iter_deps == ()
@@ -202,7 +202,7 @@ def test_who_communicates_is_globally_ordered(tmp_path: Any) -> None:
             torch.distributed.all_reduce(ctx.batch)
 
         tasks = [PipelineTask("reduce", reduce), PipelineTask("rest", nothing)]
-        plan = PipelinePlan.infer(tasks, torch.ones(2), device="cpu")
+        plan = record(tasks, torch.ones(2), device="cpu").plan()
         found = record(tasks, torch.ones(2), device="cpu")
     finally:
         torch.distributed.destroy_process_group()

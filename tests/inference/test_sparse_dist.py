@@ -14,9 +14,9 @@ import torch.distributed as dist
 pytest.importorskip("torchrec")
 
 from swpipe import PlanError
+from swpipe.analysis import verify
 from swpipe.inference import Recording, record
 from swpipe.plans import sparse_dist as plans
-from swpipe.plans import verify
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from swpipe import PipelinePlan
-from swpipe.dependence import period_order, serial_order
+from swpipe.core.dependence import period_order, serial_order
 from swpipe.plans.sparse_dist import (
     DENSE,
     DENSE_BACK,

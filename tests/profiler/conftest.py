@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.virtual_clock import TimedHost, tell_time
+from tests.support.virtual_clock import TimedHost, tell_time
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
-from tests.virtual_clock import TimedHost
+from tests.support.virtual_clock import TimedHost
 
 
 def sleeper(host: TimedHost, milliseconds: float) -> Callable[[IterContext], None]:

@@ -12,11 +12,11 @@ import torch
 import swpipe.profiler.costing
 import swpipe.profiler.lock
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.errors import PlanError
+from swpipe.core.errors import PlanError
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
 from swpipe.profiler.lock import SWITCH_S, Rival
 from tests.profiler.sleepers import overlapped, sleepers
-from tests.virtual_clock import TimedDevice, TimedHost, tell_time
+from tests.support.virtual_clock import TimedDevice, TimedHost, tell_time
 
 
 class Counts(TypedDict):

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from swpipe import PipelinePlan, PipelineTask
+from swpipe._engine.program import Instruction, compile_plan
 from swpipe.profiler.host import HostTimes
-from swpipe.program import Instruction, compile_plan
-from tests.virtual_clock import TimedHost
+from tests.support.virtual_clock import TimedHost
 
 
 def tasks_on(host: TimedHost) -> list[PipelineTask]:

@@ -10,7 +10,7 @@ import torch
 from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.profiler import try_plans
 from tests.profiler.sleepers import sleepers
-from tests.virtual_clock import TimedHost
+from tests.support.virtual_clock import TimedHost
 
 SERIAL = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
 BESIDE = PipelinePlan(

@@ -10,7 +10,7 @@ import pytest
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from swpipe.profiler import ProfileResult
 from tests.profiler.sleepers import overlapped, sleepers
-from tests.virtual_clock import TimedHost
+from tests.support.virtual_clock import TimedHost
 
 COUNTS = {"num_warmup": 1, "num_measure": 8, "num_rounds": 3}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swpipe.context import IterContext
+from swpipe.core.context import IterContext
 from swpipe.shortcut.bindings import Bindings
 
 

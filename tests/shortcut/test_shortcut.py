@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from swpipe import PipelinePlan, SWPipeline
-from swpipe.context import IterContext
+from swpipe._tensors.pytree import map_tensors, tensors_in
+from swpipe.core.context import IterContext
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.shortcut import Shortcuts
-from swpipe.task import DeclaredIO, PipelineTask
-from swpipe.tree import map_tensors, tensors_in
-from tests.plans_for_tests import NAMES, piped
+from tests.support.plans_for_tests import NAMES, piped
 
 Fn = Callable[[Any], object]
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelineTask, SWPipeline
+from swpipe._tensors.pytree import tensors_in
 from swpipe.plans.clicks import TASKS
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig, TrainingDivergedError
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import encode
 from swpipe.tasks.clicks.log import ClickDataError
-from swpipe.tree import tensors_in
 from tests.tasks.rows import lines, row, write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))

@@ -16,7 +16,7 @@ from swpipe.tasks.clicks import ClickConfig, ClickDataError, ClickJob, Evaluatio
 from swpipe.tasks.clicks.compare import compare, speed
 from swpipe.tasks.clicks.sharded import ShardedClickJob
 from swpipe.tasks.clicks.train import TrainRun
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.rows import lines, row, write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))

@@ -16,7 +16,9 @@ from swpipe.tasks.clicks import (
     ClickDataError,
     ModelConfig,
     TrainingDivergedError,
-    report,
+)
+from swpipe.tasks.clicks import (
+    training_tables as report,
 )
 from swpipe.tasks.clicks.compare import Comparison, Speed, alternate, compare, speed
 from swpipe.tasks.clicks.train import Chunk, TrainRun

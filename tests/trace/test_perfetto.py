@@ -11,7 +11,7 @@ import pytest
 from swpipe import SWPipeline, Trace
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Row, Span
-from tests.plans_for_tests import spread, tasks
+from tests.support.plans_for_tests import spread, tasks
 
 US = 1_000
 IO = Row("thread", "io")

@@ -12,12 +12,12 @@ import pytest
 
 import swpipe.trace.recorder
 from swpipe import PipelinePlan, SWPipeline
-from swpipe.device import CpuDevice
-from swpipe.plan import StreamSpec
-from swpipe.program import Instruction, Program, compile_plan
+from swpipe._engine.program import Instruction, Program, compile_plan
+from swpipe.core.plan import StreamSpec
+from swpipe.device.device import CpuDevice
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
-from tests.plans_for_tests import NAMES, piped, tasks
+from tests.support.plans_for_tests import NAMES, piped, tasks
 
 PROGRAM = compile_plan(piped(), streams=False)
 INSTRUCTIONS = PROGRAM.instructions

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from swpipe import IterContext, PipelinePlan, SWPipeline, Trace
-from swpipe.program import Instruction
+from swpipe._engine.program import Instruction
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
-from tests.plans_for_tests import NAMES, piped, spread, task, tasks
-from tests.sequencer import await_event
+from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.support.sequencer import await_event
 
 MS = 1_000_000
 OWN = ("<admit>", "<retire>")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swpipe.plan import PipelinePlan
+from swpipe.core.plan import PipelinePlan
 from swpipe.tasks.clicks.train import TrainRun
 
 

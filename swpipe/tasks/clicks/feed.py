@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from swpipe.context import IterContext
-from swpipe.task import DeclaredIO, PipelineTask
+from swpipe.core.context import IterContext
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch

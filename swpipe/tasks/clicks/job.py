@@ -16,10 +16,10 @@ import math
 
 import torch
 
-from swpipe.context import IterContext
-from swpipe.plan import PipelinePlan
+from swpipe.core.context import IterContext
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.plans.clicks import PLANS
-from swpipe.task import DeclaredIO, PipelineTask
 from swpipe.tasks.clicks._torchrec import BinaryAUROC
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode

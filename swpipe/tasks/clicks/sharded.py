@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.context import IterContext
-from swpipe.ranks import gather
-from swpipe.task import PipelineTask
+from swpipe._distributed.rank_checks import gather
+from swpipe.core.context import IterContext
+from swpipe.core.task import PipelineTask
 from swpipe.tasks.clicks._torchrec import (
     BinaryAUROC,
     DistributedModelParallel,

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import torch
 
-from swpipe.context import IterContext
+from swpipe.core.context import IterContext
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.pipeline import SWPipeline
-from swpipe.plan import PipelinePlan
-from swpipe.task import PipelineTask, TaskFn
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import RejectedRow
 from swpipe.tasks.clicks.feed import AnyClickJob

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe.device import Device, Stream
+from swpipe._tensors.pytree import map_tensors
+from swpipe.device.device import Device, Stream
 from swpipe.tasks.sparse_dist._torchrec import Awaitable
-from swpipe.tree import map_tensors
 
 _PENDING = object()
 

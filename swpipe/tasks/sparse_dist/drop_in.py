@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Self, TypeAlias
 import torch
 from torch import nn
 
-from swpipe.device import Device
+from swpipe.core.plan import PipelinePlan
+from swpipe.device.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.plan import PipelinePlan
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist.rewrite import RewriteReport
 from swpipe.tasks.sparse_dist.step import TrainStep

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from swpipe.device import Device
+from swpipe._tensors.pytree import map_tensors
+from swpipe.device.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     Awaitable,
     LazyAwaitable,
@@ -32,7 +33,6 @@ from swpipe.tasks.sparse_dist._torchrec import PipelinedForward as _TorchRecPipe
 from swpipe.tasks.sparse_dist.awaitables import Replayable
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext
 from swpipe.tasks.sparse_dist.seam import Seam
-from swpipe.tree import map_tensors
 
 Kind: TypeAlias = Literal["pipelined", "prefetch", "split"]
 

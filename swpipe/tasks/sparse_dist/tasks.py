@@ -40,10 +40,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.context import IterContext
-from swpipe.device import Device, resolve
+from swpipe.core.context import IterContext
+from swpipe.core.task import DeclaredIO, Mode, PipelineTask
+from swpipe.device.device import Device, resolve
 from swpipe.plans import sparse_dist as names
-from swpipe.task import DeclaredIO, Mode, PipelineTask
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite

@@ -12,7 +12,7 @@ from swpipe.plans import sparse_dist as plans
 from swpipe.plans.sparse_dist import EMBED, PREFETCH
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.forwards import Kind
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.cached import Cache, CacheMiss, CacheOverflow, behind_cache
 from tests.tasks.sparse_dist.models import Job, batches, dense_optimizer, everything, sharded
 from tests.tasks.sparse_dist.trial import Outcome, by_torchrec

@@ -10,7 +10,7 @@ from swpipe.plans.sparse_dist import PLANS, TASKS
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.contexts import FIELDS, SparseDistContext, new_context
 from tests.docs.pages import DOCS
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import Job, batches, dense_optimizer, sharded
 
 GUIDE = DOCS / "guide" / "torchrec.md"

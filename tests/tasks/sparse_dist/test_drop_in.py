@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import PlanError
+from swpipe.analysis.races import check_states
 from swpipe.plans import sparse_dist as plans
-from swpipe.soundness import check_states
 from swpipe.tasks.sparse_dist import (
     PipelineFactory,
     SparseDistPipeline,
@@ -20,7 +20,7 @@ from swpipe.tasks.sparse_dist import (
     TrainStep,
 )
 from swpipe.tasks.sparse_dist.drop_in import build
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, everything, sharded
 from tests.tasks.sparse_dist.trial import EXACT, by_name, to_the_end
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swpipe.tasks.sparse_dist.host_group import host_group
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 RETURNED = "test_host_group/returned"
 

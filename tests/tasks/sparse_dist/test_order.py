@@ -14,7 +14,7 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans import sparse_dist as plans
 from swpipe.plans.sparse_dist import COPY, EMBED, EMBED_BACK, PREFETCH, START, WAIT
 from swpipe.tasks.sparse_dist import PipelineFactory, SparseDistTasks, TrainStep
-from tests.ranks import WELL_BEFORE_S, Ranks
+from tests.support.ranks import WELL_BEFORE_S, Ranks
 from tests.tasks.sparse_dist.models import (
     CPU,
     Job,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe.device import CpuDevice
+from swpipe.device.device import CpuDevice
 from swpipe.tasks.sparse_dist import PipelineFactory, RewriteError, SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.rewrite import Rewrite
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,

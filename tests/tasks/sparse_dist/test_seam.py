@@ -14,7 +14,7 @@ from swpipe.plans.sparse_dist import DENSE_BACK, EMBED, PLANS, START, WAIT
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.seam import Seam, go_on
 from tests.bench.emulated_link import EmulatedLink
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
 
 

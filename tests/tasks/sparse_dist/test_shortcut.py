@@ -9,7 +9,7 @@ from torch import Tensor
 from swpipe import TaskProfiler
 from swpipe.plans.sparse_dist import TASKS
 from swpipe.tasks.sparse_dist import PipelineFactory
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, everything, sharded
 from tests.tasks.sparse_dist.trial import EXACT, to_the_end
 

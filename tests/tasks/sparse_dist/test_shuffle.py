@@ -18,7 +18,7 @@ from swpipe.tasks.sparse_dist.shuffle import (
     IdentityShuffler,
     KarmarkarKarpShuffler,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 ROWS = 24
 

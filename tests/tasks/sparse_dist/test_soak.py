@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.tasks.sparse_dist import PipelineFactory
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,

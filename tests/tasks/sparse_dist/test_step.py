@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from swpipe.tasks.sparse_dist import PipelineFactory, TrainStep
 from swpipe.tasks.sparse_dist.step import ddp_modules
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,

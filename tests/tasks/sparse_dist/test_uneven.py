@@ -20,7 +20,7 @@ from swpipe.tasks.sparse_dist.uneven import (
     pad_with,
     pad_with_last,
 )
-from tests.ranks import RankDied, Ranks
+from tests.support.ranks import RankDied, Ranks
 
 LENGTHS = [(5, 3), (3, 5), (0, 4), (4, 0), (1, 6), (6, 1), (0, 0), (4, 4)]
 

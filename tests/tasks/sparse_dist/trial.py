@@ -17,7 +17,7 @@ from swpipe.plans.sparse_dist import ORDERED
 from swpipe.tasks.sparse_dist import PipelineFactory, SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.shuffle import KarmarkarKarpShuffler
-from tests.plans_for_tests import scattered
+from tests.support.plans_for_tests import scattered
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,

@@ -1,0 +1,1 @@
+"""Checks that all ranks of a job agree."""

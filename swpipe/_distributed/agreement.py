@@ -1,0 +1,60 @@
+"""What ranks hold of a plan, fact by fact, so that it can be said in what two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+from swpipe.core.plan import PipelinePlan, TaskSchedule
+
+Facts: TypeAlias = Mapping[str, str]
+"""What something is about, to what it is; a fact that a rank does not have is ``"none"`` there."""
+
+_MOST = 4  # facts that are told
+_RANKS = 8  # that are told one by one
+
+
+def plan_facts(plan: PipelinePlan) -> dict[str, str]:
+    """A plan's data as facts; equal facts are an equal ``PipelinePlan.digest``."""
+    # First: it alone counts the order in which things stand, too.
+    facts = {"digest": plan.digest()[:12]}
+    facts |= {f"task {name!r}": _place(entry) for name, entry in plan.schedule.items()}
+    for kind in ("deps", "cross_iter_deps", "same_period_deps"):
+        facts |= {f"{kind} {entry}": "given" for entry in getattr(plan, kind)}
+    facts["depth"] = str(plan.depth)
+    facts["order"] = ", ".join(plan.order) or "none"
+    return facts
+
+
+def differences(held: Sequence[Facts]) -> str:
+    """In what ranks differ, on one line; empty where they do not.
+
+    Args:
+        held: Each rank's facts, by rank.
+    """
+    told = []
+    for fact in dict.fromkeys(chain.from_iterable(held)):
+        values = [facts.get(fact, "none") for facts in held]
+        if len(set(values)) > 1:
+            told.append(f"{fact}: {_by_value(values)}")
+    more = len(told) - _MOST
+    return "; ".join(told[:_MOST]) + (f"; and {more} more" if more > 0 else "")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 1"; the first few of many."""
+    told = ", ".join(map(str, ranks[:_RANKS]))
+    more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {told}{more}"
+
+
+def _by_value(values: Sequence[str]) -> str:
+    ranks = {v: [r for r, other in enumerate(values) if other == v] for v in values}
+    return ", ".join(f"{value} on {name_ranks(on)}" for value, on in ranks.items())
+
+
+def _place(entry: TaskSchedule) -> str:
+    stream = entry.stream if isinstance(entry.stream, str | None) else "a torch.Stream"
+    told = f"(stage {entry.stage}, thread group {entry.thread_group}, stream {stream}"
+    return told + (", globally ordered)" if entry.globally_ordered else ")")

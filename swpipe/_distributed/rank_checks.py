@@ -1,0 +1,256 @@
+"""Ranks told of each other: one plan and the same shortcuts on all of them, and who failed first.
+
+When one rank fails and its process ends, the others' collectives fail too: with gloo within
+milliseconds, as "connection closed by peer". Which of the errors was the cause is then anyone's
+guess. So the first rank to fail leaves word in the job's store, and the others' errors get a note.
+
+A rank that enables shortcuts waits for the others to do so. One that does not would be missed only
+after a time-out, and looking out for the others at each step would cost each step::
+
+    rank 0    period 5   enable "a": turn 3, after 5 periods ... told: rank 1 does without
+    rank 1    period 5   period 6: a collective, without rank 0
+                           its watchdog: nothing moves. Does anybody wait in turn 3, after fewer
+                           periods? Then that is why, and it answers for its rank.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from swpipe._distributed.agreement import Facts, differences, plan_facts
+from swpipe.core.plan import PipelinePlan
+
+T = TypeVar("T")
+
+FIRST_FAILURE = "swpipe/first_failure"
+"""The store's key for it."""
+
+_SHORTCUTS = "swpipe/shortcuts/{}/{}"
+_ANY = "any"  # in the place of a rank: one that waits
+
+RECENT_S = 60.0
+"""An older failure was got over: it is not the cause of one that comes now."""
+
+
+class _Line:
+    """A connection of swpipe's own to the store of the default group.
+
+    Another thread may be waiting on the group's. It is opened when plans are compared and kept:
+    where the process that holds the store is gone, a connection says so at once, but to open one
+    is tried for longer than the store's time-out, while failures and stalls go untold.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leads_to: Callable[[], Any] = lambda: None
+        self._store: Any = None
+
+    def store(self) -> Any:
+        """The connection; opened where the default group is another than last time."""
+        default = _get_default_store()
+        with self._lock:
+            if self._leads_to() is not default:
+                self._store = default.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+                # Held, the store of a destroyed group would keep its port.
+                self._leads_to = weakref.ref(default)
+            return self._store
+
+
+_line = _Line()
+
+
+class _Turns:
+    """Checks of one kind so far; ranks count alike, since each check is answered by all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+    def take(self) -> int:
+        with self.lock:
+            self.count += 1
+            return self.count - 1
+
+
+class Begun(NamedTuple):
+    """How far a pipeline is.
+
+    Attributes:
+        pipeline: Its number, as ``check_same_plan`` tells it; 0 before that.
+        periods: How many it has begun.
+    """
+
+    pipeline: int
+    periods: int
+
+
+_turns = _Turns()
+_pipelines = _Turns()
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of a group has, by rank; None is the default group. A collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def check_same_plan(plan: PipelinePlan) -> int:
+    """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
+
+    Every rank has to call this: it is a collective.
+
+    Args:
+        plan: This rank's.
+
+    Returns:
+        The pipeline's number among those compared, from 1, alike on all ranks; 0 without others.
+
+    Raises:
+        RuntimeError: The ranks hold different plans; raised on all of them.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return 0
+    number = 1 + _pipelines.take()
+    _line.store()  # the store is there now
+    if len(set(gather(plan.digest()))) > 1:
+        held: list[Facts] = gather(plan_facts(plan))
+        raise RuntimeError(
+            "the ranks hold different plans, and would wait for each other's collectives for ever: "
+            f"{differences(held)}. "
+            "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
+        )
+    return number
+
+
+def check_same_shortcuts(
+    digest: str, names: Collection[str], begun: Begun, timeout_s: float
+) -> None:
+    """Compare what is to be shortcut across the ranks of the default group; without one, return.
+
+    A task that communicates and is run on one rank and replayed on another would never end. Ranks
+    are compared through the job's store, not by a collective: it would get in between those of
+    iterations in flight.
+
+    Args:
+        digest: Of the pipeline's plan.
+        names: Tasks that will be shortcut.
+        begun: How far the pipeline is.
+        timeout_s: That the other ranks have to come here, too.
+
+    Raises:
+        RuntimeError: The ranks differ, or one has not come, or has gone on without. Where they
+            differ, it is raised on all.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    turn = _turns.take()
+    store = _line.store()
+    own = json.dumps([digest, sorted(names)])
+    store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
+    store.set(_SHORTCUTS.format(turn, _ANY), json.dumps(begun))
+    try:
+        others = [_said_by(rank, turn, store, timeout_s) for rank in range(dist.get_world_size())]
+    except RuntimeError as error:
+        tell_failure(error)  # the others are in collectives that will fail when this rank ends
+        raise
+    if len(set(others)) > 1:
+        held = "; ".join(
+            f"rank {rank} shortcuts {', '.join(json.loads(said)[1])}"
+            for rank, said in enumerate(others)
+        )
+        raise RuntimeError(
+            "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
+            f"each other's collectives for ever: {held}. Enable the same tasks on all ranks, in "
+            "the same order"
+        )
+
+
+def answer_check(begun: Begun) -> None:
+    """Tell ranks that wait for this one to enable shortcuts, if any do, that it has gone on.
+
+    Called where nothing moves; may be called from any thread.
+
+    Args:
+        begun: How far the pipeline is that does not move. Ranks that have begun as many periods
+            are not answered, and those that wait for another pipeline neither, were it of the same
+            plan: this one may be late.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    with _turns.lock:
+        waiting = _SHORTCUTS.format(_turns.count, _ANY)
+        try:
+            store = _line.store()
+            if not store.check([waiting]):
+                return
+            other = Begun(*json.loads(store.get(waiting)))
+            if other.pipeline == begun.pipeline and other.periods < begun.periods:
+                store.set(
+                    _SHORTCUTS.format(_turns.count, dist.get_rank()),
+                    json.dumps([begun.periods, other.periods]),
+                )
+                _turns.count += 1
+        except (RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
+            return
+
+
+def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
+    key, deadline, pause_s = _SHORTCUTS.format(turn, rank), time.monotonic() + timeout_s, 1e-4
+    while not store.check([key]):  # looked at in turns, so that Ctrl-C comes through
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"rank {rank} has not enabled shortcuts within {timeout_s:g} s: enable the same "
+                "tasks on all ranks, or build the pipeline with check_ranks=False on ranks that do "
+                "without the others"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
+    said: str = store.get(key).decode()
+    periods, fewer = json.loads(said)
+    if isinstance(periods, int):
+        raise RuntimeError(
+            f"rank {rank} has begun period {periods - 1} without the shortcuts that this rank "
+            f"enables before period {fewer}: enable the same tasks on all ranks, between the same "
+            "two steps"
+        )
+    return said
+
+
+def tell_failure(error: BaseException) -> None:
+    """Leave word of this rank's failure, or note on the error which rank had failed before."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    own = {"rank": dist.get_rank(), "error": _said(error), "time_s": time.time()}
+    try:
+        first = _first_failure(own)
+    except RuntimeError as gone:
+        error.add_note(f"swpipe: whether another rank had failed before is not known: {gone}")
+        return
+    if first["rank"] != own["rank"]:
+        error.add_note(
+            f"swpipe: rank {first['rank']} had failed before, which may be the cause: "
+            f"{first['error']}"
+        )
+
+
+def _said(error: BaseException) -> str:
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def _first_failure(own: dict[str, Any]) -> dict[str, Any]:
+    """The first of the recent failures: another rank's, or else this one, told now."""
+    store = _line.store()
+    held = store.compare_set(FIRST_FAILURE, "", json.dumps(own)).decode()
+    first: dict[str, Any] = json.loads(held)
+    if own["time_s"] - first["time_s"] > RECENT_S:
+        first = json.loads(store.compare_set(FIRST_FAILURE, held, json.dumps(own)).decode())
+    return first

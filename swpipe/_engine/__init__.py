@@ -1,0 +1,1 @@
+"""Compile a plan and run it: instructions, threads, waiting, failure."""

@@ -1,0 +1,377 @@
+r"""Compile a plan into a short list of instructions per thread group.
+
+                     period p                              period p + 1
+    default  <admit> . forward . backward . step . <retire> | <admit> . forward ...
+                 \        ^                                      \
+    io            `-> h2d -'                                       `-> h2d ...
+
+A *lane* is one thread group's instructions, run over and over, once per period. Two instructions
+are swpipe's own and frame the default lane: ``<admit>`` pulls a batch and waits until the iteration
+``depth`` before it is done; ``<retire>`` comes after all other tasks of an iteration and hands its
+context out. With them, everything that orders anything is a dependence with a distance:
+
+- what the plan declares;
+- every task comes after ``<admit>`` of its iteration, and ``<retire>`` after every task;
+- globally ordered tasks form a chain in period order, and so do tasks that name the same stream.
+  Such a chain binds periods, not iterations, and needs the host only.
+
+``<admit>`` comes first in its period, so that worker lanes get their batch at once. On a device
+with streams it comes right before the first task that works on the new iteration: the host waits
+there for an older iteration's device work, and what it has submitted before keeps the device busy.
+
+Stages are shifted so that ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1: where a plan's
+depth is more than its last stage + 1, its tasks move back by the difference, and worker lanes may
+run that far ahead.
+
+**Two kinds of wait.** A *host wait* keeps a lane until another lane has passed an instruction; it
+is needed where an edge crosses lanes. An *event wait* makes a stream wait for work on another
+stream; it is needed where an edge crosses streams. An edge implied by others is dropped, in each
+kind on its own:
+
+- Host waits are a graph over (period, position): a wait is implied by a path of no greater lag.
+  Lanes do their host waits even for iterations that do not exist, so prologue and epilogue need no
+  case of their own.
+- Event waits are a graph over iterations: a wait is implied by a path of no greater distance
+  through event waits and stream order. All distances on such a path are >= 0, so an iteration on it
+  exists whenever the two at its ends do. Edges of negative distance (some ``same_period_deps``) are
+  neither dropped nor used to drop others.
+
+No cycle can exist: every host wait points backwards in (period, order).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from swpipe.core.dependence import dependences, order_of
+from swpipe.core.plan import PipelinePlan, StreamRef, TaskSchedule
+
+ADMIT = "<admit>"
+RETIRE = "<retire>"
+
+
+class HostWait(NamedTuple):
+    """Keep this lane until ``lane`` has passed ``position`` in the period ``lag`` before."""
+
+    lane: int
+    position: int
+    lag: int
+    producer: str
+
+
+class EventWait(NamedTuple):
+    """Make this task's stream wait for ``producer``'s work on the iteration ``distance`` before."""
+
+    producer: str
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One task's turn in its lane.
+
+    Attributes:
+        task: Its name; ``<admit>`` and ``<retire>`` are swpipe's own.
+        stage: Shifted stage: in period p it works on iteration p - stage; from 0.
+        lane: Index of its lane in the program.
+        position: Its index within the lane, from 0.
+        stream: As in the plan; None where the device has no streams.
+        host_waits: To be done before it, in every period.
+        event_waits: To be done on its stream, where the iteration concerned exists.
+        record: Some other stream will wait for it: record its event.
+        publish: Some other lane will wait for it: publish the lane's progress right after it.
+    """
+
+    task: str
+    stage: int
+    lane: int
+    position: int
+    stream: StreamRef
+    host_waits: tuple[HostWait, ...]
+    event_waits: tuple[EventWait, ...]
+    record: bool
+    publish: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One thread group: its name and its instructions, in the order in which it runs them."""
+
+    group: str
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled plan.
+
+    Attributes:
+        lanes: The default lane first, then worker lanes in the order of the schedule.
+        depth: How many iterations may be in flight.
+        ring: How many iterations' events are held: depth + the largest distance.
+        order: All tasks in period order, without swpipe's own two.
+    """
+
+    lanes: tuple[Lane, ...]
+    depth: int
+    ring: int
+    order: tuple[str, ...]
+
+    @property
+    def instructions(self) -> dict[str, Instruction]:
+        """Task name to its instruction."""
+        return {ins.task: ins for lane in self.lanes for ins in lane.instructions}
+
+
+class _Hop(NamedTuple):
+    """An edge between two places in the order of a period; ``weight`` is a lag or a distance."""
+
+    producer: int
+    consumer: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the waits are derived from. Instructions are numbered by their place in the period.
+
+    Attributes:
+        order: Place to name.
+        stage: Place to shifted stage.
+        lane: Place to the number of its lane.
+        stream: Place to stream; None where the device has none.
+        queue: Place to the number of its stream; 0 for None.
+        ordered: The places of globally ordered tasks.
+        deps: What is declared, admission and retirement; weights are distances.
+        groups: Lane to its name.
+    """
+
+    order: tuple[str, ...]
+    stage: Sequence[int]
+    lane: Sequence[int]
+    stream: Sequence[StreamRef]
+    queue: Sequence[int]
+    ordered: Sequence[int]
+    deps: Sequence[_Hop]
+    groups: tuple[str, ...]
+
+    @property
+    def members(self) -> list[list[int]]:
+        """Lane to the places of its instructions."""
+        members: list[list[int]] = [[] for _ in self.groups]
+        for place, lane in enumerate(self.lane):
+            members[lane].append(place)
+        return members
+
+
+def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False) -> Program:
+    """Compile a plan that has been verified.
+
+    Args:
+        plan: The plan; ``swpipe.analysis.checks.check`` finds nothing wrong with it.
+        streams: Whether the device has streams; where not, those of the plan mean nothing.
+        record_all: Record every task's event, needed or not (for hunting trouble).
+    """
+    layout = _layout(plan, streams)
+    order, members = layout.order, layout.members
+    waits = _host_waits(layout)
+    events = _event_waits(layout) if streams else [[]] * len(order)
+    recorded = {hop.producer for hops in events for hop in hops}
+    published = {hop.producer for hops in waits for hop in hops}
+    position = {place: k for places in members for k, place in enumerate(places)}
+
+    def instruction(place: int) -> Instruction:
+        name = order[place]
+        return Instruction(
+            task=name,
+            stage=layout.stage[place],
+            lane=layout.lane[place],
+            position=position[place],
+            stream=layout.stream[place],
+            host_waits=tuple(
+                [HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]]
+            ),
+            event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
+            record=place in recorded or (streams and record_all and name != ADMIT),
+            publish=place in published,
+        )
+
+    return Program(
+        lanes=tuple(
+            Lane(group, tuple(map(instruction, places)))
+            for group, places in zip(layout.groups, members, strict=True)
+        ),
+        depth=plan.depth,
+        ring=plan.depth + max(dep.weight for dep in layout.deps),
+        order=tuple(name for name in order if name in plan.schedule),
+    )
+
+
+def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
+    last = plan.max_stage
+    ahead = plan.depth - 1 - last
+    declared = dependences(plan)
+    tasks = order_of(plan, declared)
+    admission = _admission(plan, tasks, ahead, streams)
+    order = (*tasks[:admission], ADMIT, *tasks[admission:], RETIRE)
+    place = {name: k for k, name in enumerate(order)}
+    admit, retire = place[ADMIT], place[RETIRE]
+    schedule = {**plan.schedule, ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(last)}
+    entries = [schedule[name] for name in order]
+    groups = plan.thread_groups
+    lanes = {group: lane for lane, group in enumerate(groups)}
+    # A torch.Stream takes whatever it is compared with for a stream: None is not among the keys.
+    queues: dict[StreamRef, int] = {}
+    named = [entry.stream if streams else None for entry in entries]
+    return _Layout(
+        order=order,
+        stage=[entry.stage + ahead for entry in entries],
+        lane=[lanes[entry.thread_group] for entry in entries],
+        stream=named,
+        queue=[0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named],
+        ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
+        deps=[
+            *[_Hop(place[producer], place[consumer], d) for consumer, producer, d, _ in declared],
+            *[_Hop(admit, k, 0) for k in range(retire) if k != admit],
+            *[_Hop(k, retire, 0) for k in range(retire)],
+        ],
+        groups=groups,
+    )
+
+
+def _admission(plan: PipelinePlan, order: Sequence[str], ahead: int, streams: bool) -> int:
+    """The place of ``<admit>`` among the tasks of a period."""
+    if not streams:
+        return 0
+    new = (k for k, name in enumerate(order) if plan.schedule[name].stage + ahead == 0)
+    return next(new, len(order))
+
+
+# ------------------------------------------------------------------------------------- host waits
+
+
+def _host_waits(layout: _Layout) -> list[list[_Hop]]:
+    """Place to the host waits there, none implied by others; weights are lags."""
+    stage, lane = layout.stage, layout.lane
+    crossing = [
+        _Hop(p, c, stage[c] - stage[p] + distance)
+        for p, c, distance in layout.deps
+        if lane[p] != lane[c]
+    ]
+    for chain in (layout.ordered, *_by_stream(layout)):
+        crossing += [hop for hop in _ring(chain) if lane[hop.producer] != lane[hop.consumer]]
+    program_order = [hop for chain in layout.members for hop in _ring(chain)]
+    return _reduce(crossing, program_order, range(len(lane)))
+
+
+def _by_stream(layout: _Layout) -> Iterable[list[int]]:
+    """The places of each named stream's tasks."""
+    chains: dict[int, list[int]] = defaultdict(list)
+    for place, queue in enumerate(layout.queue):
+        if queue:
+            chains[queue].append(place)
+    return chains.values()
+
+
+def _ring(chain: Sequence[int]) -> list[_Hop]:
+    """A chain within a period, closed from its last task to its first of the period after."""
+    if not chain:
+        return []
+    hops = [_Hop(a, b, 0) for a, b in pairwise(chain)]
+    return [*hops, _Hop(chain[-1], chain[0], 1)]
+
+
+# ------------------------------------------------------------------------------------ event waits
+
+
+def _event_waits(layout: _Layout) -> list[list[_Hop]]:
+    """Place to the event waits there, none implied by others; weights are distances."""
+    stage, queue = layout.stage, layout.queue
+    crossing: list[_Hop] = []
+    fixed: list[_Hop] = []
+    for hop in layout.deps:
+        (fixed if queue[hop.producer] == queue[hop.consumer] else crossing).append(hop)
+    for chain in _fifo_chains(layout):
+        for a, b, lag in _ring(chain):
+            # The later task on iteration i runs after the sooner one on i - distance; where that
+            # lies in the future, a weaker truth will do: stream order holds between iterations.
+            fixed.append(_Hop(a, b, max(0, lag + stage[a] - stage[b])))
+    return _reduce(crossing, fixed, sorted(range(len(stage)), key=lambda k: (stage[k], k)))
+
+
+def _fifo_chains(layout: _Layout) -> Iterable[list[int]]:
+    """Tasks whose device work is known to be queued in period order on one stream.
+
+    Tasks that name a stream are submitted in that order. Those on the caller's stream are only
+    where one thread submits them.
+    """
+    chains: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, (queue, lane) in enumerate(zip(layout.queue, layout.lane, strict=True)):
+        # <admit>'s event is recorded for some batches only: nothing leads through it.
+        if layout.order[place] != ADMIT:
+            chains[(queue, 0 if queue else lane)].append(place)
+    return chains.values()
+
+
+# -------------------------------------------------------------------------------------- reduction
+
+
+def _reduce(edges: Iterable[_Hop], fixed: Iterable[_Hop], order: Sequence[int]) -> list[list[_Hop]]:
+    """Consumer to its edges, less those that a path of no greater weight implies; lightest first.
+
+    Paths lead through all other edges and ``fixed``. An edge that is implied may lead to another
+    one's being so: turn by turn the graph has no cycle, and what is left of it in the end does not
+    depend on what is dropped first. Edges of negative weight stay, and no path leads through them.
+
+    Args:
+        edges: To be kept or dropped.
+        fixed: What holds anyway.
+        order: All places; hops of weight 0 lead from earlier ones to later ones.
+    """
+    always = set(fixed)
+    kept = set(edges) - always
+    waits: list[list[_Hop]] = [[] for _ in order]
+    if not kept:
+        return waits
+    lightest: list[dict[int, int]] = [{} for _ in order]
+    for producer, consumer, weight in (*kept, *always):
+        if 0 <= weight <= lightest[producer].get(consumer, weight):
+            lightest[producer][consumer] = weight
+    most = max(0, *[hop.weight for hop in kept])
+    beyond = _beyond(lightest, order, most)
+    for hop in sorted(kept, key=lambda hop: (hop.weight, hop.producer)):
+        producer, consumer, weight = hop
+        if weight < 0 or not (
+            lightest[producer][consumer] < weight or beyond[weight][producer] >> consumer & 1
+        ):
+            waits[consumer].append(hop)
+    return waits
+
+
+def _beyond(hops: Sequence[Mapping[int, int]], order: Sequence[int], most: int) -> list[list[int]]:
+    """Weight, up to ``most``, to place to the set, in bits, of where two hops or more lead.
+
+    Args:
+        hops: Producer to consumer to weight.
+        order: As for ``_reduce``.
+        most: The greatest weight that is asked for.
+    """
+    beyond: list[list[int]] = []
+    reached: list[list[int]] = []  # by any number of hops
+    for weight in range(most + 1):
+        beyond.append([0] * len(order))
+        reached.append([0] * len(order))
+        for place in reversed(order):
+            far, near = 0, 1 << place
+            for consumer, taken in hops[place].items():
+                if taken <= weight:
+                    bit = 1 << consumer
+                    far |= reached[weight - taken][consumer] & ~bit
+                    near |= bit
+            beyond[weight][place] = far
+            reached[weight][place] = far | near
+    return beyond

@@ -1,0 +1,61 @@
+"""The serial run: every task on the calling thread, one by one. What every plan must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property
+
+from swpipe._distributed.rank_checks import tell_failure
+from swpipe._engine.iterations import Engine
+from swpipe._engine.observers import Observer, told
+from swpipe._engine.program import Instruction, compile_plan
+from swpipe.core.context import IterContext
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask
+
+
+class SerialLane:
+    """Runs iterations of some tasks, in the order given."""
+
+    def __init__(self, tasks: Sequence[PipelineTask]) -> None:
+        self._tasks = tuple(tasks)
+
+    def run(self, engine: Engine, ctx: IterContext) -> IterContext:
+        """Run every task on one context, and give it back.
+
+        Raises:
+            BaseException: Whatever a task raised, with a note of where.
+        """
+        observers = engine.observers()
+        for task in self._tasks:
+            try:
+                if observers or task.random:
+                    self._call_told(engine, task, ctx, observers)
+                else:
+                    _call(engine, task, ctx)
+            except BaseException as error:
+                error.add_note(f"swpipe: at task {task.name!r}, iteration {ctx.iter_idx}, serially")
+                tell_failure(error)
+                raise
+        return ctx
+
+    def _call_told(
+        self, engine: Engine, task: PipelineTask, ctx: IterContext, observers: Sequence[Observer]
+    ) -> None:
+        """Call a task that draws, or that somebody observes."""
+        seeded = engine.draws.of(task.name, ctx.iter_idx) if task.random else nullcontext()
+        with seeded, told(observers, self._instructions[task.name], ctx.iter_idx):
+            _call(engine, task, ctx)
+
+    @cached_property
+    def _instructions(self) -> dict[str, Instruction]:
+        """What observers are told: all is on the caller's thread and stream."""
+        return compile_plan(PipelinePlan.serial(self._tasks), streams=False).instructions
+
+
+def _call(engine: Engine, task: PipelineTask, ctx: IterContext) -> None:
+    if task.name in engine.shortcuts.names:
+        engine.shortcuts.run(task, ctx)
+    else:
+        task.fn(ctx)

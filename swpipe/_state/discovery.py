@@ -1,0 +1,241 @@
+"""Find what the tasks change outside the context: models, optimizers, generators.
+
+A task's function says what it can reach::
+
+    bound method  ->  self                           partial  ->  function, arguments
+    function      ->  closure, defaults, the globals it names (through functions of the user's own)
+    object        ->  its attributes, and theirs     list, tuple, set, dict  ->  its items
+
+What counts as state is in ``has_state``. The search goes through at most two objects' attributes
+and looks, without running any code of theirs, into nothing that belongs to torch or the standard
+library.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from swpipe.core.task import PipelineTask
+
+MAX_HOPS = 2
+"""How many objects the search may go through by their attributes."""
+
+MAX_ITEMS = 1000
+"""Containers that hold more are data, not state."""
+
+FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
+
+WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+"""Put back whole. In other objects the search goes on: their state_dict may not tell all."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Values without parts. Equal ones may be one object, so each is met on all its paths."""
+
+
+class Found(NamedTuple):
+    """Something within reach.
+
+    Attributes:
+        path: How it was reached: ``"self.model"``.
+        owner: The object.
+    """
+
+    path: str
+    owner: Any
+
+    def __str__(self) -> str:
+        return f"{self.path} ({type(self.owner).__name__})"
+
+
+def has_state(value: Any) -> bool:
+    """Whether ``value`` is worth putting back.
+
+    It has ``state_dict`` and ``load_state_dict``, or is a generator of random numbers, or a
+    tensor of its own that requires grad.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad and value.is_leaf
+    return has_state_dict(value) or isinstance(value, random.Random) or is_generator(value)
+
+
+def has_state_dict(value: Any) -> bool:
+    """Whether ``value`` is an object with state_dict and load_state_dict."""
+    cls = type(value)
+    return callable(getattr(cls, "state_dict", None)) and callable(
+        getattr(cls, "load_state_dict", None)
+    )
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a generator of torch's or numpy's."""
+    if isinstance(value, torch.Generator):
+        return True
+    numpy_random = sys.modules.get("numpy.random")
+    return numpy_random is not None and isinstance(
+        value, (numpy_random.Generator, numpy_random.RandomState)
+    )
+
+
+def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
+    """Everything with state that the tasks' functions, and those of their io, can reach."""
+    found = [one for one in find_all(tasks) if has_state(one.owner)]
+    inside: set[int] = set()
+    for module in (one.owner for one in found if isinstance(one.owner, torch.nn.Module)):
+        inside |= {id(child) for child in module.modules() if child is not module}
+        inside |= {id(parameter) for parameter in module.parameters()}
+    return tuple(one for one in found if id(one.owner) not in inside)
+
+
+def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
+    """Whatever the tasks' functions, and those of their io, can reach, nearest first.
+
+    Each object comes once, on its shortest path. What is ``WHOLE`` is not looked into. Last comes
+    what only the memory of declared states leads to, and does not belong to a module found before.
+    """
+    tasks = tuple(tasks)
+    declared = [io for task in tasks for io in task.io]
+    functions = [
+        *(task.fn for task in tasks),
+        *(fn for io in declared for fn in (io.capture, io.restore) if fn),
+    ]
+    seen: dict[int, Any] = {}
+    modules: list[torch.nn.Module] = []
+    for found in _walk([_Step("", fn, 0) for fn in functions], seen):
+        yield found
+        if isinstance(found.owner, torch.nn.Module):
+            modules.append(found.owner)
+    for module in modules:
+        seen |= {id(one): one for one in (*module.parameters(), *module.buffers())}
+    told = [_Step(io.state, io.memory, 0) for io in declared if io.state and io.memory is not None]
+    yield from _walk(told, seen)
+
+
+def given_state(state: Any) -> tuple[Found, ...]:
+    """What a user named: one object with state, several, or several by name.
+
+    Raises:
+        TypeError: One of them has none that could be put back.
+    """
+    if isinstance(state, torch.Tensor) or has_state(state):
+        named: Iterable[tuple[str, Any]] = [("state", state)]
+    elif isinstance(state, Mapping):
+        named = state.items()
+    else:
+        named = [(f"state[{index}]", owner) for index, owner in enumerate(state)]
+    found = tuple(Found(str(name), owner) for name, owner in named)
+    for one in found:
+        if not (isinstance(one.owner, torch.Tensor) or has_state(one.owner)):
+            raise TypeError(
+                f"{one} cannot be put back: give modules, optimizers, generators, tensors, or "
+                "objects with state_dict and load_state_dict"
+            )
+    return found
+
+
+class _Step(NamedTuple):
+    path: str
+    value: Any
+    hops: int
+
+    def to(self, name: str, value: Any, hops: int = 0) -> _Step:
+        path = f"{self.path}.{name}" if self.path and name else self.path or name
+        return _Step(path, value, self.hops + hops)
+
+
+def _walk(ahead: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
+    """Go through all within reach, nearest first: each object is met on its shortest path.
+
+    Args:
+        ahead: Where to begin.
+        seen: Objects met before, by their ids. It keeps them: some are made on the way, and ids are
+            used again.
+    """
+    while ahead:
+        near, far = deque(ahead), list[_Step]()
+        while near:
+            step = near.popleft()
+            if isinstance(step.value, PLAIN):
+                yield Found(step.path, step.value)
+                continue
+            if id(step.value) in seen:
+                continue
+            seen[id(step.value)] = step.value
+            yield Found(step.path, step.value)
+            if isinstance(step.value, WHOLE):
+                continue
+            for child in _children(step):
+                (far if child.hops > step.hops else near).append(child)
+        ahead = far
+
+
+def _children(step: _Step) -> Iterator[_Step]:
+    value = step.value
+    if isinstance(value, MethodType):
+        yield step.to("", value.__func__)
+        yield step.to("self", value.__self__)
+    elif isinstance(value, FunctionType):
+        yield from _of_function(step, value)
+    elif isinstance(value, partial):
+        yield step.to("", value.func)
+        yield from (step.to(f"args[{i}]", arg) for i, arg in enumerate(value.args))
+        yield from (step.to(name, arg) for name, arg in value.keywords.items())
+    elif isinstance(value, dict):
+        if len(value) <= MAX_ITEMS:
+            yield from (step.to(str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        if len(value) <= MAX_ITEMS:
+            yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
+    elif not isinstance(value, ModuleType | type) and step.hops < MAX_HOPS:
+        yield from (step.to(name, item, hops=1) for name, item in _attributes(value))
+        if not _foreign(type(value).__module__):
+            yield step.to("", vars(type(value)).get("__call__"))
+
+
+def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
+    if _foreign(function.__module__):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield step.to(name, cell.cell_contents)
+        except ValueError:  # a cell that nothing was put into yet
+            continue
+    yield from (step.to("default", value) for value in function.__defaults__ or ())
+    yield from (step.to(name, value) for name, value in (function.__kwdefaults__ or {}).items())
+    names = set(_names(function.__code__))
+    for name, value in list(function.__globals__.items()):
+        if name not in names or isinstance(value, type):
+            continue
+        if not isinstance(value, ModuleType):
+            yield step.to(name, value)
+        elif not _foreign(value.__name__):
+            inside = vars(value)
+            yield from (step.to(f"{name}.{n}", inside[n]) for n in names if n in inside)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names of globals and attributes that code, and the functions defined in it, mention."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    if hasattr(value, "__dict__"):
+        yield from dict(vars(value)).items()
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType) and hasattr(value, name):  # a slot
+                yield name, getattr(value, name)
+
+
+def _foreign(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in FOREIGN

@@ -1,0 +1,186 @@
+r"""What a compiled program makes sure of: which task comes before which in every interleaving.
+
+    default   <admit> . a . b . <retire> | <admit> . a . b ...      each lane knows what it ran,
+                 \         ^                                        and at a host wait (1) learns
+    io            `(1) c --(1)                                      what the other lane knew there
+                       |
+    device             c . . . (2) event . . > b                    a stream knows what it was given
+                                                                    and at an event wait (2) learns
+                                                                    what stood before the event
+
+A plan leaves threads and streams their freedom; sure is only what program order, host waits, stream
+order, event waits and back-pressure bring about. ``HappensBefore`` walks the program once, period
+by period, in one order that its waits allow, and notes at each instruction what is known to lie
+before it (vector clocks, with a bit for each run of a task; Fidge 1988, Mattern 1989). What is
+known does not depend on which of the possible orders is walked.
+
+Two relations:
+
+- *host*: the first task's function has returned before the other one's is called. Lanes pass their
+  instructions and do their host waits in every period, whether the iteration exists or not.
+- *device*: the first task's device work is done before the other one's starts. Known of what one
+  stream was given by instructions that are in host order; through events, where both iterations
+  exist; and through ``<admit>``, which waits until the device work of the iteration ``depth``
+  before is done.
+
+**Any number of iterations.** "A on iteration i comes before B on iteration i + d" is to hold for
+every i and however many iterations there are. It does so exactly if it holds in the run that has
+the two and those between, ``abs(d) + 1`` iterations: every step of a proof in that run has its like
+in any longer run, and that run is itself one of those asked for. So each distance has a walk of its
+own. The pull that finds the end of the data waits for the device as well, but a run that is drained
+ends without it, and so nothing is built on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program, compile_plan
+from swpipe.core.dependence import topological
+from swpipe.core.plan import PipelinePlan, StreamRef
+
+
+class _Known(NamedTuple):
+    """What a lane knows, as sets of runs: bit n is set where run n is known to lie before.
+
+    Attributes:
+        host: Functions that have returned, events recorded.
+        done: Device work that is done, whichever stream it was on.
+        ahead: Stream to the device work that stands before whatever this lane gives it next.
+    """
+
+    host: int
+    done: int
+    ahead: Mapping[StreamRef, int]
+
+    def __or__(self, other: _Known) -> _Known:
+        streams = self.ahead.keys() | other.ahead.keys()
+        return _Known(
+            self.host | other.host,
+            self.done | other.done,
+            {s: self.ahead.get(s, 0) | other.ahead.get(s, 0) for s in streams},
+        )
+
+
+class _Walk:
+    """One walk through a program's run of so many iterations.
+
+    Attributes:
+        host_before: (task, iteration) to the runs whose functions return before it is called.
+        device_before: (task, iteration) to the runs whose device work is done before its own
+            starts.
+    """
+
+    def __init__(self, program: Program, order: tuple[Instruction, ...], iterations: int) -> None:
+        self.host_before: dict[tuple[str, int], int] = {}
+        self.device_before: dict[tuple[str, int], int] = {}
+        self._program = program
+        self._iterations = iterations
+        self._number = {ins.task: n for n, ins in enumerate(order)}
+        lanes = [_Known(0, 0, {})] * len(program.lanes)
+        passed: dict[tuple[str, int], _Known] = {}
+        for period in range(iterations + program.depth - 1):
+            for ins in order:
+                known = lanes[ins.lane]
+                for wait in ins.host_waits:
+                    if period >= wait.lag:
+                        known |= passed[wait.producer, period - wait.lag]
+                if 0 <= period - ins.stage < iterations:
+                    known = self._run(ins, period - ins.stage, known)
+                lanes[ins.lane] = passed[ins.task, period] = known
+
+    def bit(self, task: str, iteration: int) -> int:
+        """The set of this run alone."""
+        return 1 << (self._number[task] * self._iterations + iteration)
+
+    def _run(self, ins: Instruction, i: int, known: _Known) -> _Known:
+        """What the lane knows after the instruction's turn on iteration i."""
+        host, done, ahead = known
+        self.host_before[ins.task, i] = host
+        host |= self.bit(ins.task, i)
+        if ins.task == ADMIT:
+            # Of the iteration before that, all device work is done (back-pressure).
+            if i >= self._program.depth:
+                done |= self._through(RETIRE, i - self._program.depth)
+            return _Known(host, done, ahead)
+        before = ahead.get(ins.stream, 0) | done
+        for wait in ins.event_waits:
+            j = i - wait.distance
+            exists = wait.producer != ADMIT and 0 <= j < self._iterations
+            # An event is worth something only if it has been recorded for sure.
+            if exists and host & self.bit(wait.producer, j):
+                before |= self._through(wait.producer, j)
+        self.device_before[ins.task, i] = before
+        return _Known(host, done, {**ahead, ins.stream: before | self.bit(ins.task, i)})
+
+    def _through(self, task: str, i: int) -> int:
+        """What stands before the event of this run: the run, and what is before it."""
+        return self.device_before[task, i] | self.bit(task, i)
+
+
+class HappensBefore:
+    """The order that a program keeps in every interleaving.
+
+    Args:
+        program: A compiled plan.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._order = _one_order(program)
+        self._walks: dict[int, _Walk] = {}
+
+    @classmethod
+    def of(cls, plan: PipelinePlan, *, streams: bool) -> Self:
+        """The order that a plan keeps on a device with streams, or on one without.
+
+        Args:
+            plan: ``swpipe.analysis.checks.check`` finds nothing wrong with it.
+            streams: Whether the device has streams.
+        """
+        return cls(compile_plan(plan, streams=streams))
+
+    def host(self, first: str, then: str, distance: int) -> bool:
+        """Whether ``first`` on iteration i has returned before ``then`` on i + distance is called.
+
+        Args:
+            first: A task, or ``<admit>`` or ``<retire>``.
+            then: Another, or the same.
+            distance: Iterations from the first to the other; may be negative.
+
+        Returns:
+            True if it holds for every i, however many iterations there are.
+        """
+        walk, i = self._walk(distance)
+        return bool(walk.host_before[then, i + distance] & walk.bit(first, i))
+
+    def device(self, first: str, then: str, distance: int) -> bool:
+        """The same of their device work, on a device with streams.
+
+        Raises:
+            ValueError: ``<admit>`` is asked for, which has none.
+        """
+        if ADMIT in (first, then):
+            raise ValueError(f"{ADMIT} has no device work: ask for its host order")
+        walk, i = self._walk(distance)
+        return bool(walk.device_before[then, i + distance] & walk.bit(first, i))
+
+    def _walk(self, distance: int) -> tuple[_Walk, int]:
+        """The walk that answers for a distance, and the first task's iteration in it."""
+        iterations = abs(distance) + 1
+        if iterations not in self._walks:
+            self._walks[iterations] = _Walk(self._program, self._order, iterations)
+        return self._walks[iterations], max(0, -distance)
+
+
+def _one_order(program: Program) -> tuple[Instruction, ...]:
+    """One order of a period's instructions in which all their waits point backwards."""
+    by_task = program.instructions
+    edges = []
+    for lane in program.lanes:
+        edges += [(after.task, before.task) for before, after in pairwise(lane.instructions)]
+        for ins in lane.instructions:
+            edges += [(ins.task, wait.producer) for wait in ins.host_waits if wait.lag == 0]
+    return tuple(by_task[task] for task in topological(dict.fromkeys(by_task, ()), edges))

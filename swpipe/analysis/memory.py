@@ -1,0 +1,195 @@
+"""How much memory the iterations in flight hold at most under a plan.
+
+An attribute of the context is there from the task that sets it to the task that sets it anew or
+deletes it, or else to the end of its iteration. How many copies of it there can be at once follows
+from what the plan makes sure of (``swpipe.analysis.happens_before``): if the end of one on
+iteration i always comes
+before the beginning of the one on iteration i + n, then there are at most n.
+
+On a device with streams memory comes back later. What a task drops is held until its iteration
+retires, and the device may be behind the host until the iteration ``depth`` later is admitted: so
+every attribute counts ``depth`` times, and once for each task that sets it.
+
+The bound is an upper one: every attribute with as many copies as it can have, whether or not all
+have them at the same time. It counts what stands on the context, until an iteration is handed out;
+what tasks need while they run, and what the caller keeps, come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from swpipe._engine.program import RETIRE
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.core.dependence import CycleError, dependences, lag, period_order, serial_order
+from swpipe.core.errors import Problem
+from swpipe.core.plan import PipelinePlan
+
+Sizes: TypeAlias = Mapping[tuple[str, str], int]
+"""(task, attribute that it sets or deletes) to the bytes that the attribute then holds, 0 where it
+is deleted; tasks in serial order. ``Recording.sizes`` is such a table."""
+
+SHOWN_ATTRIBUTES = 3
+"""Of the largest attributes, so many are named in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One attribute, as one task sets it.
+
+    Attributes:
+        attribute: Its name.
+        task: Who sets it.
+        copies: How many iterations can hold it at once.
+        bytes_each: What one of them holds.
+    """
+
+    attribute: str
+    task: str
+    copies: int
+    bytes_each: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What all copies hold together."""
+        return self.copies * self.bytes_each
+
+    def __str__(self) -> str:
+        return (
+            f"ctx.{self.attribute} of {self.task!r} ({self.copies} x {in_words(self.bytes_each)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What the iterations in flight hold at most.
+
+    Attributes:
+        held: Every attribute, the largest first.
+        streams: Whether the device has streams.
+    """
+
+    held: tuple[Held, ...]
+    streams: bool
+
+    @property
+    def total_bytes(self) -> int:
+        """All attributes together."""
+        return sum(held.total_bytes for held in self.held)
+
+    def format(self) -> str:
+        """The sum, and the largest attributes, in a line."""
+        shown = ", ".join(map(str, self.held[:SHOWN_ATTRIBUTES]))
+        return f"in flight at most: {in_words(self.total_bytes)}; the largest: {shown or 'none'}"
+
+
+def bytes_in_flight(plan: PipelinePlan, sizes: Sizes, *, streams: bool) -> Footprint:
+    """An upper bound on what the contexts in flight hold.
+
+    Args:
+        plan: ``swpipe.analysis.checks.check`` finds nothing wrong with it.
+        sizes: What each task leaves in its attributes.
+        streams: Whether the device has streams.
+    """
+    before = HappensBefore.of(plan, streams=streams)
+    held = []
+    for attribute, lives in _lives(plan, sizes).items():
+        for task, end in lives:
+            copies = next(
+                (n for n in range(1, plan.depth) if not streams and before.host(end, task, n)),
+                plan.depth,
+            )
+            held.append(Held(attribute, task, copies, sizes[task, attribute]))
+    held.sort(key=lambda h: (-h.total_bytes, h.attribute, h.task))
+    return Footprint(tuple(held), streams)
+
+
+def memory_problems(
+    plan: PipelinePlan, sizes: Sizes, budget_bytes: int, *, streams: bool
+) -> Iterator[Problem]:
+    """That the budget is passed, if it is: by what, and what would fit."""
+    footprint = bytes_in_flight(plan, sizes, streams=streams)
+    if footprint.total_bytes > budget_bytes:
+        largest = footprint.held[:SHOWN_ATTRIBUTES]
+        shown = ", ".join(map(str, largest))
+        yield Problem(
+            f"up to {in_words(footprint.total_bytes)} may be in flight at depth {plan.depth}, more "
+            f"than the budget of {in_words(budget_bytes)}; the largest are {shown}: "
+            f"{_mend(plan, sizes, budget_bytes, footprint)}",
+            tuple(dict.fromkeys(h.task for h in largest)),
+        )
+
+
+def size_problems(plan: PipelinePlan, sizes: Sizes) -> Iterator[Problem]:
+    """Sizes that cannot be right."""
+    for (task, attribute), size in sizes.items():
+        if task not in plan.schedule:
+            yield Problem(f"sizes has task {task!r}, which the plan does not schedule")
+        elif type(size) is not int or size < 0:
+            yield Problem(
+                f"the size of ctx.{attribute} after task {task!r} is {size!r}: give a number of "
+                "bytes, 0 or more",
+                (task,),
+            )
+
+
+def in_words(size: int) -> str:
+    """Bytes as a reader likes them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size} B"
+
+
+def _lives(plan: PipelinePlan, sizes: Sizes) -> dict[str, list[tuple[str, str]]]:
+    """Attribute to the tasks that set it, each with the task that ends what it set."""
+    lives: dict[str, list[tuple[str, str]]] = {}
+    begun: dict[str, str] = {}
+    left: dict[str, dict[str, int]] = {task: {} for task, _ in sizes}
+    for (task, attribute), size in sizes.items():
+        left[task][attribute] = size
+    silent = [task for task in plan.schedule if task not in left]
+    for task in serial_order(plan, [*left, *silent]):
+        for attribute, size in left.get(task, {}).items():
+            if attribute in begun:
+                lives[attribute].append((begun.pop(attribute), task))
+            if size:
+                lives.setdefault(attribute, [])
+                begun[attribute] = task
+    for attribute, task in begun.items():
+        lives[attribute].append((task, RETIRE))
+    return lives
+
+
+def _mend(plan: PipelinePlan, sizes: Sizes, budget_bytes: int, footprint: Footprint) -> str:
+    """The largest depth that fits or, where none does, a later stage for a task that does."""
+
+    def fits(changed: PipelinePlan) -> bool:
+        found = bytes_in_flight(changed, sizes, streams=footprint.streams)
+        return found.total_bytes <= budget_bytes
+
+    for depth in range(plan.depth - 1, plan.max_stage, -1):
+        if fits(replace(plan, pipeline_depth=depth)):
+            return f"pipeline_depth={depth} would fit"
+    for task in dict.fromkeys(held.task for held in footprint.held[:SHOWN_ATTRIBUTES]):
+        for stage in range(plan.schedule[task].stage + 1, plan.max_stage + 1):
+            moved = replace(plan.schedule[task], stage=stage)
+            changed = replace(plan, schedule={**plan.schedule, task: moved})
+            if _can_run(changed) and fits(changed):
+                return f"{task!r} in stage {stage} would fit"
+    alone = sum(held.bytes_each for held in footprint.held)
+    return (
+        f"neither a smaller depth nor a later stage for one of these tasks would fit; one "
+        f"iteration alone holds {in_words(alone)}: take smaller batches, or fewer stages"
+    )
+
+
+def _can_run(plan: PipelinePlan) -> bool:
+    """Whether a plan that could run still can, now that a task has another stage."""
+    try:
+        period_order(plan)
+    except CycleError:
+        return False
+    return all(lag(plan, dep) >= 0 for dep in dependences(plan))

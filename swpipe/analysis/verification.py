@@ -1,0 +1,123 @@
+"""Refuse plans that could give other numbers than a serial run, or take too much memory.
+
+``swpipe.analysis.checks`` refuses what cannot run at all. Here stands what may go wrong in some
+interleaving
+of the threads and streams: tasks that touch the same attribute or state in another order than
+serially (``swpipe.analysis.races``), and more bytes in flight than there is room for
+(``swpipe.analysis.memory``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from swpipe.analysis.checks import check_plan, tasks_given
+from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
+from swpipe.analysis.races import (
+    demands,
+    order_problems,
+    refusal,
+    serial_effects,
+    stale_problems,
+)
+from swpipe.core.effects import Effects, EffectTable, declared_effects
+from swpipe.core.errors import Problem
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was found in order.
+
+    Attributes:
+        orders: How many orders between two tasks had to be kept, and are. None at all mean that
+            nothing is known of what the tasks touch.
+        footprint: What may be in flight at most; None where no sizes were given.
+    """
+
+    orders: int
+    footprint: Footprint | None
+
+
+def verify(
+    plan: PipelinePlan,
+    tasks: Iterable[PipelineTask] | None = None,
+    effects: EffectTable | None = None,
+    *,
+    streams: bool | None = None,
+    sizes: Sizes | None = None,
+    budget_bytes: int | None = None,
+) -> Verified:
+    """Make sure that a plan gives the numbers of the serial run in every interleaving.
+
+    What is known of the tasks is what is checked: the states that they declare, and ``effects``,
+    which a recorded iteration gives.
+
+    Args:
+        plan: The plan.
+        tasks: The tasks that it is to run; their declared states are checked. May be left out where
+            ``effects`` are given, or the plan has the tasks themselves.
+        effects: What each task touches, in serial order, which the plan must keep; joined with what
+            the tasks declare. Without it, serial order is that of a pipeline: that of the tasks, as
+            far as the dependences within an iteration allow.
+        streams: Whether the device has streams. None asks for both kinds of device: stream order
+            keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
+            that streams let go. A plan that is right on one kind only is refused then, which the
+            message says.
+        sizes: (task, attribute) to the bytes that the task leaves there, as recorded.
+        budget_bytes: What may be in flight at most; needs ``sizes``.
+
+    Returns:
+        How much there was to check, and the memory's bound.
+
+    Raises:
+        PlanError: Lists all that is wrong.
+        TypeError: Neither tasks nor effects, or a budget without sizes.
+    """
+    given = tasks_given(plan, tasks)
+    if not given and effects is None:
+        raise TypeError("verify needs the tasks, or a table of their effects: give one of the two")
+    if budget_bytes is not None and sizes is None:
+        raise TypeError("a budget needs sizes to check against: give those of a recorded iteration")
+    check_plan(replace(plan, tasks=given))
+    table = _table(plan, given, effects)
+    late = streams is not False  # with streams memory comes back later: the bound is larger
+    problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
+    if not problems:
+        problems = [*stale_problems(plan, table), *order_problems(plan, table, streams=streams)]
+        if sizes is not None and budget_bytes is not None:
+            problems += memory_problems(plan, sizes, budget_bytes, streams=late)
+    if problems:
+        raise refusal(plan, problems)
+    return Verified(
+        orders=len(set(demands(table, plan.stale))),
+        footprint=None if sizes is None else bytes_in_flight(plan, sizes, streams=late),
+    )
+
+
+def _table(
+    plan: PipelinePlan, tasks: Sequence[PipelineTask], effects: EffectTable | None
+) -> EffectTable:
+    """What was recorded, if anything, and what the tasks declare; in serial order."""
+    declared = declared_effects(tasks)
+    if effects is None:
+        return serial_effects(plan, declared)
+    return {name: found | declared.get(name, Effects()) for name, found in effects.items()}
+
+
+def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:
+    for name in table:
+        if name not in plan.schedule:
+            yield Problem(
+                f"effects name task {name!r}, which the plan does not schedule (it has: "
+                f"{', '.join(plan.schedule)}): they belong to other tasks"
+            )
+    for name in plan.schedule:
+        if name not in table:
+            yield Problem(
+                f"nothing is known of what task {name!r} touches: give it an entry in effects, "
+                "Effects() if it touches nothing",
+                (name,),
+            )

@@ -1,0 +1,370 @@
+"""How to overlap: stages, streams, thread groups, order and dependences. A plan is pure data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import torch
+
+from swpipe.core.errors import PlanError, Problem
+from swpipe.core.task import PipelineTask, TaskRef, name_of, names_of
+
+DEFAULT_GROUP = "default"
+"""The thread group of the caller of ``progress()``."""
+
+StreamRef: TypeAlias = str | torch.Stream | None
+Pair: TypeAlias = tuple[str, str]
+DistantPair: TypeAlias = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSchedule:
+    """Where and when one task runs.
+
+    Attributes:
+        stage: Periods after an iteration's entry in which the task runs on it; from 0.
+        stream: Name of an in-order queue of device work, or a ``torch.Stream``; None is the stream
+            that is current for the caller of ``progress()``. Without meaning on a device that has
+            no streams.
+        thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
+        globally_ordered: The task is submitted in the same order on every rank, one such task at a
+            time (collectives, and what launches them: backward under DDP).
+    """
+
+    stage: int = 0
+    stream: StreamRef = None
+    thread_group: str = DEFAULT_GROUP
+    globally_ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """How to make a named stream.
+
+    Attributes:
+        priority: Lower runs first, as in CUDA: 0 is the default, -1 is higher.
+    """
+
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """A complete plan. Whatever names a task takes the task or its name; names are what is kept.
+
+    Pairs read "the consumer comes after the producer"; the consumer stands first.
+
+    Attributes:
+        schedule: Task to ``TaskSchedule``, in declaration order.
+        deps: (consumer, producer): on the same iteration.
+        cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i comes after
+            the producer on iteration i - distance; distance is 1 where left out.
+        same_period_deps: (consumer, producer): in the same period, whichever iterations the two are
+            on.
+        order: Names that run in this order within a period; it decides ties, and must not
+            contradict the dependences. Need not name every task.
+        streams: Stream name to ``StreamSpec``; a stream that is not listed has the default one.
+        pipeline_depth: How many iterations may be in flight; None is the least that works, max
+            stage + 1. Each iteration more lets worker groups run one period further ahead of the
+            caller.
+        stale: State to how many iterations behind a task may read it: staleness that is meant. It
+            changes no order; ``swpipe.analysis.verification`` refuses a plan with staleness not
+            named here.
+        tasks: The tasks themselves, where they were given, or ``schedule`` had them as keys. Not
+            part of the plan's data.
+
+    Raises:
+        PlanError: An entry that is not of the form above. What only shows together with the tasks
+            and the device is checked when a pipeline is built.
+    """
+
+    schedule: Mapping[str, TaskSchedule]
+    deps: Sequence[Pair] = ()
+    cross_iter_deps: Sequence[DistantPair] = ()
+    same_period_deps: Sequence[Pair] = ()
+    order: Sequence[str] = ()
+    streams: Mapping[str, StreamSpec] = field(default_factory=dict)
+    pipeline_depth: int | None = None
+    stale: Mapping[str, int] = field(default_factory=dict)
+    tasks: tuple[PipelineTask, ...] = field(default=(), compare=False, repr=False)
+
+    def __init__(
+        self,
+        schedule: Mapping[Any, TaskSchedule],
+        deps: Iterable[Sequence[TaskRef]] = (),
+        cross_iter_deps: Iterable[Sequence[TaskRef | int]] = (),
+        same_period_deps: Iterable[Sequence[TaskRef]] = (),
+        order: Iterable[TaskRef] = (),
+        streams: Mapping[str, StreamSpec] | None = None,
+        pipeline_depth: int | None = None,
+        stale: Mapping[str, int] | None = None,
+        tasks: Iterable[PipelineTask] = (),
+    ) -> None:
+        problems: list[Problem] = []
+        keys = [key for key in schedule if isinstance(key, PipelineTask)]
+        values = {
+            "schedule": _schedule(schedule, problems),
+            "deps": _pairs("deps", deps, problems),
+            "cross_iter_deps": _distant(cross_iter_deps, problems),
+            "same_period_deps": _pairs("same_period_deps", same_period_deps, problems),
+            "order": _order(order, problems),
+            "streams": dict(streams or {}),
+            "pipeline_depth": pipeline_depth,
+            "stale": _stale(stale or {}, problems),
+            "tasks": tuple(keys or tasks),
+        }
+        if problems:
+            raise PlanError(problems)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def serial(cls, tasks: Iterable[PipelineTask]) -> Self:
+        """All tasks in one stage on the caller's thread, in the order given."""
+        tasks = tuple(tasks)
+        return cls(schedule={task: TaskSchedule() for task in tasks}, order=tasks, pipeline_depth=1)
+
+    @property
+    def max_stage(self) -> int:
+        """The last stage; -1 for a plan without tasks."""
+        return max((s.stage for s in self.schedule.values()), default=-1)
+
+    @property
+    def depth(self) -> int:
+        """How many iterations may be in flight."""
+        return self.max_stage + 1 if self.pipeline_depth is None else self.pipeline_depth
+
+    @property
+    def thread_groups(self) -> tuple[str, ...]:
+        """The caller's group, then the others as tasks first name them."""
+        return tuple(
+            dict.fromkeys((DEFAULT_GROUP, *(s.thread_group for s in self.schedule.values())))
+        )
+
+    # ------------------------------------------------------------------ files
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what stands in a TOML or JSON file. Entries at their default are left out.
+
+        Raises:
+            TypeError: A task's stream is a ``torch.Stream``; only named streams can be written.
+        """
+        data: dict[str, Any] = {}
+        if self.pipeline_depth is not None:
+            data["pipeline_depth"] = self.pipeline_depth
+        for key in ("deps", "cross_iter_deps", "same_period_deps"):
+            if pairs := getattr(self, key):
+                data[key] = [list(pair) for pair in pairs]
+        if self.order:
+            data["order"] = list(self.order)
+        if self.streams:
+            data["streams"] = {name: {"priority": s.priority} for name, s in self.streams.items()}
+        if self.stale:
+            data["stale"] = dict(self.stale)
+        data["schedule"] = {name: _schedule_dict(name, s) for name, s in self.schedule.items()}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The plan that plain data describes.
+
+        Raises:
+            PlanError: A key that no plan has, a missing schedule, or a value of the wrong kind.
+        """
+        problems = [
+            Problem(f"unknown key {key!r} in the plan; known are {', '.join(_KEYS)}")
+            for key in data
+            if key not in _KEYS
+        ]
+        schedule = _table(data, "schedule", TaskSchedule, problems)
+        streams = _table(data, "streams", StreamSpec, problems)
+        if "schedule" not in data:
+            problems.append(Problem("the plan has no [schedule]: give each task an entry in it"))
+        rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
+        for key, value in rest.items():
+            if key not in ("pipeline_depth", "stale") and not isinstance(value, list):
+                problems.append(Problem(f"{key} is {value!r}: it must be a list"))
+        if not isinstance(rest.get("stale", {}), Mapping):
+            problems.append(Problem(f"stale is {rest['stale']!r}: it must be a table"))
+        if problems:
+            raise PlanError(problems)
+        return cls(schedule=schedule, streams=streams, **rest)
+
+    def to_toml(self) -> str:
+        """The plan as TOML; ``from_toml`` gives an equal plan back."""
+        import tomli_w  # writing is rare: not worth importing with the framework
+
+        return tomli_w.dumps(self.to_dict())
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """The plan that a TOML text describes.
+
+        Raises:
+            tomllib.TOMLDecodeError: The text is not TOML; the message has line and column.
+            PlanError: It is TOML, but no plan.
+        """
+        return cls.from_dict(tomllib.loads(text))
+
+    def to_json(self) -> str:
+        """The plan as JSON; ``from_json`` gives an equal plan back."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The plan that a JSON text describes.
+
+        Raises:
+            json.JSONDecodeError: The text is not JSON; the message has line and column.
+            PlanError: It is JSON, but no plan.
+        """
+        data: object = json.loads(text)
+        if not isinstance(data, dict):
+            raise PlanError([Problem(f"a plan is a JSON object, not {type(data).__name__}")])
+        return cls.from_dict(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a ``.toml`` or ``.json`` file."""
+        path = Path(path)
+        path.write_text(self.to_json() if path.suffix == ".json" else self.to_toml())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan from a ``.toml`` or ``.json`` file; errors as for their texts."""
+        path = Path(path)
+        text = path.read_text()
+        return cls.from_json(text) if path.suffix == ".json" else cls.from_toml(text)
+
+    def digest(self) -> str:
+        """A fingerprint of the plan's data (hex), for comparing plans across ranks.
+
+        Priorities of streams and staleness that is meant order nothing: ranks may differ in them.
+        """
+        rows = [
+            [name, s.stage, s.stream if isinstance(s.stream, str | None) else "<torch.Stream>",
+             s.thread_group, s.globally_ordered]
+            for name, s in self.schedule.items()
+        ]  # fmt: skip
+        rest = [self.deps, self.cross_iter_deps, self.same_period_deps, self.order, self.depth]
+        return hashlib.sha256(json.dumps([rows, rest]).encode()).hexdigest()
+
+
+_KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
+
+
+def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str, TaskSchedule]:
+    named: dict[str, TaskSchedule] = {}
+    for key, entry in schedule.items():
+        name = name_of(key) if isinstance(key, str | PipelineTask) else repr(key)
+        if not isinstance(key, str | PipelineTask):
+            problems.append(Problem(f"schedule key {key!r} is neither a task nor a task's name"))
+        if not isinstance(entry, TaskSchedule):
+            problems.append(
+                Problem(f"task {name!r}: its schedule is {entry!r}; give a TaskSchedule", (name,))
+            )
+        if name in named:
+            problems.append(Problem(f"task {name!r} is scheduled twice; names are unique", (name,)))
+        named[name] = entry
+    return named
+
+
+def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
+    refs = tuple(order)
+    problems += [
+        Problem(f"order has {ref!r}, which is neither a task nor a task's name")
+        for ref in refs
+        if not isinstance(ref, str | PipelineTask)
+    ]
+    return names_of(ref for ref in refs if isinstance(ref, str | PipelineTask))
+
+
+def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
+    for state, behind in stale.items():
+        if not isinstance(state, str) or type(behind) is not int or behind < 1:
+            problems.append(
+                Problem(f"stale entry {state!r}: {behind!r}: write state = iterations, 1 or more")
+            )
+    return dict(stale)
+
+
+def _pairs(what: str, pairs: Iterable[Any], problems: list[Problem]) -> tuple[Pair, ...]:
+    good: list[Pair] = []
+    for pair in pairs:
+        match pair:
+            case (str() | PipelineTask() as consumer, str() | PipelineTask() as producer):
+                good.append((name_of(consumer), name_of(producer)))
+            case _:
+                problems.append(Problem(f"{what} entry {pair!r}: write (consumer, producer)"))
+    return tuple(good)
+
+
+def _distant(pairs: Iterable[Any], problems: list[Problem]) -> tuple[DistantPair, ...]:
+    good: list[DistantPair] = []
+    for entry in pairs:
+        match entry:
+            case (str() | PipelineTask() as consumer, str() | PipelineTask() as producer):
+                good.append((name_of(consumer), name_of(producer), 1))
+            case (
+                str() | PipelineTask() as consumer,
+                str() | PipelineTask() as producer,
+                int() as distance,
+            ) if distance >= 1:
+                good.append((name_of(consumer), name_of(producer), distance))
+            case _:
+                problems.append(
+                    Problem(
+                        f"cross_iter_deps entry {entry!r}: write (consumer, producer[, distance]) "
+                        "with a distance of 1 or more iterations"
+                    )
+                )
+    return tuple(good)
+
+
+def _schedule_dict(name: str, entry: TaskSchedule) -> dict[str, Any]:
+    if isinstance(entry.stream, torch.Stream):
+        raise TypeError(
+            f"task {name!r}: its stream is a torch.Stream object, which no file can hold; "
+            "name the stream instead and describe it in PipelinePlan.streams"
+        )
+    values = {f.name: getattr(entry, f.name) for f in fields(entry)}
+    return {k: v for k, v in values.items() if v != getattr(TaskSchedule(), k)}
+
+
+def _table(
+    data: Mapping[str, Any], key: str, kind: type[Any], problems: list[Problem]
+) -> dict[str, Any]:
+    """Read ``data[key]`` as name -> ``kind``, checking the type of each field."""
+    table = data.get(key, {})
+    if not isinstance(table, Mapping):
+        problems.append(Problem(f"{key} is {table!r}: it must be a table"))
+        return {}
+    default = kind()
+    made: dict[str, Any] = {}
+    for name, entry in table.items():
+        if not isinstance(entry, Mapping):
+            problems.append(Problem(f"{key}.{name} is {entry!r}: it must be a table"))
+            continue
+        known = {f.name: getattr(default, f.name) for f in fields(kind)}
+        for field_name, value in entry.items():
+            if field_name not in known:
+                problems.append(
+                    Problem(
+                        f"{key}.{name}: unknown key {field_name!r}; known are {', '.join(known)}"
+                    )
+                )
+                continue
+            wanted = str if known[field_name] is None else type(known[field_name])
+            if type(value) is not wanted:
+                problems.append(
+                    Problem(
+                        f"{key}.{name}.{field_name} is {value!r}: it must be a {wanted.__name__}"
+                    )
+                )
+        made[name] = kind(**{k: v for k, v in entry.items() if k in known})
+    return made

@@ -1,0 +1,163 @@
+"""What happened before what, for certain: vector clocks of host threads, handed on by signals.
+
+    thread A   1 . 2 . advance(1) ............ A knows {A: 2}
+                          |
+    thread B   1 . wait(1) 2 .................. B knows {A: 2, B: 2}
+    thread C   1 . 2 . 3 ...................... C knows {C: 3}: nothing of A, however late it runs
+
+An *actor* takes steps, one after another. A *clock* says of each actor how many of its steps are
+known to lie before. A step lies before a moment if the clock of that moment knows it; whether it
+also came before by the clock on the wall does not matter, and that is the point: an order that only
+luck upheld is told from one that something made sure of.
+
+Guarantees
+    - Whoever waited for a count knows what the writer knew when it first reached that count, and no
+      more, however far the writer has come since.
+    - A thread knows what was known where it was started; whoever joined it knows what it knew at
+      its end.
+
+Assumptions
+    - All that orders threads goes through the host's signals, starts and joins; a lock orders
+      nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
+
+from swpipe._engine.waiting import Host, HostThread, Signal
+
+Clock: TypeAlias = dict[Hashable, int]
+"""Actor to how many of its steps are known."""
+
+
+class Stamp(NamedTuple):
+    """One step of an actor; steps count from 1."""
+
+    actor: Hashable
+    step: int
+
+    def before(self, clock: Clock) -> bool:
+        """Whether ``clock`` knows of this step."""
+        return clock.get(self.actor, 0) >= self.step
+
+
+def merge(into: Clock, other: Clock) -> None:
+    """Let ``into`` know what ``other`` knows as well."""
+    for actor, step in other.items():
+        if into.get(actor, 0) < step:
+            into[actor] = step
+
+
+class HostClocks:
+    """The clock of every thread that asks; each thread is an actor."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._numbers = itertools.count()  # the system gives the ident of an ended thread anew
+
+    def _mine(self) -> tuple[Hashable, Clock]:
+        local = self._local
+        if not hasattr(local, "clock"):
+            local.actor = f"thread {next(self._numbers)}"
+            local.clock = {}
+        return local.actor, local.clock
+
+    def step(self) -> Stamp:
+        """Take a step of the calling thread."""
+        actor, clock = self._mine()
+        clock[actor] = clock.get(actor, 0) + 1
+        return Stamp(actor, clock[actor])
+
+    def now(self) -> Clock:
+        """What the calling thread knows, its own steps included; a copy."""
+        return dict(self._mine()[1])
+
+    def knows(self, stamp: Stamp) -> bool:
+        """Whether the calling thread knows of a step."""
+        return stamp.before(self._mine()[1])
+
+    def learn(self, clock: Clock) -> None:
+        """Let the calling thread know what ``clock`` knows as well."""
+        merge(self._mine()[1], clock)
+
+
+class ClockedSignal(Signal):
+    """A signal that hands clocks from its writer to those who waited."""
+
+    __slots__ = ("_base", "_clocks", "_known")
+
+    def __init__(self, base: Signal, clocks: HostClocks) -> None:
+        super().__init__()
+        self._base = base
+        self._clocks = clocks
+        self._known: list[tuple[int, Clock]] = []  # count to the writer's clock, by count
+
+    def advance(self, count: int) -> None:
+        self._clocks.step()
+        with self._lock:
+            self._known.append((count, self._clocks.now()))
+            self.count = count
+        self._base.advance(count)
+
+    def wait(self, count: int) -> None:
+        self._base.wait(count)
+        if count > 0:
+            with self._lock:
+                _, known = self._known[bisect_left(self._known, count, key=itemgetter(0))]
+            self._clocks.learn(known)
+
+    def cancel(self) -> None:
+        self._base.cancel()
+
+
+class ClockedThread:
+    """A thread that knows what its starter knew, and tells its joiner what it knew in the end."""
+
+    def __init__(
+        self, base: Host, clocks: HostClocks, name: str, target: Callable[[], None]
+    ) -> None:
+        clocks.step()
+        self._clocks = clocks
+        self._known_at_end: Clock = {}
+        known_at_start = clocks.now()
+
+        def body() -> None:
+            clocks.learn(known_at_start)
+            try:
+                target()
+            finally:
+                self._known_at_end = clocks.now()
+
+        self._thread = base.start(name, body)
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._clocks.learn(self._known_at_end)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+
+class ClockedHost(Host):
+    """Another host's threads and signals, with clocks."""
+
+    def __init__(self, clocks: HostClocks, base: Host | None = None) -> None:
+        self._clocks = clocks
+        self._base = base or Host()
+
+    def signal(self) -> Signal:
+        return ClockedSignal(self._base.signal(), self._clocks)
+
+    def start(self, name: str, target: Callable[[], None]) -> HostThread:
+        return ClockedThread(self._base, self._clocks, name, target)

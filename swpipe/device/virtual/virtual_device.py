@@ -1,0 +1,416 @@
+"""A device that is made of nothing but order: for tests, on a machine without an accelerator.
+
+    host     default ── launch ──> caller's │ op   record e   op │    streams: what stands in one
+             io      ── launch ──> copy     │ wait e   op   op   │    runs in order, but late
+                                                       │
+    memory   blocks of "copy":  [0] <─── Buffer ───────┘     when its last reference is gone, the
+                                [1] (free)                   block goes back to "copy" at once
+
+``launch`` puts a function on the current stream; it runs when a seeded adversary lets it
+(``swpipe.device.virtual.stream_queues``). Memory behaves as under a caching allocator: a block
+belongs to the
+stream that was current when it was made, and is used anew there as soon as it is dropped; one that
+was recorded on other streams only when these have done what they had been given when it was
+dropped.
+
+Rules are checked twice over:
+
+(1) *For certain*, as work is submitted, by what is known to come before what
+    (``swpipe.device.virtual.clocks``). Two uses of a block of which one writes must be in a known
+    order,
+    or there is a violation, whether or not it shows this time. An event is itself a thing that
+    threads use: who waits must know of the record, and who records anew must know of all who
+    waited.
+(2) *As it happens*: whatever runs looks whether its blocks hold the values that are meant for it.
+
+Guarantees
+    - A breach of (1) by what was submitted is always found, whatever the adversary did.
+    - Work runs in stream order, and never before an event that its stream waits for.
+
+Assumptions
+    - All threads and signals are those of ``VirtualDevice.host``:
+      ``SWPipeline(..., device=device, host=device.host)``.
+    - Functions given to ``launch`` get values and return the new one; they hold no buffer.
+    - Runs are short: histories are kept, not pruned.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from swpipe._engine.waiting import Host
+from swpipe._tensors.pytree import nodes_in, record_stream
+from swpipe.core.plan import StreamSpec
+from swpipe.device.virtual.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
+from swpipe.device.virtual.stream_queues import Item, Queues, VirtualStream
+
+
+class Violation(Exception):  # noqa: N818 - an entry in a list of findings before anything else
+    """A rule of the device was broken; the message says by whom."""
+
+
+class Race(Violation):
+    """Two uses of a value, one of them writing, are in no known order."""
+
+
+class WaitBeforeRecord(Violation):
+    """An event was waited for that is not known to have been recorded."""
+
+
+class EventReused(Violation):
+    """An event was recorded anew while others may wait for it in its old meaning."""
+
+
+class UseAfterFree(Violation):
+    """Memory was used anew while its former value may still have been in use."""
+
+
+class RanAhead(Violation):
+    """The device is not known to have done what it should be done with by now."""
+
+
+class Work(NamedTuple):
+    """What device work belongs to, for messages and ``expect_done``."""
+
+    task: str
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"{self.task} of iteration {self.iteration}"
+
+
+NOBODY = Work("work without a name", -1)
+
+
+class _Use(NamedTuple):
+    """One use of a block."""
+
+    work: Work
+    how: str
+    buffer: int
+    item: Item
+
+
+class _Block:
+    """Memory: what is in it now, and how all that was submitted so far uses it.
+
+    A plain class, so that ``swpipe._tensors.pytree`` does not open it.
+
+    Attributes:
+        stream: Its owner.
+        content: Buffer and version of the value in it.
+        value: The value.
+        written: The last write that was submitted.
+        read: The reads since; of each actor the last.
+        recorded: Other streams that use it.
+        until: Marks that must be reached before it is used anew.
+        past: What the allocator answers for when it hands it out: what the owner had been given,
+            and those marks.
+    """
+
+    def __init__(self, stream: VirtualStream) -> None:
+        self.stream = stream
+        self.content = (0, 0)
+        self.value: Any = None
+        self.written: _Use | None = None
+        self.read: dict[Hashable, _Use] = {}
+        self.recorded: set[VirtualStream] = set()
+        self.until: list[Item] = []
+        self.past: Clock = {}
+
+
+class Buffer:
+    """A value on the device, such as tasks keep in the context. Dropped, its memory is free.
+
+    Attributes:
+        number: Unique on its device.
+        version: How many writes to it have been submitted.
+    """
+
+    def __init__(self, device: VirtualDevice, block: _Block, number: int) -> None:
+        self.number = number
+        self.version = 0
+        self._device = device
+        self._block = block
+
+    def record_stream(self, stream: VirtualStream) -> None:
+        """Keep the memory, when dropped, until ``stream`` has done what it was given until then."""
+        if stream is not self._block.stream:
+            self._block.recorded.add(stream)
+
+    def __del__(self) -> None:
+        self._device._free(self._block)
+
+    def __repr__(self) -> str:
+        return f"buffer {self.number} of {self._block.stream!r}"
+
+
+class VirtualEvent:
+    """An event that knows who recorded it, and who waited for it since."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._mark: Item | None = None
+        self._recorded: Stamp | None = None
+        self._waited: dict[Hashable, Stamp] = {}
+
+    def record(self, stream: VirtualStream) -> None:
+        device = self._device
+        with device.lock:
+            used = [*self._waited.values(), *([self._recorded] if self._recorded else [])]
+            if not all(map(device.clocks.knows, used)):
+                device.report(EventReused(f"an event is recorded anew on {stream!r} while in use"))
+            self._waited.clear()
+            self._mark = device.queues.submit(stream)
+            self._recorded = self._mark.submitted
+            device.queues.stir()
+
+    def wait(self, stream: VirtualStream) -> None:
+        with self._device.lock:
+            if self._known_mark(f"{stream!r} is made to wait for an event") is not None:
+                self._device.queues.submit(stream, awaited=self._mark)
+                self._device.queues.stir()
+
+    def query(self) -> bool:
+        with self._device.lock:
+            mark = self._known_mark("the host asks for an event")
+            return mark is None or self._device.queues.ask(mark)
+
+    def _known_mark(self, what: str) -> Item | None:
+        """The mark of the latest record, which the calling thread has to know of."""
+        clocks = self._device.clocks
+        if self._recorded is None:
+            self._device.report(WaitBeforeRecord(f"{what} that was never recorded"))
+        elif not clocks.knows(self._recorded):
+            self._device.report(WaitBeforeRecord(f"{what}, and nothing says that it is recorded"))
+        stamp = clocks.step()
+        self._waited[stamp.actor] = stamp
+        return self._mark
+
+
+class VirtualDevice:
+    """Streams, events and memory as drawn above.
+
+    Args:
+        seed: What the adversary's choices derive from.
+        host: Where threads and signals come from; the operating system if None.
+
+    Attributes:
+        host: The same with clocks: to be given to the pipeline.
+        clocks: What each thread knows.
+        queues: The streams.
+        lock: Held by every call.
+        violations: What was found so far.
+        reused: How many buffers got memory that another had had.
+    """
+
+    type = name = "cpu"
+    has_streams = True
+
+    def __init__(self, seed: int = 0, host: Host | None = None) -> None:
+        self.lock = threading.RLock()  # entered anew where a buffer dies while its thread holds it
+        self.clocks = HostClocks()
+        self.host = ClockedHost(self.clocks, host)
+        self.queues = Queues(self.clocks, seed)
+        self.violations: list[Violation] = []
+        self.reused = 0
+        self._default_stream = self.queues.new_stream("caller's")
+        self._local = threading.local()
+        self._buffers = 0
+        self._free_blocks: dict[VirtualStream, list[_Block]] = defaultdict(list)  # last freed last
+        self._under_way: dict[int, list[Stamp]] = defaultdict(list)  # by iteration
+
+    # ------------------------------------------------------------- the engine's side
+
+    def new_stream(self, spec: StreamSpec) -> VirtualStream:
+        """A stream of its own; priorities mean nothing to the adversary."""
+        with self.lock:
+            return self.queues.new_stream()
+
+    def current_stream(self) -> VirtualStream:
+        """The stream that is current on this thread."""
+        stream: VirtualStream = getattr(self._local, "stream", self._default_stream)
+        return stream
+
+    @contextmanager
+    def on(self, stream: VirtualStream) -> Iterator[None]:
+        """Make ``stream`` current on this thread within the block."""
+        before, self._local.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def new_event(self, *, timing: bool = False) -> VirtualEvent:
+        """An event that has marked nothing yet."""
+        return VirtualEvent(self)
+
+    def holds_work(self, value: Any) -> bool:
+        """Whether there is a buffer in ``value``."""
+        return any(isinstance(node.value, Buffer) for node in nodes_in(value))
+
+    def hold(self, values: Iterable[Any], streams: Iterable[VirtualStream]) -> None:
+        """Record every buffer in ``values`` on ``streams``."""
+        with self.lock:
+            record_stream(tuple(values), *streams)
+
+    def use_on_this_thread(self) -> None:
+        """There is only one."""
+
+    def synchronize(self) -> None:
+        """Run all that there is."""
+        with self.lock:
+            self.queues.force_all()
+
+    # --------------------------------------------------------------- the tasks' side
+
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        *reads: Buffer,
+        into: Buffer | None = None,
+        work: Work = NOBODY,
+    ) -> Buffer:
+        """Put ``fn`` of the values of ``reads`` on the current stream.
+
+        Args:
+            fn: Gets the values, returns one.
+            reads: What is read; ``into`` only if it is among them.
+            into: The buffer to write; None for a new one, made on the current stream.
+            work: What this belongs to.
+
+        Returns:
+            The buffer that is written.
+        """
+        with self.lock:
+            item = self.queues.submit(self.current_stream())
+            out = self._allocate(item.stream) if into is None else into
+            sources = [self._read(buffer, item, work) for buffer in reads]
+            target = self._write(out, item, work)
+            item.run = lambda: self._execute(fn, sources, target, work)
+            if work.iteration >= 0:
+                self._under_way[work.iteration].append(item.stamp)
+            self.queues.stir()
+            return out
+
+    def read(self, buffer: Buffer, work: Work = NOBODY) -> Any:
+        """The value of ``buffer``, read on the current stream; the host waits for it."""
+        with self.lock:
+            found: list[Any] = []
+            item = self.queues.submit(self.current_stream())
+            source = self._read(buffer, item, work)
+            item.run = lambda: found.append(self._look(source, work))
+            self.queues.force(item)
+            return found[0]
+
+    def expect_done(self, iteration: int) -> None:
+        """By now the caller has to know that all work up to and of ``iteration`` is done."""
+        with self.lock:
+            for i in [i for i in self._under_way if i <= iteration]:
+                if not all(map(self.clocks.knows, self._under_way.pop(i))):
+                    self.report(RanAhead(f"work of iteration {i} may still be under way"))
+
+    def report(self, violation: Violation) -> None:
+        """Keep a violation; ``check`` raises it."""
+        self.violations.append(violation)
+
+    def check(self) -> None:
+        """Tell what was found.
+
+        Raises:
+            ExceptionGroup: All violations so far.
+        """
+        if self.violations:
+            raise ExceptionGroup("rules of the device were broken", self.violations)
+
+    # ------------------------------------------------------------- (1): known order
+
+    def _read(self, buffer: Buffer, item: Item, work: Work) -> tuple[_Block, tuple[int, int]]:
+        """Note a read; gives the block, and what should be in it."""
+        block = buffer._block
+        use = _Use(work, "reads", buffer.number, item)
+        self._check_order(use, block, block.written)
+        block.read[item.stamp.actor] = use
+        return block, (buffer.number, buffer.version)
+
+    def _write(self, buffer: Buffer, item: Item, work: Work) -> tuple[_Block, tuple[int, int]]:
+        """Note a write; gives the block, and what will be in it."""
+        block = buffer._block
+        use = _Use(work, "writes", buffer.number, item)
+        for before in (block.written, *block.read.values()):
+            self._check_order(use, block, before)
+        block.written = use
+        block.read.clear()
+        buffer.version += 1
+        return block, (buffer.number, buffer.version)
+
+    def _check_order(self, use: _Use, block: _Block, before: _Use | None) -> None:
+        if before is None:
+            return
+        ordered = before.item.stamp.before(use.item.clock)
+        told = (
+            f"{use.work} {use.how} buffer {use.buffer} on {use.item.stream!r}, and nothing says "
+            f"that this comes after {before.work}, which {before.how} "
+        )
+        if before.buffer == use.buffer:
+            # Both the calls on the host and what they asked of the device.
+            if not (ordered and self.clocks.knows(before.item.submitted)):
+                self.report(Race(f"{told} it on {before.item.stream!r}"))
+        elif not ordered:
+            # The block was another's. On its owner, the allocator answers for what was before.
+            on_owner = use.item.stream is block.stream
+            if not (on_owner and before.item.stamp.before(block.past)):
+                where = f"buffer {before.buffer} in the same memory on {before.item.stream!r}"
+                self.report(UseAfterFree(told + where))
+
+    # ------------------------------------------------------------------------ memory
+
+    def _allocate(self, stream: VirtualStream) -> Buffer:
+        self._buffers += 1
+        free = self._free_blocks[stream]
+        for block in reversed(free):
+            if all(mark.done for mark in block.until):
+                free.remove(block)
+                self.reused += 1
+                break
+        else:
+            block = _Block(stream)
+        block.past = stream.end()
+        for mark in block.until:
+            merge(block.past, mark.clock)
+        block.until = []
+        return Buffer(self, block, self._buffers)
+
+    def _free(self, block: _Block) -> None:
+        with self.lock:
+            block.until = [self.queues.mark(stream) for stream in block.recorded]
+            block.recorded = set()
+            self._free_blocks[block.stream].append(block)
+
+    # -------------------------------------------------------------- (2): as it happens
+
+    def _execute(
+        self,
+        fn: Callable[..., Any],
+        sources: list[tuple[_Block, tuple[int, int]]],
+        target: tuple[_Block, tuple[int, int]],
+        work: Work,
+    ) -> None:
+        value = fn(*(self._look(source, work) for source in sources))
+        block, (buffer, version) = target
+        if version > 1:
+            self._look((block, (buffer, version - 1)), work)
+        block.content, block.value = (buffer, version), value
+
+    def _look(self, source: tuple[_Block, tuple[int, int]], work: Work) -> Any:
+        """What is in a block; tells when it is not what is meant to be there."""
+        block, meant = source
+        if block.content != meant:
+            kind = UseAfterFree if block.content[0] > meant[0] else Race
+            found, wanted = ("buffer {}, version {}".format(*c) for c in (block.content, meant))
+            self.report(kind(f"{work} finds {found} where {wanted} should be"))
+        return block.value

@@ -1,0 +1,67 @@
+"""What a planner must keep to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from swpipe.core.errors import PlanError, Problem
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask, TaskRef, names_of
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Limits:
+    """What a planner must keep to.
+
+    Attributes:
+        in_flight: Iterations in flight at most, 1 or more: each holds a batch in memory.
+        threads: Thread groups at most, the caller's own counted; 1 or more.
+        frozen: Names of tasks that must stay in the last stage, on the caller's thread, and on the
+            stream that they have: those that train, say, so that nothing is stale.
+
+    Raises:
+        PlanError: A number that is no integer of 1 or more, or a frozen task that is neither a task
+            nor a name.
+    """
+
+    in_flight: int = 5
+    threads: int = 4
+    frozen: tuple[str, ...] = ()
+
+    def __init__(
+        self, in_flight: int = 5, threads: int = 4, frozen: Iterable[TaskRef] = ()
+    ) -> None:
+        frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+        if problems := list(_problems(in_flight, threads, frozen)):
+            raise PlanError(problems)
+        object.__setattr__(self, "in_flight", in_flight)
+        object.__setattr__(self, "threads", threads)
+        object.__setattr__(self, "frozen", names_of(frozen))
+
+    def check(self, plan: PipelinePlan) -> None:
+        """Refuse a plan that the limits do not speak of.
+
+        Raises:
+            PlanError: A frozen task that the plan does not have. It lists all of them.
+        """
+        if unknown := [name for name in self.frozen if name not in plan.schedule]:
+            known = ", ".join(plan.schedule) or "none"
+            raise PlanError(
+                [
+                    Problem(
+                        f"the limits freeze {name!r}, which the plan does not have (it has: "
+                        f"{known}): correct the name, or leave it out of frozen"
+                    )
+                    for name in unknown
+                ]
+            )
+
+
+def _problems(in_flight: object, threads: object, frozen: tuple[object, ...]) -> Iterator[Problem]:
+    for what, value in (("iterations in flight", in_flight), ("thread groups", threads)):
+        if type(value) is not int or value < 1:
+            yield Problem(f"the limit on {what} is {value!r}: give an integer of 1 or more")
+    for ref in frozen:
+        if not isinstance(ref, str | PipelineTask):
+            yield Problem(f"frozen has {ref!r}, which is neither a task nor a task's name")

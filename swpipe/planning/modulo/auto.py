@@ -1,0 +1,188 @@
+"""The planner to use: the least interval, then the least depth, then the fewest threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swpipe.analysis.checks import check_plan
+from swpipe.analysis.verification import verify
+from swpipe.core.costs import CostModel
+from swpipe.core.effects import EffectTable
+from swpipe.core.errors import PlanError, Problem
+from swpipe.core.plan import PipelinePlan
+from swpipe.planning.limits import Limits
+from swpipe.planning.modulo.loop_graph import SAME, LoopGraph, loop_graph
+from swpipe.planning.simulation.bounds import Bounds, lower_bounds
+
+if TYPE_CHECKING:
+    from swpipe.planning.modulo.search import Found, Search
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan, and why it is this one.
+
+    Attributes:
+        plan: The plan that was chosen.
+        ii_us: The interval that the simulator predicts for it, in microseconds.
+        bounds: What no plan within the limit on threads can beat.
+        in_flight: Iterations in flight: the plan's depth.
+        threads: Thread groups, the caller's counted.
+        why: In words, a sentence each: what limits the interval, what each thread earned, what the
+            depth is for.
+    """
+
+    plan: PipelinePlan
+    ii_us: float
+    bounds: Bounds
+    in_flight: int
+    threads: int
+    why: tuple[str, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far the interval is above the lower bound; 0.01 is 1%."""
+        return self.ii_us / self.bounds.ii_us - 1 if self.bounds.ii_us else 0.0
+
+    def format(self) -> str:
+        """A head line, and the reasons."""
+        head = (
+            f"{_ms(self.ii_us)} per iteration, {_count(self.in_flight, 'iteration')} in flight, "
+            f"{_count(self.threads, 'thread')}"
+        )
+        return "\n".join([head, *(f"  {sentence}" for sentence in self.why)])
+
+
+def auto_plan(
+    plan: PipelinePlan,
+    costs: CostModel,
+    *,
+    limits: Limits | None = None,
+    streams: bool = True,
+    effects: EffectTable | None = None,
+    effort: float = 1.0,
+) -> Choice:
+    """Plan a loop by modulo scheduling.
+
+    Stages, thread groups, order and depth are chosen. Dependences, streams, global order and meant
+    staleness stay as they are. A pair of ``same_period_deps`` keeps the distance that the stages of
+    ``plan`` give it.
+
+    Args:
+        plan: Carries the tasks' names, dependences, streams and global order. Its own stages,
+            groups, order and depth count for nothing else.
+        costs: A cost for each task.
+        limits: What to keep to; None for ``Limits()``.
+        streams: Whether the device has streams; False for a CPU.
+        effects: What the tasks touch, where it is known: the plan found must keep its order.
+        effort: How long to look for a better plan where the bound is not reached: 1 is some 0.03 s
+            for 14 tasks and 3 s for 200, on two cores; others are in proportion. Without numba it
+            is 0.1 s for 14 tasks, and walks are a good deal shorter.
+
+    Raises:
+        ValueError: ``effort`` is not above 0.
+        PlanError: ``plan`` cannot run, a task has no cost, a frozen task is unknown, the limits
+            admit no plan, or dependences are missing for the effects given.
+    """
+    from swpipe.planning.modulo.search import Search  # and with it numba, where it is there
+
+    if not effort > 0:
+        raise ValueError(f"effort is {effort}: it must be above 0")
+    limits = limits if limits is not None else Limits()
+    check_plan(plan)
+    limits.check(plan)
+    bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
+    graph = loop_graph(plan, costs, limits, streams=streams)
+    _admits(graph, limits)
+    search = Search(plan, costs, graph, effort)
+    best = None
+    while best is None:
+        best = search.confirmed(_fewest(search, limits))
+    if effects is not None:
+        verify(best.plan, effects=effects, streams=streams)
+    return Choice(
+        plan=best.plan,
+        ii_us=best.ii_us,
+        bounds=bounds,
+        in_flight=best.plan.depth,
+        threads=best.threads,
+        why=tuple(_why(best, bounds, search)),
+    )
+
+
+def _fewest(search: Search, limits: Limits) -> Found:
+    """The least interval; then the least depth for it; then the fewest threads."""
+    best = search.best(limits.threads, limits.in_flight)
+    return _leaner(search, _shallower(search, best, limits.threads))
+
+
+def _shallower(search: Search, best: Found, threads: int) -> Found:
+    while best.plan.depth > 1:
+        depth = best.plan.depth - 1
+        if search.bound_us(threads, depth) > best.ii_us * (1 + SAME):
+            break
+        found = search.reach(best.ii_us, threads, depth, share=0.5)
+        if found is None or not found.beats(best):
+            break
+        best = found
+    return best
+
+
+def _leaner(search: Search, best: Found) -> Found:
+    for threads in range(1, best.threads):
+        if search.bound_us(threads, best.plan.depth) <= best.ii_us * (1 + SAME):
+            found = search.reach(best.ii_us, threads, best.plan.depth, share=0.5)
+            if found is not None and found.beats(best):
+                return found
+    return best
+
+
+def _admits(graph: LoopGraph, limits: Limits) -> None:
+    """Refuse limits under which no plan exists: pairs that reach into later iterations."""
+    least = max(graph.least_stages) + 1
+    if least <= limits.in_flight:
+        return
+    reaching = [(graph.names[c], graph.names[p]) for c, p, d in graph.deps if d < 0]
+    pairs = ", ".join(f"{c} after {p}" for c, p in reaching)
+    raise PlanError(
+        [
+            Problem(
+                f"the limit of {_count(limits.in_flight, 'iteration')} in flight admits no plan: "
+                f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} "
+                "or more",
+                tuple(dict.fromkeys(name for pair in reaching for name in pair)),
+            )
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------------------ words
+
+
+def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
+    gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
+    reached = "That is" if gap < 1e-6 else f"That is {gap:.2%} above"
+    words = [f"{reached} the lower bound of {_ms(bounds.ii_us)}; it is set by {bounds.limiting}."]
+    if best.threads == 1:
+        words.append("The caller's thread is enough.")
+    for threads in range(2, best.threads + 1):
+        fewer_us = search.bound_us(threads - 1, best.plan.depth)
+        saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.plan.depth))
+        words.append(
+            f"Thread {threads} earns {_ms(saved_us)}: without it no plan of this depth is below "
+            f"{_ms(fewer_us)}."
+            if saved_us > 0
+            else f"Thread {threads}: no plan of this interval and depth was found without it."
+        )
+    one_by_one = sum(search.graph.host_us) + sum(search.graph.device_us)
+    words.append(f"All tasks one after the other take {_ms(one_by_one)}.")
+    return words
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3f} ms"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,0 +1,1 @@
+"""Proofs of how good a plan is, by a constraint solver."""

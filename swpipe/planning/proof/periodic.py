@@ -1,0 +1,266 @@
+"""Is there a plan with this initiation interval? The question put to a constraint solver (CP-SAT).
+
+At a fixed interval all is linear in whole numbers. Task v has a stage s, host work that begins at y
+within the period, and device work that begins at z, counted from the same period's begin::
+
+    0        y_admit       y      y + host                   II
+    |-- caller's ... ------[host v]-----------------<retire>-|   threads: no overlap, modulo II
+                              `--> z [device v]                  streams: in the order of the y
+
+The period begins right after the caller's ``<retire>``, so that no work of the caller's thread
+crosses it. ``<admit>`` comes before all tasks of stage 0, and an iteration's end no more than
+``depth`` periods after it.
+
+What cannot be put so is left out: who comes first where the caller's stream is fed by several
+threads. So "no" is proof that no plan has this interval, and "yes" comes with start times that
+are tried in the simulator.
+
+Source: the formulation with stage and offset goes back to A. E. Eichenberger and E. S. Davidson,
+"Efficient formulation for optimal modulo schedulers" (PLDI 1997).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from concurrent.futures import Future, wait
+from itertools import combinations
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from swpipe.planning.modulo.layout import Schedule
+from swpipe.planning.modulo.loop_graph import LoopGraph
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+
+class Periodic:
+    """The constraints of one loop at one interval.
+
+    Args:
+        graph: The loop.
+        period: The initiation interval, in units of ``unit_us``.
+        threads: Thread groups at most.
+        depth: Iterations in flight at most.
+        unit_us: Times are rounded down to it: "no" stays proof.
+    """
+
+    def __init__(
+        self, graph: LoopGraph, period: int, threads: int, depth: int, unit_us: float
+    ) -> None:
+        from ortools.sat.python import cp_model
+
+        self.graph, self.period, self.threads, self.depth = graph, period, threads, depth
+        self.unit_us = unit_us
+        self.model: Any = cp_model.CpModel()
+        n = graph.size
+        self.host = [self._units(x) for x in graph.host_us]
+        self.device = [self._units(x) for x in graph.device_us]
+        self.handover = self._units(graph.handover_us)
+        new = self.model.new_int_var
+        self.stage = [new(0, depth - 1, f"s{v}") for v in range(n)]
+        self.y = [new(0, period - 1 if period else 0, f"y{v}") for v in range(n)]
+        self.z = [new(0, (depth + 1) * period, f"z{v}") for v in range(n)]
+        self.lane = [
+            [self.model.new_bool_var(f"l{v}.{k}") for k in range(threads)] for v in range(n)
+        ]
+        self._threads()
+        self._dependences()
+        self._frozen()
+        self._holds()
+        if graph.streams:
+            self._streams()
+        else:
+            self._window()
+
+    def solve(self, seconds: float, workers: int) -> tuple[bool | None, Schedule | None]:
+        """Whether there is a plan (None where time ran out), and its start times."""
+        from ortools.sat.python import cp_model
+
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = 1
+        # Its own handler would leave SIGINT without one: Ctrl-C would kill the process ever after.
+        solver.parameters.catch_sigint_signal = False
+        status = _answer(solver, self.model)
+        if status == cp_model.INFEASIBLE:
+            return False, None
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, None
+        return True, self._times(solver)
+
+    def _times(self, solver: cp_model.CpSolver) -> Schedule:
+        n, unit = self.graph.size, self.unit_us
+        begin = [solver.value(s) * self.period for s in self.stage]
+        host = [b + solver.value(y) for b, y in zip(begin, self.y, strict=True)]
+        device = [b + solver.value(z) for b, z in zip(begin, self.z, strict=True)]
+        lanes = [
+            next(k for k in range(self.threads) if solver.value(self.lane[v][k])) for v in range(n)
+        ]
+        return Schedule(
+            period_us=self.period * unit,
+            lanes=tuple(lanes),
+            host_us=tuple(t * unit for t in host),
+            device_us=tuple(t * unit for t in device),
+        )
+
+    def _units(self, time_us: float) -> int:
+        return math.floor(time_us / self.unit_us + 1e-9)
+
+    # ----------------------------------------------------------- constraints
+
+    def _no_overlap(self, work: list[tuple[Any, int, Any]]) -> None:
+        """(start within the period, time, literal or None): apart, modulo the period."""
+        intervals: list[Any] = []
+        for k, (start, time, literal) in enumerate(work):
+            for shift in (0, self.period):
+                name = f"i{len(intervals)}.{k}"
+                intervals.append(
+                    self.model.new_fixed_size_interval_var(start + shift, time, name)
+                    if literal is None
+                    else self.model.new_optional_fixed_size_interval_var(
+                        start + shift, time, literal, name
+                    )
+                )
+        self.model.add_no_overlap(intervals)
+
+    def _threads(self) -> None:
+        for v, lanes in enumerate(self.lane):
+            self.model.add_exactly_one(lanes)
+            self.model.add(self.y[v] + self.host[v] <= self.period).only_enforce_if(lanes[0])
+        for v in self.graph.frozen:
+            self.model.add(self.lane[v][0] == 1)
+        for k in range(self.threads):
+            self._no_overlap(
+                [(self.y[v], self.host[v], self.lane[v][k]) for v in range(self.graph.size)]
+            )
+        for k in range(1, self.threads - 1):  # threads are alike: the fuller ones first
+            used = [self.lane[v][k + 1] for v in range(self.graph.size)]
+            any_before = [self.lane[v][k] for v in range(self.graph.size)]
+            for literal in used:
+                self.model.add_bool_or(any_before).only_enforce_if(literal)
+
+    def _same(self, a: int, b: int) -> Any:
+        """A literal: the two are on one thread."""
+        same = self.model.new_bool_var(f"same{a}.{b}")
+        for k in range(self.threads):
+            on_a, on_b = self.lane[a][k], self.lane[b][k]
+            self.model.add(on_a == on_b).only_enforce_if(same)
+            self.model.add_bool_or([on_a.negated(), on_b.negated()]).only_enforce_if(same.negated())
+        return same
+
+    def _dependences(self) -> None:
+        for c, p, d in self.graph.deps:
+            lag = (self.stage[c] - self.stage[p] + d) * self.period
+            self.model.add(self.y[c] + lag >= self.y[p] + self.host[p])
+            if self.handover and self.threads > 1 and c != p:
+                self.model.add(
+                    self.y[c] + lag >= self.y[p] + self.host[p] + self.handover
+                ).only_enforce_if(self._same(c, p).negated())
+            if self.graph.streams:
+                self.model.add(self.z[c] + lag >= self.z[p] + self.device[p])
+
+    def _frozen(self) -> None:
+        last = sorted(self.graph.last)
+        for v in last:
+            self.model.add(self.stage[v] == self.stage[last[0]])
+        if last:
+            for v in range(self.graph.size):
+                self.model.add(self.stage[v] <= self.stage[last[0]])
+
+    def _holds(self) -> None:
+        n = self.graph.size
+        users: dict[int, list[tuple[Any, int, Any]]] = defaultdict(list)
+        within: dict[int, Any] = {}
+        for operation, holds in enumerate(self.graph.holds):
+            for hold in holds:
+                if operation >= n and operation not in within:
+                    within[operation] = self._modulo(self.z[operation - n])
+                start = within[operation] if operation >= n else self.y[operation]
+                users[hold.what].append((start, self._units(hold.time_us), None))
+        for work in users.values():
+            self._no_overlap(work)
+
+    def _modulo(self, z: Any) -> Any:
+        within = self.model.new_int_var(0, self.period - 1, "")
+        turns = self.model.new_int_var(0, self.depth + 1, "")
+        self.model.add(z == within + turns * self.period)
+        return within
+
+    def _window(self) -> None:
+        """Without streams: from <admit> at 0 to <retire> at depth x period."""
+        for v in range(self.graph.size):
+            start = self.stage[v] * self.period + self.y[v]
+            self.model.add(start + self.host[v] <= self.depth * self.period)
+            off = self.lane[v][0].negated()
+            self.model.add(start >= self.handover).only_enforce_if(off)
+            self.model.add(
+                start + self.host[v] + self.handover <= self.depth * self.period
+            ).only_enforce_if(off)
+
+    def _streams(self) -> None:
+        new, add, period = self.model.new_int_var, self.model.add, self.period
+        admit, retire = new(0, period, "admit"), new(0, period, "retire")
+        done = new(0, 2 * period, "done")
+        add(done >= retire)
+        add(admit + period >= done + self.handover)
+        for v in range(self.graph.size):
+            caller, lag = self.lane[v][0], (self.depth - 1 - self.stage[v]) * period
+            new_here = self.model.new_bool_var(f"new{v}")
+            add(self.stage[v] >= 1).only_enforce_if(new_here.negated())
+            add(self.y[v] >= admit).only_enforce_if(new_here)
+            add(self.y[v] >= admit + self.handover).only_enforce_if([new_here, caller.negated()])
+            before = self.model.new_bool_var(f"before{v}")
+            add(self.y[v] + self.host[v] <= admit).only_enforce_if([caller, before])
+            add(self.y[v] >= admit).only_enforce_if([caller, before.negated()])
+            add(self.y[v] + self.host[v] <= retire).only_enforce_if(caller)
+            add(self.y[v] + self.host[v] <= retire + lag)
+            add(self.z[v] >= self.y[v] + self.host[v])
+            add(done + lag >= self.z[v] + self.device[v])
+            if self.graph.stream[v] == 0:
+                add(self.z[v] + self.device[v] <= done).only_enforce_if(caller)
+                add(self.z[v] + period >= done).only_enforce_if(caller)
+        self._queues()
+
+    def _queues(self) -> None:
+        """Device work in the order of submission."""
+        for a, b in combinations(range(self.graph.size), 2):
+            if self.graph.stream[a] != self.graph.stream[b]:
+                continue
+            shared = self.graph.stream[a] == 0 and self.threads > 1
+            given = [self._same(a, b)] if shared else []
+            first = self.model.new_bool_var(f"first{a}.{b}")
+            for sooner, later, literal in ((a, b, first), (b, a, first.negated())):
+                when = [*given, literal]
+                y, z = self.y, self.z
+                self.model.add(y[later] >= y[sooner] + self.host[sooner]).only_enforce_if(when)
+                self.model.add(z[later] >= z[sooner] + self.device[sooner]).only_enforce_if(when)
+                self.model.add(
+                    z[sooner] + self.period >= z[later] + self.device[later]
+                ).only_enforce_if(when)
+
+
+def _answer(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
+    """Solve on a thread of its own, so that Ctrl-C is heard while the solver works."""
+    answer: Future[cp_model.CpSolverStatus] = Future()
+
+    def solve() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(solver.solve(model))
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is asked for
+                answer.set_exception(error)
+
+    try:
+        Thread(target=solve, name="solver").start()
+        while not answer.done():  # in turns: a signal just before a sleep would not end that
+            wait([answer], timeout=0.1)
+        return answer.result()
+    except BaseException:
+        if not answer.cancel():
+            while not answer.done():  # a search that has only just begun does not hear of its end
+                solver.stop_search()
+                wait([answer], timeout=0.01)
+        raise

@@ -1,0 +1,153 @@
+"""Critical-path list scheduling: the order within a period, and nothing else.
+
+A period is a small project: its tasks, the edges of lag 0 between them, and threads, streams and
+named resources of which each does one thing at a time. The list scheduler goes through it in time.
+Of the tasks whose producers have been placed, the one whose work can begin first is next; where
+several can begin at once, the one with the longest path still before it, as costs add up along
+edges of lag 0; then the one declared first.
+
+Work begins when the task's thread is free, then (for device work) its stream, its named resources
+and the device work of its producers. Only the period is looked at: what the period before leaves
+behind, and back-pressure, are seen by the simulator, which has the last word. Where it finds
+the new order no better than the given one, the given one stays.
+
+Stages, streams, thread groups and depth stay as they are, and so do the queues of communicators.
+
+Source: Graham, "Bounds for certain multiprocessing anomalies", 1966, and much since; the
+schedulable engine of NVIDIA's recsys-examples has such a planner.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.dependence import dependences, lag, period_order
+from swpipe.core.plan import PipelinePlan
+from swpipe.planning.published.queue_rules import communicator_queues, interval_us, require, tickets
+
+_LOCK = ("interpreter lock", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ListSchedule:
+    """What list scheduling gave.
+
+    Attributes:
+        plan: The plan given, with the better of the two orders.
+        ii_us: Its interval between iterations under the simulator; microseconds.
+        given_ii_us: The same for the plan as it was given.
+        listed: The order that the list gave, whether or not it was chosen.
+        path_us: Task to the longest path from its beginning to the end of the period; microseconds.
+        why: What was chosen, in words.
+    """
+
+    plan: PipelinePlan
+    ii_us: float
+    given_ii_us: float
+    listed: tuple[str, ...]
+    path_us: Mapping[str, float]
+    why: str
+
+
+def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True) -> ListSchedule:
+    """Order the tasks of a period by what is longest still to do.
+
+    Args:
+        plan: Serial or pipelined; it needs no functions.
+        costs: What each of its tasks costs.
+        streams: Plan for a device with streams; on a CPU all cost is host time.
+
+    Raises:
+        PlanError: The plan cannot run, or a task has no cost.
+    """
+    require(plan, costs)
+    edges = [(d.consumer, d.producer) for d in dependences(plan) if lag(plan, d) == 0]
+    edges += tickets(communicator_queues(plan, costs))
+    path = _remaining(plan, costs, edges)
+    producers: dict[str, set[str]] = {name: set() for name in plan.schedule}
+    for consumer, producer in edges:
+        producers[consumer].add(producer)
+    order = _Period(plan, costs.tasks, streams).fill(producers, path)
+    listed = replace(plan, order=order)
+    given_ii = interval_us(plan, costs, streams=streams)
+    listed_ii = interval_us(listed, costs, streams=streams)
+    if listed_ii < given_ii:
+        why = f"the longest path first: {given_ii:.0f} us becomes {listed_ii:.0f} us"
+        return ListSchedule(listed, listed_ii, given_ii, order, path, why)
+    why = f"the order given stays: {given_ii:.0f} us; longest path first: {listed_ii:.0f} us"
+    return ListSchedule(plan, given_ii, given_ii, order, path, why)
+
+
+def _remaining(
+    plan: PipelinePlan, costs: CostModel, edges: Sequence[tuple[str, str]]
+) -> dict[str, float]:
+    """Each task's longest path to the end of the period, its own time counted; microseconds."""
+    path = {name: costs.tasks[name].total_us for name in plan.schedule}
+    # The edges lead forwards in period order, so one pass from its end has all it needs.
+    for name in reversed(period_order(plan)):
+        after = [path[consumer] for consumer, producer in edges if producer == name]
+        path[name] += max(after, default=0.0)
+    return path
+
+
+class _Period:
+    """One period as it fills: when each thread, stream and resource is free again."""
+
+    def __init__(self, plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._streams = streams
+        self._free: dict[tuple[str, str | None], float] = defaultdict(float)
+        self._submitted: dict[str, float] = {}
+        self._done: dict[str, float] = {}
+
+    def fill(self, producers: Mapping[str, set[str]], path: Mapping[str, float]) -> tuple[str, ...]:
+        """Place every task; returns them in the order in which they were placed."""
+        declared = list(self._plan.schedule)
+        while len(self._done) < len(declared):
+            ready = [n for n in declared if n not in self._done and producers[n] <= {*self._done}]
+            name = min(ready, key=lambda n: (self._begins(n, producers[n])[2], -path[n]))
+            self._place(name, producers[name])
+        return tuple(self._done)
+
+    def _begins(self, name: str, producers: set[str]) -> tuple[float, float, float]:
+        """When the host begins, when it has submitted, when the work proper begins."""
+        host_us, device_us = self._times(name)
+        held = [self._free[key] for key in self._held(name)]
+        host = max([self._free[self._thread(name)], *(self._submitted[p] for p in producers)])
+        if self._costs[name].gil_us:
+            host = max(host, self._free[_LOCK])
+        if not device_us:
+            host = max([host, *held])
+            return host, host + host_us, host
+        waits = [self._done[p] for p in producers]
+        return host, host + host_us, max([host + host_us, *held, *waits])
+
+    def _place(self, name: str, producers: set[str]) -> None:
+        _, device_us = self._times(name)
+        host, submitted, begins = self._begins(name, producers)
+        done = begins + device_us if device_us else submitted
+        self._free[self._thread(name)] = submitted
+        self._free[_LOCK] = max(self._free[_LOCK], host + self._costs[name].gil_us)
+        for key in self._held(name):
+            self._free[key] = done
+        self._submitted[name] = submitted
+        self._done[name] = max([done, *(self._done[p] for p in producers)])
+
+    def _times(self, name: str) -> tuple[float, float]:
+        cost = self._costs[name]
+        return (cost.host_us, cost.device_us) if self._streams else (cost.total_us, 0.0)
+
+    def _thread(self, name: str) -> tuple[str, str]:
+        return ("thread", self._plan.schedule[name].thread_group)
+
+    def _held(self, name: str) -> list[tuple[str, str | None]]:
+        """What the work proper holds: named resources, and the stream where it is device work."""
+        held: list[tuple[str, str | None]] = [("resource", r) for r in self._costs[name].resources]
+        if self._times(name)[1]:
+            stream = self._plan.schedule[name].stream
+            held.append(("stream", stream if isinstance(stream, str) else None))
+        return held

@@ -1,0 +1,103 @@
+"""A recommender's training step on paper: fourteen tasks, their streams and published costs.
+
+One training step of a large sequence recommender on one machine of eight GPUs, with an embedding
+cache that is filled ahead. It stands here without functions: planners need none.
+
+    memcpy      h2d > start_shuffle > finish_shuffle
+    data_dist      > start_input_dist > wait_input_dist
+    prefetch          > prefetch_embeddings
+    caller's             > forward > backward > finalize_model_grads > optimizer_step
+                             > watchdog_step
+
+``zero_grad`` and ``nccl_safety_barrier`` come before forward, ``global_tokens_allreduce`` before
+backward. From one step to the next: forward and ``zero_grad`` after the optimizer's step, and a
+prefetch after the backward before it, which updates the cache: so it comes after that forward too,
+as the cache asks, and the next forward waits for it. The caller's stream is the bottleneck: its
+tasks take 108,380 us.
+
+Source: the task, stream and cost tables of the schedulable pipeline for HSTU training in NVIDIA's
+recsys-examples. There each task has one time; here it is time on the device.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.planning.limits import Limits
+
+FROZEN = ("forward", "backward", "finalize_model_grads", "optimizer_step")
+"""Tasks that train: they stay on the caller's thread and stream, in the last stage."""
+
+_NCCL = ("nccl",)
+_PCIE = ("pcie",)
+_TABLE: dict[str, tuple[float, str | None, tuple[str, ...]]] = {
+    "h2d": (300, "memcpy", _PCIE),
+    "start_shuffle": (4_600, "memcpy", _NCCL),
+    "finish_shuffle": (2_300, "memcpy", _NCCL),
+    "start_input_dist": (8_600, "data_dist", _NCCL),
+    "wait_input_dist": (400, "data_dist", ()),
+    "zero_grad": (90, None, ()),
+    "global_tokens_allreduce": (120, None, _NCCL),
+    "nccl_safety_barrier": (20, None, ()),
+    "prefetch_embeddings": (1_100, "prefetch", _PCIE),
+    "forward": (28_850, None, ()),
+    "backward": (12_320, None, _NCCL),
+    "finalize_model_grads": (290, None, _NCCL),
+    "optimizer_step": (66_610, None, ()),
+    "watchdog_step": (80, None, ()),
+}
+_CHAIN = (
+    "h2d",
+    "start_shuffle",
+    "finish_shuffle",
+    "start_input_dist",
+    "wait_input_dist",
+    "prefetch_embeddings",
+    "forward",
+    "backward",
+    "finalize_model_grads",
+    "optimizer_step",
+    "watchdog_step",
+)
+_DEPS = (
+    *((later, sooner) for sooner, later in pairwise(_CHAIN)),
+    ("nccl_safety_barrier", "finish_shuffle"),
+    ("forward", "nccl_safety_barrier"),
+    ("forward", "zero_grad"),
+    ("global_tokens_allreduce", "finish_shuffle"),
+    ("backward", "global_tokens_allreduce"),
+)
+_CARRIED = (
+    ("forward", "optimizer_step"),
+    ("zero_grad", "optimizer_step"),
+    ("prefetch_embeddings", "backward"),
+)
+
+
+def plan() -> PipelinePlan:
+    """The step as a plan to plan from: all tasks in one stage, on the caller's thread."""
+    return PipelinePlan(
+        schedule={
+            name: TaskSchedule(stream=stream, globally_ordered=resources == _NCCL)
+            for name, (_, stream, resources) in _TABLE.items()
+        },
+        deps=_DEPS,
+        cross_iter_deps=_CARRIED,
+    )
+
+
+def costs() -> CostModel:
+    """The published costs: time on the device, and who shares a communicator or the PCIe bus."""
+    return CostModel(
+        {
+            name: TaskCost(device_us=time_us, resources=resources)
+            for name, (time_us, _, resources) in _TABLE.items()
+        }
+    )
+
+
+def limits(in_flight: int = 5, threads: int = 4) -> Limits:
+    """The published limits: five iterations in flight, four threads, the frozen tasks."""
+    return Limits(in_flight=in_flight, threads=threads, frozen=FROZEN)

@@ -1,0 +1,285 @@
+r"""A compiled program under a cost model as a timed graph: which turn waits for which, how long.
+
+Two nodes for each instruction, its host work H and, on a device with streams, its device work D::
+
+    lane        H a ---> H b ---> H c -.          a thread runs its instructions in order,
+                 |        |        |    `-> H a   of the next period: lag 1
+                 v        v        v
+    streams     D a      D b ---> D c             in-order queues; D b -> D c: the same stream, or
+                                                  an event wait
+    two lanes   H a ---> H d                      a host wait: D a is queued, not done
+    admission   D <retire> ---> H <admit>         back-pressure: iteration i - depth is done
+
+Turns are counted in periods, as the engine does, and an arc carries the lag between its ends. What
+lies between them, the *maximum cycle ratio* of this graph, is the interval of a program on which
+nothing is contended. (F. Baccelli et al., "Synchronization and Linearity", 1992: timed event
+graphs.)
+
+*Contended* is what no order is fixed for ahead of time, and is had by who comes first:
+
+- the interpreter lock, where tasks of two thread groups or more hold it;
+- a named resource that tasks of two rows or more use (a row is a thread or a stream);
+- the caller's stream, where tasks of two thread groups or more submit to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.drawing import stream_name
+from swpipe.core.plan import DEFAULT_GROUP, StreamRef
+from swpipe.planning.simulation.cycles import Arc, ticks
+from swpipe.trace.span import Row
+
+LOCK = "interpreter lock"
+"""What the lock is called among the resources."""
+
+_NOTHING = TaskCost()
+"""What ``<admit>`` and ``<retire>`` cost."""
+
+
+class Node(NamedTuple):
+    """The host or the device work of one instruction.
+
+    Attributes:
+        task: The instruction's task.
+        stage: Shifted, as in the program: in period p it works on iteration p - stage.
+        row: The thread group or the stream.
+        time: Ticks that it takes.
+        lock: Ticks, the first of these, in which it needs the interpreter lock and others may hold
+            it; 0 where no others do.
+        resources: Contended ones that it holds all the time.
+        previous: Host work: the node before it in its lane, whose end is its arrival; of the
+            period before where this is the lane's first.
+        first: It is that.
+    """
+
+    task: str
+    stage: int
+    row: Row
+    time: int
+    lock: int = 0
+    resources: tuple[str, ...] = ()
+    previous: int = -1
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TimedGraph:
+    """What ``playout`` runs, and what the interval is computed from.
+
+    Attributes:
+        nodes: Host work in the order of the lanes, then device work.
+        arcs: Which binds which; ``distance`` is a lag in periods. Along those of lag 0 the tails
+            come first.
+        optional: As many of the arcs, the last ones, bind only where both iterations exist.
+        depth: Of the program.
+        retire: The node whose end is an iteration's end.
+        queue: Device work that goes to the caller's stream in the order of submission, whoever
+            submits; empty where one thread does, and the arcs say it all.
+        device_of: Host node to its device node.
+        load: Row, resource or the lock to the ticks per iteration in which it is taken.
+        users: Resource or the lock to the tasks that take it.
+    """
+
+    nodes: tuple[Node, ...]
+    arcs: tuple[Arc, ...]
+    optional: int
+    depth: int
+    retire: int
+    queue: frozenset[int]
+    device_of: Mapping[int, int]
+    load: Mapping[Row | str, int]
+    users: Mapping[str, tuple[str, ...]]
+
+    @property
+    def contended(self) -> bool:
+        """Whether anything is had by who comes first, so that the arcs alone do not say it all."""
+        return bool(self.queue) or any(node.lock or node.resources for node in self.nodes)
+
+    @property
+    def reach(self) -> int:
+        """Periods, or iterations, over which one turn can bear on another at once."""
+        return self.depth + max(arc.distance for arc in self.arcs) + 1
+
+
+def host_time(cost: TaskCost, streams: bool) -> int:
+    """Ticks on the thread: on a device without streams all work is done there."""
+    return ticks(cost.host_us) + (0 if streams else ticks(cost.device_us))
+
+
+def timed_graph(program: Program, costs: CostModel, *, streams: bool) -> TimedGraph:
+    """The graph of a program that was compiled with the same ``streams``."""
+    return _Builder(program, costs, streams).build()
+
+
+class _Builder:
+    def __init__(self, program: Program, costs: CostModel, streams: bool) -> None:
+        self.program = program
+        self.streams = streams
+        self.handover = ticks(costs.handover_us)
+        known = costs.of(program.order)
+        order = _in_lag_order(program)
+        self.instructions = order
+        self.costs = [known.get(ins.task, _NOTHING) for ins in order]
+        self.times = [host_time(cost, streams) for cost in self.costs]
+        self.host = {ins.task: k for k, ins in enumerate(order)}
+        self.device: dict[str, int] = {}
+        if streams:
+            for ins, cost in zip(order, self.costs, strict=True):
+                if _queues(ins, cost):
+                    self.device[ins.task] = len(order) + len(self.device)
+        threads = [Row("thread", lane.group) for lane in program.lanes]
+        queues = {s: Row("stream", stream_name(s)) for s in {ins.stream for ins in order}}
+        self.rows = [threads[ins.lane] for ins in order]
+        self.stream_rows = [queues[ins.stream] for ins in order]
+
+    def build(self) -> TimedGraph:
+        nodes = self._nodes()
+        fixed, optional = tuple(self._fixed(nodes)), tuple(self._optional(nodes))
+        return TimedGraph(
+            nodes=tuple(nodes),
+            arcs=(*fixed, *optional),
+            optional=len(optional),
+            depth=self.program.depth,
+            retire=(self.device if self.streams else self.host)[RETIRE],
+            queue=frozenset(self._shared_queue()),
+            device_of={self.host[task]: node for task, node in self.device.items()},
+            load=self._load(),
+            users=self._users(),
+        )
+
+    # ------------------------------------------------------------------ nodes
+
+    def _nodes(self) -> list[Node]:
+        before = {
+            ins.task: self.host[previous.task]
+            for lane in self.program.lanes
+            for previous, ins in pairwise((lane.instructions[-1], *lane.instructions))
+        }
+        shared = self._contended_resources()
+        lockers = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
+        nodes, device = [], []
+        for ins, cost, time, row, stream_row in zip(
+            self.instructions, self.costs, self.times, self.rows, self.stream_rows, strict=True
+        ):
+            held = tuple(r for r in cost.resources if r in shared) if shared else ()
+            on_device = self.streams and cost.device_us > 0
+            lock = ticks(cost.gil_us) if len(lockers) > 1 else 0
+            here = () if on_device else held
+            first = ins.position == 0
+            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, before[ins.task], first))
+            if ins.task in self.device:
+                there = held if on_device else ()
+                device.append(
+                    Node(ins.task, ins.stage, stream_row, ticks(cost.device_us), 0, there)
+                )
+        return nodes + device
+
+    def _contended_resources(self) -> set[str]:
+        users: dict[str, set[Row]] = defaultdict(set)
+        for cost, row, stream_row in zip(self.costs, self.rows, self.stream_rows, strict=True):
+            for resource in cost.resources:
+                users[resource].add(stream_row if self.streams and cost.device_us else row)
+        # A stream that several threads submit to keeps an order of its own, and is one row.
+        return {resource for resource, rows in users.items() if len(rows) > 1}
+
+    def _shared_queue(self) -> list[int]:
+        if not self.streams:
+            return []
+        own = [ins for ins in self.instructions if ins.stream is None and ins.task in self.device]
+        return [self.device[i.task] for i in own] if len({ins.lane for ins in own}) > 1 else []
+
+    # ------------------------------------------------------------------- arcs
+
+    def _fixed(self, nodes: Sequence[Node]) -> Iterable[Arc]:
+        for ins in self.instructions:
+            here = self.host[ins.task]
+            previous = nodes[here].previous
+            lag = int(ins.position == 0)
+            yield Arc(previous, here, nodes[previous].time, lag)
+            for wait in ins.host_waits:
+                # All that the lane does up to there is done: its last instruction there says so.
+                lane = self.program.lanes[wait.lane]
+                passed = self.host[lane.instructions[wait.position].task]
+                yield Arc(passed, here, nodes[passed].time + self.handover, wait.lag)
+            if ins.task in self.device:
+                yield Arc(here, self.device[ins.task], nodes[here].time, 0)
+        for chain in self._queues():
+            for a, b in pairwise(chain):
+                yield Arc(a, b, nodes[a].time, 0)
+            yield Arc(chain[-1], chain[0], nodes[chain[-1]].time, 1)
+
+    def _queues(self) -> Iterable[list[int]]:
+        """Device work of each stream, in the order in which every period submits it."""
+        chains: dict[StreamRef, list[int]] = defaultdict(list)
+        place = {name: k for k, name in enumerate((*self.program.order, RETIRE))}
+        for ins in sorted(self.instructions, key=lambda ins: place.get(ins.task, -1)):
+            if ins.task in self.device:
+                chains[ins.stream].append(self.device[ins.task])
+        if self._shared_queue():
+            chains.pop(None)
+        return chains.values()
+
+    def _optional(self, nodes: Sequence[Node]) -> Iterable[Arc]:
+        """Event waits, and back-pressure: they bind iterations."""
+        if not self.streams:
+            return
+        stage = {ins.task: ins.stage for ins in self.instructions}
+        for ins in self.instructions:
+            for wait in ins.event_waits:
+                if wait.producer in self.device:  # the batch itself is taken to lie on the host
+                    tail, head = self.device[wait.producer], self.device[ins.task]
+                    lag = stage[ins.task] - stage[wait.producer] + wait.distance
+                    yield Arc(tail, head, nodes[tail].time, lag)
+        done = self.device[RETIRE]
+        yield Arc(done, self.host[ADMIT], nodes[done].time + self.handover, 1)
+
+    # ------------------------------------------------------------------- load
+
+    def _load(self) -> dict[Row | str, int]:
+        load: dict[Row | str, int] = defaultdict(int)
+        for cost, time, row, stream_row in zip(
+            self.costs, self.times, self.rows, self.stream_rows, strict=True
+        ):
+            load[row] += time
+            if self.streams:
+                load[stream_row] += ticks(cost.device_us)
+            for resource in cost.resources:
+                held = cost.device_us if self.streams and cost.device_us else cost.total_us
+                load[resource] += ticks(held)
+            if cost.gil_us:
+                load[LOCK] += ticks(cost.gil_us)
+        return dict(load)
+
+    def _users(self) -> dict[str, tuple[str, ...]]:
+        users: dict[str, list[str]] = defaultdict(list)
+        for ins, cost in zip(self.instructions, self.costs, strict=True):
+            for resource in (*cost.resources, *((LOCK,) if cost.gil_us else ())):
+                users[resource].append(ins.task)
+        return {resource: tuple(tasks) for resource, tasks in users.items()}
+
+
+def _queues(ins: Instruction, cost: TaskCost) -> bool:
+    """Whether an instruction leaves anything on its stream: work, a wait or an event."""
+    waits = any(wait.producer != ADMIT for wait in ins.event_waits)
+    return ins.task == RETIRE or cost.device_us > 0 or (ins.task != ADMIT and (waits or ins.record))
+
+
+def _in_lag_order(program: Program) -> list[Instruction]:
+    """All instructions, the default lane's two own ones where its list has them."""
+    found = {ins.task: ins for lane in program.lanes for ins in lane.instructions}
+    default = program.lanes[0]
+    if default.group != DEFAULT_GROUP:
+        raise ValueError("a program's first lane is the caller's")
+    order = [found[name] for name in program.order]
+    index = default.instructions.index(found[ADMIT])
+    after = default.instructions[index + 1].task
+    place = next((k for k, ins in enumerate(order) if ins.task == after), len(order))
+    return [*order[:place], found[ADMIT], *order[place:], found[RETIRE]]

@@ -1,0 +1,54 @@
+"""In what ranks differ is told fact by fact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swpipe._distributed.agreement import differences, name_ranks, plan_facts
+from tests.support.plans_for_tests import piped
+
+PLAN = piped(3)
+
+
+def test_equal_plans_differ_in_nothing() -> None:
+    """Whoever built them."""
+    assert differences([plan_facts(PLAN), plan_facts(piped(3))]) == ""
+
+
+def test_plans_differ_in_what_their_digests_count() -> None:
+    """Each of these changes the digest, and is told."""
+    name, entry = next(iter(PLAN.schedule.items()))
+    moved = {**PLAN.schedule, name: replace(entry, thread_group="elsewhere")}
+    backwards = dict(reversed(PLAN.schedule.items()))
+    changes = {
+        f"task {name!r}: (stage {entry.stage}, ": {"schedule": moved},
+        "deps (": {"deps": PLAN.deps[1:]},
+        "cross_iter_deps (": {"cross_iter_deps": [*PLAN.cross_iter_deps, (name, name, 2)]},
+        "depth: 3 on rank 0, 5 on rank 1": {"pipeline_depth": 5},
+        f"order: none on rank 0, {name} on rank 1": {"order": [name]},
+        "": {"schedule": backwards},
+    }
+    for told, change in changes.items():
+        other = replace(PLAN, **change)
+        assert other.digest() != PLAN.digest()
+        digest, _, rest = differences([plan_facts(PLAN), plan_facts(other)]).partition("; ")
+        assert digest.startswith("digest: ")
+        assert rest.startswith(told)
+
+
+def test_the_first_few_differences_are_told() -> None:
+    """And how many more there are."""
+    facts = [{str(i): str(rank) for i in range(6)} for rank in (0, 1)]
+    told = differences(facts)
+    assert told.startswith("0: 0 on rank 0, 1 on rank 1; ")
+    assert told.endswith("; 3: 0 on rank 0, 1 on rank 1; and 2 more")
+
+
+def test_what_a_rank_does_not_have_is_none_there() -> None:
+    """Ranks of one value stand together."""
+    assert differences([{"a": "1"}, {}, {"a": "1"}]) == "a: 1 on ranks 0, 2, none on rank 1"
+
+
+def test_many_ranks_are_told_by_the_first_few() -> None:
+    """A thousand numbers say less than eight."""
+    assert name_ranks(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"

@@ -1,0 +1,76 @@
+"""Ranks with different plans refuse to start; and what ranks hear where their store is gone."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe._distributed.rank_checks import Begun, answer_check
+from tests.support.plans_for_tests import piped, tasks
+
+
+def _rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    said = []
+    for depths in ((3, 3), (3, 4)):
+        with SWPipeline(piped(depths[rank]), tasks()) as pipe:
+            try:
+                said.append(str(pipe.run(range(4)).iterations))
+            except RuntimeError as error:
+                said.append(str(error))
+    (Path(folder) / f"said{rank}").write_text("\n".join(said))
+    dist.destroy_process_group()
+
+
+def test_ranks_with_different_plans_refuse_to_start(tmp_path: Path) -> None:
+    """Both ranks say which ranks hold which plan; with equal plans they run."""
+    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        ran, refused = (tmp_path / f"said{rank}").read_text().splitlines()
+        assert ran == "4"
+        assert "the ranks hold different plans" in refused
+        assert f"for ever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
+        assert "; depth: 3 on rank 0, 4 on rank 1. Give every rank" in refused
+
+
+def _outlives(rank: int, folder: str, port: int) -> None:
+    """Rank 0, which holds the store, ends in between two steps; what the other says, and when."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=dt.timedelta(seconds=40),
+    )
+    meet = PipelineTask("meet", lambda ctx: dist.all_reduce(torch.ones(1)))
+    with SWPipeline(PipelinePlan.serial([meet]), [meet]) as pipe:
+        batches = iter(range(3))
+        pipe.progress(batches)
+        if rank == 0:
+            os._exit(0)
+        begun_s = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            pipe.progress(batches)
+        answer_check(Begun(1, 2))  # as the watchdog does, which then tells of a stall
+        said = [f"{time.monotonic() - begun_s}", *caught.value.__notes__]
+    (Path(folder) / "said").write_text("\n".join(said))
+
+
+def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(tmp_path: Path) -> None:
+    """Not after the time for which a connection to it is tried."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(_outlives, (str(tmp_path), port), nprocs=2, start_method="forkserver")
+    took_s, *notes = (tmp_path / "said").read_text().splitlines()
+    assert float(took_s) < 30.0
+    assert any("whether another rank had failed before is not known" in note for note in notes)

@@ -1,0 +1,292 @@
+"""Several ranks, each with delays of its own: one order of collectives, and one loud failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, tell_failure
+from tests.support.ranks import WELL_BEFORE_S, Ranks
+
+ROOT = Path(__file__).parents[2]
+
+ITERATIONS = 6
+
+ORDERED = ("sizes", "ids", "pooled", "reduce")
+
+
+class Delayed:
+    """Tasks like a recommender's: exchanges begun in one and awaited in another, an all-reduce.
+
+    Each dawdles before it acts, as long as its rank's own generator says. A collective that met
+    another one on the other rank would bring other numbers, if it came back at all.
+    """
+
+    names = ("read", *ORDERED, "step")
+
+    def __init__(self, seed: int, *, dry: bool = False) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.draws = {name: random.Random(f"{seed} {self.rank} {name}") for name in self.names}
+        self.dry = dry
+        self.issued: list[tuple[str, int]] = []
+
+    def tasks(self) -> list[PipelineTask]:
+        return [PipelineTask(name, getattr(self, name)) for name in self.names]
+
+    def load(self, name: str, ctx: IterContext) -> None:
+        time.sleep(self.draws[name].random() * 2e-3)  # work of unequal length; orders nothing
+        if name in ORDERED:
+            self.issued.append((name, ctx.iter_idx))
+
+    def told(self, name: str, ctx: IterContext) -> float:
+        return 1000.0 * self.names.index(name) + ctx.iter_idx
+
+    def exchange(self, name: str, ctx: IterContext) -> tuple[torch.Tensor, Any]:
+        sent = torch.full((self.size,), self.told(name, ctx))
+        got = torch.empty_like(sent)
+        # Nothing may take the tensors' memory before the exchange is through.
+        setattr(ctx, f"{name}_sent", sent)
+        return got, None if self.dry else dist.all_to_all_single(got, sent, async_op=True)
+
+    def arrived(self, name: str, ctx: IterContext, exchange: tuple[torch.Tensor, Any]) -> None:
+        got, work = exchange
+        if work is not None:
+            work.wait()
+            assert got.tolist() == [self.told(name, ctx)] * self.size
+
+    def read(self, ctx: IterContext) -> None:
+        self.load("read", ctx)
+
+    def sizes(self, ctx: IterContext) -> None:
+        self.load("sizes", ctx)
+        ctx.sizes = self.exchange("sizes", ctx)
+
+    def ids(self, ctx: IterContext) -> None:
+        self.arrived("sizes", ctx, ctx.sizes)
+        self.load("ids", ctx)
+        ctx.ids = self.exchange("ids", ctx)
+
+    def pooled(self, ctx: IterContext) -> None:
+        self.load("pooled", ctx)
+        ctx.pooled = self.exchange("pooled", ctx)
+
+    def reduce(self, ctx: IterContext) -> None:
+        self.arrived("pooled", ctx, ctx.pooled)
+        self.load("reduce", ctx)
+        total = torch.tensor([self.told("reduce", ctx)] * 3)
+        if not self.dry:
+            dist.all_reduce(total)
+            assert total.tolist() == [self.size * self.told("reduce", ctx)] * 3
+
+    def step(self, ctx: IterContext) -> None:
+        self.arrived("ids", ctx, ctx.ids)
+        self.load("step", ctx)
+
+
+def plan(*, ordered: bool = True) -> PipelinePlan:
+    """Four thread groups; in three of them a collective of another iteration each."""
+    return PipelinePlan(
+        {
+            "read": TaskSchedule(stage=0, thread_group="read"),
+            "sizes": TaskSchedule(stage=1, thread_group="dist", globally_ordered=ordered),
+            "ids": TaskSchedule(stage=2, thread_group="dist", globally_ordered=ordered),
+            "pooled": TaskSchedule(stage=2, thread_group="pooled", globally_ordered=ordered),
+            "reduce": TaskSchedule(stage=3, globally_ordered=ordered),
+            "step": TaskSchedule(stage=3),
+        },
+        deps=[
+            ("sizes", "read"), ("ids", "sizes"), ("pooled", "read"), ("reduce", "pooled"),
+            ("step", "ids"), ("step", "reduce"),
+        ],
+        pipeline_depth=6,
+    )  # fmt: skip
+
+
+def _orders(first_seed: int, runs: int, dry: bool, ordered: bool) -> list[list[tuple[str, int]]]:
+    """The order in which this rank issued its collectives, in each run."""
+    orders = []
+    for seed in range(first_seed, first_seed + runs):
+        work = Delayed(seed, dry=dry)
+        with SWPipeline(
+            plan(ordered=ordered), work.tasks(), device="cpu", stall_timeout_s=60.0
+        ) as pipe:
+            assert pipe.run(range(ITERATIONS)).iterations == ITERATIONS
+        orders.append(work.issued)
+    return orders
+
+
+def check_orders(ranks: Ranks, runs: int, first_seed: int = 0) -> None:
+    orders = ranks.run(_orders, first_seed, runs, False, True, deadline_s=120.0)
+    assert len(orders[0]) == runs
+    assert all(len(order) == len(ORDERED) * ITERATIONS for order in orders[0])
+    assert all(order == orders[0] for order in orders)
+
+
+def test_collectives_are_issued_in_one_order_on_two_ranks(two_ranks: Ranks) -> None:
+    """Whatever each rank's delays; and what they bring belongs to them."""
+    check_orders(two_ranks, 10)
+
+
+def test_collectives_are_issued_in_one_order_on_four_ranks(four_ranks: Ranks) -> None:
+    """The same on four."""
+    check_orders(four_ranks, 3)
+
+
+@pytest.mark.slow
+def test_two_hundred_runs_do_not_hang(two_ranks: Ranks) -> None:
+    """Delays drawn anew in each."""
+    check_orders(two_ranks, 200, first_seed=1000)
+
+
+def test_without_global_order_ranks_drift_apart(two_ranks: Ranks) -> None:
+    """The delays are such that it matters: only said, not done, the orders soon differ."""
+    one, other = two_ranks.run(_orders, 0, 5, True, False)
+    assert one != other
+    one, other = two_ranks.run(_orders, 0, 5, True, True)
+    assert one == other
+
+
+# ------------------------------------------------------------------------------ failure
+
+
+class Planted(Exception):
+    """What tests plant."""
+
+
+def _reduce(ctx: IterContext) -> None:
+    ctx.total = torch.tensor(float(ctx.batch))
+    dist.all_reduce(ctx.total)
+
+
+def _train(ctx: IterContext) -> None:
+    if dist.get_rank() == 1 and ctx.batch == 5:
+        raise Planted("on rank one")
+    dist.all_reduce(ctx.total)
+
+
+def _one_rank_raises(group: str) -> None:
+    """Two collectives per iteration; before the second, rank 1 fails once."""
+    tasks = [PipelineTask("reduce", _reduce), PipelineTask("train", _train)]
+    if group == "serially":
+        SWPipeline(PipelinePlan.serial(tasks), device="cpu").run_serial(range(100))
+    schedule = {
+        "reduce": TaskSchedule(stage=0, thread_group="dist", globally_ordered=True),
+        "train": TaskSchedule(stage=1, thread_group=group, globally_ordered=True),
+    }
+    piped = PipelinePlan(schedule, deps=[("train", "reduce")])
+    with SWPipeline(piped, tasks, device="cpu") as pipe:
+        pipe.run(range(100))
+
+
+@pytest.mark.parametrize("group", ["default", "dist", "own"])
+def test_one_ranks_failure_ends_all_with_its_own_error(group: str) -> None:
+    """It arrives as itself, with its task, while the other rank still waits for it."""
+    with Ranks(2, grace_s=1.0) as ranks:
+        ranks.run(dist.barrier)
+        begin_s = time.monotonic()
+        with pytest.raises(Planted, match="on rank one") as caught:
+            ranks.run(_one_rank_raises, group)
+        assert time.monotonic() - begin_s < WELL_BEFORE_S
+    notes = "\n".join(caught.value.__notes__)
+    assert f"at task 'train', iteration 5, thread group '{group}'" in notes
+    assert "on rank 1:" in notes
+
+
+JOB = """
+import sys
+import torch, torch.distributed as dist
+from tests._distributed.test_ranks_order import _one_rank_raises
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+_one_rank_raises(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("group", ["own", "serially"])
+def test_torchrun_ends_within_seconds_and_names_the_cause(tmp_path: Path, group: str) -> None:
+    """The job fails at once; the rank that was let down says who failed first, and of what."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(script), group],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,  # most of it goes into importing torch, on a busy machine
+        check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "Planted: on rank one" in done.stderr
+    assert "rank      : 1 " in done.stderr.split("Root Cause")[1]
+    said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank0]:"))
+    if "Error: " in said:  # torchrun may have ended it before it could say
+        assert "rank 1 had failed before, which may be the cause: Planted: on rank one" in said
+
+
+def _fail(ctx: IterContext) -> None:
+    raise Planted(f"number {ctx.batch}")
+
+
+def _each_fails_in_turn() -> list[str]:
+    """What is noted on this rank's error: rank 0 fails first, then rank 1."""
+    pipe = SWPipeline(PipelinePlan.serial([PipelineTask("fails", _fail)]), device="cpu")
+    notes: list[str] = []
+    for turn in range(2):
+        if dist.get_rank() == turn:
+            try:
+                pipe.run_one_serial_iter(turn)
+            except Planted as error:
+                notes = error.__notes__
+        dist.barrier()
+    return notes
+
+
+def test_the_rank_that_failed_first_is_noted_on_the_others_errors() -> None:
+    """Its own error has no such note; it tells its task, too."""
+    with Ranks(2) as ranks:
+        first, second = ranks.run(_each_fails_in_turn)
+    assert len(first) == 1
+    assert len(second) == 2
+    assert second[1] == (
+        "swpipe: rank 0 had failed before, which may be the cause: Planted: number 0; "
+        "swpipe: at task 'fails', iteration 0, serially"
+    )
+
+
+def _after_an_old_failure() -> list[str]:
+    """Rank 0 failed long ago; now rank 1 does, and then rank 0 again."""
+    if dist.get_rank() == 0:
+        told = {"rank": 0, "error": "long ago", "time_s": time.time() - 2 * RECENT_S}
+        _get_default_store().set(FIRST_FAILURE, json.dumps(told))
+    dist.barrier()
+    notes: list[str] = []
+    for rank in (1, 0):
+        if dist.get_rank() == rank:
+            error = Planted(f"now, on rank {rank}")
+            tell_failure(error)
+            notes = getattr(error, "__notes__", [])
+        dist.barrier()
+    return notes
+
+
+def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one() -> None:
+    """The later one takes its place."""
+    with Ranks(2) as ranks:
+        zero, one = ranks.run(_after_an_old_failure)
+    assert one == []
+    assert "rank 1 had failed before" in zero[0]
+    assert "now, on rank 1" in zero[0]

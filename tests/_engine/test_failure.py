@@ -1,0 +1,526 @@
+"""Failure is loud and clean: whatever goes wrong reaches the caller, and nothing is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+import swpipe._engine.run
+from swpipe import IterContext, PipelinePlan, StallError, SWPipeline
+from tests.support.hang import Hang, has_come_to
+from tests.support.plans_for_tests import NAMES, piped, spread, tasks
+from tests.support.sequencer import PATIENCE_S, await_event
+from tests.support.virtual_clock import TimedHost
+
+PLANS = {
+    "serial": PipelinePlan.serial(tasks()),
+    "two groups": piped(),
+    "two groups, deep": piped(depth=5),
+    "four groups": spread(),
+    "all on workers": spread(("a", "b", "c", "a", "b")),
+}
+
+
+class Planted(Exception):
+    """What tests plant."""
+
+
+def at(iteration: int, act: Callable[[], Any]) -> Callable[[IterContext], None]:
+    """Do something in one iteration only."""
+
+    def run(ctx: IterContext) -> None:
+        if ctx.batch == iteration:
+            act()
+
+    return run
+
+
+def throw(error: BaseException) -> Any:
+    """Raise, where only an expression may stand."""
+    raise error
+
+
+def swpipe_threads() -> list[str]:
+    """Threads of swpipe's that are alive."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("swpipe-")]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that can end are waited for as long as a busy machine takes."""
+    monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("iteration", [0, 1, 4, 9])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("kind", [Planted, KeyboardInterrupt])
+def test_a_failure_in_any_task_reaches_the_caller_as_itself(
+    kind: type[BaseException], plan: PipelinePlan, name: str, iteration: int
+) -> None:
+    """With a note of where; no thread is left; and the pipeline runs on."""
+    planted = kind("planted")
+    armed = [planted]
+    failing = at(iteration, lambda: throw(armed.pop()) if armed else None)
+    with SWPipeline(plan, tasks(**{name: failing})) as pipe:
+        with pytest.raises(kind) as caught:
+            pipe.run(range(10))
+        assert caught.value is planted
+        group = plan.schedule[name].thread_group
+        assert planted.__notes__ == [
+            f"swpipe: at task {name!r}, iteration {iteration}, thread group {group!r}"
+        ]
+        assert swpipe_threads() == []
+        assert pipe.in_flight == 0
+        assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "plan", [piped(depth=5), PLANS["all on workers"]], ids=["piped", "workers"]
+)
+def test_everybody_hears_of_a_failure_at_that_moment(
+    plan: PipelinePlan, name: str, seed: int
+) -> None:
+    """On a clock of its own, where every task takes a second: no task begins after it."""
+    host, begun_s, failed_s = TimedHost(seed), [], []
+
+    def second(task: str, ctx: IterContext) -> None:
+        begun_s.append(host.perf_counter())
+        host.sleep(1.0)
+        if task == name and ctx.batch == 4:
+            failed_s.append(host.perf_counter())
+            raise Planted
+
+    slow = {task: partial(second, task) for task in NAMES}
+    with SWPipeline(plan, tasks(**slow), device="cpu", host=host, stall_timeout_s=None) as pipe:
+        with pytest.raises(Planted):
+            pipe.run(range(30))
+        # What was under way has come to its end, and others began in that very moment at most.
+        assert max(begun_s) <= failed_s[0]
+        assert host.perf_counter() <= failed_s[0] + 1.0
+
+
+@pytest.mark.parametrize("iteration", [0, 3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_a_hang_in_any_task_is_told(
+    plan: PipelinePlan, name: str, iteration: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stall's report says who is inside what; the pipeline runs on once the task returns."""
+    place = Hang(monkeypatch)
+    mine = tasks(**{name: at(iteration, place.hang)})
+    with SWPipeline(plan, mine, stall_timeout_s=0.1, host=place) as pipe:
+        with pytest.raises(StallError, match="nothing has moved for 3600.0 s") as caught:
+            pipe.run(range(10))
+        assert f"inside task {name!r} of iteration {iteration}" in str(caught.value)
+        place.release.set()
+        assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
+
+
+def test_a_caller_is_interrupted_though_a_library_hooked_sigint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hook with SA_RESTART, as polars installs, once kept a blocked caller asleep for good."""
+    place = Hang(monkeypatch)
+    rescue = threading.Timer(PATIENCE_S, place.release.set)
+    rescue.start()
+    signal.siginterrupt(signal.SIGINT, False)
+    mine = tasks(forward=at(1, place.hang))
+    with SWPipeline(piped(), mine, stall_timeout_s=0.1, host=place) as pipe:
+        with pytest.raises(StallError, match="inside task 'forward' of iteration 1"):
+            pipe.run(range(9))
+    assert not place.release.is_set()
+    rescue.cancel()
+    rescue.join()
+
+
+def test_a_stall_names_the_unmet_edge_and_shows_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for which task of which iteration on which group, with the line that hangs."""
+    place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "default", "dist", 3))
+    plan = spread(("io", "default", "default", "default", "default"))
+    hang = at(3, lambda: place.hang())
+    with SWPipeline(plan, tasks(h2d=hang), stall_timeout_s=0.1, host=place) as pipe:
+        with pytest.raises(StallError) as caught:
+            pipe.run(range(10))
+        place.release.set()
+    text = str(caught.value)
+    assert "nothing has moved for 3600.0 s" in text
+    assert (
+        "thread group 'default': task 'dist' of iteration 3 waits for task 'h2d' of iteration 3 "
+        "(thread group 'io')" in text
+    )
+    assert "thread group 'io': inside task 'h2d' of iteration 3" in text
+    assert "hang = at(3, lambda: place.hang())" in text
+    assert caught.value.__notes__ == [
+        "swpipe: thread group 'io' is still inside task 'h2d'; its thread ends when that returns"
+    ]
+
+
+def test_a_hanging_iterator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pulling a batch that never comes is a stall as well."""
+    place = Hang(monkeypatch)
+
+    def data() -> Iterator[int]:
+        yield 0
+        place.hang()
+
+    with SWPipeline(piped(), tasks(), stall_timeout_s=0.1, host=place) as pipe:
+        with pytest.raises(StallError, match="pulling the batch of iteration 1"):
+            pipe.run(data())
+
+
+def test_a_caller_on_another_thread_hears_of_a_stall_as_soon_as_its_task_runs_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Off the main thread there is no signal: an asynchronous exception ends Python code."""
+    place = Hang(monkeypatch)
+    caught: list[BaseException] = []
+    give_up = time.monotonic() + PATIENCE_S
+
+    def spin() -> None:
+        place.inside.set()
+        while time.monotonic() < give_up:
+            pass
+
+    def drive() -> None:
+        mine = tasks(step=at(2, spin))
+        with SWPipeline(piped(), mine, stall_timeout_s=0.1, host=place) as pipe:
+            try:
+                pipe.run(range(5))
+            except StallError as error:
+                caught.append(error)
+
+    caller = threading.Thread(target=drive)
+    caller.start()
+    caller.join(2 * PATIENCE_S)
+    assert "inside task 'step' of iteration 2" in str(caught[0])
+
+
+def test_time_between_calls_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the time inside ``progress`` counts: the user may take as long as they like."""
+    place, looked = Hang(monkeypatch), threading.Event()
+    place.noticed = lambda: place.looks < 5 or looked.set() is not None
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks(), stall_timeout_s=0.05, host=place) as pipe:
+        pipe.fill_pipeline(data)
+        place.inside.set()  # the watchdog's clock goes on for five hours
+        await_event(looked, "the watchdog's fifth look")
+        place.release.set()
+        assert pipe.progress(data).batch == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_error_of_the_iterator_reaches_the_caller_as_itself() -> None:
+    """The user's data is theirs to fail, and the note says which batch was pulled."""
+    planted = Planted("no more")
+
+    def data() -> Iterator[int]:
+        yield from range(5)
+        raise planted
+
+    with SWPipeline(piped(), tasks()) as pipe:
+        with pytest.raises(Planted) as caught:
+            pipe.run(data())
+        assert caught.value is planted
+        assert planted.__notes__ == ["swpipe: pulling the batch of iteration 5"]
+        assert swpipe_threads() == []
+        assert pipe.run(range(5)).iterations == 5
+
+
+@pytest.mark.parametrize("name", ["h2d", "forward"])
+def test_stop_iteration_out_of_a_task_does_not_end_the_data(name: str) -> None:
+    """It would end training in silence; it comes out as an error instead."""
+    with SWPipeline(piped(), tasks(**{name: at(2, lambda: throw(StopIteration()))})) as pipe:
+        with pytest.raises(RuntimeError, match="only the user's iterator may") as caught:
+            pipe.run(range(9))
+        assert isinstance(caught.value.__cause__, StopIteration)
+        assert f"at task {name!r}, iteration 2" in caught.value.__notes__[0]
+
+
+def test_a_failures_own_context_is_kept() -> None:
+    """What the task was handling when it failed still shows in the traceback."""
+
+    def fail() -> None:
+        try:
+            throw(KeyError("first"))
+        except KeyError:
+            throw(Planted("second"))
+
+    for name in ("h2d", "forward"):
+        with SWPipeline(piped(), tasks(**{name: at(1, fail)})) as pipe:
+            with pytest.raises(Planted) as caught:
+                pipe.run(range(5))
+            assert isinstance(caught.value.__context__, KeyError)
+            assert not caught.value.__suppress_context__
+
+
+def test_the_first_of_two_failures_is_the_one_told() -> None:
+    """A second lane that fails while the run comes down does not replace the cause."""
+    forward_is_in, first_is_out = threading.Event(), threading.Event()
+
+    def fail_first() -> None:
+        await_event(forward_is_in, "forward")
+        first_is_out.set()
+        raise Planted("first")
+
+    def fail_second() -> None:
+        forward_is_in.set()
+        await_event(first_is_out, "the first failure")
+        while not runs[0]().stopping:  # type: ignore[union-attr]
+            threading.Event().wait(0.001)
+        raise Planted("second")
+
+    runs: list[Any] = []
+    plan = piped()
+    with SWPipeline(plan, tasks(h2d=at(2, fail_first), forward=at(0, fail_second))) as pipe:
+        data = iter(range(9))
+        pipe.fill_pipeline(data)
+        runs.append(weakref.ref(pipe._run))
+        with pytest.raises(Planted, match="first"):
+            pipe.progress(data)
+
+
+class AfterRetirement:
+    """Acts right after an iteration was retired, within the same call."""
+
+    def __init__(self, iteration: int, act: Callable[[], Any]) -> None:
+        self.iteration, self.act = iteration, act
+
+    def arrive(self, ins: Any, iteration: int) -> None: ...
+
+    def start(self, ins: Any, iteration: int) -> None: ...
+
+    def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
+        if ins.task == "<retire>" and iteration == self.iteration:
+            self.act()
+
+
+def watch(pipe: SWPipeline, observer: AfterRetirement) -> None:
+    """Let an observer see all that runs."""
+    pipe._engine = dataclasses.replace(pipe._engine, observers=lambda: (observer,))
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> None:
+    """No iteration that is through is lost; the next call tells of the failure."""
+    retired = threading.Event()
+
+    def fail() -> None:
+        await_event(retired, "the retirement of iteration 0")
+        raise Planted
+
+    def let_it_fail() -> None:
+        retired.set()
+        while not pipe._run.stopping:  # type: ignore[union-attr]
+            threading.Event().wait(0.001)
+
+    with SWPipeline(piped(), tasks(h2d=at(2, fail))) as pipe:
+        watch(pipe, AfterRetirement(0, let_it_fail))
+        data = iter(range(9))
+        assert pipe.progress(data).batch == 0
+        with pytest.raises(Planted):
+            pipe.progress(data)
+        assert swpipe_threads() == []
+        assert pipe.run(range(20, 25)).iterations == 5
+
+
+def test_ctrl_c_right_after_the_last_retirement_is_told() -> None:
+    """Though all is done by then, it is not swallowed."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        watch(pipe, AfterRetirement(0, lambda: throw(KeyboardInterrupt())))
+        data = iter([0])
+        assert pipe.progress(data).batch == 0
+        with pytest.raises(KeyboardInterrupt):
+            pipe.progress(data)
+        assert pipe.run([1]).iterations == 1
+
+
+def test_draining_keeps_what_came_out_before_a_failure() -> None:
+    """The failure comes at once, and the next call hands out what was through by then."""
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks(forward=at(2, lambda: throw(Planted())))) as pipe:
+        assert pipe.progress(data).batch == 0
+        with pytest.raises(Planted):
+            pipe.drain()
+        assert pipe.in_flight == 1
+        assert [ctx.batch for ctx in pipe.drain()] == [1]
+        assert pipe.in_flight == 0
+        assert pipe.drain() == []
+
+
+def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure() -> None:
+    """A task that fails of its own just when the stall is told: the stall it is, as itself.
+
+    The interrupt comes while the caller waits for the run's lock, which the watchdog holds.
+    """
+
+    class Watched:
+        """The run's lock; the first time that the caller takes it, it is interrupted instead."""
+
+        def __init__(self) -> None:
+            self.lock, self.interrupts = threading.Lock(), 1
+
+        def __enter__(self) -> None:
+            if self.interrupts and run.stopping and run.driving:
+                self.interrupts = 0
+                raise StallError
+            self.lock.acquire()
+
+        def __exit__(self, *failure: object) -> None:
+            self.lock.release()
+
+    stall = StallError("nothing has moved")
+    watched = Watched()
+
+    def fail() -> None:
+        with watched.lock:
+            run.failure, run.stopping = stall, True
+        raise Planted
+
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks(forward=at(0, fail))) as pipe:
+        pipe.fill_pipeline(data)
+        run: Any = pipe._run
+        run.lock = watched
+        with pytest.raises(StallError) as caught:
+            pipe.progress(data)
+    assert caught.value is stall
+    assert not watched.interrupts
+
+
+def test_ctrl_c_while_waiting_for_a_worker_comes_through() -> None:
+    """SIGINT on the main thread ends ``progress`` though it sleeps on a lock, and cleans up."""
+    release = threading.Event()
+
+    def interrupt() -> None:
+        if not release.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await_event(release, "the end of the interrupted call")
+
+    with SWPipeline(piped(), tasks(dist=at(2, interrupt))) as pipe:
+        with pytest.raises(KeyboardInterrupt):
+            pipe.run(range(9))
+        release.set()
+        assert pipe.run(range(9)).iterations == 9
+
+
+@pytest.mark.usefixtures("patient")
+def test_closing_in_mid_flight_ends_the_threads_and_drops_the_contexts() -> None:
+    """Leaving the block with iterations in flight is clean."""
+    contexts: list[weakref.ref[IterContext]] = []
+    with SWPipeline(piped(), tasks(h2d=lambda ctx: contexts.append(weakref.ref(ctx)))) as pipe:
+        pipe.fill_pipeline(iter(range(9)))
+        assert swpipe_threads()
+    assert swpipe_threads() == []
+    del pipe
+    assert [ref() for ref in contexts] == [None] * len(contexts)
+
+
+def test_closing_from_another_thread_ends_a_call_in_progress() -> None:
+    """The caller of ``progress`` is told, and does not wait for ever."""
+    inside, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        await_event(release, "the close")
+
+    with SWPipeline(piped(), tasks(dist=at(1, wait))) as pipe:
+
+        def close() -> None:
+            await_event(inside, "dist")
+            pipe.close()
+            release.set()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        with pytest.raises(RuntimeError, match="closed"):
+            pipe.run(range(9))
+        closer.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_closing_while_a_run_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison across ranks takes its time; a close in it once left threads running."""
+    pipe = SWPipeline(piped(), tasks())
+    monkeypatch.setattr("swpipe.pipeline.check_same_plan", lambda digest: pipe.close())
+    with pytest.raises(RuntimeError, match="closed by another thread"):
+        pipe.run(range(9))
+    assert swpipe_threads() == []
+
+
+UNCLOSED = """
+import contextlib, threading, torch
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+
+torch.set_num_threads(1)
+large = torch.rand(1200, 1200)
+inside = threading.Event()
+plan = PipelinePlan({"multiply": TaskSchedule(0, None, "io"), "end": TaskSchedule(1)})
+
+def multiply(ctx):
+    inside.set()
+    for _ in range(8):
+        torch.mm(large, large)
+
+def batches():
+    yield 0
+    inside.wait()
+    raise ArithmeticError
+
+tasks = [PipelineTask("multiply", multiply), PipelineTask("end", lambda ctx: None)]
+pipe = SWPipeline(plan, tasks, device="cpu")
+if WHICH == "never closed":
+    pipe.fill_pipeline(iter(range(9)))
+    inside.wait()
+else:
+    with contextlib.suppress(ArithmeticError):
+        pipe.run(batches())
+"""
+
+
+@pytest.mark.parametrize("which", ["never closed", "failed"])
+def test_a_script_may_end_while_a_worker_is_inside_torch(which: str) -> None:
+    """Cut off there, a thread takes the whole process down with it (exit code 134)."""
+    script = f"WHICH = {which!r}\n{UNCLOSED}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_failing_serial_run_names_the_task() -> None:
+    """The same note, without a thread group."""
+    with SWPipeline(piped(), tasks(dist=at(1, lambda: throw(Planted())))) as pipe:
+        with pytest.raises(Planted) as caught:
+            pipe.run_serial(range(3))
+    assert caught.value.__notes__ == ["swpipe: at task 'dist', iteration 1, serially"]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_thread_that_cannot_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the system refuses a thread, those started before it end."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "swpipe-late":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with SWPipeline(spread(), tasks()) as pipe:
+        with pytest.raises(RuntimeError, match="can't start"):
+            pipe.run(range(3))
+        assert swpipe_threads() == []

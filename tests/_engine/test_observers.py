@@ -1,0 +1,155 @@
+"""Tools that watch are told of every task, on the thread that runs it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import nvtx
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe._engine.observers import NvtxRanges, active_observers, nvtx_ranges
+from swpipe._engine.program import Instruction
+from tests.support.plans_for_tests import NAMES, piped, task, tasks
+
+OWN_THREAD = ["<admit>", "forward", "backward", "step", "<retire>"]
+RANGES = {f"{name} [{i}]" for name in OWN_THREAD for i in range(3)}
+ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+def instruction(name: str) -> Instruction:
+    """A task's instruction on the default lane."""
+    return Instruction(name, 0, 0, 0, None, (), (), False, False)
+
+
+def ranges(profiled: profile) -> list[str]:
+    """The names of swpipe's ranges in a profile, once for each time that they were opened."""
+    return [event.name for event in profiled.events() if event.name.endswith("]")]
+
+
+def test_nobody_is_told_where_nobody_watches() -> None:
+    """On a CPU with no profiler and no trace there are no observers."""
+    assert active_observers("cpu", None) == ()
+
+
+def test_a_torch_profiler_sees_every_task_of_its_thread() -> None:
+    """Each task of each iteration is one range, and so are swpipe's own two."""
+    with SWPipeline(piped(), tasks()) as pipe, profile(activities=[ProfilerActivity.CPU]) as seen:
+        pipe.run(range(3))
+    assert sorted(name for name in ranges(seen) if name != "<admit> [3]") == sorted(RANGES)
+
+
+def test_a_torch_profiler_of_all_threads_sees_the_workers() -> None:
+    """Tasks of worker groups are ranges too, on another thread than the caller's."""
+    activities = [ProfilerActivity.CPU]
+    with (
+        SWPipeline(piped(), tasks()) as pipe,
+        profile(activities=activities, experimental_config=ALL_THREADS) as seen,
+    ):
+        pipe.run(range(3))
+    assert {f"{name} [{i}]" for name in NAMES for i in range(3)} <= set(ranges(seen))
+    threads = {event.name: event.thread for event in seen.events()}
+    assert threads["h2d [0]"] == threads["dist [2]"] != threads["forward [0]"]
+
+
+def test_a_torch_profiler_sees_serial_runs() -> None:
+    """Run serially, every task is a range on the caller's thread."""
+    with SWPipeline(piped(), tasks()) as pipe, profile(activities=[ProfilerActivity.CPU]) as seen:
+        pipe.run_serial(range(2))
+    assert sorted(ranges(seen)) == sorted(f"{name} [{i}]" for name in NAMES for i in range(2))
+
+
+def test_ranges_end_where_a_task_fails() -> None:
+    """Pipelined and serially, the range of a task that raises is closed."""
+
+    def fail(ctx: IterContext) -> None:
+        raise LookupError("planted")
+
+    with (
+        SWPipeline(PipelinePlan.serial(["a"]), [task("a", fail)]) as pipe,
+        profile(activities=[ProfilerActivity.CPU]) as seen,
+    ):
+        for run in (pipe.run, pipe.run_serial):
+            with pytest.raises(LookupError):
+                run(range(1))
+        torch.ones(1)
+    (after,) = (event for event in seen.events() if event.name == "aten::ones")
+    assert after.cpu_parent is None
+
+
+def test_ranges_nest_where_a_task_drives_a_pipeline_of_its_own() -> None:
+    """The inner task's range ends before the outer one's, and both end."""
+    inner_tasks = [task("inner")]
+    with SWPipeline(PipelinePlan.serial(inner_tasks), inner_tasks) as inner:
+
+        def outer(ctx: IterContext) -> None:
+            inner.run_one_serial_iter(ctx.batch)
+
+        outer_tasks = [PipelineTask("outer", outer)]
+        with (
+            SWPipeline(PipelinePlan.serial(outer_tasks), outer_tasks) as pipe,
+            profile(activities=[ProfilerActivity.CPU]) as seen,
+        ):
+            pipe.run_one_serial_iter(7)
+    (event,) = (event for event in seen.events() if event.name == "inner [0]")
+    assert event.cpu_parent.name == "outer [0]"
+
+
+class Domain:
+    """Writes down what an NVTX domain is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def get_event_attributes(self, message: str, payload: int) -> tuple[str, int]:
+        return message, payload
+
+    def push_range(self, attributes: tuple[str, int]) -> None:
+        self.told.append(attributes)
+
+    def pop_range(self) -> None:
+        self.told.append("end")
+
+
+def test_nvtx_has_a_range_per_task_with_the_iteration_as_payload() -> None:
+    """A range begins with the task's start and ends with its stop."""
+    domain = Domain()
+    nvtx_observer = NvtxRanges(domain)
+    ins = instruction("forward")
+    nvtx_observer.arrive(ins, 4)
+    assert domain.told == []
+    nvtx_observer.start(ins, 4)
+    nvtx_observer.stop(ins, 4)
+    assert domain.told == [("forward", 4), "end"]
+
+
+def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
+    """The package's own domain, with no tool attached, swallows it."""
+    nvtx_observer = NvtxRanges(nvtx.get_domain("swpipe"))
+    nvtx_observer.start(instruction("forward"), 0)
+    nvtx_observer.stop(instruction("forward"), 0)
+
+
+def test_nvtx_is_told_on_a_gpu_that_a_tool_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tool is attached the package gives a domain that counts; elsewhere nobody is told."""
+    nvtx_ranges.cache_clear()
+    assert active_observers("cuda", None) == ()
+    nvtx_ranges.cache_clear()
+    monkeypatch.setattr(nvtx, "Domain", Domain)
+    monkeypatch.setattr(nvtx, "get_domain", lambda name: Domain())
+    (observer,) = active_observers("cuda", None)
+    assert isinstance(observer, NvtxRanges)
+    assert active_observers("cpu", None) == ()
+    nvtx_ranges.cache_clear()
+
+
+def test_a_recorder_comes_last() -> None:
+    """Told of a start after the others and of a stop before them, it does not time them."""
+    recorder: Any = SimpleNamespace()
+    with profile(activities=[ProfilerActivity.CPU]):
+        *others, last = active_observers("cpu", recorder)
+    assert len(others) == 1
+    assert last is recorder

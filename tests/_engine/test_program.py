@@ -1,0 +1,221 @@
+"""A compiled plan waits where it must, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe._engine.program import ADMIT, RETIRE, EventWait, Instruction, Program, compile_plan
+from swpipe.core.dependence import dependences, lag, period_order
+from tests.support.plans_for_tests import piped, spread
+
+
+def lanes(program: Program) -> dict[str, list[str]]:
+    """Group to task names, in lane order."""
+    return {lane.group: [ins.task for ins in lane.instructions] for lane in program.lanes}
+
+
+def host_waits(ins: Instruction) -> set[tuple[str, int]]:
+    """(producer, lag) of an instruction's host waits."""
+    return {(wait.producer, wait.lag) for wait in ins.host_waits}
+
+
+def test_every_kind_of_ordering_is_a_dependence_with_a_distance() -> None:
+    """``deps`` have distance 0, ``same_period_deps`` the stages' difference, others their own."""
+    plan = PipelinePlan(
+        schedule={"a": TaskSchedule(stage=2), "b": TaskSchedule(stage=0)},
+        deps=[("a", "b")],
+        cross_iter_deps=[("a", "b", 3)],
+        same_period_deps=[("a", "b")],
+    )
+    assert [(dep.distance, lag(plan, dep)) for dep in dependences(plan)] == [
+        (0, 2),
+        (3, 5),
+        (-2, 0),
+    ]
+
+
+def test_doubles_count_once() -> None:
+    """The same dependence said twice is one."""
+    plan = PipelinePlan(
+        schedule={"a": TaskSchedule(), "b": TaskSchedule()}, deps=[("a", "b"), ("a", "b")],
+        same_period_deps=[("a", "b")],
+    )  # fmt: skip
+    assert len(dependences(plan)) == 1
+
+
+def test_ties_go_to_worker_groups_then_higher_stages_then_declaration() -> None:
+    """Without edges of lag 0, the order within a period follows the rules of the design."""
+    plan = PipelinePlan(
+        schedule={
+            "main0": TaskSchedule(stage=0),
+            "main2": TaskSchedule(stage=2),
+            "io0": TaskSchedule(stage=0, thread_group="io"),
+            "io1b": TaskSchedule(stage=1, thread_group="io"),
+            "io1c": TaskSchedule(stage=1, thread_group="io"),
+        }
+    )
+    assert period_order(plan) == ["io1b", "io1c", "io0", "main2", "main0"]
+
+
+def test_the_plans_own_order_decides_first() -> None:
+    """``order`` outranks group, stage and declaration."""
+    plan = PipelinePlan(
+        schedule={
+            "a": TaskSchedule(),
+            "b": TaskSchedule(thread_group="io"),
+            "c": TaskSchedule(stage=1),
+        },
+        order=["a", "b"],
+    )
+    assert period_order(plan) == ["c", "a", "b"]
+
+
+def test_the_default_lane_is_framed_by_admission_and_retirement() -> None:
+    """Worker lanes hold their tasks alone; the default lane has swpipe's own two at its ends."""
+    assert lanes(compile_plan(piped(), streams=False)) == {
+        "default": [ADMIT, "forward", "backward", "step", RETIRE],
+        "io": ["dist", "h2d"],
+    }
+
+
+def test_no_wait_is_left_that_others_imply() -> None:
+    """Of the example's edges between threads, one wait each way and one for the batch remain."""
+    program = compile_plan(piped(), streams=True).instructions
+    assert host_waits(program["dist"]) == {("backward", 1)}  # its turn among collectives
+    assert host_waits(program["h2d"]) == {(ADMIT, 0)}
+    assert host_waits(program["backward"]) == {("dist", 0)}  # likewise, and so after forward's data
+    assert host_waits(program["forward"]) == set()
+    assert program["dist"].event_waits == (EventWait("h2d", 0),)
+    assert program["forward"].event_waits == (EventWait("dist", 0),)
+    assert program["backward"].event_waits == ()  # behind forward on the same stream
+    assert program[RETIRE].event_waits == ()  # all work leads to the caller's stream
+
+
+def test_no_event_wait_is_implied_by_the_one_for_the_batch() -> None:
+    """Batches from the host have no event, so that a way through the admission orders nothing."""
+    plan = PipelinePlan(
+        schedule={"read": TaskSchedule(1), "write": TaskSchedule(0, stream="side")},
+        cross_iter_deps=[("write", "read", 1)],
+    )
+    program = compile_plan(plan, streams=True).instructions
+    assert EventWait("read", 1) in program["write"].event_waits
+
+
+@pytest.mark.parametrize(
+    ("depth", "streams", "lane"),
+    [
+        (3, False, [ADMIT, "forward", "dist", "h2d", RETIRE]),
+        (3, True, ["forward", "dist", ADMIT, "h2d", RETIRE]),
+        (4, True, ["forward", "dist", "h2d", ADMIT, RETIRE]),
+    ],
+)
+def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
+    depth: int, streams: bool, lane: list[str]
+) -> None:
+    """On a device, admission comes right before the first task that needs it."""
+    plan = PipelinePlan(
+        schedule={"h2d": TaskSchedule(0), "dist": TaskSchedule(1), "forward": TaskSchedule(2)},
+        deps=[("dist", "h2d"), ("forward", "dist")],
+        pipeline_depth=depth,
+    )
+    program = compile_plan(plan, streams=streams)
+    assert lanes(program)["default"] == lane
+    assert program.order == ("forward", "dist", "h2d")
+
+
+@pytest.mark.parametrize("other", [None, "side"])
+def test_a_stream_object_is_another_stream_than_the_callers_or_a_named_one(
+    other: str | None,
+) -> None:
+    """``torch.Stream != None`` is False in torch; the compiler is not taken in."""
+    mine = torch.Stream(stream_id=3, device_index=0, device_type=1)
+    plan = PipelinePlan(
+        schedule={"make": TaskSchedule(0, mine), "use": TaskSchedule(0, other)},
+        deps=[("use", "make")],
+    )
+    program = compile_plan(plan, streams=True).instructions
+    assert program["use"].event_waits == (EventWait("make", 0),)
+
+
+def test_only_what_is_waited_for_is_recorded_and_published() -> None:
+    """Events and progress nobody waits for cost nothing."""
+    program = compile_plan(piped(), streams=True).instructions
+    assert {name for name, ins in program.items() if ins.record} == {ADMIT, "h2d", "dist"}
+    assert {name for name, ins in program.items() if ins.publish} == {ADMIT, "dist", "backward"}
+
+
+def test_every_event_can_be_recorded_for_hunting_trouble() -> None:
+    """``record_all`` records each task, needed or not."""
+    program = compile_plan(piped(), streams=True, record_all=True).instructions
+    assert all(program[name].record for name in piped().schedule)
+
+
+def test_without_streams_there_are_no_events_and_no_stream_order() -> None:
+    """On a CPU, tasks that name one stream from two threads do not wait for each other."""
+    plan = PipelinePlan(
+        schedule={
+            "a": TaskSchedule(stream="s", thread_group="one"),
+            "b": TaskSchedule(stream="s", thread_group="two"),
+        },
+        pipeline_depth=2,
+    )
+    on_cpu = compile_plan(plan, streams=False).instructions
+    assert host_waits(on_cpu["a"]) == host_waits(on_cpu["b"]) == {(ADMIT, 1)}
+    assert not any(ins.event_waits or ins.record for ins in on_cpu.values() if ins.task != ADMIT)
+    on_device = compile_plan(plan, streams=True).instructions
+    assert host_waits(on_device["b"]) == {("a", 0)}
+    assert host_waits(on_device["a"]) == {("b", 1), (ADMIT, 1)}
+
+
+def test_more_depth_lets_workers_run_ahead_of_the_caller() -> None:
+    """Each iteration more moves the tasks one period behind their admission."""
+    plan = replace(spread(), pipeline_depth=6)
+    program = compile_plan(plan, streams=False).instructions
+    assert host_waits(program["h2d"]) == {(ADMIT, 2)}
+    assert program[RETIRE].stage == program["step"].stage == 5
+
+
+def test_events_are_held_as_long_as_some_dependence_can_ask_for_them() -> None:
+    """The ring has room for the depth and the largest distance."""
+    plan = PipelinePlan(
+        schedule={"a": TaskSchedule(stream="s"), "b": TaskSchedule()},
+        cross_iter_deps=[("b", "a", 7)],
+        pipeline_depth=2,
+    )
+    assert compile_plan(plan, streams=True).ring == 9
+
+
+@pytest.mark.parametrize("distance", [1, 3])
+def test_an_older_iteration_is_implied_by_a_newer_one(distance: int) -> None:
+    """Waiting for a producer's work on this iteration covers its work on earlier ones."""
+    plan = PipelinePlan(
+        schedule={
+            "a": TaskSchedule(2, stream="s", thread_group="io"),
+            "b": TaskSchedule(2, stream="t"),
+            # Around its stream, from a to a again, what is known of the order spans two iterations.
+            "ahead": TaskSchedule(0, stream="s", thread_group="io"),
+        },
+        deps=[("b", "a")],
+        cross_iter_deps=[("b", "a", distance)],
+    )
+    b = compile_plan(plan, streams=True).instructions["b"]
+    assert host_waits(b) == {("a", 0)}
+    assert b.event_waits == (EventWait("a", 0),)
+
+
+def test_a_wait_for_the_future_of_another_iteration_is_never_dropped() -> None:
+    """An edge of negative distance binds iterations that others do not, so it stays."""
+    plan = PipelinePlan(
+        schedule={
+            "prefetch": TaskSchedule(stage=0, stream="s"),
+            "backward": TaskSchedule(stage=1),
+        },
+        deps=[("backward", "prefetch")],
+        same_period_deps=[("backward", "prefetch")],
+    )
+    backward = compile_plan(plan, streams=True).instructions["backward"]
+    assert set(backward.event_waits) == {EventWait("prefetch", 0), EventWait("prefetch", -1)}

@@ -1,0 +1,357 @@
+"""State comes back bit for bit, in the same objects."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swpipe._state.discovery import Found
+from swpipe._state.snapshot import Snapshot
+from swpipe.device.device import CpuDevice
+
+
+def snapshot_of(*owners: Any) -> Snapshot:
+    """A snapshot of owners, whatever they are called."""
+    return Snapshot([Found(f"owner {i}", owner) for i, owner in enumerate(owners)], CpuDevice())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    """A few steps on whatever."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors by their bits."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def net() -> nn.Sequential:
+    """With parameters, buffers and a counter."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_model_and_optimizer(make: Callable[[Any], torch.optim.Optimizer], before: int) -> None:
+    """Parameters, buffers, gradients and the optimizer's state, made before or made meanwhile."""
+    model = net()
+    optimizer = make(model.parameters())
+    train(model, optimizer, before)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [copy.deepcopy(p.grad) for p in model.parameters()]
+    snapshot = snapshot_of(model, optimizer)
+
+    train(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert not equal(state[0], model.state_dict())
+    snapshot.restore()
+
+    assert equal(list(state), [model.state_dict(), optimizer.state_dict()])
+    assert equal(gradients, [p.grad for p in model.parameters()])
+
+
+def test_restored_training_goes_on_as_if_nothing_had_been() -> None:
+    """The steps after a restore are those that would have come."""
+    results = []
+    for profiled in (False, True):
+        torch.manual_seed(5)
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer)
+        if profiled:
+            snapshot = snapshot_of(model, optimizer)
+            train(model, optimizer, 3)
+            snapshot.restore()
+        train(model, optimizer)
+        results.append(model.state_dict())
+    assert equal(*results)
+
+
+def test_tensors_keep_identity_and_memory() -> None:
+    """Parameters, gradients, buffers and moments are the same objects at the same place."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    held = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()], *moments]
+    places = [(id(tensor), tensor.data_ptr()) for tensor in held]
+    snapshot = snapshot_of(model, optimizer)
+
+    train(model, optimizer)
+    with torch.no_grad():
+        model[0].weight.data = torch.zeros(4, 3)
+    model[1].running_mean = torch.zeros(4)
+    snapshot.restore()
+
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    held = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()], *moments]
+    assert places == [(id(tensor), tensor.data_ptr()) for tensor in held]
+
+
+def test_a_gradient_that_was_there_keeps_its_bits() -> None:
+    """Also where the steps in between accumulate into it in place."""
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    gradient = model.weight.grad
+    snapshot = snapshot_of(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert gradient is not None
+    assert gradient.tolist() == [[2.0, 2.0]]
+    snapshot.restore()
+    assert model.weight.grad is gradient
+    assert gradient.tolist() == [[1.0, 1.0]]
+
+
+def test_a_sparse_gradient() -> None:
+    """Embeddings with sparse gradients, zeroed in place."""
+    table = nn.Embedding(10, 2, sparse=True)
+    table(torch.tensor([3])).sum().backward()
+    gradient = table.weight.grad
+    snapshot = snapshot_of(table)
+    assert gradient is not None
+    gradient.zero_()
+    table.weight.grad = None
+    snapshot.restore()
+    assert table.weight.grad is gradient
+    assert gradient.to_dense()[3].tolist() == [1.0, 1.0]
+
+
+def test_training_flags_module_by_module() -> None:
+    """A model half in eval mode is so again."""
+    model = net()
+    model[1].eval()
+    snapshot = snapshot_of(model)
+    model.eval()
+    model[1].train()
+    snapshot.restore()
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_frozen_parameters_are_frozen_again() -> None:
+    """requires_grad is part of the state."""
+    model = nn.Linear(1, 1).requires_grad_(False)
+    snapshot = snapshot_of(model)
+    model.requires_grad_(True)
+    snapshot.restore()
+    assert not model.weight.requires_grad
+
+
+def test_a_buffer_that_was_absent_is_absent_again() -> None:
+    """Also where the module has no tensor at all to begin with."""
+    module = nn.Module()
+    module.register_buffer("scale", None)
+    snapshot = snapshot_of(module)
+    module.scale = torch.ones(1)
+    snapshot.restore()
+    assert module.scale is None
+
+
+def test_the_device_is_waited_for() -> None:
+    """Before the state is copied, and before memory that it works on is overwritten."""
+
+    class SlowDevice(CpuDevice):
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    device = SlowDevice()
+    snapshot = Snapshot([], device)
+    assert device.waits == 1
+    snapshot.restore()
+    assert device.waits == 2
+
+
+class Odd(nn.Module):
+    """A module with tensors in all the places where modules keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("absent", None)
+        self.register_buffer("expanded", torch.ones(1, 1).expand(3, 3))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+        self.total = torch.zeros(2)
+        self.history = [torch.zeros(1)]
+        self.hidden = [nn.Linear(1, 1)]
+        self.scale = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def test_tensors_that_no_state_dict_tells_of() -> None:
+    """Plain attributes, lists, buffers that are not saved, modules in lists, extra state."""
+    odd = Odd()
+    kept, weight = odd.total, odd.hidden[0].weight.clone()
+    snapshot = snapshot_of(odd)
+
+    odd.absent, odd.scale = torch.ones(1), 3.0
+    odd.passing += 1
+    odd.total.add_(1)
+    odd.total = odd.total + 1
+    odd.history[0] += 1
+    odd.history.append(torch.ones(1))
+    with torch.no_grad():
+        odd.hidden[0].weight.zero_()
+    snapshot.restore()
+
+    assert (odd.absent, odd.scale) == (None, 1.0)
+    assert odd.passing.tolist() == [1.0]
+    assert odd.total is kept
+    assert kept.tolist() == [0.0, 0.0]
+    assert [t.tolist() for t in odd.history] == [[0.0]]
+    assert torch.equal(odd.hidden[0].weight, weight)
+    assert odd.expanded.tolist() == [[1.0] * 3] * 3
+
+
+def test_a_tensor_that_became_part_of_a_graph_is_a_leaf_again() -> None:
+    """A running sum over losses that were not detached."""
+    odd = Odd()
+    snapshot = snapshot_of(odd)
+    odd.total.add_(torch.ones(2, requires_grad=True))
+    snapshot.restore()
+    assert odd.total.is_leaf
+    assert not odd.total.requires_grad
+
+
+def test_what_a_lazy_module_makes_meanwhile_stays() -> None:
+    """There was nothing to save, and nothing fails."""
+    lazy = nn.LazyLinear(2)
+    snapshot = snapshot_of(lazy)
+    lazy(torch.ones(1, 3))
+    snapshot.restore()
+    assert lazy.weight.shape == (2, 3)
+
+
+def test_what_is_registered_at_the_first_batch_stays() -> None:
+    """The flag that says so is not put back either: TorchRec's modules work so."""
+
+    class Permuting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                self.register_buffer("permutation", torch.tensor([1, 0]))
+                self.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+                self.ready = True
+            return x[self.permutation] * self.scale
+
+    module = Permuting()
+    snapshot = snapshot_of(module)
+    module(torch.ones(2))
+    snapshot.restore()
+    assert torch.equal(module(torch.tensor([3.0, 5.0])), torch.tensor([10.0, 6.0]))
+
+
+def test_anything_with_a_state_dict() -> None:
+    """A learning rate scheduler, say."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()
+    state = copy.deepcopy(scheduler.state_dict())
+    snapshot = snapshot_of(scheduler, optimizer)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    snapshot.restore()
+    assert scheduler.state_dict() == state
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+
+
+def test_a_state_that_cannot_be_copied_is_told() -> None:
+    """The error names the object and the way round it."""
+
+    class Stubborn:
+        def state_dict(self) -> Any:
+            return {"lines": (line for line in ())}
+
+        def load_state_dict(self, state: Any) -> None:
+            return None
+
+    with pytest.raises(TypeError) as caught:
+        snapshot_of(Stubborn())
+    assert "owner 0 (Stubborn)" in caught.value.__notes__[0]
+    assert "state=[model, optimizer]" in caught.value.__notes__[0]
+
+
+def test_the_generators_that_everyone_shares() -> None:
+    """torch's, Python's and numpy's go on from where they were."""
+    numpy = pytest.importorskip("numpy")
+
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(1).item(), random.random(), numpy.random.random()
+
+    snapshot = snapshot_of()
+    first = draw()
+    draw()
+    snapshot.restore()
+    assert draw() == first
+
+
+def test_generators_of_the_tasks_own() -> None:
+    """torch's, Python's and both kinds of numpy's."""
+    numpy = pytest.importorskip("numpy")
+    mine, own = torch.Generator().manual_seed(1), random.Random(1)
+    new, old = numpy.random.default_rng(1), numpy.random.RandomState(1)
+
+    def draw() -> tuple[float, ...]:
+        return torch.rand(1, generator=mine).item(), own.random(), new.random(), old.random()
+
+    snapshot = snapshot_of(mine, own, new, old)
+    first = draw()
+    draw()
+    snapshot.restore()
+    assert draw() == first
+
+
+def test_a_snapshot_can_be_restored_again_and_again() -> None:
+    """As for several batches, each profiled from the same state."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    snapshot = snapshot_of(model, optimizer)
+    for _ in range(2):
+        train(model, optimizer)
+        snapshot.restore()
+        assert equal(state, [model.state_dict(), optimizer.state_dict()])
+
+
+def test_inference_tensors() -> None:
+    """Tensors made in inference mode can be put back outside of it."""
+    with torch.inference_mode():
+        model = nn.Linear(1, 1)
+    weight = model.weight.clone()
+    snapshot = snapshot_of(model)
+    with torch.inference_mode():
+        model.weight.zero_()
+    snapshot.restore()
+    assert torch.equal(model.weight, weight)

@@ -1,0 +1,469 @@
+"""Tensors are found in any nesting, and values are built anew with all else kept."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from swpipe._tensors.containers import KINDS
+from swpipe._tensors.pytree import map_tensors, nodes_in, record_stream, tensors_in
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Typed(NamedTuple):
+    x: Tensor
+    name: str
+
+
+@dataclass
+class Plain:
+    x: Tensor
+    more: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    name: str = "frozen"
+
+
+@dataclass(frozen=True)
+class FrozenDict:
+    """Frozen, and with a __dict__."""
+
+    x: Tensor
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """A dictionary and a dataclass in one, as some model libraries give back."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        vars(self)[key] = value
+
+
+def output(x: Tensor) -> Output:
+    made = Output()
+    made["x"] = x
+    return made
+
+
+class AttrsStyle:
+    """Looks like a class that attrs made."""
+
+    __attrs_attrs__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Private:
+    """A slot whose name Python mangles."""
+
+    __slots__ = ("__x", "unset")
+
+    def __init__(self, x: Tensor) -> None:
+        self.__x = x
+
+    @property
+    def x(self) -> Tensor:
+        return self.__x
+
+    def record_stream(self, stream: object) -> None:
+        raise AssertionError("its tensors can be seen")
+
+
+class Streamable:
+    """Knows how to record a stream; keeps things beside its tensors."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.cached: list[int] | None = None
+
+    def record_stream(self, stream: object) -> None:
+        raise AssertionError("its tensors can be seen")
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Batch(list[Tensor]):
+    """A list with something more to it."""
+
+    label = "none"
+
+
+class Sized(tuple[Tensor, ...]):
+    """A tuple that can be made only in its own way, and has an attribute."""
+
+    def __new__(cls, first: Tensor, second: Tensor) -> Sized:
+        made = super().__new__(cls, (first, second))
+        made.label = "sized"
+        return made
+
+    label: str
+
+
+class Registered:
+    """A class that torch's pytree is told of, made from its children alone."""
+
+    def __init__(self, x: Tensor, name: str) -> None:
+        self.x, self.name = x, name
+
+
+pytree.register_pytree_node(
+    Registered,
+    lambda value: ([[value.x]], value.name),
+    lambda children, name: Registered(next(iter(children))[0], name),
+)
+
+
+def x(value: float = 1.0) -> Tensor:
+    return torch.full((2,), value)
+
+
+NESTINGS: dict[str, Any] = {
+    "list": lambda t: [t],
+    "tuple": lambda t: (t, 1),
+    "dict": lambda t: {"a": t, 2: "b"},
+    "ordered dict": lambda t: OrderedDict(a=t),
+    "default dict": lambda t: defaultdict(list, a=[t]),
+    "set": lambda t: {t},
+    "frozenset": lambda t: frozenset([t]),
+    "deque": lambda t: deque([t], maxlen=3),
+    "named tuple": lambda t: Pair(t, None),
+    "typed named tuple": lambda t: Typed(t, "n"),
+    "tuple with its own new": lambda t: Sized(t, t),
+    "list subclass": lambda t: Batch([t]),
+    "dataclass": lambda t: Plain(t),
+    "frozen dataclass with slots": lambda t: Frozen(t),
+    "frozen dataclass": FrozenDict,
+    "dictionary and dataclass in one": output,
+    "attrs class": AttrsStyle,
+    "namespace": lambda t: types.SimpleNamespace(x=t),
+    "user dict": lambda t: UserDict(x=t),
+    "object with record_stream": Streamable,
+    "private slot": Private,
+    "registered with pytree": lambda t: Registered(t, "r"),
+    "return type of torch": lambda t: torch.return_types.max((t, t)),
+    "all at once": lambda t: {"a": [Pair(Plain(t, [t]), {"b": (Frozen(t),)})]},
+}
+
+
+@pytest.fixture(params=NESTINGS)
+def nest(request: pytest.FixtureRequest) -> Any:
+    return NESTINGS[request.param]
+
+
+def test_a_tensor_is_found_in_any_nesting(nest: Any) -> None:
+    """Each kind of container is opened, and a tensor in it is given once."""
+    t = x()
+    assert list(map(id, tensors_in(nest(t)))) == [id(t)]
+
+
+def test_a_value_is_built_anew_in_its_own_type(nest: Any) -> None:
+    """Mapping gives the same type with the new tensor in place of the old, which is untouched."""
+    t, other = x(1), x(2)
+    value = nest(t)
+    new = map_tensors(value, lambda _: other)
+    assert type(new) is type(value)
+    assert new is not value
+    assert list(map(id, tensors_in(new))) == [id(other)]
+    assert list(map(id, tensors_in(value))) == [id(t)]
+
+
+def test_a_bare_tensor_is_a_value_too() -> None:
+    """A tensor alone is found and mapped, and so is a parameter."""
+    t, p = x(), torch.nn.Parameter(x())
+    assert list(tensors_in(t)) == [t]
+    assert map_tensors((t, p), id) == (id(t), id(p))
+
+
+def test_what_is_beside_the_tensors_survives() -> None:
+    """Attributes, default factories, lengths and labels come along with a rebuild."""
+    streamable = Streamable(x())
+    streamable.cached = [1, 2]
+    assert map_tensors(streamable, Tensor.clone).cached == [1, 2]
+    listing = Batch([x()])
+    listing.label = "kept"
+    assert map_tensors(listing, Tensor.clone).label == "kept"
+    assert map_tensors(Sized(x(), x()), Tensor.clone).label == "sized"
+    assert map_tensors(deque([x()], maxlen=3), Tensor.clone).maxlen == 3
+    assert map_tensors(defaultdict(list, a=[x()]), Tensor.clone)["new"] == []
+    assert map_tensors(Counter(a=2), Tensor.clone) == Counter(a=2)
+    assert map_tensors(Registered(x(), "r"), Tensor.clone).name == "r"
+    assert map_tensors(Private(x(3)), Tensor.clone).x[0] == 3
+    assert map_tensors(output(x(3)), Tensor.clone)["x"][0] == 3
+
+
+def test_what_is_shared_stays_shared() -> None:
+    """A tensor or a list that is reached twice is mapped once and comes back as one."""
+    t = x()
+    inner = [t]
+    calls: list[Tensor] = []
+
+    def clone(tensor: Tensor) -> Tensor:
+        calls.append(tensor)
+        return tensor.clone()
+
+    new = map_tensors({"a": t, "b": inner, "c": Frozen(t), "d": inner}, clone)
+    assert new["a"] is new["b"][0] is new["c"].x
+    assert new["b"] is new["d"]
+    assert len(calls) == 1
+    assert len(list(tensors_in({"a": t, "b": inner}))) == 1
+
+
+def test_containers_are_new_and_leaves_are_not() -> None:
+    """Whoever appends to the new list leaves the old one as it was; objects are not copied."""
+    thing = Opaque(x())
+    value = {"list": [1], "thing": thing, "fixed": (1, "a")}
+    new = map_tensors(value, Tensor.clone)
+    new["list"].append(2)
+    assert value["list"] == [1]
+    assert new["thing"] is thing
+    assert new["fixed"] is value["fixed"]
+
+
+def test_other_objects_are_leaves() -> None:
+    """Modules, plain objects, arrays, iterators and classes are not looked into."""
+    module = torch.nn.Linear(2, 2)
+    for leaf in (module, Opaque(x()), x().numpy(), iter([x()]), Plain, Streamable, lambda: x()):
+        assert list(tensors_in([leaf])) == []
+        assert map_tensors([leaf], Tensor.clone)[0] is leaf
+
+
+def test_a_module_is_a_leaf_whatever_methods_it_has() -> None:
+    """A module that can record streams is not copied with its weights."""
+
+    class Tower(torch.nn.Linear):
+        def record_stream(self, stream: object) -> None: ...
+
+    tower = Tower(2, 2)
+    assert list(tensors_in(tower)) == []
+    assert map_tensors(tower, Tensor.clone) is tower
+
+
+def test_cycles_are_safe() -> None:
+    """A list that holds itself, also through tuples, is walked once and keeps its shape."""
+    loop: list[Any] = [x()]
+    loop.append(loop)
+    loop.append((loop, "fixed"))
+    assert len(list(tensors_in(loop))) == 1
+    assert len(list(nodes_in(loop))) == 2
+    new = map_tensors(loop, Tensor.clone)
+    assert new[1] is new
+    assert new[2][0] is new
+    assert new is not loop
+
+
+def test_a_cycle_that_begins_at_a_tuple_closes_on_itself() -> None:
+    """The tuple that is built on the way round is the one that is given back."""
+    items: list[Any] = [x()]
+    start = (items,)
+    items.append(start)
+    new = map_tensors(start, Tensor.clone)
+    assert new[0][1] is new
+
+
+def test_children_made_on_the_spot_keep_their_ids() -> None:
+    """Two registered nodes that make their children when asked do not take each other's."""
+    value = [Registered(x(n), str(n)) for n in range(20)]
+    assert [t[0].item() for t in tensors_in(value)] == list(range(20))
+    new = map_tensors(value, Tensor.clone)
+    assert [node.x[0].item() for node in new] == list(range(20))
+
+
+def test_a_class_registered_late_is_opened_from_then_on() -> None:
+    """Having been a leaf is not remembered."""
+
+    class Late:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    value = Late(x())
+    assert list(tensors_in(value)) == []
+    pytree.register_pytree_node(Late, lambda v: ([v.x], None), lambda c, _: Late(*c))
+    assert len(list(tensors_in(value))) == 1
+    assert Late in KINDS
+
+
+def test_a_dataclass_built_on_a_class_in_c_is_rebuilt() -> None:
+    """Where object.__new__ is not allowed, the class's own is used."""
+
+    @dataclass
+    class Failure(Exception):
+        x: Tensor
+
+    assert map_tensors(Failure(x(1)), lambda t: t + 1).x[0] == 2
+
+
+def test_nodes_tell_names_and_children() -> None:
+    """Each container is shown once, with its keys and what it holds."""
+    t = x()
+    value = {"a": [t], "b": Frozen(t)}
+    outer, listing, frozen = nodes_in(value)
+    assert outer.keys == ("a", "b")
+    assert listing.keys == ()
+    assert listing.children[0] is t
+    assert frozen.keys == ("x", "name")
+
+
+# ------------------------------------------------------------------ record_stream
+
+
+class OnDevice(Tensor):
+    """A tensor that says it is on an accelerator and notes the streams that are recorded on it."""
+
+    recorded: list[str]
+    is_cpu = False  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, values: Tensor) -> OnDevice:
+        made = values.as_subclass(cls)
+        made.recorded = []
+        return made
+
+    def record_stream(self, stream: Any) -> None:
+        self.recorded.append(stream)
+
+
+def test_every_tensor_on_the_device_is_recorded_once_per_stream() -> None:
+    """Nested and shared tensors are recorded for all streams; those on the host are let be."""
+    t = OnDevice.of(x())
+    value = {
+        "a": [t, x()],
+        "b": Frozen(t),
+        "c": Streamable(t),
+        "meta": torch.empty(1, device="meta"),
+    }
+    record_stream(value, "s1", "s2")
+    assert t.recorded == ["s1", "s2"]
+
+
+def test_the_gradient_of_a_leaf_is_recorded_with_it() -> None:
+    """A gradient is read through its tensor, so its memory is kept as the tensor's is."""
+    leaf = x().requires_grad_()
+    gradient = OnDevice.of(x())
+    leaf.grad = gradient
+    record_stream([leaf], "s")
+    assert gradient.recorded == ["s"]
+
+
+class Hiding:
+    """Holds tensors where nobody sees them."""
+
+    def __init__(self, shown: object) -> None:
+        self.hidden = Opaque(x())
+        self.shown = shown
+        self.recorded: list[str] = []
+
+    def record_stream(self, stream: str) -> None:
+        self.recorded.append(stream)
+
+
+def test_an_object_that_hides_its_tensors_records_for_itself() -> None:
+    """Its own method is called where no tensor can be seen in it, and only there."""
+    hiding, showing = Hiding(None), Hiding([x()])
+    record_stream([hiding, showing], "s1", "s2")
+    assert hiding.recorded == ["s1", "s2"]
+    assert showing.recorded == []
+
+
+def test_what_an_object_holds_twice_is_not_taken_for_a_tensor() -> None:
+    """An empty list met again says nothing of tensors: the object still records for itself."""
+    empty: list[int] = []
+    hiding = Hiding([empty, empty])
+    record_stream(hiding, "s")
+    assert hiding.recorded == ["s"]
+
+
+def _sparse_tensors() -> Iterator[Tensor]:
+    dense = torch.eye(4)
+    yield dense.to_sparse_coo()
+    yield dense.to_sparse_csr()
+    yield dense.to_sparse_csc()
+    yield dense.to_sparse_bsr((2, 2))
+    yield dense.to_sparse_bsc((2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_tensors_made_of_others_are_recorded_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indices and values of sparse tensors, and the inside of wrappers, own the memory."""
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    recorded: list[torch.layout] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: recorded.append(self.layout))
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for tensor in (*_sparse_tensors(), jagged):
+        recorded.clear()
+        record_stream(tensor, "s")
+        assert len(recorded) >= 2
+        assert set(recorded) == {torch.strided}
+
+
+# ------------------------------------------------------------------------ torchrec
+
+
+@pytest.fixture(scope="module")
+def torchrec() -> Any:
+    return pytest.importorskip("torchrec")
+
+
+@pytest.fixture
+def kjt(torchrec: Any) -> Any:
+    made = torchrec.KeyedJaggedTensor(
+        keys=["f", "g"],
+        values=torch.arange(5),
+        lengths=torch.tensor([1, 2, 0, 2]),
+        weights=torch.ones(5),
+        inverse_indices=(["f", "g"], torch.zeros(2, 2, dtype=torch.long)),
+    )
+    made.offset_per_key()
+    made.offsets()
+    return made
+
+
+def test_a_keyed_jagged_tensor_keeps_its_cached_fields(kjt: Any) -> None:
+    """All tensors are mapped, and what it worked out on the host need not be worked out again."""
+    new = map_tensors(kjt, Tensor.clone)
+    assert type(new) is type(kjt)
+    assert new.keys() == ["f", "g"]
+    assert new._offset_per_key == [0, 3, 5]
+    assert new._stride == kjt._stride
+    assert new.inverse_indices()[0] == ["f", "g"]
+    for name in ("_values", "_weights", "_lengths", "_offsets"):
+        assert getattr(new, name) is not getattr(kjt, name)
+        assert torch.equal(getattr(new, name), getattr(kjt, name))
+    assert new["g"].values().tolist() == [3, 4]
+
+
+def test_torchrec_containers_show_their_tensors(torchrec: Any, kjt: Any) -> None:
+    """Values, weights, lengths, offsets and inverse indices of a KJT; a KT's values."""
+    assert len(list(tensors_in({"kjt": kjt}))) == 5
+    keyed = torchrec.KeyedTensor(["a"], [2], x().reshape(1, 2))
+    assert len(list(tensors_in(keyed))) == 1
+    assert map_tensors(keyed, Tensor.clone).length_per_key() == [2]
+    assert len(list(tensors_in(kjt["f"]))) >= 2
+
+
+def test_a_tensordict_is_rebuilt_whole() -> None:
+    """Nested tensor dicts keep batch size, keys and whether they are locked."""
+    tensordict = pytest.importorskip("tensordict")
+    value = tensordict.TensorDict({"a": x(1), "n": {"b": x(2)}}, batch_size=[2]).lock_()
+    new = map_tensors(value, Tensor.clone)
+    assert type(new) is type(value)
+    assert new.batch_size == value.batch_size
+    assert new.is_locked
+    assert torch.equal(new["n", "b"], x(2))
+    assert new["a"] is not value["a"]

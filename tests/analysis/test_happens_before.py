@@ -1,0 +1,203 @@
+"""The order that a compiled program makes sure of, against clocks carried by real runs of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe._engine.program import ADMIT, RETIRE, Program, compile_plan
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.device.virtual import VirtualDevice
+from swpipe.device.virtual.clocks import Clock, Stamp
+from swpipe.device.virtual.stream_queues import Item
+from tests.support.plans_for_tests import piped
+from tests.support.strategies import random_case
+
+PLANS = 60
+
+
+class Watch:
+    """Tasks that note, at each run, what their thread and their stream know by then.
+
+    Attributes:
+        called: (task, iteration) to the clock of its thread when it was called.
+        returned: (task, iteration) to the step with which it returned.
+        items: (task, iteration) to its piece of device work.
+    """
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.called: dict[tuple[str, int], Clock] = {}
+        self.returned: dict[tuple[str, int], Stamp] = {}
+        self.items: dict[tuple[str, int], Item] = {}
+        self._device = device
+
+    def tasks(self, names: Iterable[str]) -> list[PipelineTask]:
+        """One for each name."""
+        return [PipelineTask(name, partial(self._run, name)) for name in names]
+
+    def _run(self, name: str, ctx: IterContext) -> None:
+        device, run = self._device, (name, ctx.iter_idx)
+        self.called[run] = device.clocks.now()
+        with device.lock:
+            self.items[run] = device.queues.submit(device.current_stream())
+        self.returned[run] = device.clocks.step()
+
+
+def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
+    """What the clocks said in one run on the virtual device."""
+    device = VirtualDevice(seed)
+    watch = Watch(device)
+    options = {"device": device, "host": device.host, "stall_timeout_s": None}
+    with SWPipeline(plan, watch.tasks(plan.schedule), **options) as pipe:  # type: ignore[arg-type]
+        # Drained: the pull that finds the end of the data would wait for the device once more.
+        full = iterations >= plan.depth
+        iterator = iter(range(iterations + full))
+        found = [pipe.progress(iterator) for _ in range(iterations - plan.depth + 1)]
+        found += pipe.drain() if full else pipe.iterate(iterator)
+        assert len(found) == iterations
+    assert not device.violations
+    return watch
+
+
+def random_plans() -> Iterable[PipelinePlan]:
+    """Plans of all kinds; half of them without the dependences that their work would need."""
+    for seed in range(PLANS):
+        plan = random_case(seed, most_tasks=6).plan
+        if seed % 2:
+            keep = random.Random(seed).random()
+            kept = [p for p in plan.deps if random.Random(repr((seed, p))).random() < keep]
+            plan = replace_lists(plan, deps=kept)
+        yield plan
+
+
+def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
+    """The plan with some of its lists changed."""
+    return PipelinePlan.from_dict({**plan.to_dict(), **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distance", [-2, -1, 0, 1, 2])
+def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
+    """In the shortest run that has both iterations, for every pair of tasks: no more, no less."""
+    sure = 0
+    for seed, plan in enumerate(random_plans()):
+        before = HappensBefore.of(plan, streams=True)
+        watch = watched(plan, abs(distance) + 1, seed)
+        i = max(0, -distance)
+        for a, b in product(plan.schedule, repeat=2):
+            first, then = (a, i), (b, i + distance)
+            host = watch.returned[first].before(watch.called[then])
+            device = first != then and watch.items[first].stamp.before(watch.items[then].clock)
+            told = before.host(a, b, distance), before.device(a, b, distance)
+            assert told == (host, device), f"{a} to {b}: {plan}"
+            sure += host + device
+    assert sure > 5 * PLANS if distance >= 0 else sure > PLANS // 10
+
+
+@pytest.mark.slow
+def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
+    """For every pair of iterations of a run of five."""
+    refuted = 0
+    for seed, plan in enumerate(random_plans()):
+        before = HappensBefore.of(plan, streams=True)
+        watch = watched(plan, 5, seed)
+        for a, b, d in product(plan.schedule, plan.schedule, (-1, 0, 1)):
+            if (a, d) != (b, 0):
+                pairs = [((a, i), (b, i + d)) for i in range(5) if 0 <= i + d < 5]
+                for first, then in pairs:
+                    if before.host(a, b, d):
+                        assert watch.returned[first].before(watch.called[then])
+                    if before.device(a, b, d):
+                        assert watch.items[first].stamp.before(watch.items[then].clock)
+                refuted += not before.device(a, b, d)
+    assert refuted > PLANS
+
+
+def two_streams(**more: object) -> PipelinePlan:
+    """A on one stream, B on another, both on the caller's thread."""
+    return PipelinePlan(
+        schedule={"a": TaskSchedule(stream="left"), "b": TaskSchedule(stream="right")},
+        order=["a", "b"],
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_program_order_is_host_order_alone() -> None:
+    """Two streams that nobody joins are in no order on the device."""
+    before = HappensBefore.of(two_streams(), streams=True)
+    assert before.host("a", "b", 0)
+    assert not before.device("a", "b", 0)
+    assert before.device("a", "a", 1)
+
+
+def test_an_event_orders_the_device() -> None:
+    """And with it what its stream was given before."""
+    plan = two_streams(deps=[("b", "a")], pipeline_depth=2)
+    before = HappensBefore.of(plan, streams=True)
+    assert before.device("a", "b", 0)
+    assert before.device("a", "b", 1)
+    assert not before.device("b", "a", 1)
+
+
+def test_back_pressure_orders_the_device() -> None:
+    """What comes after an admission finds the device work of ``depth`` before done."""
+    before = HappensBefore.of(two_streams(pipeline_depth=3), streams=True)
+    assert not before.device("b", "a", 2)
+    assert before.device("b", "a", 3)
+
+
+def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
+    """A program without its host waits has none of the order that its events would bring."""
+    program = compile_plan(piped(), streams=True)
+    assert HappensBefore(program).device("dist", "forward", 0)
+    lanes = [
+        replace(lane, instructions=tuple(replace(i, host_waits=()) for i in lane.instructions))
+        for lane in program.lanes
+    ]
+    careless = HappensBefore(Program(tuple(lanes), program.depth, program.ring, program.order))
+    assert not careless.device("dist", "forward", 0)
+    assert not careless.host("dist", "forward", 0)
+
+
+def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
+    """On the host; and retirement waits for all device work."""
+    before = HappensBefore.of(piped(), streams=True)
+    for name in piped().schedule:
+        assert before.host(ADMIT, name, 0)
+        assert before.host(name, RETIRE, 0)
+        assert before.device(name, RETIRE, 0)
+
+
+def test_admission_has_no_device_work() -> None:
+    """To ask for it is a mistake."""
+    with pytest.raises(ValueError, match="no device work"):
+        HappensBefore.of(piped(), streams=True).device(ADMIT, "h2d", 0)
+
+
+def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:
+    """The consumer waits for the iteration after its own, which the last one does not have.
+
+    B on i waits for A on i + 1, and A on i + 1 for C on i; so B would come after C on its own
+    iteration, were there always one more.
+    """
+    plan = PipelinePlan(
+        schedule={
+            "a": TaskSchedule(stage=0, stream="left"),
+            "b": TaskSchedule(stage=1, stream="right"),
+            "c": TaskSchedule(stage=0, stream="third"),
+        },
+        same_period_deps=[("b", "a")],
+        cross_iter_deps=[("a", "c", 1)],
+        order=["c", "a", "b"],
+    )
+    before = HappensBefore.of(plan, streams=True)
+    assert before.device("a", "b", -1)
+    assert before.device("c", "a", 1)
+    assert not before.device("c", "b", 0)
+    assert before.host("c", "b", 0)

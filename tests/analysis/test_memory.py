@@ -1,0 +1,143 @@
+"""How much the iterations in flight hold at most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe._engine.program import compile_plan
+from swpipe.analysis.memory import Held, bytes_in_flight, in_words, memory_problems, size_problems
+from tests.support.exhaustive import Exhaustive
+from tests.support.plans_for_tests import NAMES, spread
+
+MIB = 2**20
+
+
+def chain(
+    stages: tuple[int, ...], groups: tuple[str, ...] | None = None, depth: int | None = None
+) -> PipelinePlan:
+    """Tasks a, b, c ..., each after the one before; on one thread unless told otherwise."""
+    names = "abcdef"[: len(stages)]
+    groups = groups or ("default",) * len(stages)
+    return PipelinePlan(
+        schedule={
+            name: TaskSchedule(stage=stage, thread_group=group)
+            for name, stage, group in zip(names, stages, groups, strict=True)
+        },
+        deps=list(zip(names[1:], names[:-1], strict=True)),
+        pipeline_depth=depth,
+    )
+
+
+def copies(plan: PipelinePlan, sizes: dict[tuple[str, str], int], *, streams: bool = False) -> int:
+    """How many copies there are of the one attribute."""
+    (held,) = bytes_in_flight(plan, sizes, streams=streams).held
+    return held.copies
+
+
+@pytest.mark.parametrize(("stage", "most"), [(0, 3), (1, 2), (2, 1)])
+def test_an_attribute_lives_from_its_task_to_the_end(stage: int, most: int) -> None:
+    """Of one thread: the later it is set, the fewer there are at once."""
+    assert copies(chain((0, stage, 2)), {("b", "x"): 8}) == most
+
+
+@pytest.mark.parametrize(("stage", "most"), [(0, 1), (1, 1), (2, 2)])
+def test_an_attribute_lives_until_it_is_deleted(stage: int, most: int) -> None:
+    """The sooner, the fewer there are at once; later stages run first, and so delete in time."""
+    assert copies(chain((0, stage, 2)), {("a", "x"): 8, ("b", "x"): 0}) == most
+
+
+def test_what_is_set_anew_lives_twice() -> None:
+    """The old value until the task that replaces it has run, the new one from then on."""
+    found = bytes_in_flight(chain((0, 0, 2)), {("a", "x"): 8, ("b", "x"): 4}, streams=False)
+    assert set(found.held) == {Held("x", "a", 1, 8), Held("x", "b", 3, 4)}
+    assert found.total_bytes == 20
+
+
+def test_a_thread_that_runs_ahead_fills_the_depth() -> None:
+    """Nothing keeps it from it but admission."""
+    plan = chain((0, 1), ("io", "default"), depth=4)
+    assert copies(plan, {("a", "x"): 8, ("b", "x"): 0}) == 4
+    assert copies(chain((0, 1), depth=4), {("a", "x"): 8, ("b", "x"): 0}) == 1
+
+
+def test_on_a_device_with_streams_everything_counts_as_often_as_the_depth() -> None:
+    """The device may be behind by that much, and what is dropped is held."""
+    assert copies(chain((0, 1, 2)), {("a", "x"): 8, ("b", "x"): 0}, streams=True) == 3
+
+
+@pytest.mark.parametrize("depth", [4, 5])
+def test_no_interleaving_has_more_copies_and_some_has_as_many(depth: int) -> None:
+    """Against trying everything: the states in which one is set on i + n, and not gone on i."""
+    plan = replace(spread(), pipeline_depth=depth)
+    found = Exhaustive(compile_plan(plan, streams=False), 6, streams=False, most=10**6)
+    for end in NAMES[1:]:
+        sizes = {("h2d", "x"): 8, (end, "x"): 0}
+        free = [n for n in range(1, 6) if (end, 0) not in found.host_before["h2d", n]]
+        assert copies(plan, sizes) == 1 + max(free, default=0)
+
+
+BIG = {("a", "raw"): 10 * MIB, ("b", "raw"): 0, ("b", "x"): 40 * MIB, ("c", "y"): MIB}
+
+
+def problem(plan: PipelinePlan, budget_bytes: int, *, streams: bool = True) -> str:
+    """The text of the one problem."""
+    (found,) = memory_problems(plan, BIG, budget_bytes, streams=streams)
+    return found.text
+
+
+def test_a_smaller_depth_that_fits_is_named() -> None:
+    """With the bound, the budget and the largest attributes."""
+    plan = chain((0, 0, 1), depth=4)
+    assert problem(plan, 110 * MIB) == (
+        "up to 204 MiB may be in flight at depth 4, more than the budget of 110 MiB; the largest "
+        "are ctx.x of 'b' (4 x 40 MiB), ctx.raw of 'a' (4 x 10 MiB), ctx.y of 'c' (4 x 1 MiB): "
+        "pipeline_depth=2 would fit"
+    )
+    fitting = replace(plan, pipeline_depth=2)
+    assert not list(memory_problems(fitting, BIG, 110 * MIB, streams=True))
+
+
+def test_a_later_stage_that_fits_is_named() -> None:
+    """Where the depth is the least already."""
+    plan = chain((0, 0, 1))
+    assert problem(plan, 60 * MIB, streams=False).endswith("'b' in stage 1 would fit")
+    later = replace(plan, schedule={**plan.schedule, "b": TaskSchedule(stage=1)})
+    assert not list(memory_problems(later, BIG, 60 * MIB, streams=False))
+
+
+def test_a_budget_that_nothing_fits_is_told_so() -> None:
+    """With what one iteration holds."""
+    assert "one iteration alone holds 51 MiB" in problem(chain((0, 0, 1)), 2 * MIB)
+
+
+def test_a_stage_that_would_read_the_future_is_not_advised() -> None:
+    """Its consumers have run by then, or would have to."""
+    plan = chain((0, 0, 0, 1), depth=2)
+    assert "neither a smaller depth nor a later stage" in problem(plan, 60 * MIB, streams=False)
+
+
+def test_sizes_must_be_bytes_of_tasks_that_there_are() -> None:
+    """It says which are not."""
+    wrong = {("a", "x"): -1, ("b", "x"): 1.5, ("z", "x"): 3}
+    texts = [problem.text for problem in size_problems(chain((0, 0)), wrong)]  # type: ignore[arg-type]
+    assert "ctx.x after task 'a' is -1" in texts[0]
+    assert "ctx.x after task 'b' is 1.5" in texts[1]
+    assert "task 'z', which the plan does not schedule" in texts[2]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3 GiB")]
+)
+def test_bytes_in_words(size: int, words: str) -> None:
+    """In the largest unit that fits."""
+    assert in_words(size) == words
+
+
+def test_a_stage_that_contradicts_the_order_is_not_advised() -> None:
+    """In one stage the two would have to run the other way round."""
+    plan = replace(chain((0, 1)), order=("b", "a"))
+    (found,) = memory_problems(plan, {("a", "x"): 10}, 15, streams=False)
+    assert "neither a smaller depth nor a later stage" in found.text

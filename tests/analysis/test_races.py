@@ -1,0 +1,415 @@
+"""A plan is refused exactly if some interleaving breaks the serial order where it matters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe.analysis.checks import check
+from swpipe.analysis.races import check_states, order_problems, serial_effects, stale_problems
+from swpipe.core.dependence import CycleError, period_order
+from swpipe.core.effects import Effects, Place
+from swpipe.core.errors import Problem
+from swpipe.core.plan import DEFAULT_GROUP
+from swpipe.core.task import Mode
+from swpipe.device.virtual import VirtualDevice
+from tests.support.exhaustive import TooManyError
+from tests.support.plans_for_tests import piped
+from tests.support.safety import (
+    KINDS,
+    edges_of,
+    effects_of,
+    fights,
+    is_as_stale_as_allowed,
+    random_pair,
+    small_workload,
+    without,
+)
+from tests.support.strategies import random_plan
+
+SAFE_PLANS = 500
+MUTATED_PLANS = 200
+STALE_PLANS = 300
+
+X = Place("x", outlives=False)
+MODEL = Place("model", outlives=True)
+READS_MODEL = Effects(reads=frozenset({MODEL}))
+CHANGES_MODEL = Effects(reads=frozenset({MODEL}), writes=frozenset({MODEL}))
+
+
+def named(problems: list[Problem]) -> set[frozenset[str]]:
+    """The pairs of tasks that problems name."""
+    return {frozenset(problem.tasks) for problem in problems}
+
+
+# ------------------------------------------------------------------- against trying everything
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
+def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None:
+    """No false alarm on 500 safe plans; all unsafe ones refused, for the pairs at fault."""
+    safe = unsafe = threaded = too_large = 0
+    for seed in count():
+        plan, workload = random_pair(seed)
+        effects = effects_of(workload)
+        try:
+            broken = fights(plan, effects, streams=streams)
+        except TooManyError:
+            too_large += 1
+            continue
+        assert named(order_problems(plan, effects, streams=streams)) == broken, f"seed {seed}"
+        safe += not broken
+        unsafe += bool(broken)
+        groups = {entry.thread_group for entry in plan.schedule.values()}
+        threaded += not broken and len(groups) > 1
+        if safe == SAFE_PLANS:
+            break
+    assert too_large < SAFE_PLANS // 5
+    assert unsafe > SAFE_PLANS // 5
+    assert threaded > SAFE_PLANS // 2
+
+
+@pytest.mark.slow
+def test_what_lies_further_apart_follows() -> None:
+    """In runs of four iterations nothing else goes wrong than in runs of two."""
+    explored = 0
+    for seed in range(60):
+        plan, workload = random_pair(seed, most_tasks=3)
+        effects = effects_of(workload)
+        for streams in KINDS:
+            with suppress(TooManyError):
+                broken = fights(plan, effects, streams=streams, iterations=(3, 4))
+                assert named(order_problems(plan, effects, streams=streams)) == broken
+                explored += 1
+    assert explored > 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
+def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bool) -> None:
+    """Each edge of 200 valid plans is taken out in turn."""
+    needed = spare = 0
+    for seed in range(MUTATED_PLANS):
+        rng = random.Random(seed)
+        workload = small_workload(rng)
+        plan, effects = random_plan(rng, workload), effects_of(workload)
+        assert not order_problems(plan, effects, streams=streams)
+        for edge in edges_of(plan):
+            mutant = without(plan, edge)
+            try:
+                broken = fights(mutant, effects, streams=streams)
+            except TooManyError:
+                continue
+            pairs = named(order_problems(mutant, effects, streams=streams))
+            assert pairs == broken, f"seed {seed}, without {edge}"
+            lost = frozenset(map(str, edge[1][:2])) in pairs
+            needed += lost
+            spare += not lost
+    assert needed > MUTATED_PLANS
+    assert spare > MUTATED_PLANS // 4
+
+
+def stale_pair(seed: int) -> tuple[PipelinePlan, dict[str, Effects]]:
+    """Tasks that use one state, few of them in order, and a plan that allows some staleness."""
+    rng = random.Random(seed)
+    names = ["a", "b", "c"][: rng.choice((2, 2, 3))]
+    plan = PipelinePlan(
+        schedule={
+            name: TaskSchedule(
+                stage=rng.randint(0, 2),
+                stream=rng.choice((None, None, "s")),
+                thread_group=rng.choice((DEFAULT_GROUP, DEFAULT_GROUP, "io")),
+            )
+            for name in names
+        },
+        stale={"model": rng.randint(1, 2)},
+    )
+    for _ in range(rng.randint(0, 4)):
+        pair = (rng.choice(names), rng.choice(names))
+        far = (*pair, rng.randint(1, 2))
+        wider = rng.choice(
+            (
+                replace(plan, deps=[*plan.deps, pair]),
+                replace(plan, cross_iter_deps=[*plan.cross_iter_deps, far]),
+                replace(plan, same_period_deps=[*plan.same_period_deps, pair]),
+            )
+        )
+        with suppress(PlanError):
+            check(wider, [PipelineTask(name, print) for name in names])
+            plan = wider
+    uses = (READS_MODEL, READS_MODEL, CHANGES_MODEL, Effects(writes=frozenset({MODEL})))
+    return plan, {name: rng.choice(uses) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
+def test_staleness_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
+    streams: bool,
+) -> None:
+    """By no more iterations than the plan says, whichever way the threads go."""
+    accepted = refused = late = 0
+    for seed in range(STALE_PLANS):
+        plan, effects = stale_pair(seed)
+        try:
+            fine = is_as_stale_as_allowed(plan, effects, streams=streams, iterations=(1, 2, 3, 4))
+        except TooManyError:
+            continue
+        assert fine == (not order_problems(plan, effects, streams=streams)), f"seed {seed}"
+        accepted += fine
+        refused += not fine
+        strict = replace(plan, stale={})
+        late += fine and bool(order_problems(strict, effects, streams=streams))
+    assert accepted + refused > 0.9 * STALE_PLANS
+    assert min(accepted, refused) > STALE_PLANS // 5
+    assert late > STALE_PLANS // 20
+
+
+# ------------------------------------------------------------------------------- what it says
+
+
+def two(
+    first: TaskSchedule | None = None, then: TaskSchedule | None = None, **more: object
+) -> PipelinePlan:
+    """Two tasks; on threads of their own unless told otherwise."""
+    schedule = {"a": first or TaskSchedule(thread_group="io"), "b": then or TaskSchedule()}
+    return PipelinePlan(schedule=schedule, **more)  # type: ignore[arg-type]
+
+
+def says(
+    plan: PipelinePlan, effects: Mapping[str, Effects], *, streams: bool | None = False
+) -> list[str]:
+    """The texts of the problems."""
+    return [problem.text for problem in order_problems(plan, effects, streams=streams)]
+
+
+SET_AND_READ = {"a": Effects(writes=frozenset({X})), "b": Effects(reads=frozenset({X}))}
+
+
+def test_an_attribute_that_may_be_read_too_soon() -> None:
+    """The pair, the iterations, the place, the hazard, and the line to paste."""
+    (text,) = says(two(), SET_AND_READ)
+    assert text == (
+        "'b' on iteration i must come after 'a' on iteration i, but may come before it, and both "
+        'touch ctx.x (read after write): add deps=[("b", "a")]'
+    )
+    assert not says(two(deps=[("b", "a")]), SET_AND_READ)
+
+
+def test_a_state_that_may_be_read_too_soon() -> None:
+    """By the iteration after; the mend is an edge across iterations."""
+    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
+    plan = two(deps=[("b", "a")], pipeline_depth=2)
+    (text,) = says(plan, effects)
+    assert text == (
+        "'a' on iteration i must come after 'b' on iteration i - 1, but may come before it, and "
+        'both touch state \'model\' (read after write): add cross_iter_deps=[("a", "b", 1)]'
+    )
+    assert not says(replace(plan, cross_iter_deps=[("a", "b", 1)]), effects)
+
+
+def test_a_read_that_always_comes_too_soon_may_be_meant() -> None:
+    """By its stages a read is always late, and the message says how to allow it."""
+    plan = PipelinePlan({"a": TaskSchedule(stage=0), "b": TaskSchedule(stage=2)}, order=["a", "b"])
+    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
+    (text,) = says(plan, effects, streams=None)
+    assert text == (
+        "'a' on iteration i must come after 'b' on iteration i - 1, but always comes before it, "
+        "and both touch state 'model' (read after write): move 'a' from stage 0 to 1 or later, or "
+        '\'b\' from stage 2 to 1 or earlier, and add cross_iter_deps=[("a", "b", 1)]; or, if '
+        "reads may be 2 behind, say stale={'model': 2}"
+    )
+    assert not says(replace(plan, stale={"model": 2}), effects, streams=None)
+    (further,) = says(replace(plan, stale={"model": 1}), effects)
+    assert "iteration i - 2, but always comes before it" in further
+
+
+def test_staleness_must_not_be_a_matter_of_luck() -> None:
+    """One thread may run ahead of the other: what it reads depends on by how much."""
+    plan = two(TaskSchedule(thread_group="io"), TaskSchedule(stage=1), stale={"model": 1})
+    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
+    (text,) = says(replace(plan, deps=[("b", "a")]), effects)
+    assert text == (
+        "'a' on iteration i comes now before, now after 'b' on iteration i - 1, and both touch "
+        "state 'model' (read after write): stale reads are allowed, but must be the same in every "
+        'run: add cross_iter_deps=[("a", "b", 1)]; or, to read the older one, add '
+        'same_period_deps=[("b", "a")]'
+    )
+    late = replace(plan, same_period_deps=[("b", "a")], cross_iter_deps=[("a", "b", 2)])
+    assert not says(late, effects, streams=None)
+    assert not says(replace(plan, cross_iter_deps=[("a", "b", 1)], deps=[("b", "a")]), effects)
+
+
+def test_the_older_state_is_offered_only_where_the_two_meet_in_one_period() -> None:
+    """Elsewhere ``same_period_deps`` would say something else."""
+    plan = two(deps=[("b", "a")], pipeline_depth=2, stale={"model": 1})
+    (text,) = says(plan, {"a": READS_MODEL, "b": CHANGES_MODEL})
+    assert text.endswith('must be the same in every run: add cross_iter_deps=[("a", "b", 1)]')
+
+
+def test_a_write_after_a_stale_read_stays_where_it_is() -> None:
+    """Staleness lets nobody read what a serial run would write only later."""
+    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
+    (text, *_) = says(two(order=["b", "a"], stale={"model": 3}), effects)
+    assert "'b' on iteration i must come after 'a' on iteration i, but" in text
+
+
+def test_writers_keep_their_order_whatever_is_stale() -> None:
+    """Two that write cannot be exchanged."""
+    effects = {"a": CHANGES_MODEL, "b": CHANGES_MODEL}
+    assert says(two(stale={"model": 3}), effects)
+
+
+def test_an_attribute_is_never_stale() -> None:
+    """Though a state of the same name may be."""
+    turned = two(TaskSchedule(), TaskSchedule(), order=["b", "a"], stale={"x": 2})
+    assert says(turned, SET_AND_READ)
+
+
+def test_an_edge_that_would_close_a_cycle_is_not_advised() -> None:
+    """What stands in its way is named instead."""
+    plan = two(TaskSchedule(), TaskSchedule(), order=["b", "a"])
+    (text,) = says(plan, SET_AND_READ)
+    assert text.endswith(
+        "always comes before it, and both touch ctx.x (read after write): to add "
+        "deps=[(\"b\", \"a\")] would make a cycle ('a' after 'b' after 'a'): take out what puts "
+        "'b' first, or move 'b' to stage 1 or later, and add it"
+    )
+
+
+def test_a_plan_that_only_streams_keep_right_is_refused_for_the_cpu() -> None:
+    """One named stream orders two threads; a CPU has no streams."""
+    plan = two(TaskSchedule(stream="s", thread_group="io"), TaskSchedule(stream="s"), order="ab")
+    assert not says(plan, SET_AND_READ, streams=True)
+    (text,) = says(plan, SET_AND_READ, streams=None)
+    assert text.startswith("on a device without streams, such as the CPU: 'b' on iteration i")
+    assert says(plan, SET_AND_READ, streams=False) == [text.partition(": ")[2]]
+
+
+def test_a_plan_that_only_a_thread_keeps_right_is_refused_for_streams() -> None:
+    """Two streams that nothing joins."""
+    plan = two(TaskSchedule(stream="s"), TaskSchedule(), order="ab")
+    assert not says(plan, SET_AND_READ, streams=False)
+    (text,) = says(plan, SET_AND_READ, streams=None)
+    assert text.startswith("on a device with streams (here 's' and the caller's): 'b' on")
+
+
+def test_many_places_make_one_problem() -> None:
+    """A pair is named once, with the first few places."""
+    places = frozenset(Place(f"x{n}", outlives=False) for n in range(6))
+    table = {"a": Effects(writes=places), "b": Effects(reads=places)}
+    (text,) = says(two(), table)
+    assert "ctx.x3 (read after write) and 2 more: add" in text
+
+
+def test_every_mend_mends() -> None:
+    """To add the edges that the messages of random plans advise leaves nothing to complain of."""
+    mended = 0
+    for seed in range(120):
+        plan, workload = random_pair(seed)
+        effects = effects_of(workload)
+        before = order_problems(plan, effects)
+        texts = [problem.text.partition(": add ")[2] for problem in before]
+        if before and all(texts):
+            given = [eval(f"dict({text.partition(';')[0]})") for text in texts]
+            more = {
+                key: [*getattr(plan, key), *(e for g in given for e in g.get(key, ()))]
+                for key in ("deps", "cross_iter_deps")
+            }
+            try:
+                period_order(replace(plan, **more))
+            except CycleError:
+                continue  # each alone could be added
+            assert not order_problems(replace(plan, **more), effects)
+            mended += 1
+    assert mended > 15
+
+
+# ------------------------------------------------------------------------------ around it
+
+
+def test_a_state_that_nobody_touches_cannot_be_stale() -> None:
+    """A slip of the pen would otherwise allow nothing, silently."""
+    (problem,) = stale_problems(two(stale={"modle": 1}), {"a": READS_MODEL, "b": Effects()})
+    assert "'modle', which no task touches (touched are: model)" in problem.text
+
+
+def test_serial_order_is_that_of_the_pipeline() -> None:
+    """As given, but for the dependences within an iteration."""
+    plan = two(deps=[("a", "b")])
+    assert list(serial_effects(plan, {"a": READS_MODEL})) == ["b", "a"]
+    assert serial_effects(plan, {"a": READS_MODEL})["b"] == Effects()
+
+
+def declaring(name: str, mode: Mode) -> PipelineTask:
+    """A task that declares what it does with the model."""
+    return PipelineTask(name, lambda ctx: None, io=[DeclaredIO(state="model", mode=mode)])
+
+
+TASKS = [
+    *(PipelineTask(name, lambda ctx: None) for name in ("h2d", "dist")),
+    declaring("forward", "r"),
+    PipelineTask("backward", lambda ctx: None),
+    declaring("step", "rw"),
+]
+
+
+def test_a_pipeline_refuses_states_out_of_order() -> None:
+    """With the pair, the mend, and the grid; before the first batch."""
+    plan = replace(piped(), cross_iter_deps=[])
+    plan = replace(
+        plan, schedule={**plan.schedule, "forward": TaskSchedule(stage=2, thread_group="gpu")}
+    )
+    with pytest.raises(PlanError, match=r'add cross_iter_deps=\[\("forward", "step", 1\)\]') as e:
+        SWPipeline(plan, TASKS, device="cpu")
+    assert "forward [gpu]" in e.value.grid
+    assert "0!" in e.value.grid
+    mended = replace(plan, cross_iter_deps=[("forward", "step", 1)])
+    SWPipeline(mended, TASKS, device="cpu").close()
+
+
+def test_a_pipeline_asks_for_the_device_that_it_has() -> None:
+    """The same plan may do on one device, and not on the other."""
+    plan = replace(piped(), cross_iter_deps=[])
+    plan = replace(
+        plan, schedule={**plan.schedule, "forward": TaskSchedule(stage=2, stream="side")}
+    )
+    SWPipeline(plan, TASKS, device="cpu").close()
+    device = VirtualDevice()
+    with pytest.raises(PlanError, match="'forward' on iteration i must come after 'step'"):
+        SWPipeline(plan, TASKS, device=device, host=device.host)
+
+
+def test_declared_states_of_a_right_plan_pass() -> None:
+    """On both kinds of device."""
+    for streams in KINDS:
+        check_states(piped(), TASKS, streams=streams)
+
+
+def stages_and_groups() -> Iterator[tuple[int, str]]:
+    """Places for a task."""
+    for stage in range(3):
+        yield from ((stage, DEFAULT_GROUP), (stage, "io"))
+
+
+def test_two_tasks_on_one_state_everywhere() -> None:
+    """Every placement of a reader and a writer without edges, against trying everything."""
+    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
+    refused = 0
+    for stage_a, group_a in stages_and_groups():
+        for stage_b, group_b in stages_and_groups():
+            plan = two(
+                TaskSchedule(stage_a, thread_group=group_a),
+                TaskSchedule(stage_b, thread_group=group_b),
+            )
+            check(plan, [PipelineTask(name, print) for name in "ab"])
+            broken = fights(plan, effects, streams=False)
+            assert named(order_problems(plan, effects, streams=False)) == broken
+            refused += bool(broken)
+    assert 0 < refused < 36

@@ -1,0 +1,272 @@
+"""Plans that are verified: those that ship, one edge less at a time, and what else can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe.analysis import verify
+from swpipe.analysis.races import serial_effects
+from swpipe.core.effects import Effects, Place
+from swpipe.planning import recsys14
+from swpipe.plans import clicks, sparse_dist
+from tests.support.plans_for_tests import piped
+from tests.support.safety import KINDS, edges_of, fights, without
+
+STATES = {"model", "optimizer", "gradients", "histogram", "guard", "tables", "cache", "dense"}
+
+
+def touching(reads: str = "", writes: str = "") -> Effects:
+    """Effects from names between spaces; ``STATES`` outlive an iteration."""
+    return Effects(frozenset(places(reads.split())), frozenset(places(writes.split())))
+
+
+def places(names: Iterable[str]) -> Iterable[Place]:
+    """What these names stand for."""
+    return (Place(name, name in STATES) for name in names)
+
+
+CLICKS = {
+    "read": touching("batch", "raw"),
+    "decode": touching("batch raw", "frame rejected raw"),
+    "hash": touching("frame", "host frame"),
+    "copy": touching("host", "inputs host"),
+    "embed": touching("inputs model", "embedded"),
+    "forward": touching("inputs embedded model batch guard", "logits loss guard"),
+    "backward": touching("loss model", "gradients"),
+    "step": touching("gradients optimizer model", "optimizer model"),
+    "auc": touching("logits inputs histogram", "histogram"),
+}
+"""What the click job's tasks touch."""
+
+CHAIN = {
+    "h2d": touching("batch", "here"),
+    "dist": touching("here", "ids"),
+    "forward": touching("ids model", "loss"),
+    "backward": touching("loss model gradients", "gradients"),
+    "step": touching("gradients model", "gradients model"),
+}
+"""What the tasks of the design's example touch."""
+
+SPLIT = {
+    sparse_dist.COPY: touching("batch", "batch"),
+    sparse_dist.START: touching("batch", "pipeline"),
+    sparse_dist.WAIT: touching("pipeline", "pipeline"),
+    sparse_dist.PREFETCH: touching("pipeline cache", "pipeline cache"),
+    sparse_dist.EMBED: touching("pipeline tables cache", "pipeline cache"),
+    sparse_dist.DENSE: touching("batch pipeline dense", "losses output pipeline"),
+    sparse_dist.LOSS: touching("losses", "loss"),
+    sparse_dist.DENSE_BACK: touching("loss pipeline gradients", "pipeline gradients"),
+    sparse_dist.EMBED_BACK: touching(
+        "pipeline tables optimizer gradients", "pipeline tables gradients"
+    ),
+    sparse_dist.FINALIZE: touching("gradients", "gradients"),
+    sparse_dist.STEP: touching(
+        "gradients dense optimizer tables", "gradients dense optimizer tables"
+    ),
+}
+"""What the recommender's tasks touch with the split forward: the most of all that they may."""
+
+
+def on_paper(plan: PipelinePlan) -> dict[str, Effects]:
+    """Effects that ask for just the dependences of a plan: what each consumer reads, of each."""
+    table = dict.fromkeys(serial_effects(plan, {}), Effects())
+    for consumer, producer, distance in (
+        *((*pair, 0) for pair in plan.deps),
+        *plan.cross_iter_deps,
+    ):
+        place = frozenset({Place(f"of {producer} for {consumer}", bool(distance))})
+        table[producer] |= Effects(writes=place)
+        table[consumer] |= Effects(reads=place)
+    return table
+
+
+SHIPPED: dict[str, tuple[PipelinePlan, dict[str, Effects]]] = {
+    **{f"clicks {name}": (make(), CLICKS) for name, make in clicks.PLANS.items()},
+    **{f"sparse-dist {name}": (make(), SPLIT) for name, make in sparse_dist.PLANS.items()},
+    "recsys14": (recsys14.plan(), on_paper(recsys14.plan())),
+    "design": (piped(), CHAIN),
+}
+"""Plans, and what their tasks touch, in serial order."""
+
+NEEDED = {
+    "clicks serial": 0,
+    "clicks pipelined": 2,
+    "sparse-dist serial": 0,
+    "sparse-dist sparse_dist": 2,
+    "sparse-dist prefetch": 3,
+    "sparse-dist split": 3,
+    "recsys14": 4,
+    "design": 2,
+}
+"""Plans without staleness, and how many of their edges they cannot be without."""
+
+
+def named(error: PlanError) -> set[frozenset[str]]:
+    """The pairs that a refusal names."""
+    return {frozenset(problem.tasks) for problem in error.problems}
+
+
+@pytest.mark.parametrize(("plan", "effects"), SHIPPED.values(), ids=SHIPPED)
+def test_a_shipped_plan_is_right_on_both_kinds_of_device(
+    plan: PipelinePlan, effects: dict[str, Effects]
+) -> None:
+    """And there was something to check."""
+    assert verify(plan, effects=effects).orders > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_shipped_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(name: str) -> None:
+    """Each edge is taken out in turn; those that others imply are not missed."""
+    plan, effects = SHIPPED[name]
+    missed = 0
+    for key, entry in edges_of(plan):
+        mutant = without(plan, (key, entry))
+        broken = fights(mutant, effects, streams=False)
+        # Two iterations of the click job's two threads and two streams are too many to try.
+        iterations = (1,) if name == "clicks pipelined" else (1, 2)
+        broken |= fights(mutant, effects, streams=True, iterations=iterations, most=10**5)
+        pairs: set[frozenset[str]] = set()
+        try:
+            verify(mutant, effects=effects)
+        except PlanError as error:
+            pairs = named(error)
+        assert pairs == broken, f"without {entry}"
+        pair = frozenset(map(str, entry[:2]))
+        assert pair in pairs or not pairs
+        missed += pair in pairs
+    assert missed == NEEDED[name]
+
+
+def test_serial_is_right_whatever_the_tasks_touch() -> None:
+    """Everything on one thread and stream."""
+    plan = PipelinePlan.serial([PipelineTask(name, print) for name in CLICKS])
+    assert verify(plan, effects=CLICKS).orders == verify(clicks.serial(), effects=CLICKS).orders
+
+
+def unconnected(**more: object) -> PipelinePlan:
+    """Two tasks on threads of their own."""
+    schedule = {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule()}
+    return PipelinePlan(schedule=schedule, **more)  # type: ignore[arg-type]
+
+
+def test_declared_states_are_checked_without_effects() -> None:
+    """What the tasks say of themselves is enough for what they say."""
+    tasks = [PipelineTask(name, print, io=[DeclaredIO(state="log")]) for name in "ab"]
+    with pytest.raises(PlanError, match="'b' on iteration i must come after 'a' on iteration i"):
+        verify(unconnected(), tasks)
+    mended = unconnected(deps=[("b", "a")], cross_iter_deps=[("a", "b")])
+    assert verify(mended, tasks).orders == 5
+    assert verify(replace(mended, tasks=tuple(tasks))).orders == 5
+
+
+def test_declared_and_recorded_effects_are_joined() -> None:
+    """One task was seen to write what another one declares to read."""
+    tasks = [PipelineTask("a", print), PipelineTask("b", print, io=[DeclaredIO(state="model")])]
+    effects = {"a": touching("", "model"), "b": touching()}
+    assert verify(unconnected(), tasks, {"a": touching(), "b": touching()}).orders == 1
+    with pytest.raises(PlanError, match="state 'model'"):
+        verify(unconnected(), tasks, effects)
+
+
+def test_tasks_that_touch_nothing_leave_nothing_to_check() -> None:
+    """And the result says so."""
+    assert verify(unconnected(), [PipelineTask(name, print) for name in "ab"]).orders == 0
+
+
+def test_the_order_of_recorded_effects_must_be_kept() -> None:
+    """A dependence the other way round is no excuse; without a recording it says what is serial."""
+    effects = {"a": touching("", "x"), "b": touching("x")}
+    turned = unconnected(deps=[("a", "b")])
+    with pytest.raises(PlanError, match="would make a cycle"):
+        verify(turned, effects=effects)
+    io = {"a": "w", "b": "r"}
+    tasks = [PipelineTask(n, print, io=[DeclaredIO(state="s", mode=m)]) for n, m in io.items()]
+    verify(replace(turned, cross_iter_deps=[("b", "a", 1)]), tasks)
+
+
+def test_everything_wrong_is_listed_at_once() -> None:
+    """Orders, staleness and memory, with the grid."""
+    plan = unconnected(stale={"modle": 1}, pipeline_depth=2)
+    effects = {"a": touching("model", "x"), "b": touching("x model", "model")}
+    with pytest.raises(PlanError) as caught:
+        verify(plan, effects=effects, sizes={("a", "x"): 2**20}, budget_bytes=2**20)
+    texts = [problem.text for problem in caught.value.problems]
+    assert len(texts) == 4
+    assert "'modle', which no task touches" in texts[0]
+    assert "up to 2 MiB may be in flight" in texts[-1]
+    assert "a [io]" in caught.value.grid
+
+
+def test_memory_that_fits_is_told() -> None:
+    """The bound, which is larger on a device with streams."""
+    plan, effects = unconnected(deps=[("b", "a")], pipeline_depth=3), {
+        "a": touching("", "x"),
+        "b": touching("x", "x"),
+    }  # fmt: skip
+    sizes = {("a", "x"): 2**20, ("b", "x"): 0}
+    found = verify(plan, effects=effects, sizes=sizes, budget_bytes=3 * 2**20).footprint
+    assert found is not None
+    assert found.total_bytes == 3 * 2**20
+    one_thread = PipelinePlan.serial([PipelineTask(name, print) for name in "ab"])
+    deep = replace(one_thread, pipeline_depth=3)
+    with pytest.raises(PlanError, match="up to 3 MiB"):
+        verify(deep, effects=effects, sizes=sizes, budget_bytes=2**20)
+    verify(deep, effects=effects, sizes=sizes, budget_bytes=2**20, streams=False)
+
+
+@pytest.mark.parametrize("streams", [None, *KINDS])
+def test_one_kind_of_device_may_be_asked_for(streams: bool | None) -> None:
+    """A stream that orders two threads orders them where there are streams."""
+    plan = PipelinePlan(
+        {"a": TaskSchedule(stream="s", thread_group="io"), "b": TaskSchedule(stream="s")},
+        order=["a", "b"],
+    )
+    effects = {"a": touching("", "x"), "b": touching("x")}
+    if streams:
+        verify(plan, effects=effects, streams=streams)
+    else:
+        with pytest.raises(PlanError, match="'b' on iteration i must come after 'a'"):
+            verify(plan, effects=effects, streams=streams)
+
+
+@pytest.mark.parametrize(
+    ("effects", "says"),
+    [
+        ({"a": touching()}, "nothing is known of what task 'b' touches"),
+        (dict.fromkeys("abc", touching()), "effects name task 'c', which the plan does not"),
+    ],
+)
+def test_effects_of_other_tasks_are_refused(effects: dict[str, Effects], says: str) -> None:
+    """Each name that is too many or missing."""
+    with pytest.raises(PlanError, match=says):
+        verify(unconnected(), effects=effects)
+
+
+def test_a_plan_that_cannot_run_is_refused_first() -> None:
+    """With what is wrong with it, tasks or no tasks."""
+    with pytest.raises(PlanError, match="future read"):
+        verify(
+            PipelinePlan({"a": TaskSchedule(stage=1), "b": TaskSchedule()}, deps=[("b", "a")]),
+            effects=dict.fromkeys("ab", touching()),
+        )
+    with pytest.raises(PlanError, match="'b', which is not among the tasks"):
+        verify(unconnected(), [PipelineTask("a", print)])
+
+
+def test_sizes_are_looked_at_first() -> None:
+    """A size that is none is told as itself."""
+    with pytest.raises(PlanError, match=r"ctx.x after task 'a' is -1"):
+        verify(unconnected(), effects=dict.fromkeys("ab", touching()), sizes={("a", "x"): -1})
+
+
+def test_a_call_without_anything_to_check_is_a_mistake() -> None:
+    """Neither tasks nor effects, and a budget for nothing."""
+    with pytest.raises(TypeError, match="needs the tasks, or a table of their effects"):
+        verify(unconnected())
+    with pytest.raises(TypeError, match="a budget needs sizes"):
+        verify(unconnected(), effects=dict.fromkeys("ab", touching()), budget_bytes=1)

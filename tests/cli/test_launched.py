@@ -1,0 +1,402 @@
+"""The command line under torchrun: rank 0 speaks, and all ranks end alike."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from swpipe import PipelinePlan
+from swpipe._distributed.agreement import Facts, differences
+from swpipe.cli import launched as ranks
+from swpipe.cli.app import main
+from swpipe.cli.inputs import job_class, load_plan
+from swpipe.cli.user_errors import UserError
+from swpipe.plans import sharded_clicks
+from swpipe.plans.clicks import PLANS
+from swpipe.trace import Trace
+from tests.tasks.rows import lines, row, write_log
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torchrec") is None or find_spec("polars") is None,
+    reason="needs swpipe[clicks] and TorchRec",
+)
+ROOT = Path(__file__).parents[2]
+
+
+class Done(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        out: What was printed.
+        err: What was said on stderr.
+        codes: Exit codes, by rank; empty where all went well.
+    """
+
+    out: str
+    err: str
+    codes: dict[int, int]
+
+    @property
+    def told(self) -> list[str]:
+        """What swpipe said on stderr."""
+        return [line for line in self.err.splitlines() if line.startswith("swpipe: ")]
+
+
+def torchrun(*args: object, program: tuple[str, ...] = ("-m", "swpipe")) -> Done:
+    """Run the command line on two ranks."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, *launch, *program, *map(str, args)],
+        cwd=ROOT,
+        # The planner as it stands: to compile it takes longer, and all ranks would do so.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,  # most of it goes into importing torch, on a busy machine
+        check=False,
+    )
+    told = re.findall(r"rank +: (\d+).*\n +exitcode +: (-?\d+)", done.stderr)
+    return Done(done.stdout, done.stderr, {int(rank): int(code) for rank, code in told})
+
+
+def test_two_ranks_train_bit_equal_under_two_plans(tmp_path: Path) -> None:
+    """One bar, one table, one timeline: those of rank 0."""
+    log, held_out = write_log(tmp_path / "log.tsv", 60), write_log(tmp_path / "held.tsv", 25)
+    timeline = tmp_path / "timeline.json"
+    done = torchrun(
+        "train", "--data", log, "--held-out", held_out, "--batch-size", 8, "--steps", 6,
+        "--compare", "serial,sparse_dist", "--timeline", timeline,
+    )  # fmt: skip
+    assert done.codes == {}, done.err
+    assert done.out.count("serial and sparse_dist: bit-equal: 6 losses and 37 parameters") == 1
+    assert done.out.count("held-out rows: AUC ") == 1
+    assert done.out.count("data: 60 rows, none malformed") == 1
+    assert done.err.count(" 0/12 ") == 1  # a bar begins once, and may be drawn again at its end
+    assert {span.task for span in Trace.load(timeline).spans} >= set(sharded_clicks.TASKS)
+
+
+def test_what_one_rank_finds_wrong_is_told_once(tmp_path: Path) -> None:
+    """The malformed row is rank 1's; rank 0 tells, and both end with exit code 2."""
+    log = tmp_path / "log.tsv"
+    good = write_log(log, 60).read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(good[:13]) + lines(row({0: "7"})) + b"".join(good[13:]))
+    done = torchrun("train", "--data", log, "--batch-size", 8, "--strict")
+    (told,) = done.told
+    assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
+    assert done.codes == {0: 2, 1: 2}
+
+
+def test_two_ranks_measure_plan_and_train_together(tmp_path: Path) -> None:
+    """Both come to the same plan, and it gives the numbers of the serial one."""
+    log = write_log(tmp_path / "log.tsv", 60)
+    done = torchrun("train", "--data", log, "--batch-size", 8, "--compare", "serial,auto")
+    assert done.codes == {}, done.err
+    assert done.out.count("serial and auto: bit-equal: 4 losses and 37 parameters") == 1
+    assert re.findall(
+        r"^auto: [\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
+    )
+    assert "Tried side by side: planned from costs alone " in done.out
+    assert "auto: expected " in done.out
+    assert done.err.count("recording what the tasks of clicks touch") == 1
+
+
+APART = """
+import os, sys
+from swpipe.cli import main
+*told, folder = sys.argv[1:]
+main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
+"""
+
+
+def test_ranks_with_different_plan_files_are_told_so_once(tmp_path: Path) -> None:
+    """In one line, with what differs and where; no batch is read, nor the data looked at."""
+    script, plan = tmp_path / "apart.py", sharded_clicks.PLANS["sparse_dist"]()
+    script.write_text(APART)
+    plan.save(tmp_path / "plan0.toml")
+    replace(plan, pipeline_depth=plan.depth + 1).save(tmp_path / "plan1.toml")
+    done = torchrun("train", "--data", "no.tsv", tmp_path, program=(str(script),))
+    (told,) = done.told
+    assert told.startswith("swpipe: the ranks were told different things: plan 1, digest: ")
+    assert f"; plan 1, depth: {plan.depth} on rank 0, {plan.depth + 1} on rank 1. Start all" in told
+    assert told.endswith("with the same command, and with the same plan files on every node")
+    assert done.err.count("Traceback") == 1  # torchrun's own
+    assert done.codes == {0: 2, 1: 2}
+
+
+def test_ranks_have_to_be_told_the_same_command() -> None:
+    """Its options and plans count; where a node has its files does not."""
+    plan = sharded_clicks.PLANS["serial"]()
+
+    def facts(**params: object) -> Facts:
+        return ranks.facts_of("train", params, [plan])
+
+    same = facts(steps=6, data=[Path("here")]), facts(steps=6, data=[Path("there")])
+    assert differences(same) == ""
+    apart = facts(steps=6, held_out=[Path("here")]), facts(steps=7, held_out=None)
+    assert differences(apart) == (
+        "--steps: 6 on rank 0, 7 on rank 1; --held-out: 1 files on rank 0, 0 files on rank 1"
+    )
+    planned = ranks.facts_of("train", {}, [None]), ranks.facts_of("train", {}, [plan])
+    assert "plan 1, digest: yet to be made on rank 0, " in differences(planned)
+
+
+FAILING = """
+import atexit
+import time
+import torch.distributed as dist
+from swpipe.cli import main
+from swpipe.tasks.clicks.sharded import ShardedClickJob
+
+hash = ShardedClickJob.hash
+def fail(self, ctx):
+    if dist.get_rank() == 1 and ctx.iter_idx == 3:
+        print("BEGIN", time.time(), flush=True, file=__import__("sys").__stdout__)
+        raise ZeroDivisionError("planted on rank one")
+    hash(self, ctx)
+ShardedClickJob.hash = fail
+atexit.register(print, "TORN DOWN")
+main()
+"""
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
+    """Within seconds, with its task and iteration."""
+    log, script = write_log(tmp_path / "log.tsv", 60), tmp_path / "failing.py"
+    script.write_text(FAILING)
+    done = torchrun("train", "--data", log, "--batch-size", 4, program=(str(script),))
+    began_s = float(done.out.split("BEGIN")[1].split()[0])
+    assert time.time() - began_s < 60.0  # gloo's own time-out is half an hour
+    assert done.codes[1] == 1
+    assert "TORN DOWN" not in done.out  # where gloo, with a collective pending, may abort: -6
+    assert "ZeroDivisionError: planted on rank one" in done.err
+    assert "at task 'hash', iteration 3, thread group 'io'" in done.err
+    assert "rank      : 1 " in done.err.split("Root Cause")[1]
+
+
+LEFT = """
+import sys
+from swpipe.cli.launched import run_on_ranks
+
+def fail(job):
+    print("READY", flush=True, file=sys.__stdout__)
+    sys.stdin.readline()
+    print("LAST", file=sys.__stdout__)  # and not flushed
+    raise ZeroDivisionError("planted on rank one")
+
+run_on_ranks(fail)
+"""
+
+
+def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone() -> None:
+    """As it is where rank 0 held it, and has failed before."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", LEFT],
+        env={**os.environ, **told, "PYTHONPATH": str(ROOT), "MASTER_PORT": f"{store.port}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as rank:
+        try:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "READY\n"
+            del store
+            printed, said = rank.communicate("\n", timeout=30)
+        finally:
+            rank.kill()
+    assert rank.returncode == 1
+    assert printed == "LAST\n"
+    assert "ZeroDivisionError: planted on rank one" in said
+
+
+# ------------------------------------------------- one rank, in this very process
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[ranks.Verdict]:
+    """What torchrun says to a job's only rank; verdicts are kept, where a job would end."""
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**told, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    verdicts: list[ranks.Verdict] = []
+    monkeypatch.setattr(ranks.RankedJob, "end", lambda _, verdict: verdicts.append(verdict))
+    monkeypatch.setattr(ranks.RankedJob, "fail", _reraise)
+    return verdicts
+
+
+def _reraise(_: ranks.RankedJob) -> None:
+    raise  # noqa: PLE0704 - what is being handled
+
+
+def run(*args: object) -> int:
+    """Run the command line; its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    code = caught.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
+def test_a_breakdown_is_of_every_task(
+    one_rank: list[ranks.Verdict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
+    log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
+    args = ("--data", log, "--batch-size", 8, "--rounds", 1, "--output", figures)
+    assert run("profile", *args) == 0
+    out = capsys.readouterr().out
+    for task in sharded_clicks.TASKS:
+        assert len(re.findall(rf"^{task} ", out, re.MULTILINE)) == 1
+    assert figures.exists()
+    assert not dist.is_initialized()
+    assert one_rank == []
+
+
+LOOP = """
+import torch.distributed as dist
+from swpipe import PipelineTask
+
+
+def reduce(ctx):
+    dist.all_reduce(ctx.batch)
+
+
+def loop():
+    import torch
+    return [PipelineTask("reduce", reduce)], [torch.ones(4)] * 9
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
+@pytest.mark.parametrize("workload", ["clicks", "my_ranked_loop:loop"])
+def test_plans_are_inferred_and_checked_on_ranks(
+    workload: str,
+    one_rank: list[ranks.Verdict],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job of several ranks, and tasks of the user's own that communicate."""
+    (tmp_path / "my_ranked_loop.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    log, plan = write_log(tmp_path / "log.tsv", 60), tmp_path / "plan.toml"
+    args = ("--workload", workload, "--data", log, "--batch-size", 8, "--device", "cpu")
+    assert run("plan", "infer", *args, "--output", plan) == 0
+    tasks = sharded_clicks.TASKS if workload == "clicks" else ("reduce",)
+    assert tuple(PipelinePlan.load(plan).schedule) == tasks
+    assert any(entry.globally_ordered for entry in PipelinePlan.load(plan).schedule.values())
+    assert run("plan", "check", plan, *args) == 0
+    assert "orders are kept in every interleaving" in capsys.readouterr().out
+    assert not dist.is_initialized()
+    assert one_rank == []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
+@pytest.mark.parametrize("plan", sharded_clicks.PLANS)
+def test_the_plans_of_ranks_pass_their_check(
+    plan: str, one_rank: list[ranks.Verdict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That with stale tables too: it says so, and nothing else of it is stale."""
+    log = write_log(tmp_path / "log.tsv", 60)
+    args = ("--data", log, "--batch-size", 8, "--device", "cpu")
+    assert run("plan", "check", plan, *args) == 0
+    assert "orders are kept in every interleaving" in capsys.readouterr().out
+    assert one_rank == []
+
+
+def test_ranks_have_to_be_told_the_same_planning_command(
+    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is measured: one that measured where others do not would wait for them."""
+    told: list[Facts] = []
+    monkeypatch.setattr(ranks.RankedJob, "agree", lambda _, facts: told.append(facts))
+    run("plan", "auto", "here.toml", "--threads", 2)
+    run("plan", "simulate", "there.toml", "--costs", "costs.json")
+    assert [verdict.message.partition(":")[0] for verdict in one_rank] == [
+        "plan here.toml",  # there are no such files
+        "plan there.toml",
+    ]
+    assert all(verdict.message.endswith("prefetch, split, semi_sync") for verdict in one_rank)
+    assert differences(told).startswith("command: plan auto on rank 0, plan simulate on rank 1; ")
+    assert "--threads: 2 on rank 0, none on rank 1" in differences(told)
+    assert [(facts["the plan"], facts["--costs"]) for facts in told] == [
+        ("here.toml", "none"),
+        ("there.toml", "a file"),
+    ]
+
+
+def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict]) -> None:
+    """All have the same to write, maybe at one place."""
+    first, second = ranks.RankedJob(), ranks.RankedJob()
+    second.rank = 1
+    wanted = Path("plan.toml")
+    assert [ranks.written(job, wanted) for job in (None, first, second)] == [wanted, wanted, None]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("demo",), "demo: under torchrun there are train, profile, plan"),
+        (("plan", "show", "gone.toml"), "plan gone.toml: No such file"),
+        (("train", "--no-such"), "No such option: --no-such"),
+        (("profile", "--plan", "auto"), "plan auto: only train makes one"),
+        (("train", "--data", "no.tsv", "--plan", "serial"), "no.tsv: no such file"),
+    ],
+)
+def test_what_the_user_got_wrong_is_a_verdict(
+    one_rank: list[ranks.Verdict], args: tuple[str, ...], told: str
+) -> None:
+    """One line and exit code 2, for all ranks."""
+    run(*args)
+    ((message, code),) = one_rank
+    assert message.startswith(told)
+    assert "\n" not in message
+    assert code == 2
+    if dist.is_initialized():  # it would have ended with the job
+        dist.destroy_process_group()
+
+
+def test_a_device_is_each_ranks_own(one_rank: list[ranks.Verdict]) -> None:
+    """One that is named belongs to one rank only."""
+    with pytest.raises(UserError, match="each rank takes a device of its own; say --device cuda"):
+        ranks.RankedJob().join("cuda:1")
+
+
+def test_a_torchrec_that_will_not_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of whoever refused it."""
+    monkeypatch.setitem(sys.modules, "swpipe.tasks.clicks.sharded", None)
+    with pytest.raises(UserError, match="sharded"):
+        job_class(ranked=True)
+
+
+def test_a_plan_of_the_other_job_is_refused_by_name() -> None:
+    """With the names that there are, in both directions."""
+    with pytest.raises(UserError, match="plan split: it is for the job under torchrun; here.* pip"):
+        load_plan("split")
+    with pytest.raises(UserError, match="plan pipelined: it is for the job in one proc.* semi_syn"):
+        load_plan("pipelined", sharded_clicks.PLANS)
+    with pytest.raises(UserError, match="plan auto: only train makes one; elsewhere name a file"):
+        load_plan("auto")
+    assert load_plan("serial") == PLANS["serial"]()
+
+
+def test_ranks_are_known_by_what_torchrun_sets(
+    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it; without a rank, say, this is one process."""
+    assert ranks.launched()
+    monkeypatch.delenv("RANK")
+    assert not ranks.launched()

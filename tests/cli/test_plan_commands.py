@@ -1,0 +1,319 @@
+"""`swpipe plan`, from the outside: what it prints, writes and answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from swpipe import PipelinePlan, Trace
+from swpipe.core.costs import CostModel, TaskCost
+from tests.cli.test_cli import needs_clicks, needs_matplotlib, refused, run
+from tests.tasks.rows import write_log
+
+LOOP = """
+import torch
+from swpipe import PipelineTask
+
+weight = torch.zeros(4)
+
+
+def load(ctx):
+    ctx.x = ctx.batch + 1
+
+
+def learn(ctx):
+    weight.add_(ctx.x)
+
+
+def loop():
+    return [PipelineTask("load", load), PipelineTask("learn", learn)], [torch.ones(4)] * 60
+
+
+def nothing():
+    return 3
+
+
+def strange():
+    return [load], [1]
+
+
+def short():
+    return [PipelineTask("load", load), PipelineTask("learn", learn)], []
+
+
+def failing():
+    def learn(ctx):
+        raise OSError("the disk is gone")
+    return [PipelineTask("load", load), PipelineTask("learn", learn)], [torch.ones(4)]
+"""
+
+COSTS = CostModel({"load": TaskCost(host_us=3000), "learn": TaskCost(host_us=2000)})
+PLAN = PipelinePlan.from_dict(
+    {
+        "deps": [["learn", "load"]],
+        "cross_iter_deps": [["learn", "learn", 1]],
+        "schedule": {"load": {}, "learn": {}},
+    }
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a workload of the user's own, costs and a plan; the current one."""
+    (tmp_path / "my_loop.py").write_text(LOOP)
+    COSTS.save(tmp_path / "costs.json")
+    PLAN.save(tmp_path / "plan.toml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_loop", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A log of 60 good rows."""
+    return write_log(tmp_path / "log.tsv", 60)
+
+
+def refused_last(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """Run what must be refused after some progress was told: the last line of it."""
+    assert run(*args) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("swpipe: ")
+    return last
+
+
+# ------------------------------------------------------------------- infer
+
+
+def test_dependences_of_the_users_own_tasks_are_inferred(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What each task touches is printed; the plan that follows is written."""
+    assert run("plan", "infer", "--workload", "my_loop:loop", "--output", "found.toml") == 0
+    out = capsys.readouterr().out
+    assert "ctx.batch" in out
+    assert '("learn", "load") in deps, for ctx.x' in out
+    assert PipelinePlan.load(here / "found.toml").deps == (("learn", "load"),)
+
+
+def test_a_missing_dependence_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan is compared with what was recorded."""
+    PipelinePlan.from_dict({"schedule": {"load": {}, "learn": {}}}).save(here / "bare.toml")
+    assert run("plan", "infer", "--workload", "my_loop:loop", "--plan", "bare.toml") == 0
+    out = capsys.readouterr().out
+    assert "missing" in out
+    assert '("learn", "load")' in out
+
+
+@needs_clicks
+def test_the_click_job_lacks_no_dependence(capsys: pytest.CaptureFixture[str], log: Path) -> None:
+    """Its ready-made plan declares all that a recording finds."""
+    args = ("--data", log, "--batch-size", 8, "--plan", "pipelined")
+    assert run("plan", "infer", *args) == 0
+    assert "model parameters" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------- check
+
+
+def test_a_safe_plan_is_called_safe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With how much there was to keep, and what is in flight."""
+    assert run("plan", "check", "plan.toml", "--workload", "my_loop:loop") == 0
+    out = capsys.readouterr().out
+    assert "orders are kept in every interleaving" in out
+    assert "in flight" in out
+
+
+def test_an_unsafe_plan_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pair, and the edge that mends it."""
+    PipelinePlan.from_dict(
+        {"schedule": {"load": {"thread_group": "io"}, "learn": {"stage": 1}}}
+    ).save(here / "unsafe.toml")
+    told = refused_last(capsys, "plan", "check", "unsafe.toml", "--workload", "my_loop:loop")
+    assert told.startswith("swpipe: plan unsafe.toml: ")
+    assert 'deps=[("learn", "load")]' in told
+
+
+def test_a_budget_is_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Too many bytes in flight are refused, with the largest attribute."""
+    args = ("--workload", "my_loop:loop", "--budget", 1)
+    told = refused_last(capsys, "plan", "check", "plan.toml", *args)
+    assert "ctx.x" in told
+
+
+# ---------------------------------------------------------------- simulate
+
+
+def test_a_plan_is_simulated_from_costs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its timeline, its interval, its bounds; no tasks are needed."""
+    args = ("--costs", "costs.json", "--timeline", "out/t.json", "--keep-costs", "out/costs.json")
+    assert run("plan", "simulate", "plan.toml", *args) == 0
+    out = capsys.readouterr().out
+    assert "predicted" in out
+    assert "simulated: 5.000 ms per iteration" in out
+    assert "ResMII: 5.000 ms" in out
+    assert Trace.load(here / "out" / "t.json").initiation_interval_s == pytest.approx(5e-3)
+    assert CostModel.load(here / "out" / "costs.json") == COSTS
+
+
+@needs_matplotlib
+def test_predicted_and_measured_are_shown_one_above_the_other(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the terminal and in a picture."""
+    assert (
+        run("plan", "simulate", "plan.toml", "--costs", "costs.json", "--timeline", "m.json") == 0
+    )
+    capsys.readouterr()
+    args = ("--costs", "costs.json", "--measured", "m.json", "--picture", "both.svg")
+    assert run("plan", "simulate", "plan.toml", *args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index("predicted") < lines.index("measured")
+    assert "measured" in (here / "both.svg").read_text()
+
+
+def test_costs_are_measured_where_none_are_given(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the workload's own batches."""
+    args = ("--workload", "my_loop:loop", "--keep-costs", "measured.json")
+    assert run("plan", "simulate", "serial", *args) == 0
+    assert "thread  default" in capsys.readouterr().out
+    measured = CostModel.load(here / "measured.json")
+    assert set(measured.tasks) == {"load", "learn"}
+    assert all(cost.host_us > 0 for cost in measured.tasks.values())
+
+
+# -------------------------------------------------------------------- auto
+
+
+def test_a_published_plan_on_paper_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fourteen tasks for a machine that is elsewhere: the default stream is the bound, and met."""
+    assert run("plan", "auto", "recsys14", "--frozen", "forward,optimizer_step") == 0
+    assert capsys.readouterr().out.startswith("108.380 ms per iteration, ")
+
+
+def test_a_plan_is_chosen_from_costs_and_written(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second thread earns what the first waits for."""
+    args = ("--costs", "costs.json", "--output", "best.toml")
+    assert run("plan", "auto", "plan.toml", *args) == 0
+    assert capsys.readouterr().out.startswith("3.000 ms per iteration, 2 iterations in flight, 2 ")
+    chosen = PipelinePlan.load(here / "best.toml")
+    assert len({entry.thread_group for entry in chosen.schedule.values()}) == 2
+
+
+def test_limits_are_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One thread: nothing overlaps on a CPU."""
+    assert run("plan", "auto", "plan.toml", "--costs", "costs.json", "--threads", 1) == 0
+    assert capsys.readouterr().out.startswith("5.000 ms per iteration")
+
+
+def test_a_plan_is_made_for_the_users_own_tasks(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recorded, measured, planned; the plan runs."""
+    args = ("--workload", "my_loop:loop", "--output", "best.toml", "--keep-costs", "kept.json")
+    assert run("plan", "auto", *args) == 0
+    assert "per iteration" in capsys.readouterr().out
+    assert run("plan", "check", "best.toml", "--workload", "my_loop:loop") == 0
+    assert json.loads((here / "kept.json").read_text())["tasks"]
+
+
+@needs_clicks
+def test_training_under_auto_says_what_it_expects_and_what_it_got(
+    capsys: pytest.CaptureFixture[str], log: Path
+) -> None:
+    """And the numbers are the serial ones."""
+    assert run("train", "--data", log, "--batch-size", 8, "--compare", "serial,auto") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("auto: ")
+    assert "serial and auto: bit-equal: 8 losses and 37 parameters" in out
+    assert "auto: expected " in out
+
+
+# --------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("workload", "says"),
+    [
+        ("my_loop", "module:function"),
+        ("my_loop:gone", "no function 'gone'"),
+        ("not_there:loop", "not_there"),
+        ("my_loop:nothing", "return (tasks, batches)"),
+        ("my_loop:strange", "no PipelineTask"),
+        ("my_loop:short", "gives 0 batches"),
+    ],
+)
+def test_a_workload_that_is_none_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], workload: str, says: str
+) -> None:
+    """It says what to return."""
+    assert says in refused_last(capsys, "plan", "infer", "--workload", workload)
+
+
+def test_a_recorded_iteration_that_fails_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As itself: it is the user's own error, with its traceback."""
+    with pytest.raises(OSError, match="the disk is gone"):
+        run("plan", "infer", "--workload", "my_loop:failing")
+
+
+def test_costs_that_are_missing_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With those that there are."""
+    CostModel({"load": TaskCost()}).save(here / "few.json")
+    for command in ("simulate", "auto"):
+        told = refused(capsys, "plan", command, "plan.toml", "--costs", "few.json")
+        assert "task 'learn' has no cost" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "line 1 column 2"),
+        ('{"tasks": {"load": {"host_us": -1}, "learn": {}}}', "host_us is -1"),
+        ("[]", "JSON object"),
+    ],
+)
+def test_costs_that_are_none_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    """Naming the file and the place."""
+    (here / "odd.json").write_text(text)
+    told = refused(capsys, "plan", "simulate", "plan.toml", "--costs", "odd.json")
+    assert "odd.json" in told
+    assert says in told
+
+
+def test_files_that_are_not_there_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Costs, timelines and plans."""
+    assert "gone.json" in refused(capsys, "plan", "simulate", "plan.toml", "--costs", "gone.json")
+    args = ("--costs", "costs.json", "--measured", "gone.json")
+    assert "gone.json" in refused(capsys, "plan", "simulate", "plan.toml", *args)
+    assert "gone.toml" in refused(capsys, "plan", "auto", "gone.toml", "--costs", "costs.json")
+
+
+def test_a_plan_for_other_tasks_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Naming a task that is not there."""
+    told = refused_last(capsys, "plan", "check", "plan.toml", "--workload", "my_loop:short")
+    assert "my_loop:short" in told
+    PipelinePlan.from_dict({"schedule": {"lode": {}}}).save(here / "other.toml")
+    told = refused_last(capsys, "plan", "check", "other.toml", "--workload", "my_loop:loop")
+    assert "'lode'" in told
+
+
+def test_limits_that_admit_no_plan_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A frozen task that is unknown; no threads at all."""
+    told = refused(capsys, "plan", "auto", "plan.toml", "--costs", "costs.json", "--frozen", "gone")
+    assert "'gone'" in told

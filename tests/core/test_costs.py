@@ -1,0 +1,90 @@
+"""Cost models: files, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swpipe import PlanError
+from swpipe.core.costs import CostModel, TaskCost
+
+MODEL = CostModel(
+    {
+        "copy": TaskCost(host_us=30, gil_us=10, device_us=300, resources=("h2d",)),
+        "free": TaskCost(),
+    },
+    handover_us=20,
+)
+
+
+def test_json_gives_an_equal_model_back(tmp_path: Path) -> None:
+    """Text and file."""
+    assert CostModel.from_json(MODEL.to_json()) == MODEL
+    MODEL.save(tmp_path / "costs.json")
+    assert CostModel.load(tmp_path / "costs.json") == MODEL
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "3", True, None])
+@pytest.mark.parametrize("key", ["host_us", "gil_us", "device_us"])
+def test_a_cost_is_a_time(key: str, value: Any) -> None:
+    """Negative ones and what is no number are refused, naming the task and the value."""
+    with pytest.raises(PlanError, match=f"task 'a': {key} is"):
+        CostModel({"a": TaskCost(**{"host_us": 0, key: value})})
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    """Every cost, the lock held for longer than the task, names that are none."""
+    with pytest.raises(PlanError) as caught:
+        CostModel(
+            {
+                "a": TaskCost(host_us=-1),
+                "b": TaskCost(host_us=1, gil_us=2),
+                "c": TaskCost(resources=["x"]),  # type: ignore[arg-type]
+                "d": 3,  # type: ignore[dict-item]
+            },
+            handover_us=-2,
+        )
+    assert [p.tasks for p in caught.value.problems] == [("a",), ("b",), ("c",), ("d",), ()]
+
+
+def test_missing_costs_are_named() -> None:
+    """All of them, with what there is."""
+    with pytest.raises(PlanError, match=r"task 'gone' has no cost \(there are costs for: copy"):
+        MODEL.of(["copy", "gone"])
+
+
+def test_the_mean_of_models_is_that_of_each_time() -> None:
+    """And what any of them uses is used."""
+    other = CostModel(
+        {"free": TaskCost(host_us=8), "copy": TaskCost(50, 0, 100, ("nic",))}, handover_us=10
+    )
+    assert CostModel.mean([MODEL, other]) == CostModel(
+        {"copy": TaskCost(40, 5, 200, ("h2d", "nic")), "free": TaskCost(host_us=4)}, handover_us=15
+    )
+
+
+def test_a_mean_is_of_models_of_the_same_tasks() -> None:
+    """One that lacks a task is told so; there is at least one."""
+    with pytest.raises(PlanError, match="task 'free' has no cost"):
+        CostModel.mean([MODEL, CostModel({"copy": TaskCost()})])
+    with pytest.raises(ValueError, match="models is empty"):
+        CostModel.mean([])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "JSON object"),
+        ('{"tasks": {"a": 3}}', "tasks.a is 3"),
+        ('{"tasks": {"a": {"hots_us": 3}}}', "unknown key 'hots_us'"),
+        ('{"tasks": {}, "tusks": 1}', "tusks"),
+        ('{"tasks": {"a": {"resources": "x"}}}', "give names"),
+    ],
+)
+def test_json_that_is_no_cost_model_is_refused(text: str, says: str) -> None:
+    """It says where."""
+    with pytest.raises(PlanError, match=says):
+        CostModel.from_json(text)

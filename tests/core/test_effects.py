@@ -1,0 +1,75 @@
+"""What tasks touch, and the conflicts that follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from swpipe import DeclaredIO, PipelineTask
+from swpipe.core.effects import Conflict, Effects, Place, conflicts, declared_effects
+from swpipe.core.task import Mode
+
+X = Place("x", outlives=False)
+MODEL = Place("model", outlives=True)
+
+
+def touching(reads: set[Place] = frozenset(), writes: set[Place] = frozenset()) -> Effects:  # type: ignore[assignment]
+    return Effects(frozenset(reads), frozenset(writes))
+
+
+def test_an_attribute_is_fought_over_within_an_iteration_only() -> None:
+    """Every iteration has its own."""
+    table = {"make": touching(writes={X}), "use": touching(reads={X})}
+    assert list(conflicts(table)) == [Conflict("use", "make", 0, X, "read after write")]
+
+
+def test_a_state_is_fought_over_from_one_iteration_to_the_next() -> None:
+    """The step after forward, forward after the step before, and the step after itself."""
+    table = {"forward": touching(reads={MODEL}), "step": touching({MODEL}, {MODEL})}
+    assert set(conflicts(table)) == {
+        Conflict("step", "forward", 0, MODEL, "write after read"),
+        Conflict("forward", "step", 1, MODEL, "read after write"),
+        Conflict("step", "forward", 1, MODEL, "write after read"),
+        Conflict("step", "step", 1, MODEL, "read after write"),
+    }
+
+
+def test_readers_do_not_conflict() -> None:
+    """Neither within an iteration nor across."""
+    assert not list(conflicts({"a": touching({X, MODEL}), "b": touching({X, MODEL})}))
+
+
+def test_two_writers_keep_their_order() -> None:
+    """What the second writes must stay."""
+    table = {"a": touching(writes={X}), "b": touching(writes={X})}
+    assert list(conflicts(table)) == [Conflict("b", "a", 0, X, "write after write")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "effects"),
+    [
+        ("r", touching(reads={MODEL})),
+        ("w", touching(writes={MODEL})),
+        ("rw", touching({MODEL}, {MODEL})),
+    ],
+)
+def test_declared_states_are_effects(mode: Mode, effects: Effects) -> None:
+    """As their mode says; an effect without a state is for the shortcut alone."""
+    silent = DeclaredIO(capture=lambda: None, restore=lambda kept: None)
+    task = PipelineTask("a", print, io=[DeclaredIO(state="model", mode=mode), silent])
+    assert declared_effects([task]) == {"a": effects}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({}, "declares nothing"),
+        ({"capture": dict}, "both capture and restore"),
+        ({"state": ""}, "give a name"),
+        ({"state": "x", "mode": "a"}, "'r', 'w' or 'rw'"),
+        ({"capture": dict, "restore": print, "memory": []}, "no state that lies in it"),
+    ],
+)
+def test_a_declaration_must_make_sense(wrong: dict[str, object], says: str) -> None:
+    """It says what is missing."""
+    with pytest.raises(ValueError, match=says):
+        DeclaredIO(**wrong)  # type: ignore[arg-type]

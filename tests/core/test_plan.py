@@ -1,0 +1,185 @@
+"""A plan is pure data: it reads and writes itself unchanged, and says at once what is malformed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import PipelinePlan, PipelineTask, PlanError, StreamSpec, TaskSchedule
+from tests.support.plans_for_tests import piped, tasks
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_plan_goes_to_a_file_and_back_unchanged(tmp_path: Path, suffix: str) -> None:
+    """Saving and loading gives an equal plan."""
+    plan = PipelinePlan(
+        schedule=piped().schedule,
+        deps=piped().deps,
+        cross_iter_deps=[("forward", "step", 2)],
+        same_period_deps=[("backward", "h2d")],
+        order=["h2d", "forward"],
+        streams={"memcpy": StreamSpec(priority=-1)},
+        pipeline_depth=5,
+    )
+    plan.save(tmp_path / f"plan{suffix}")
+    assert PipelinePlan.load(tmp_path / f"plan{suffix}") == plan
+
+
+def test_plans_written_with_tasks_and_with_names_are_equal() -> None:
+    """A task and its name mean the same everywhere in a plan."""
+    a, b = PipelineTask("a", print), PipelineTask("b", print)
+    by_task = PipelinePlan(
+        schedule={a: TaskSchedule(), b: TaskSchedule(stage=1)},
+        deps=[(b, a)],
+        cross_iter_deps=[(a, b)],
+        order=[a, b],
+    )
+    by_name = PipelinePlan(
+        schedule={"a": TaskSchedule(), "b": TaskSchedule(stage=1)},
+        deps=[("b", "a")],
+        cross_iter_deps=[("a", "b", 1)],
+        order=["a", "b"],
+    )
+    assert by_task == by_name
+    assert by_task.tasks == (a, b)
+
+
+def test_serial_puts_every_task_in_one_stage_in_the_order_given() -> None:
+    """The serial plan has one stage, one iteration in flight, and the declared order."""
+    plan = PipelinePlan.serial(tasks())
+    assert {entry.stage for entry in plan.schedule.values()} == {0}
+    assert plan.depth == 1
+    assert plan.order == ("h2d", "dist", "forward", "backward", "step")
+
+
+def test_depth_is_the_least_that_works_unless_set() -> None:
+    """The default depth is the last stage + 1."""
+    assert piped(depth=None).depth == 3
+    assert piped(depth=7).depth == 7
+
+
+def test_a_plan_can_be_pickled() -> None:
+    """Plans travel to other processes."""
+    assert pickle.loads(pickle.dumps(piped())) == piped()
+
+
+def test_a_digest_tells_plans_apart() -> None:
+    """Equal plans have equal digests, and any change of data changes it."""
+    assert piped().digest() == piped().digest()
+    assert piped().digest() != piped(depth=4).digest()
+
+
+def test_a_stream_object_cannot_be_written_to_a_file() -> None:
+    """Only named streams are data; the error says so and names the task."""
+    plan = PipelinePlan(schedule={"a": TaskSchedule(stream=torch.Stream(device="cpu"))})
+    with pytest.raises(TypeError, match="'a'.*name the stream instead"):
+        plan.to_toml()
+
+
+def test_everything_malformed_is_listed_at_once() -> None:
+    """Building a plan from wrong entries gives one error with a line for each."""
+    with pytest.raises(PlanError) as caught:
+        PipelinePlan(
+            schedule={"a": TaskSchedule(), 3: TaskSchedule(), "b": "stage 1"},  # type: ignore[dict-item]
+            deps=[("a",), "ab"],
+            cross_iter_deps=[("a", "b", 0), ("a", "b", -1)],
+        )
+    text = str(caught.value)
+    assert len(caught.value.problems) == 6
+    for said in ("key 3", "'b'", "deps entry ('a',)", "deps entry 'ab'", "distance of 1 or more"):
+        assert said in text
+
+
+def test_a_task_scheduled_under_two_keys_is_refused() -> None:
+    """A task and its name as keys of one schedule are the same task twice."""
+    with pytest.raises(PlanError, match="'a' is scheduled twice"):
+        PipelinePlan(schedule={"a": TaskSchedule(), PipelineTask("a", print): TaskSchedule()})
+
+
+def test_wrong_keys_and_types_in_a_file_are_named() -> None:
+    """A file that is TOML but no plan says which keys and values are wrong."""
+    with pytest.raises(PlanError) as caught:
+        PipelinePlan.from_toml('depth = 3\ndeps = 4\n[schedule.a]\nstage = "one"\nlevel = 2\n')
+    text = str(caught.value)
+    for said in ("'depth'", "deps is 4", "schedule.a.stage is 'one'", "'level'"):
+        assert said in text
+
+
+def test_a_file_without_a_schedule_is_refused() -> None:
+    """An empty file is no plan."""
+    with pytest.raises(PlanError, match=r"no \[schedule\]"):
+        PipelinePlan.from_toml("")
+
+
+def test_text_that_does_not_parse_keeps_line_and_column() -> None:
+    """Syntax errors come from the parser, with their place."""
+    with pytest.raises(tomllib.TOMLDecodeError, match="line 2, column"):
+        PipelinePlan.from_toml("[schedule.a]\nstage = = 1\n")
+    with pytest.raises(json.JSONDecodeError, match="line 1 column"):
+        PipelinePlan.from_json("{schedule}")
+    with pytest.raises(PlanError, match="JSON object"):
+        PipelinePlan.from_json("[]")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("", ValueError), ("<admit>", ValueError), (3, TypeError)]
+)
+def test_a_task_needs_a_proper_name(name: object, error: type[Exception]) -> None:
+    """Empty names, swpipe's own, and what is no string are refused."""
+    with pytest.raises(error, match="name"):
+        PipelineTask(name, print)  # type: ignore[arg-type]
+
+
+def test_a_task_needs_a_function() -> None:
+    """What cannot be called is refused, with the task's name."""
+    with pytest.raises(TypeError, match="'a'.*callable"):
+        PipelineTask("a", 7)  # type: ignore[arg-type]
+
+
+def test_two_tasks_of_one_name_are_seen_to_be_two() -> None:
+    """As keys of a schedule they once fell together before anyone could refuse the second."""
+    one, other = PipelineTask("a", print), PipelineTask("a", len)
+    with pytest.raises(PlanError, match="'a' is scheduled twice"):
+        PipelinePlan({one: TaskSchedule(), other: TaskSchedule()})
+
+
+def test_a_replaced_plan_keeps_its_tasks() -> None:
+    """A plan made from another with dataclasses.replace once had lost them."""
+    plan = PipelinePlan.serial([PipelineTask("a", print)])
+    assert replace(plan, pipeline_depth=2).tasks == plan.tasks
+
+
+@pytest.mark.parametrize("order", [[1], [None], ["a", print]])
+def test_an_order_of_something_else_is_refused(order: list[Any]) -> None:
+    """Names and tasks only."""
+    with pytest.raises(PlanError, match="neither a task nor a task's name"):
+        PipelinePlan({"a": TaskSchedule()}, order=order)
+
+
+@pytest.mark.parametrize("stale", [{"x": 0}, {"x": True}, {1: 1}, {"x": "1"}])
+def test_staleness_is_a_count_of_iterations(stale: dict[Any, Any]) -> None:
+    """State to how many iterations behind, 1 or more."""
+    with pytest.raises(PlanError, match="stale entry"):
+        PipelinePlan({"a": TaskSchedule()}, stale=stale)
+
+
+def test_staleness_goes_to_files_and_back() -> None:
+    """It is part of the plan's data."""
+    plan = PipelinePlan({"a": TaskSchedule()}, stale={"embeddings": 1})
+    assert PipelinePlan.from_toml(plan.to_toml()) == plan
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+
+
+def test_thread_groups_come_as_tasks_name_them_the_callers_first() -> None:
+    """The caller's own is there even where no task is on it."""
+    plan = PipelinePlan(
+        {name: TaskSchedule(thread_group=group) for name, group in (("a", "io"), ("b", "dist"))}
+    )
+    assert plan.thread_groups == ("default", "io", "dist")

@@ -1,0 +1,241 @@
+"""The engine's guards, and how to take each of them away.
+
+``GUARDS``, at the end, is the list: what stands in the engine, how to remove it for the length of a
+test, and what is found then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from swpipe import PipelinePlan, TaskSchedule, pipeline
+from swpipe._engine import program
+from swpipe._engine import run as executor
+from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe._engine.run import LaneRunner, Run
+from swpipe.device import virtual
+from swpipe.device.virtual import (
+    EventReused,
+    Race,
+    RanAhead,
+    UseAfterFree,
+    Violation,
+    WaitBeforeRecord,
+    clocks,
+)
+from tests.device.virtual.harness import Finding, break_case, run_case
+from tests.device.virtual.machine import OutOfTurn
+from tests.support import unguarded
+from tests.support.exploring import ExploringHost
+from tests.support.strategies import Case, TaskSpec, Workload, random_case
+
+
+def run_random(seed: int) -> Finding:
+    """A random case, run to its end; the engine has observers every other time."""
+    return run_case(random_case(seed), observed=bool(seed % 2))
+
+
+def break_random(seed: int) -> Finding:
+    """A random case that fails on the way, or every other time is closed."""
+    return break_case(random_case(seed), close=bool(seed % 2))
+
+
+def run_early_end(seed: int) -> Finding:
+    """A case in which a lane that has done all its tasks is still waited for.
+
+    The forward pass waits for the third lane's turn only, which comes after its own producer's. The
+    seed says how the threads interleave: left to themselves, they are nearly always in time.
+    """
+    tasks = (
+        TaskSpec("ids", reads=("batch",), sets=("x",)),
+        TaskSpec("decode"),
+        TaskSpec("forward", reads=("x",), sets=("y",)),
+    )
+    stage = {"ids": 2, "decode": 0, "forward": 2}
+    group = {"ids": "a", "decode": "b", "forward": "default"}
+    plan = PipelinePlan(
+        schedule={
+            t.name: TaskSchedule(stage[t.name], t.name, group[t.name], globally_ordered=True)
+            for t in tasks
+        },
+        deps=[("forward", "ids")],
+        order=[t.name for t in tasks],
+    )
+    case = Case(Workload(tasks, {}), plan, (1, 2, 3, 4), frozenset(), seed)
+    return run_case(case, host=ExploringHost(seed))
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One guard.
+
+    Attributes:
+        name: What it is.
+        remove: Takes it away.
+        found: What kinds of violation show that it is gone.
+        run: Runs the case of a seed.
+    """
+
+    name: str
+    remove: Callable[[pytest.MonkeyPatch], None]
+    found: tuple[type[Violation], ...]
+    run: Callable[[int], Finding] = run_random
+
+
+# ------------------------------------------------------------------- changes to the program
+
+
+def _instructions(
+    change: Callable[[Instruction], Instruction],
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Change every instruction of every program."""
+
+    def changed(compiled: Program) -> Program:
+        lanes = [
+            replace(x, instructions=tuple(map(change, x.instructions))) for x in compiled.lanes
+        ]
+        return replace(compiled, lanes=tuple(lanes))
+
+    return _program(changed)
+
+
+def _program(change: Callable[[Program], Program]) -> Callable[[pytest.MonkeyPatch], None]:
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        compile_plan = program.compile_plan
+        patch.setattr(
+            pipeline, "compile_plan", lambda *args, **kw: change(compile_plan(*args, **kw))
+        )
+
+    return remove
+
+
+def _host_waits(ins: Instruction) -> Instruction:
+    """Only the waits for admission stay: without a context nothing runs at all."""
+    kept = () if ins.task in (ADMIT, RETIRE) else [w for w in ins.host_waits if w.producer == ADMIT]
+    return replace(ins, host_waits=tuple(kept))
+
+
+def _event_waits(ins: Instruction) -> Instruction:
+    kept = ins.event_waits if ins.task == RETIRE else _of_admission(ins)
+    return replace(ins, event_waits=tuple(kept))
+
+
+def _of_admission(ins: Instruction) -> list[Any]:
+    return [wait for wait in ins.event_waits if wait.producer == ADMIT]
+
+
+def _batch_wait(ins: Instruction) -> Instruction:
+    kept = [wait for wait in ins.event_waits if wait.producer != ADMIT]
+    return replace(ins, event_waits=tuple(kept))
+
+
+def _one_event(compiled: Program) -> Program:
+    return replace(compiled, ring=1)
+
+
+def _sink_waits(ins: Instruction) -> Instruction:
+    return replace(ins, event_waits=()) if ins.task == RETIRE else ins
+
+
+def _tickets(patch: pytest.MonkeyPatch) -> None:
+    compile_plan = program.compile_plan
+
+    def without(plan: PipelinePlan, **options: Any) -> Program:
+        entries = {n: replace(e, globally_ordered=False) for n, e in plan.schedule.items()}
+        fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
+        return compile_plan(PipelinePlan(**{**fields, "schedule": entries}), **options)
+
+    patch.setattr(pipeline, "compile_plan", without)
+
+
+def _stream_order(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(program, "_by_stream", lambda layout: {})
+
+
+# ------------------------------------------------------------------------ changes to the run
+
+
+def _back_pressure_between_runs(patch: pytest.MonkeyPatch) -> None:
+    begin = Run.__init__
+
+    def forgetful(run: Run, engine: executor.Engine, *args: Any) -> None:
+        engine.ends.clear()
+        begin(run, engine, *args)
+
+    patch.setattr(Run, "__init__", forgetful)
+
+
+def _begin_event(patch: pytest.MonkeyPatch) -> None:
+    start = Run._start
+
+    def hasty(run: Run) -> None:
+        run.engine.device.has_streams = False
+        start(run)
+        run.engine.device.has_streams = True
+
+    patch.setattr(Run, "_start", hasty)
+
+
+def _record_before_publish(patch: pytest.MonkeyPatch) -> None:
+    """A thread's records wait until it has published that it recorded."""
+    late = threading.local()
+    record, advance = virtual.VirtualEvent.record, clocks.ClockedSignal.advance
+
+    def record_later(event: virtual.VirtualEvent, stream: virtual.VirtualStream) -> None:
+        late.records = [*getattr(late, "records", ()), (event, stream)]
+
+    def advance_first(signal: clocks.ClockedSignal, count: int) -> None:
+        advance(signal, count)
+        records, late.records = getattr(late, "records", ()), ()
+        for event, stream in records:
+            record(event, stream)
+
+    patch.setattr(virtual.VirtualEvent, "record", record_later)
+    patch.setattr(clocks.ClockedSignal, "advance", advance_first)
+
+
+def _lanes_to_the_end(patch: pytest.MonkeyPatch) -> None:
+    """A lane ends with its own last task, as if nobody could wait for it after that."""
+    turn = Run._turn
+
+    def hasty(run: Run, lane: LaneRunner, period: int) -> None:
+        turn(run, lane, period)
+        last_stage = max(ins.stage for ins in lane.instructions)
+        if lane is not run.lanes[0] and period + 1 - last_stage >= run.flights.total:
+            lane.signal.advance(executor.FOREVER)
+
+    patch.setattr(Run, "_turn", hasty)
+
+
+def _joined_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Run, "_abandon", lambda run: None)
+
+
+GUARDS = (
+    Guard("host waits", _instructions(_host_waits), (Race, WaitBeforeRecord)),
+    Guard("event waits", _instructions(_event_waits), (Race,)),
+    Guard("event wait for a batch on the device", _instructions(_batch_wait), (Race,)),
+    Guard("sink waits at retirement", _instructions(_sink_waits), (Race,)),
+    Guard("hold on deleted and overwritten attributes", unguarded.hold_on_dropped, (UseAfterFree,)),
+    Guard("hold at retirement", unguarded.hold_at_retirement, (UseAfterFree,)),
+    Guard("back-pressure", unguarded.back_pressure, (RanAhead,)),
+    Guard("back-pressure from one run to the next", _back_pressure_between_runs, (RanAhead,)),
+    Guard("record before publish", _record_before_publish, (WaitBeforeRecord, EventReused)),
+    Guard("as many events as iterations can ask for", _program(_one_event), (EventReused,)),
+    Guard("streams begin after the caller's", _begin_event, (Race,)),
+    Guard("one order of submission per stream", _stream_order, (Race,)),
+    Guard("turns of globally ordered tasks", _tickets, (OutOfTurn,)),
+    Guard(
+        "lanes wait to the last period of a run",
+        _lanes_to_the_end,
+        (Race, WaitBeforeRecord),
+        run_early_end,
+    ),
+    Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), break_random),
+)

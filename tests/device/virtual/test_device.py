@@ -1,0 +1,319 @@
+"""The virtual device finds what it promises to find, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swpipe.core.plan import StreamSpec
+from swpipe.device.virtual import (
+    Buffer,
+    EventReused,
+    Race,
+    RanAhead,
+    UseAfterFree,
+    VirtualDevice,
+    VirtualStream,
+    WaitBeforeRecord,
+    Work,
+)
+
+SEEDS = range(20)
+
+
+def kinds(device: VirtualDevice) -> set[type]:
+    """What kinds of violation a device has found."""
+    return {type(violation) for violation in device.violations}
+
+
+def constant(device: VirtualDevice, value: Any) -> Buffer:
+    """A new buffer with a value, made on the current stream."""
+    return device.launch(lambda: value)
+
+
+def two_streams(device: VirtualDevice) -> tuple[VirtualStream, VirtualStream]:
+    """Two streams beside the default one."""
+    return device.new_stream(StreamSpec()), device.new_stream(StreamSpec())
+
+
+def on_thread(device: VirtualDevice, fn: Callable[[], None]) -> None:
+    """Run ``fn`` on a thread of the operating system's, of which the device learns nothing."""
+    thread = threading.Thread(target=fn)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_work_of_one_stream_runs_in_order(seed: int) -> None:
+    """However late it runs."""
+    device, ran = VirtualDevice(seed), []
+    for n in range(5):
+        device.launch(lambda n=n: ran.append(n))
+    device.synchronize()
+    assert ran == [0, 1, 2, 3, 4]
+    device.check()
+
+
+def test_some_streams_run_nothing_unless_forced() -> None:
+    """An adversary who is never late would find nothing."""
+    late = 0
+    for seed in SEEDS:
+        device, ran = VirtualDevice(seed), []
+        device.launch(lambda ran=ran: ran.append(0))
+        late += not ran
+        device.synchronize()
+        assert ran == [0]
+    assert 0 < late < len(SEEDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_read_waits_for_the_value(seed: int) -> None:
+    """Reading on the host runs what the value needs."""
+    device = VirtualDevice(seed)
+    a, b = constant(device, 2), constant(device, 3)
+    device.launch(lambda x, y: 10 * x + y, a, b, into=a)
+    assert device.read(a) == 23
+    device.check()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_streams_without_an_event_race(seed: int) -> None:
+    """Found for certain, whether or not the wrong value is met this time."""
+    device = VirtualDevice(seed)
+    copy, side = two_streams(device)
+    with device.on(copy):
+        made = constant(device, 1)
+    with device.on(side):
+        device.launch(lambda x: x, made)
+    device.synchronize()
+    assert kinds(device) == {Race}
+    assert "reads buffer 1 on stream 'stream 2'" in str(device.violations[0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_event_orders_streams(seed: int) -> None:
+    """What a stream had before the record comes before what the other gets after the wait."""
+    device = VirtualDevice(seed)
+    copy, side = two_streams(device)
+    event = device.new_event()
+    with device.on(copy):
+        made = constant(device, 1)
+        event.record(copy)
+    with device.on(side):
+        event.wait(side)
+        seen = device.launch(lambda x: x + 1, made)
+        assert device.read(seen) == 2
+    device.check()
+
+
+def test_an_event_orders_nothing_that_came_after_its_record() -> None:
+    """An event marks a point, not a stream."""
+    device = VirtualDevice()
+    copy, side = two_streams(device)
+    event = device.new_event()
+    event.record(copy)
+    with device.on(copy):
+        made = constant(device, 1)
+    event.wait(side)
+    with device.on(side):
+        device.launch(lambda x: x, made)
+    assert kinds(device) == {Race}
+
+
+def test_a_write_must_come_after_the_reads_before_it() -> None:
+    """Readers do not race with each other, but with the next writer."""
+    device = VirtualDevice()
+    copy, _ = two_streams(device)
+    made, event = constant(device, 1), device.new_event()
+    event.record(device.current_stream())
+    event.wait(copy)
+    with device.on(copy):
+        device.launch(lambda x: x, made)
+    device.launch(lambda x: x, made)
+    device.check()
+    device.launch(lambda: 2, into=made)
+    assert kinds(device) == {Race}
+
+
+def test_the_order_of_two_threads_on_one_stream_is_luck_until_they_tell() -> None:
+    """Stream order counts only where the submitting thread knows of the other's submission."""
+    device = VirtualDevice()
+    signal, box = device.host.signal(), []
+    on_thread(device, lambda: box.append(constant(device, 1)))
+    device.launch(lambda x: x, box[0])
+    assert kinds(device) == {Race}
+
+    device = VirtualDevice()
+    signal, box = device.host.signal(), []
+
+    def work() -> None:
+        box.append(constant(device, 1))
+        signal.advance(1)
+
+    on_thread(device, work)
+    signal.wait(1)
+    device.launch(lambda x: x, box[0])
+    device.check()
+
+
+def test_a_signal_tells_no_more_than_the_count_that_was_waited_for() -> None:
+    """That the writer happened to be further says nothing about the next time."""
+    device = VirtualDevice()
+    signal, box = device.host.signal(), []
+
+    def work() -> None:
+        signal.advance(1)
+        box.append(constant(device, 1))
+        signal.advance(2)
+
+    on_thread(device, work)
+    signal.wait(1)
+    device.launch(lambda x: x, box[0])
+    assert kinds(device) == {Race}
+
+
+def test_a_started_thread_knows_what_its_starter_knew_and_tells_its_joiner() -> None:
+    """Start and join order threads as signals do."""
+    device = VirtualDevice()
+    made, box = constant(device, 1), []
+    thread = device.host.start("worker", lambda: box.append(device.launch(lambda x: x + 1, made)))
+    thread.join()
+    assert device.read(box[0]) == 2
+    device.check()
+
+
+def test_waiting_for_an_event_that_was_never_recorded_is_told() -> None:
+    """CUDA lets it pass, and orders nothing."""
+    device = VirtualDevice()
+    copy, _ = two_streams(device)
+    device.new_event().wait(copy)
+    assert kinds(device) == {WaitBeforeRecord}
+
+
+def test_waiting_must_be_known_to_come_after_the_record() -> None:
+    """That the record was sooner this time is luck."""
+    device = VirtualDevice()
+    copy, _ = two_streams(device)
+    event = device.new_event()
+    on_thread(device, lambda: event.record(copy))
+    event.wait(device.current_stream())
+    assert kinds(device) == {WaitBeforeRecord}
+
+
+def test_recording_anew_must_be_known_to_come_after_the_waits() -> None:
+    """Else some consumer may get the new meaning where it asked for the old one."""
+    device = VirtualDevice()
+    copy, _ = two_streams(device)
+    event, recorded = device.new_event(), device.host.signal()
+    event.record(copy)
+    recorded.advance(1)
+
+    def consume() -> None:
+        recorded.wait(1)
+        event.wait(device.current_stream())
+
+    on_thread(device, consume)
+    device.check()
+    event.record(copy)
+    assert kinds(device) == {EventReused}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dropped_block_is_used_anew_at_once_on_its_own_stream(seed: int) -> None:
+    """Stream order makes that safe for the stream itself."""
+    device = VirtualDevice(seed)
+    made = constant(device, 1)
+    seen = device.launch(lambda x: x + 1, made)
+    del made
+    again = constant(device, 7)
+    assert device.reused == 1
+    assert (device.read(seen), device.read(again)) == (2, 7)
+    device.check()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_block_that_another_stream_still_reads_must_be_recorded_there(seed: int) -> None:
+    """Without ``record_stream`` it is used anew too soon; with it, after the reader is done."""
+    for record in (False, True):
+        device = VirtualDevice(seed)
+        copy, side = two_streams(device)
+        event = device.new_event()
+        with device.on(copy):
+            made = constant(device, 1)
+            event.record(copy)
+        event.wait(side)
+        with device.on(side):
+            seen = device.launch(lambda x: x + 1, made)
+            if record:
+                device.hold([{"a value": [made]}], [copy, side])
+        del made
+        with device.on(copy):
+            others = [constant(device, 7) for _ in range(3)]
+        with device.on(side):
+            value = device.read(seen)
+        if record:
+            device.check()
+            assert value == 2
+        else:
+            assert kinds(device) == {UseAfterFree}
+        del others
+
+
+def test_a_recorded_block_is_free_once_the_other_stream_is_done() -> None:
+    """Holding must not leak."""
+    device = VirtualDevice()
+    copy, side = two_streams(device)
+    with device.on(copy):
+        made = constant(device, 1)
+    device.synchronize()
+    device.hold([made], [side])
+    del made
+    device.synchronize()
+    with device.on(copy):
+        constant(device, 2)
+    assert device.reused == 1
+    device.check()
+
+
+def test_work_under_way_keeps_no_memory_alive() -> None:
+    """As on a real device: only references on the host do."""
+    device = VirtualDevice(seed=3)
+    constant(device, 1)
+    constant(device, 2)
+    assert device.reused == 1
+
+
+def test_holds_work_looks_into_containers() -> None:
+    """A batch on the device may lie in any nesting."""
+    device = VirtualDevice()
+    assert device.holds_work({"x": [(constant(device, 1),)]})
+    assert not device.holds_work({"x": [(1, None)]})
+
+
+def test_the_host_must_know_that_old_work_is_done() -> None:
+    """Done by chance does not count; asking an event does."""
+    device = VirtualDevice()
+    device.launch(lambda: 1, work=Work("t", 0))
+    event = device.new_event()
+    event.record(device.current_stream())
+    device.launch(lambda: 2, work=Work("t", 1))
+    while not event.query():
+        pass
+    device.expect_done(0)
+    device.check()
+    device.expect_done(1)
+    assert kinds(device) == {RanAhead}
+
+
+def test_check_tells_all_that_was_found() -> None:
+    """One group of everything, not only the first."""
+    device = VirtualDevice()
+    copy, _ = two_streams(device)
+    device.new_event().wait(copy)
+    device.new_event().wait(copy)
+    with pytest.raises(ExceptionGroup) as found:
+        device.check()
+    assert len(found.value.exceptions) == 2

@@ -1,0 +1,60 @@
+"""On a device as late as can be nothing goes wrong; with any guard taken away, something does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from tests.device.virtual.guards import GUARDS, Guard, break_random, run_early_end, run_random
+from tests.device.virtual.harness import Finding
+
+PLANS = 2000
+"""How many random plans run in one go; seeded, so that a failure names what to run again."""
+
+SEEDS_TO_TRY = 200
+"""Among how many random plans the loss of a guard must show; most show within ten."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch_out_of_the_collectors_way() -> Iterator[None]:
+    """The garbage collector need not search all of torch again and again: a quarter of the time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def complain(seed: int, finding: Finding) -> None:
+    """Fail with all that was found."""
+    found = [*finding.violations, *([finding.error] if finding.error else [])]
+    raise BaseExceptionGroup(f"seed {seed}", found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(part: int) -> None:
+    """Late streams, adversarial events: no race, early wait, use after free, or running ahead."""
+    for seed in range(part * PLANS // 4, (part + 1) * PLANS // 4):
+        if finding := run_random(seed):
+            complain(seed, finding)
+
+
+@pytest.mark.slow
+def test_failing_and_closing_break_no_rule_of_the_device() -> None:
+    """What a broken-off run leaves on the device is ordered before whatever comes next."""
+    for seed in range(PLANS // 8):
+        if finding := break_random(seed):
+            complain(seed, finding)
+
+
+def test_a_lane_that_is_through_is_still_waited_for() -> None:
+    """Its wait stands for another one, which was left out: it goes on to the end of the run."""
+    assert not any(run_early_end(seed) for seed in range(50))
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+def test_each_guard_is_missed(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the device finds what it was to prevent."""
+    guard.remove(monkeypatch)
+    assert any(guard.run(seed).shows(guard.found) for seed in range(SEEDS_TO_TRY))

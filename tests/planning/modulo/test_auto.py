@@ -1,0 +1,163 @@
+"""The planner to use: what it keeps, what it promises, what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe.analysis.checks import check_plan
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.dependence import dependences, lag
+from swpipe.core.effects import Effects, Place
+from swpipe.planning import Limits, auto_plan, lower_bounds, simulate
+from tests.planning.instances import Instance, instance
+
+NUMBERS = range(16)
+
+
+def planned(given: Instance) -> tuple[PipelinePlan, float]:
+    """The plan and the interval that it is said to have."""
+    choice = auto_plan(given.plan, given.costs, limits=given.limits, streams=given.streams)
+    return choice.plan, choice.ii_us
+
+
+def loop(**changes: object) -> PipelinePlan:
+    """Read, then work: two tasks that depend on each other."""
+    schedule = {"read": TaskSchedule(), "work": TaskSchedule()}
+    return PipelinePlan(schedule, **{"deps": [("work", "read")], **changes})  # type: ignore[arg-type]
+
+
+COSTS = CostModel({"read": TaskCost(host_us=400), "work": TaskCost(host_us=600)})
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_interval_is_that_of_the_plan(number: int) -> None:
+    """The simulator says of the plan what the planner says; none beats the bound."""
+    given = instance(number)
+    plan, ii_us = planned(given)
+    check_plan(plan)
+    assert simulate(plan, given.costs, streams=given.streams).ii_us == ii_us
+    bounds = lower_bounds(
+        given.plan, given.costs, streams=given.streams, threads=given.limits.threads
+    )
+    assert ii_us >= bounds.ii_us * (1 - 1e-12)
+
+
+def test_more_effort_finds_better_plans() -> None:
+    """Never a worse one, since it begins with the same walks."""
+    intervals = [
+        [
+            auto_plan(
+                given.plan, given.costs, limits=given.limits, streams=given.streams, effort=effort
+            ).ii_us
+            for effort in (0.1, 1.0)
+        ]
+        for given in map(instance, (3, 10, 11, 15, 17))
+    ]
+    assert all(more <= less for less, more in intervals)
+    assert sum(more < less for less, more in intervals) >= 3
+
+
+@pytest.mark.parametrize("effort", [0, -1, float("nan")])
+def test_no_effort_is_refused(effort: float) -> None:
+    """Nothing would be looked for."""
+    with pytest.raises(ValueError, match="effort is .*: it must be above 0"):
+        auto_plan(loop(), COSTS, effort=effort)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_what_is_not_the_planners_to_choose_stays(number: int) -> None:
+    """Dependences, streams and global order are those of the plan given; limits are kept."""
+    given = instance(number, tight=True)
+    plan, _ = planned(given)
+    assert (plan.deps, plan.cross_iter_deps) == (given.plan.deps, given.plan.cross_iter_deps)
+    for name, entry in plan.schedule.items():
+        before = given.plan.schedule[name]
+        assert (entry.stream, entry.globally_ordered) == (before.stream, before.globally_ordered)
+    assert plan.depth <= given.limits.in_flight
+    groups = {"default", *(entry.thread_group for entry in plan.schedule.values())}
+    assert len(groups) <= given.limits.threads
+    for name in given.limits.frozen:
+        assert plan.schedule[name].stage == plan.max_stage
+        assert plan.schedule[name].thread_group == "default"
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_same_input_gives_the_same_plan(number: int) -> None:
+    """No clock and no chance is involved."""
+    assert planned(instance(number)) == planned(instance(number))
+
+
+def test_a_thread_that_earns_nothing_is_not_used() -> None:
+    """Work that only the device does takes one thread, however many are allowed."""
+    costs = CostModel({"read": TaskCost(device_us=400), "work": TaskCost(device_us=600)})
+    plan = PipelinePlan(
+        {"read": TaskSchedule(stream="copies"), "work": TaskSchedule()}, deps=[("work", "read")]
+    )
+    choice = auto_plan(plan, costs, limits=Limits(threads=4))
+    assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 2, 1)
+    assert "The caller's thread is enough." in choice.why
+
+
+def test_a_thread_says_what_it_earned() -> None:
+    """Two tasks that block take two threads; the second saves what the first need not do."""
+    choice = auto_plan(loop(), COSTS, streams=False)
+    assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 2, 2)
+    earned = "Thread 2 earns 0.400 ms: without it no plan of this depth is below 1.000 ms."
+    assert earned in choice.why
+    assert choice.format().startswith("0.600 ms per iteration, 2 iterations in flight, 2 threads")
+
+
+def test_depth_comes_before_threads() -> None:
+    """Of two plans with one interval the one with less in flight is taken."""
+    choice = auto_plan(loop(), COSTS, limits=Limits(threads=1), streams=False)
+    assert (choice.ii_us, choice.in_flight) == (1_000, 1)
+
+
+def test_with_one_iteration_in_flight_nothing_overlaps() -> None:
+    """The least limits still admit the serial plan."""
+    choice = auto_plan(loop(), COSTS, limits=Limits(in_flight=1, threads=1), streams=False)
+    assert (choice.ii_us, choice.in_flight, choice.threads) == (1_000, 1, 1)
+
+
+def test_limits_that_admit_no_plan_say_which_binds() -> None:
+    """A pair that reaches two iterations ahead takes three in flight."""
+    reaching = PipelinePlan(
+        {"read": TaskSchedule(), "work": TaskSchedule(stage=2)},
+        same_period_deps=[("work", "read")],
+    )
+    with pytest.raises(PlanError, match="limit of 2 iterations in flight.*set in_flight to 3"):
+        auto_plan(reaching, COSTS, limits=Limits(in_flight=2), streams=False)
+    choice = auto_plan(reaching, COSTS, limits=Limits(in_flight=3), streams=False)
+    found = {name: entry.stage for name, entry in choice.plan.schedule.items()}
+    assert found["work"] - found["read"] == 2
+    assert all(lag(choice.plan, dep) >= 0 for dep in dependences(choice.plan))
+
+
+def test_missing_costs_and_unknown_frozen_tasks_are_refused() -> None:
+    """Both are said in words, with the task's name."""
+    with pytest.raises(PlanError, match="task 'work' has no cost"):
+        auto_plan(loop(), CostModel({"read": TaskCost()}))
+    with pytest.raises(PlanError, match="freeze 'wrok'"):
+        auto_plan(loop(), COSTS, limits=Limits(frozen=["wrok"]))
+
+
+def test_a_stream_that_no_task_uses_is_refused() -> None:
+    """A plan that cannot run is no plan to begin with."""
+    from swpipe import StreamSpec
+
+    with pytest.raises(PlanError, match="no task names it"):
+        auto_plan(loop(streams={"copies": StreamSpec()}), COSTS)
+
+
+def test_effects_that_the_plan_would_not_keep_refuse_it() -> None:
+    """A state that the next iteration reads, with no dependence that says so."""
+    state = Place("model", True)
+    effects = {
+        "read": Effects(reads=frozenset({state})),
+        "work": Effects(writes=frozenset({state})),
+    }
+    with pytest.raises(PlanError, match="model"):
+        auto_plan(loop(), COSTS, streams=False, effects=effects)
+    kept = loop(cross_iter_deps=[("read", "work")])
+    assert auto_plan(kept, COSTS, streams=False, effects=effects).ii_us == 1_000

@@ -1,0 +1,89 @@
+"""Random plans on paper for planners: names, dependences, costs, and what the tasks touch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.effects import Effects, Place
+from swpipe.planning import Limits
+from tests.support.strategies import Workload, dependences_of, random_plan, random_workload
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a planner is given.
+
+    Attributes:
+        plan: A plan that runs.
+        costs: Of its tasks.
+        effects: What they touch, in serial order; the plan orders all of it.
+        limits: They admit the plan.
+    """
+
+    plan: PipelinePlan
+    costs: CostModel
+    effects: dict[str, Effects]
+    limits: Limits
+
+
+def paper(seed: int, most_tasks: int = 6) -> Paper:
+    """The paper of a seed: every other one a serial step whose beginning has streams."""
+    rng = random.Random(seed)
+    workload = random_workload(rng, most_tasks)
+    workload = Workload(workload.tasks, dict.fromkeys(workload.slots, 1))
+    plan = _serial(rng, workload) if seed % 2 else random_plan(rng, workload)
+    groups = {"default", *(entry.thread_group for entry in plan.schedule.values())}
+    limits = Limits(
+        in_flight=max(plan.depth, rng.randint(1, 5)), threads=max(len(groups), rng.randint(1, 4))
+    )
+    return Paper(plan, _costs(rng, plan), _effects(workload), limits)
+
+
+def _serial(rng: random.Random, workload: Workload) -> PipelinePlan:
+    names = [task.name for task in workload.tasks]
+    first_own = rng.randint(0, len(names))
+    edges = sorted(dependences_of(workload))
+    return PipelinePlan(
+        schedule={
+            name: TaskSchedule(
+                stream=rng.choice(("copy", "dist", "side")) if place < first_own else None,
+                globally_ordered=rng.random() < 0.4,
+            )
+            for place, name in enumerate(names)
+        },
+        deps=[edge[:2] for edge in edges if not edge.distance],
+        cross_iter_deps=[edge for edge in edges if edge.distance],
+    )
+
+
+def _costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
+    costs = {}
+    for name in plan.schedule:
+        host = rng.choice((0, 1, 5, rng.randint(1, 60)))
+        resources = [r for r in ("nccl", "pcie") if rng.random() < 0.3]
+        costs[name] = TaskCost(
+            host_us=host,
+            gil_us=rng.choice((0, host / 2, host)),
+            device_us=rng.choice((0, rng.randint(1, 100))),
+            resources=tuple(resources),
+        )
+    return CostModel(costs, handover_us=rng.choice((0, 2)))
+
+
+def _effects(workload: Workload) -> dict[str, Effects]:
+    return {
+        task.name: Effects(
+            reads=frozenset(
+                [Place(name, False) for name in task.reads]
+                + [Place(use.state, True) for use in task.states]
+            ),
+            writes=frozenset(
+                [Place(name, False) for name in (*task.sets, *task.deletes)]
+                + [Place(use.state, True) for use in task.states if use.writes]
+            ),
+        )
+        for task in workload.tasks
+    }

@@ -1,0 +1,287 @@
+"""Lookahead assignment: each of its rules, what it gives, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe.analysis.checks import check_plan
+from swpipe.analysis.verification import verify
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning import Limits, assign_lookaheads, recsys14, simulate
+from swpipe.planning.published.lookahead_rules import lookaheads
+from swpipe.planning.published.queue_rules import callers_own, communicator_queues
+from tests.planning.papers import paper
+
+
+def chain(
+    *tasks: tuple[str, str | None], carried: Sequence[tuple[str, str]] = (), **stages: int
+) -> PipelinePlan:
+    """One task after the other, each with its stream; all in the last stage but those named."""
+    last = max(stages.values(), default=0)
+    names = [name for name, _ in tasks]
+    return PipelinePlan(
+        {name: TaskSchedule(last - stages.get(name, 0), stream) for name, stream in tasks},
+        deps=list(zip(names[1:], names, strict=False)),
+        cross_iter_deps=carried,
+    )
+
+
+def device(**us: float) -> CostModel:
+    """Costs of device work alone; microseconds."""
+    return CostModel({name: TaskCost(device_us=time) for name, time in us.items()})
+
+
+STEP = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), carried=[("train", "train")])
+COSTS = device(copy=50, dist=40, train=100)
+
+
+def test_the_preparation_runs_ahead_as_far_as_it_must() -> None:
+    """One period hides all of it; more would only hold more batches."""
+    found = assign_lookaheads(STEP, COSTS)
+    assert found.lookahead == {"copy": 1, "dist": 1, "train": 0}
+    assert found.plan.depth == 2
+    assert found.ii_us == simulate(found.plan, COSTS).ii_us == 100
+    assert found.why == "190 us become 100 us; raised: copy 0 to 1, dist 0 to 1"
+
+
+def test_nothing_more_is_tried_once_the_bound_is_reached() -> None:
+    """The plan given, the same with an order, and one period ahead: no need to look further."""
+    assert assign_lookaheads(STEP, COSTS).tried == 3
+    assert assign_lookaheads(STEP, device(copy=90, dist=80, train=100)).tried == 4
+
+
+def test_a_long_preparation_is_spread_over_periods() -> None:
+    """What takes longer than a period is cut where its time says."""
+    costs = device(copy=90, dist=80, train=100)
+    found = assign_lookaheads(STEP, costs)
+    assert found.lookahead == {"copy": 2, "dist": 1, "train": 0}
+    assert found.ii_us == 100
+
+
+def test_in_flight_is_capped() -> None:
+    """With room for two iterations the long preparation is not hidden whole."""
+    costs = device(copy=90, dist=80, train=100)
+    found = assign_lookaheads(STEP, costs, limits=Limits(in_flight=2))
+    assert found.lookahead == {"copy": 1, "dist": 1, "train": 0}
+    assert found.plan.depth == 2
+    assert found.ii_us > 100
+
+
+def test_a_given_depth_above_the_cap_is_lowered() -> None:
+    """The plan's own room for iterations counts too."""
+    roomy = replace(STEP, pipeline_depth=7)
+    assert assign_lookaheads(roomy, COSTS).plan.depth <= 5
+    assert assign_lookaheads(roomy, COSTS, limits=Limits(in_flight=7)).plan.depth == 7
+
+
+def test_it_only_raises() -> None:
+    """A lookahead that nobody needs stays as it is, though the others rise."""
+    entries = {name: replace(entry, stage=1) for name, entry in STEP.schedule.items()}
+    floors = replace(STEP, schedule={**entries, "log": TaskSchedule(stream="side")})
+    found = assign_lookaheads(floors, device(copy=90, dist=80, train=100, log=1))
+    assert found.lookahead == {"copy": 2, "dist": 1, "train": 0, "log": 1}
+
+
+def test_the_callers_own_tasks_stay() -> None:
+    """Tasks without a stream on the caller's thread, wherever they are."""
+    step = chain(("read", None), ("copy", "memcpy"), ("train", None), carried=[("train", "train")])
+    found = assign_lookaheads(step, device(read=50, copy=40, train=100))
+    assert found.lookahead == {"read": 0, "copy": 0, "train": 0}
+    ahead = chain(("read", None), ("copy", "memcpy"), ("train", None), read=1)
+    found = assign_lookaheads(ahead, device(read=50, copy=40, train=100))
+    assert found.lookahead["read"] == 1
+
+
+def test_a_thread_of_its_own_lets_a_task_run_ahead() -> None:
+    """On a CPU, which has no streams, threads do what streams do on a device."""
+    schedule = {"read": TaskSchedule(thread_group="io"), "train": TaskSchedule()}
+    plan = PipelinePlan(schedule, deps=[("train", "read")])
+    costs = CostModel({"read": TaskCost(host_us=80), "train": TaskCost(host_us=100)})
+    found = assign_lookaheads(plan, costs, streams=False)
+    assert found.lookahead == {"read": 1, "train": 0}
+    assert found.ii_us == 100
+
+
+def test_frozen_tasks_stay_at_lookahead_0() -> None:
+    """Even one with a stream of its own, and what comes after it."""
+    found = assign_lookaheads(STEP, COSTS, limits=Limits(frozen=["dist"]))
+    assert found.lookahead == {"copy": 1, "dist": 0, "train": 0}
+
+
+def test_no_future_is_read() -> None:
+    """A task that needs the step before may run one period ahead and no more; its feed may."""
+    step = replace(STEP, cross_iter_deps=[("dist", "train", 1)])
+    found = assign_lookaheads(step, device(copy=90, dist=5, train=60))
+    assert found.lookahead["dist"] <= 1
+    within = replace(STEP, deps=[("dist", "copy"), ("train", "copy"), ("dist", "train")])
+    found = assign_lookaheads(within, COSTS)
+    assert found.lookahead == {"copy": 1, "dist": 0, "train": 0}
+
+
+def test_a_raise_pulls_producers_along() -> None:
+    """What is needed from the iteration before is raised to one period less."""
+    step = replace(
+        STEP,
+        schedule={**STEP.schedule, "late": TaskSchedule(stream="side")},
+        cross_iter_deps=[("copy", "late", 1), ("train", "train")],
+    )
+    found = assign_lookaheads(step, device(copy=90, dist=80, train=100, late=1))
+    assert found.lookahead == {"copy": 2, "dist": 1, "train": 0, "late": 1}
+    check_plan(found.plan)
+
+
+def test_nothing_falls_because_the_last_stage_rises() -> None:
+    """Where all of the last stage would be pulled ahead, the others would fall behind it."""
+    schedule = {**STEP.schedule, "late": TaskSchedule(1, "side")}
+    step = replace(
+        STEP, schedule=schedule, cross_iter_deps=[("copy", "late", 1), ("train", "train")]
+    )
+    found = assign_lookaheads(step, device(copy=190, dist=180, train=100, late=150))
+    assert found.lookahead["train"] == 1
+    assert found.lookahead["late"] == 0
+
+
+def test_a_dependence_within_a_period_asks_for_no_less() -> None:
+    """Its distance is given by stages: raising the consumer alone would stretch it."""
+    step = replace(STEP, deps=[("dist", "copy"), ("train", "dist")])
+    step = replace(
+        step,
+        schedule={**step.schedule, "count": TaskSchedule()},
+        same_period_deps=[("copy", "count")],
+    )
+    costs = device(copy=50, dist=40, train=100, count=1)
+    assert assign_lookaheads(step, costs).lookahead["copy"] == 0
+    turned = replace(step, same_period_deps=[("count", "copy")])
+    assert assign_lookaheads(turned, costs).lookahead["copy"] == 1
+
+
+COLLECTIVES = PipelinePlan(
+    {
+        "count": TaskSchedule(globally_ordered=True),
+        "dist": TaskSchedule(stream="dist", globally_ordered=True),
+        "train": TaskSchedule(),
+    },
+    deps=[("train", "dist"), ("train", "count")],
+    cross_iter_deps=[("train", "train"), ("count", "train")],
+)
+
+
+def on_communicators(**of: str) -> CostModel:
+    """Costs of ``COLLECTIVES``, with the communicator that each uses."""
+    times = {"count": 1, "dist": 50, "train": 100}
+    return CostModel(
+        {n: TaskCost(device_us=us, resources=tuple(of.get(n, ()))) for n, us in times.items()}
+    )
+
+
+def test_no_collective_overtakes_another_of_its_communicator() -> None:
+    """The later of two in one queue is held back by the sooner, which is the caller's."""
+    shared = assign_lookaheads(COLLECTIVES, on_communicators(count="x", dist="x"))
+    assert shared.lookahead == {"count": 0, "dist": 0, "train": 0}
+    unnamed = assign_lookaheads(COLLECTIVES, on_communicators())
+    assert unnamed.lookahead == {"count": 0, "dist": 0, "train": 0}
+    apart = assign_lookaheads(COLLECTIVES, on_communicators(count="x", dist="y"))
+    assert apart.lookahead == {"count": 0, "dist": 1, "train": 0}
+
+
+def test_one_that_has_overtaken_goes_no_further() -> None:
+    """A plan may begin with a later collective ahead of a sooner one: it stays where it is."""
+    plan = PipelinePlan(
+        {
+            "count": TaskSchedule(1, globally_ordered=True),
+            "dist": TaskSchedule(0, "dist", globally_ordered=True),
+            "cache": TaskSchedule(1, "cache"),
+            "train": TaskSchedule(1),
+        },
+        deps=[("cache", "dist"), ("train", "cache"), ("train", "count")],
+        cross_iter_deps=[("train", "train")],
+        order=["count", "dist"],
+    )
+    times = {"count": 1, "dist": 90, "cache": 80, "train": 100}
+
+    def ahead(dist: str) -> int:
+        of = {"count": ("x",), "dist": (dist,)}
+        costs = CostModel(
+            {n: TaskCost(device_us=us, resources=of.get(n, ())) for n, us in times.items()}
+        )
+        return assign_lookaheads(plan, costs).lookahead["dist"]
+
+    assert (ahead("x"), ahead("y")) == (1, 2)
+
+
+def test_tickets_stay_in_order() -> None:
+    """The communicators' queues are those of the plan given."""
+    for seed in range(40):
+        given = paper(seed)
+        found = assign_lookaheads(given.plan, given.costs, limits=given.limits)
+        queues = communicator_queues(given.plan, given.costs)
+        assert communicator_queues(found.plan, given.costs) == queues
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
+    """They verify, are as quick as said, within the limits; nothing but stages and order moves."""
+    raised = 0
+    for seed in range(60):
+        given = paper(seed)
+        found = assign_lookaheads(given.plan, given.costs, limits=given.limits, streams=streams)
+        verify(found.plan, effects=given.effects, streams=streams)
+        before, after = lookaheads(given.plan), lookaheads(found.plan)
+        assert after == found.lookahead
+        assert all(after[name] >= before[name] for name in before)
+        assert all(after[name] == before[name] for name in callers_own(given.plan))
+        assert found.plan.depth <= given.limits.in_flight
+        assert found.ii_us == simulate(found.plan, given.costs, streams=streams).ii_us
+        assert found.ii_us <= simulate(given.plan, given.costs, streams=streams).ii_us
+        for name, entry in found.plan.schedule.items():
+            assert replace(entry, stage=0) == replace(given.plan.schedule[name], stage=0)
+        raised += after != before
+    assert raised
+
+
+def test_the_published_step_reaches_its_bound() -> None:
+    """Lookaheads alone bring the fourteen tasks to what the caller's stream takes."""
+    found = assign_lookaheads(recsys14.plan(), recsys14.costs(), limits=recsys14.limits())
+    assert (found.ii_us, found.plan.depth) == (108_380, 2)
+    assert all(found.lookahead[name] == 0 for name in recsys14.FROZEN)
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+def test_limits_that_admit_nothing_say_the_least_that_would() -> None:
+    """Stages beyond the iterations in flight, more thread groups than allowed."""
+    deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
+    with pytest.raises(PlanError, match="limit of 2 iterations in flight binds: .* allow 4"):
+        assign_lookaheads(deep, COSTS, limits=Limits(in_flight=2))
+    assert assign_lookaheads(deep, COSTS, limits=Limits(in_flight=4)).plan.depth == 4
+    groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
+    with pytest.raises(PlanError, match="limit of 3 thread groups binds: .* allow 4"):
+        assign_lookaheads(replace(STEP, schedule=groups), COSTS, limits=Limits(threads=3))
+
+
+def test_frozen_tasks_must_be_where_they_are_to_stay() -> None:
+    """In the last stage, on the caller's thread, and in the plan."""
+    deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
+    with pytest.raises(PlanError, match="'copy' is frozen, but runs 3 ahead"):
+        assign_lookaheads(deep, COSTS, limits=Limits(frozen=["copy"]))
+    groups = {n: replace(e, thread_group="io") for n, e in STEP.schedule.items()}
+    with pytest.raises(PlanError, match="'train' is frozen, but in the thread group 'io'"):
+        assign_lookaheads(replace(STEP, schedule=groups), COSTS, limits=Limits(frozen=["train"]))
+    with pytest.raises(PlanError, match="freeze 'fwd', which the plan does not have"):
+        assign_lookaheads(STEP, COSTS, limits=Limits(frozen=["fwd"]))
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    """A task without a cost; a stream that is an object, which cannot be moved by name."""
+    with pytest.raises(PlanError, match="task 'dist' has no cost"):
+        assign_lookaheads(STEP, device(copy=1, train=1))
+    stream = torch.Stream(device="cpu")
+    held = {n: replace(e, stream=stream) for n, e in STEP.schedule.items()}
+    with pytest.raises(PlanError, match="'copy': its stream is a torch.Stream"):
+        assign_lookaheads(replace(STEP, schedule=held), COSTS)

@@ -1,0 +1,82 @@
+"""What a program does under a cost model, said a second time: by plain recursion.
+
+Times of nothing but uncontended turns. Each says what it waits for, as the engine does, and all
+else follows. Slow, and short enough to be seen to be right.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe.core.costs import CostModel, TaskCost
+
+
+class Reference:
+    """Ends of host work and of device work, in microseconds from the first period's begin."""
+
+    def __init__(self, program: Program, costs: CostModel, iterations: int, streams: bool) -> None:
+        self.program, self.costs, self.iterations = program, costs, iterations
+        self.streams = streams
+        order = {name: place for place, name in enumerate((*program.order, RETIRE))}
+        by_stream: dict[object, list[Instruction]] = {}
+        for ins in program.instructions.values():
+            if ins.task != ADMIT:
+                by_stream.setdefault(ins.stream, []).append(ins)
+        self.chains = {
+            stream: sorted(chain, key=lambda ins: order[ins.task])
+            for stream, chain in by_stream.items()
+        }
+        self.passed = cache(self._passed)
+        self.done = cache(self._done)
+        sys.setrecursionlimit(50_000)
+
+    def cost(self, task: str) -> TaskCost:
+        return self.costs.tasks.get(task, TaskCost())
+
+    def exists(self, ins: Instruction, period: int) -> bool:
+        return 0 <= period - ins.stage < self.iterations
+
+    def _passed(self, task: str, period: int) -> float:
+        """When a lane has passed an instruction."""
+        if period < 0:
+            return 0.0
+        ins = self.program.instructions[task]
+        lane = self.program.lanes[ins.lane].instructions
+        waits = [self.passed(lane[ins.position - 1].task, period - (ins.position == 0))]
+        for wait in ins.host_waits:
+            other = self.program.lanes[wait.lane].instructions[wait.position].task
+            if period >= wait.lag:
+                waits.append(self.passed(other, period - wait.lag) + self.costs.handover_us)
+        back_pressure = task == ADMIT and self.streams and period >= self.program.depth
+        if back_pressure and self.exists(ins, period):
+            waits.append(self.done(RETIRE, period - 1) + self.costs.handover_us)
+        cost = self.cost(task)
+        took = cost.host_us if self.streams else cost.total_us
+        return max(waits) + (took if self.exists(ins, period) else 0.0)
+
+    def _done(self, task: str, period: int) -> float:
+        """When the device has done what an instruction left on its stream."""
+        ins = self.program.instructions[task]
+        waits = [self.passed(task, period)]
+        ahead = self._ahead(ins, period)
+        if ahead is not None:
+            waits.append(self.done(*ahead))
+        for wait in ins.event_waits:
+            if wait.producer == ADMIT:
+                continue
+            producer = self.program.instructions[wait.producer]
+            their = period - ins.stage - wait.distance + producer.stage
+            if self.exists(producer, their):
+                waits.append(self.done(producer.task, their))
+        return max(waits) + self.cost(task).device_us
+
+    def _ahead(self, ins: Instruction, period: int) -> tuple[str, int] | None:
+        """What was given to the same stream last before."""
+        chain = self.chains[ins.stream]
+        for then in range(period, -1, -1):
+            for other in reversed(chain[: chain.index(ins)] if then == period else chain):
+                if self.exists(other, then):
+                    return other.task, then
+        return None

@@ -1,0 +1,87 @@
+"""The maximum cycle ratio: known graphs, and every cycle of random ones tried."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, heaviest_cycle, ticks
+
+
+def all_cycles(nodes: int, arcs: Sequence[Arc]) -> Iterator[list[Arc]]:
+    """Every simple cycle, from its least node on."""
+
+    def walk(path: list[Arc], begin: int) -> Iterator[list[Arc]]:
+        for arc in arcs:
+            if arc.tail != path[-1].head or arc.head < begin:
+                continue
+            if arc.head == begin:
+                yield [*path, arc]
+            elif all(arc.head != step.tail for step in path):
+                yield from walk([*path, arc], begin)
+
+    for arc in arcs:
+        if arc.head == arc.tail:
+            yield [arc]
+        elif arc.head > arc.tail:
+            yield from walk([arc], arc.tail)
+
+
+def random_graph(rng: random.Random, nodes: int) -> list[Arc]:
+    """Arcs forwards may have distance 0, or less than nothing; those back make up for it."""
+    arcs = []
+    for _ in range(3 * nodes):
+        tail, head = rng.randrange(nodes), rng.randrange(nodes)
+        distance = rng.randint(-1, 2) if tail < head else rng.randint(nodes, nodes + 2)
+        arcs.append(Arc(tail, head, rng.randint(0, 50), distance))
+    return arcs
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_is_the_greatest_ratio_of_all_cycles(seed: int) -> None:
+    """Exactly: as a fraction."""
+    rng = random.Random(seed)
+    nodes = rng.randint(1, 6)
+    arcs = random_graph(rng, nodes)
+    ratios = [
+        Fraction(sum(a.time for a in cycle), sum(a.distance for a in cycle))
+        for cycle in all_cycles(nodes, arcs)
+    ]
+    found = heaviest_cycle(nodes, arcs)
+    assert max(ratios, default=0) == (Fraction(found.time, found.distance) if found else 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_found_is_a_cycle(seed: int) -> None:
+    """Each arc begins where the one before it ends."""
+    arcs = random_graph(random.Random(seed), 12)
+    found = heaviest_cycle(12, arcs)
+    assert found is not None
+    steps = (*found.arcs, found.arcs[0])
+    assert all(a.head == b.tail for a, b in pairwise(steps))
+    assert set(found.arcs) <= set(arcs)
+
+
+def test_without_a_cycle_nothing_limits() -> None:
+    """A chain may repeat as fast as it likes, and so may a cycle that takes no time."""
+    assert heaviest_cycle(3, [Arc(0, 1, 5, 0), Arc(1, 2, 5, 1)]) is None
+    assert heaviest_cycle(2, [Arc(0, 1, 0, 0), Arc(1, 0, 0, 1)]) is None
+
+
+def test_the_search_may_begin_above_some_cycles() -> None:
+    """It finds the same from below the heaviest, and nothing from there on."""
+    light, heavy = Arc(0, 0, 3, 1), Arc(1, 1, 5, 1)
+    for above in (2, 3, 4):
+        found = heaviest_cycle(2, [light, heavy], above=above)
+        assert found is not None
+        assert found.arcs == (heavy,)
+    assert heaviest_cycle(2, [light, heavy], above=5) is None
+
+
+def test_ticks_add_up_exactly() -> None:
+    """A tenth is a tenth: ten of them make one."""
+    assert 10 * ticks(0.1) == ticks(1.0) == TICKS_PER_US

@@ -1,0 +1,180 @@
+"""The simulator against the engine itself, which runs on a virtual clock: equal to the nanosecond.
+
+Nothing is contended here: who comes first at one moment is the host's choice, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from swpipe import PipelinePlan, SWPipeline, TaskSchedule
+from swpipe._engine.program import ADMIT
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import DEFAULT_GROUP
+from swpipe.planning.simulation.simulator import simulate
+from swpipe.trace.span import Span
+from tests.bench.interval import CASES, Case
+from tests.bench.predict import STREAM_MS, STREAMING
+from tests.support.strategies import random_case
+from tests.support.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
+
+ITERATIONS = 12
+LONG = 80
+"""Iterations after which nearly every plan has settled."""
+
+LONGEST_CYCLE = 12
+"""Iterations after which a steady state begins again, at most."""
+
+STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
+
+
+def random_plan(seed: int) -> PipelinePlan:
+    """One in which only the caller's thread submits to the caller's stream."""
+    plan = random_case(seed).plan
+    schedule = {
+        name: replace(entry, stream="own")
+        if entry.stream is None and entry.thread_group != DEFAULT_GROUP
+        else entry
+        for name, entry in plan.schedule.items()
+    }
+    return replace(plan, schedule=schedule)
+
+
+def random_costs(seed: int, plan: PipelinePlan) -> CostModel:
+    """Whole microseconds on threads and on streams; some tasks take none."""
+    rng = random.Random(seed)
+
+    def time_us() -> int:
+        return rng.choice((0, rng.randint(1, 20), rng.randint(1, 50)))
+
+    return CostModel({name: TaskCost(time_us(), device_us=time_us()) for name in plan.schedule})
+
+
+class Loop:
+    """A pipeline on a virtual clock, whose tasks take exactly what they cost."""
+
+    def __init__(
+        self, plan: PipelinePlan, costs: CostModel, *, streams: bool, seed: int = 0
+    ) -> None:
+        self.host = TimedHost(seed)
+        self.device = TimedDevice(self.host) if streams else None
+        self.pipe = SWPipeline(
+            plan,
+            tasks_that_take(costs, self.host, self.device),
+            device=self.device or "cpu",
+            stall_timeout_s=None,
+            host=self.host,
+        )
+
+    def spans(self, iterations: int) -> tuple[Span, ...]:
+        """A trace of a whole run."""
+        with pytest.MonkeyPatch.context() as monkeypatch, self.pipe as pipe:
+            tell_time(monkeypatch, self.host, self.device)
+            with pipe.trace() as trace:
+                pipe.run(range(iterations))
+        return trace.spans
+
+    def retired_ns(self, iterations: int) -> list[int]:
+        """When each iteration was handed out, while more were coming."""
+        with pytest.MonkeyPatch.context() as monkeypatch, self.pipe as pipe:
+            tell_time(monkeypatch, self.host, self.device)
+            data, found = iter(range(iterations + pipe.plan.depth)), []
+            for _ in range(iterations):
+                pipe.progress(data)
+                found.append(self.host.now_ns)
+        return found
+
+
+def interval_us(retired_ns: list[int]) -> float | None:
+    """The steady interval, over a whole cycle; None if the run has not settled."""
+    for cycle in range(1, LONGEST_CYCLE + 1):
+        steps = {
+            late - early
+            for early, late in zip(retired_ns, retired_ns[cycle:], strict=False)
+            if early >= retired_ns[-4 * LONGEST_CYCLE]
+        }
+        if len(steps) == 1:
+            return steps.pop() / cycle / 1e3
+    return None
+
+
+def turns(spans: Iterable[Span]) -> dict[tuple[object, ...], tuple[int, ...]]:
+    """What both can tell of each turn: start, end and wait; of some, only the end.
+
+    A trace counts back-pressure as part of ``<admit>``; and its device spans begin when the task's
+    function does, though the work may be given only later.
+    """
+    return {
+        (span.task, span.iteration, span.row): (span.end_ns,)
+        if span.task == ADMIT or span.row.kind == "stream"
+        else (span.start_ns, span.end_ns, span.wait_ns)
+        for span in spans
+    }
+
+
+@STREAMS
+def test_every_turn_begins_and_ends_when_the_simulator_says(streams: bool) -> None:
+    """On random plans, from fill to drain, and how long each thread stood before it.
+
+    Where a device holds back admission, the engine finds out only when the device is done that
+    there is no further batch; the simulator knows: what comes after that is left out.
+    """
+    for seed in range(200):
+        plan = random_plan(seed)
+        costs = random_costs(seed, plan)
+        found = turns(Loop(plan, costs, streams=streams, seed=seed).spans(ITERATIONS))
+        last = ITERATIONS - plan.depth if streams else ITERATIONS - 1
+        simulated = simulate(plan, costs, streams=streams, iterations=ITERATIONS).spans
+        for turn, times in turns(span for span in simulated if span.iteration <= last).items():
+            assert found[turn] == times, (seed, turn)
+
+
+@STREAMS
+def test_the_steady_interval_is_the_simulators(streams: bool) -> None:
+    """On random plans, over a whole cycle of the steady state."""
+    settled = 0
+    for seed in range(80):
+        plan = random_plan(seed)
+        costs = random_costs(seed, plan)
+        found_us = interval_us(Loop(plan, costs, streams=streams, seed=seed).retired_ns(LONG))
+        if found_us is not None:
+            settled += 1
+            assert found_us == pytest.approx(simulate(plan, costs, streams=streams).ii_us), seed
+    assert settled > 70
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_the_interval_of_three_and_four_thread_groups(case: Case) -> None:
+    """Threads that wait for each other, a cycle through three of them."""
+    costs = CostModel({name: TaskCost(1e3 * ms) for name, ms in case.ms.items()})
+    found_us = interval_us(Loop(case.plan, costs, streams=False).retired_ns(LONG))
+    assert found_us == pytest.approx(simulate(case.plan, costs, streams=False).ii_us)
+
+
+def test_the_interval_of_streams() -> None:
+    """Device work that waits across three streams, and host work that takes no time."""
+    device_us = {name: 1e3 * ms for name, ms in STREAM_MS.items()}
+    costs = CostModel({name: TaskCost(0.0, device_us=us) for name, us in device_us.items()})
+    found_us = interval_us(Loop(STREAMING, costs, streams=True).retired_ns(LONG))
+    assert found_us == pytest.approx(simulate(STREAMING, costs).ii_us)
+
+
+@STREAMS
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_the_interval_at_every_depth(depth: int, streams: bool) -> None:
+    """Too shallow a pipeline waits for its oldest iteration."""
+    plan = PipelinePlan(
+        {
+            "copy": TaskSchedule(0, "memcpy" if streams else None, "io"),
+            "train": TaskSchedule(min(depth - 1, 1)),
+        },
+        deps=[("train", "copy")],
+        pipeline_depth=depth,
+    )
+    costs = CostModel({"copy": TaskCost(4, device_us=30), "train": TaskCost(9, device_us=40)})
+    found_us = interval_us(Loop(plan, costs, streams=streams).retired_ns(LONG))
+    assert found_us == pytest.approx(simulate(plan, costs, streams=streams).ii_us)

@@ -1,0 +1,423 @@
+"""Timelines on paper: against a second reading of the same program, and cases told in words."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+import swpipe.planning.simulation.interval
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe._engine.program import RETIRE, Program, compile_plan
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.errors import PlanError
+from swpipe.planning.simulation.cycles import TICKS_PER_US
+from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
+from swpipe.planning.simulation.playout import ENDLESS, Player, play
+from swpipe.planning.simulation.simulator import Simulation, simulate, steady_interval
+from swpipe.planning.simulation.timed_graph import timed_graph
+from swpipe.trace.span import Row, Span
+from tests.planning.reference import Reference
+from tests.support.strategies import random_case
+
+ITERATIONS = 12
+
+
+def random_costs(rng: random.Random, plan: PipelinePlan, **rest: float) -> CostModel:
+    """Uncontended: nobody holds the lock, and resources have no names."""
+
+    def time_us() -> float:
+        return rng.choice((0.0, rng.randint(1, 20), rng.uniform(0, 50)))
+
+    tasks = {name: TaskCost(time_us(), device_us=time_us()) for name in plan.schedule}
+    return CostModel(tasks, **rest)
+
+
+def several_lanes_share_the_callers_stream(program: Program) -> bool:
+    """The order of their work there is not known ahead of time."""
+    lanes = {ins.lane for ins in program.instructions.values() if ins.stream is None}
+    return len(lanes) > 1
+
+
+def at(simulation: Simulation, task: str, iteration: int, kind: str = "thread") -> Span:
+    """One task's turn."""
+    (span,) = [
+        span
+        for span in simulation.spans
+        if (span.task, span.iteration, span.row.kind) == (task, iteration, kind)
+    ]
+    return span
+
+
+def us(span: Span) -> tuple[float, float]:
+    """Start and end in microseconds."""
+    return span.start_ns / 1e3, span.end_ns / 1e3
+
+
+def feeding(depth: int = 2, group: str = "io") -> PipelinePlan:
+    """Read ahead while training."""
+    return PipelinePlan(
+        schedule={"read": TaskSchedule(0, thread_group=group), "train": TaskSchedule(1)},
+        deps=[("train", "read")],
+        pipeline_depth=depth,
+    )
+
+
+# --------------------------------------------------------------------- a second reading
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
+def test_every_turn_ends_when_the_reference_says(streams: bool) -> None:
+    """On random plans, fill, steady state and drain, to the nanosecond."""
+    compared = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        plan = random_case(seed).plan
+        program = compile_plan(plan, streams=streams)
+        if streams and several_lanes_share_the_callers_stream(program):
+            continue
+        costs = random_costs(rng, plan, handover_us=rng.choice((0.0, 2.0)))
+        found = simulate(plan, costs, streams=streams, iterations=ITERATIONS)
+        truth = Reference(program, costs, ITERATIONS, streams)
+        for span in found.spans:
+            ins = program.instructions[span.task]
+            ends = truth.passed if span.row.kind == "thread" else truth.done
+            end_us = ends(span.task, span.iteration + ins.stage)
+            assert span.end_ns / 1e3 == pytest.approx(end_us, abs=2e-3), (seed, span)
+        compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
+def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
+    """Where it is called exact: a run of many iterations keeps to it in its later part."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        plan = random_case(seed).plan
+        costs = random_costs(rng, plan)
+        found = simulate(plan, costs, streams=streams, iterations=160)
+        assert steady_interval(
+            compile_plan(plan, streams=streams), costs, streams=streams
+        ).ii_us == pytest.approx(found.ii_us)
+        if found.exact:
+            begin, end = (done_us(found, i) for i in (40, 140))
+            assert (end - begin) / 100 == pytest.approx(found.ii_us, rel=2e-3, abs=1e-3), seed
+
+
+def done_us(simulation: Simulation, iteration: int) -> float:
+    """When all of an iteration's work was done."""
+    return max(s.end_ns for s in simulation.spans if s.iteration == iteration) / 1e3
+
+
+def test_turns_of_one_row_never_overlap() -> None:
+    """Whatever is contended: a thread does one thing at a time, and so does a stream."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        plan = random_case(seed).plan
+        found = simulate(plan, contended_costs(rng, plan), iterations=ITERATIONS)
+        rows: dict[Row, int] = {}
+        for span in found.spans:
+            assert span.start_ns >= rows.get(span.row, 0)
+            assert span.wait_ns >= 0
+            rows[span.row] = span.end_ns
+
+
+def contended_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
+    """Most tasks need the lock, half of them a resource."""
+
+    def cost() -> TaskCost:
+        host = rng.choice((0, rng.randint(1, 20), rng.uniform(0, 50)))
+        used = rng.choice(((), ("nccl",), ("nccl", "disk"), ("disk",)))
+        return TaskCost(host, rng.uniform(0, host), rng.choice((0, rng.randint(1, 30))), used)
+
+    return CostModel({name: cost() for name in plan.schedule}, rng.choice((0.0, 2.0)))
+
+
+def test_what_is_contended_is_had_by_one_at_a_time() -> None:
+    """The lock in the first part of the host work, a resource all the time."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        plan = random_case(seed).plan
+        costs = contended_costs(rng, plan)
+        found = simulate(plan, costs, iterations=ITERATIONS)
+        held: dict[str, list[tuple[float, float]]] = {"lock": [], "nccl": [], "disk": []}
+        for span in found.spans:
+            cost = costs.tasks.get(span.task, TaskCost())
+            begin, end = us(span)
+            if span.row.kind == "thread" and cost.gil_us:
+                held["lock"].append((end - cost.host_us, end - cost.host_us + cost.gil_us))
+            if (span.row.kind == "stream") == (cost.device_us > 0):
+                for resource in cost.resources:
+                    held[resource].append((begin, end))
+        for turns in held.values():
+            turns.sort()
+            for (_, end), (begin, _) in pairwise(turns):
+                assert begin >= end - 2e-3, seed
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
+def test_what_is_called_exact_repeats_for_ever(streams: bool) -> None:
+    """A run with contention keeps to its interval, tick for tick, long after it was recognised."""
+    contended = 0
+    for seed in (*range(100), *FALSE_STARTS):
+        rng = random.Random(seed)
+        plan = random_case(seed).plan
+        costs = replace(contended_costs(rng, plan), handover_us=rng.choice((0.0, 2.0, 70.0)))
+        graph = timed_graph(compile_plan(plan, streams=streams), costs, streams=streams)
+        found = interval_of(graph)
+        if not graph.contended or not found.exact:
+            continue
+        contended += 1
+        run = Player(graph, ENDLESS)
+        ends = [run.retired(i) for i in range(260)]
+        patterns = [
+            pattern
+            for pattern in range(1, LONGEST_PATTERN + 1)
+            if all(ends[i] - ends[i - pattern] == ends[-1] - ends[-1 - pattern] for i in LATE)
+        ]
+        assert patterns, seed
+        step = (ends[-1] - ends[-1 - patterns[0]]) / patterns[0] / TICKS_PER_US
+        assert found.ii_us == step, seed
+    assert contended > 60
+
+
+LATE = range(210, 260)
+FALSE_STARTS = (1660, 1874, 1967, 2047, 2269, 3477)
+"""One or two iterations are like those before them, and later ones are not."""
+
+
+def test_an_endless_run_begins_like_any_other() -> None:
+    """Until the end draws near it makes no difference how many iterations there are."""
+    for seed in range(40):
+        plan = random_case(seed).plan
+        costs = contended_costs(random.Random(seed), plan)
+        graph = timed_graph(compile_plan(plan, streams=True), costs, streams=True)
+        if graph.contended:
+            endless, played = Player(graph, ENDLESS), play(graph, 3 * graph.depth + 10)
+            assert [endless.retired(i) for i in range(10)] == [played.retired(i) for i in range(10)]
+
+
+# -------------------------------------------------------------------------------- in words
+
+
+def test_a_serial_plan_takes_the_sum() -> None:
+    """One after the other, and so is the first iteration."""
+    plan = PipelinePlan({n: TaskSchedule() for n in "abc"}, order="abc", pipeline_depth=1)
+    costs = CostModel({"a": TaskCost(3), "b": TaskCost(4), "c": TaskCost(5)})
+    found = simulate(plan, costs, streams=False)
+    assert (found.ii_us, found.latency_us, found.exact) == (12.0, 12.0, True)
+    assert found.limit == "thread 'default', always busy: a, b, c"
+
+
+def test_the_busier_of_two_threads_sets_the_pace() -> None:
+    """The other idles for the rest of each interval."""
+    found = simulate(feeding(), CostModel({"read": TaskCost(30), "train": TaskCost(20)}))
+    assert found.ii_us == 30.0
+    assert {load.name: (load.busy_us, load.idle) for load in found.loads} == {
+        "io": (30.0, 0.0),
+        "default": (20.0, pytest.approx(1 / 3)),
+        "caller's": (0.0, 1.0),
+    }
+
+
+def test_without_streams_device_work_is_done_on_the_thread() -> None:
+    """Host and device time add up."""
+    costs = CostModel({"read": TaskCost(1), "train": TaskCost(2, device_us=50)})
+    assert simulate(feeding(), costs, streams=False).ii_us == 52.0
+    assert simulate(feeding(depth=3), costs, streams=True).ii_us == 50.0
+
+
+def test_a_thread_that_waited_wakes_later() -> None:
+    """By ``handover_us``, on the way from read to train."""
+    costs = CostModel({"read": TaskCost(10), "train": TaskCost(5)}, handover_us=2)
+    found = simulate(feeding(), costs, streams=False)
+    assert us(at(found, "train", 0))[0] == us(at(found, "read", 0))[1] + 2
+
+
+def test_device_work_waits_for_the_event_of_another_stream() -> None:
+    """The host submits at once; the stream waits until the copy is done."""
+    plan = PipelinePlan(
+        {"copy": TaskSchedule(0, stream="memcpy"), "train": TaskSchedule(0)},
+        deps=[("train", "copy")],
+    )
+    costs = CostModel({"copy": TaskCost(1, device_us=40), "train": TaskCost(1, device_us=10)})
+    found = simulate(plan, costs)
+    assert us(at(found, "train", 0)) == (1.0, 2.0)
+    assert us(at(found, "train", 0, "stream")) == (41.0, 51.0)
+
+
+def test_an_iteration_is_admitted_when_the_one_a_depth_before_is_done() -> None:
+    """Back-pressure: the host does not run ahead of the device any further."""
+    plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=2)
+    found = simulate(plan, CostModel({"train": TaskCost(1, device_us=50)}), iterations=4)
+    assert us(at(found, "<admit>", 2))[0] == us(at(found, "train", 0, "stream"))[1]
+
+
+def test_too_little_depth_is_told_as_a_cycle_through_admission() -> None:
+    """At depth 1 the device idles while the host submits."""
+    plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=1)
+    found = simulate(plan, CostModel({"train": TaskCost(5, device_us=50)}))
+    assert found.ii_us == 55.0
+    assert "<retire> i -> <admit> i+1" in found.limit
+
+
+def test_the_lock_goes_to_who_was_ready_first() -> None:
+    """Both threads run Python all the time: their times add up."""
+    costs = CostModel({"read": TaskCost(30, 30), "train": TaskCost(20, 20)})
+    found = simulate(feeding(), costs, streams=False)
+    assert (found.ii_us, found.exact) == (50.0, True)
+    assert found.limit == "the interpreter lock, always taken: read, train"
+
+
+def test_only_the_part_that_needs_the_lock_waits_for_it() -> None:
+    """What blocks or computes without it runs side by side."""
+    costs = CostModel({"read": TaskCost(30, 10), "train": TaskCost(20, 10)})
+    assert simulate(feeding(depth=4), costs, streams=False).ii_us == 30.0
+
+
+def test_a_named_resource_is_used_by_one_at_a_time() -> None:
+    """Two streams, one communicator."""
+    plan = PipelinePlan(
+        {"dist": TaskSchedule(0, stream="net"), "reduce": TaskSchedule(1)},
+        deps=[("reduce", "dist")],
+        pipeline_depth=4,
+    )
+    both = {
+        "dist": TaskCost(1, device_us=40, resources=("nccl",)),
+        "reduce": TaskCost(1, device_us=30, resources=("nccl",)),
+    }
+    found = simulate(plan, CostModel(both))
+    assert found.ii_us == 70.0
+    assert found.limit == "resource 'nccl', always taken: reduce, dist"
+    alone = {name: TaskCost(1, device_us=c.device_us) for name, c in both.items()}
+    assert simulate(plan, CostModel(alone)).ii_us == 40.0
+
+
+def test_threads_that_share_the_callers_stream_stand_in_line_as_they_submit() -> None:
+    """What was submitted first is done first, and one at a time."""
+    costs = CostModel({"read": TaskCost(5, device_us=30), "train": TaskCost(10, device_us=20)})
+    found = simulate(feeding(depth=4), costs)
+    assert found.ii_us == 50.0
+    queued = [s for s in found.spans if s.row.kind == "stream"]
+    submitted = [us(at(found, s.task, s.iteration))[1] for s in queued]
+    assert submitted == sorted(submitted)
+
+
+def test_the_spans_are_those_of_so_many_iterations() -> None:
+    """From the first to the last, each with all its tasks."""
+    found = simulate(
+        feeding(), CostModel({"read": TaskCost(3), "train": TaskCost(2)}), iterations=7
+    )
+    assert found.iterations == 7
+    assert {s.iteration for s in found.spans if s.task == RETIRE} == set(range(7))
+    assert len([s for s in found.spans if s.task == "read"]) == 7
+
+
+def test_it_draws_like_a_measured_trace() -> None:
+    """The chart has the thread groups; the interval of the trace is the simulation's."""
+    found = simulate(feeding(), CostModel({"read": TaskCost(3e3), "train": TaskCost(2e3)}))
+    trace = found.trace()
+    assert "read 0" in trace.format()
+    assert "train 0" in trace.format()
+    assert trace.initiation_interval_s == pytest.approx(found.ii_us / 1e6)
+
+
+def test_it_prints_a_table() -> None:
+    """Interval, a line for each resource, and what limits."""
+    text = simulate(feeding(), CostModel({"read": TaskCost(30), "train": TaskCost(20)})).format()
+    assert text.splitlines()[0] == ("simulated: 0.030 ms per iteration; the first takes 0.050 ms")
+    assert "limited by thread 'io', always busy: read" in text
+
+
+def test_a_cycle_is_told_by_tasks_and_iterations() -> None:
+    """Each waits for the one before it."""
+    plan = PipelinePlan(
+        {
+            "prefetch": TaskSchedule(0, thread_group="cache"),
+            "forward": TaskSchedule(1, thread_group="compute"),
+            "step": TaskSchedule(2),
+        },
+        deps=[("forward", "prefetch"), ("step", "forward")],
+        cross_iter_deps=[("prefetch", "step", 2)],
+        pipeline_depth=6,
+    )
+    times = {"prefetch": TaskCost(10e3), "forward": TaskCost(10e3), "step": TaskCost(8e3)}
+    found = simulate(plan, CostModel(times), streams=False)
+    assert found.ii_us == 14e3
+    assert found.limit == (
+        "a cycle, 14.000 ms per iteration: prefetch i -> forward i -> step i -> prefetch i+2"
+    )
+
+
+def test_contention_that_never_repeats_itself_is_told_as_a_mean() -> None:
+    """It is near that of a run several times as long, and says that it is no more than that."""
+    plan = random_case(3359).plan
+    costs = contended_costs(random.Random(3359), plan)
+    found = simulate(plan, costs, iterations=400)
+    assert not found.exact
+    assert "simulated: about 0.041 ms" in found.format()
+    begin, end = (done_us(found, i) for i in (100, 350))
+    assert (end - begin) / 250 == pytest.approx(found.ii_us, rel=2e-2)
+
+
+def test_a_repetition_is_recognised_whoever_runs_ahead() -> None:
+    """The caller's lane admits early, and yet every iteration is like the one before."""
+    plan = random_case(171).plan
+    costs = contended_costs(random.Random(171), plan)
+    found = simulate(plan, costs, iterations=400)
+    assert found.exact
+    begin, end = (done_us(found, i) for i in (100, 350))
+    assert (end - begin) / 250 == pytest.approx(found.ii_us, rel=1e-5)
+
+
+def test_tasks_that_wait_for_each_others_lock_are_told_as_a_cycle() -> None:
+    """No thread and no resource is busy all the time: the order of the turns is what limits."""
+    costs = CostModel({"read": TaskCost(30e3, 20e3), "train": TaskCost(25e3, 20e3)})
+    found = simulate(feeding(depth=2), costs, streams=False)
+    assert (found.ii_us, found.exact) == (45e3, True)
+    assert found.limit == (
+        "a cycle, 45.000 ms per iteration: "
+        "<retire> i -> <admit> i+2 -> read i+2 -> train i+1 -> <retire> i+1"
+    )
+
+
+# -------------------------------------------------------------------------------- refused
+
+
+def test_a_plan_that_cannot_run_is_refused() -> None:
+    """With what is wrong, though its tasks are not at hand."""
+    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()}, deps=[("a", "b"), ("b", "a")])
+    with pytest.raises(PlanError, match="form a cycle"):
+        simulate(plan, CostModel({"a": TaskCost(), "b": TaskCost()}))
+
+
+def test_a_task_without_a_cost_is_named() -> None:
+    """Costs of other tasks than the plan's do not matter."""
+    with pytest.raises(PlanError, match="task 'train' has no cost"):
+        simulate(feeding(), CostModel({"read": TaskCost(), "other": TaskCost()}))
+
+
+def test_at_least_one_iteration() -> None:
+    """There is no timeline of none."""
+    costs = CostModel({"read": TaskCost(), "train": TaskCost()})
+    with pytest.raises(ValueError, match="iterations is 0"):
+        simulate(feeding(), costs, iterations=0)
+
+
+def test_tasks_that_cost_nothing_are_no_trouble() -> None:
+    """The interval is 0, and nothing limits it."""
+    found = simulate(feeding(), CostModel({"read": TaskCost(), "train": TaskCost()}))
+    assert (found.ii_us, found.latency_us, found.limit) == (0.0, 0.0, "nothing")
+    assert {load.idle for load in found.loads} == {1.0}
+
+
+def test_an_uncontended_interval_is_computed_and_not_played(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A planner asks thousands of times; the bench tells how long one answer takes."""
+    monkeypatch.setattr(swpipe.planning.simulation.interval, "Player", None)
+    costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
+    program = compile_plan(feeding(group="default"), streams=True)
+    assert steady_interval(program, costs).ii_us == 350.0

@@ -1,0 +1,158 @@
+"""Every interleaving of a compiled program, one by one: which run always comes before which.
+
+    state    how far each lane is, and what stands in each stream's queue
+    moves    a lane passes its next instruction, if its waits are met     (1)
+             a stream runs the head of its queue, if its events are met   (2)
+
+All states that can be reached are visited. At each, for every move that could be made now, whatever
+is not done yet is struck from what comes before it; what is left in the end always does. Nothing is
+shared with ``swpipe.analysis.happens_before``: no clock, no reasoning about iterations; the time
+is exponential.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe.core.plan import StreamRef
+
+Run = tuple[str, int]
+"""A task and an iteration."""
+
+
+class TooManyError(Exception):
+    """More states than were asked for."""
+
+
+Runs = int
+"""A set of runs: a bit for each."""
+
+
+class Item(NamedTuple):
+    """Device work in a queue, and the runs whose events it waits for."""
+
+    run: Run
+    awaited: Runs
+
+
+class State(NamedTuple):
+    """Where everybody stands.
+
+    Attributes:
+        passed: For each lane, how many instructions it has passed.
+        queues: For each stream, what has been submitted and has not run.
+        called: Runs whose functions have returned.
+        done: Runs whose device work is done.
+    """
+
+    passed: tuple[int, ...]
+    queues: tuple[tuple[Item, ...], ...]
+    called: Runs
+    done: Runs
+
+
+class Exhaustive:
+    """Explores one program over so many iterations.
+
+    Args:
+        program: A compiled plan.
+        iterations: How many there are.
+        streams: Whether its device has streams.
+        most: States after which to give up.
+
+    Attributes:
+        host_before: Run to the runs whose functions always have returned when it is called.
+        device_before: Run to the runs whose device work is always done when its own starts.
+        states: How many there are.
+
+    Raises:
+        TooManyError: There are more states than ``most``.
+    """
+
+    def __init__(self, program: Program, iterations: int, *, streams: bool, most: int) -> None:
+        self._bits = {
+            (task, i): 1 << n
+            for n, (task, i) in enumerate(product(program.instructions, range(iterations)))
+        }
+        self._host_before: dict[Run, Runs] = {}
+        self._device_before: dict[Run, Runs] = {}
+        self._program = program
+        self._iterations = iterations
+        self._has_streams = streams
+        names: dict[StreamRef, None] = {ins.stream: None for ins in program.instructions.values()}
+        self._streams = list(names)
+        start = State((0,) * len(program.lanes), ((),) * len(names), 0, 0)
+        seen, left = {start}, [start]
+        while left:
+            for state in self._moves(left.pop()):
+                if state not in seen:
+                    seen.add(state)
+                    left.append(state)
+            if len(seen) > most:
+                raise TooManyError
+        self.states = len(seen)
+        self.host_before = self._named(self._host_before)
+        self.device_before = self._named(self._device_before)
+
+    def _named(self, before: dict[Run, Runs]) -> dict[Run, frozenset[Run]]:
+        bits = self._bits.items()
+        return {
+            of: frozenset(run for run, bit in bits if runs & bit) for of, runs in before.items()
+        }
+
+    def _moves(self, state: State) -> list[State]:
+        lanes = (self._pass(state, lane) for lane in range(len(state.passed)))
+        streams = (self._run(state, stream) for stream in range(len(state.queues)))
+        return [after for after in (*lanes, *streams) if after is not None]
+
+    def _pass(self, state: State, lane: int) -> State | None:
+        """(1) The state after a lane's next instruction, or None if it cannot pass it now."""
+        instructions = self._program.lanes[lane].instructions
+        period, position = divmod(state.passed[lane], len(instructions))
+        ins = instructions[position]
+        if period == self._iterations + self._program.depth - 1:
+            return None
+        for wait in ins.host_waits:
+            size = len(self._program.lanes[wait.lane].instructions)
+            if state.passed[wait.lane] <= (period - wait.lag) * size + wait.position:
+                return None
+        passed = (*state.passed[:lane], state.passed[lane] + 1, *state.passed[lane + 1 :])
+        i = period - ins.stage
+        if not 0 <= i < self._iterations:
+            return state._replace(passed=passed)
+        if self._has_streams and ins.task == ADMIT:
+            held_up_by = (RETIRE, i - self._program.depth)
+            if i >= self._program.depth and not state.done & self._bits[held_up_by]:
+                return None
+        _strike(self._host_before, (ins.task, i), state.called)
+        called = state.called | self._bits[ins.task, i]
+        return State(passed, self._queued(state, ins, i), called, state.done)
+
+    def _queued(self, state: State, ins: Instruction, i: int) -> tuple[tuple[Item, ...], ...]:
+        """The queues, once the instruction has submitted its work."""
+        if not self._has_streams or ins.task == ADMIT:
+            return state.queues
+        awaited = 0
+        for wait in ins.event_waits:
+            if wait.producer != ADMIT:
+                awaited |= self._bits.get((wait.producer, i - wait.distance), 0)
+        # To wait for an event that was never recorded is to wait for nothing.
+        item = Item((ins.task, i), awaited & state.called)
+        n = self._streams.index(ins.stream)
+        return (*state.queues[:n], (*state.queues[n], item), *state.queues[n + 1 :])
+
+    def _run(self, state: State, n: int) -> State | None:
+        """(2) The state after the head of a queue, or None if it cannot run now."""
+        if not state.queues[n] or state.queues[n][0].awaited & ~state.done:
+            return None
+        run = state.queues[n][0].run
+        _strike(self._device_before, run, state.done)
+        queues = (*state.queues[:n], state.queues[n][1:], *state.queues[n + 1 :])
+        return state._replace(queues=queues, done=state.done | self._bits[run])
+
+
+def _strike(before: dict[Run, Runs], run: Run, done: Runs) -> None:
+    """Keep of what comes before a run only what is done in this state, too."""
+    before[run] = before.get(run, done) & done

@@ -1,0 +1,166 @@
+"""What a random workload's tasks do, on plain numbers and on torch tensors.
+
+``run_task`` is the one reading of a ``TaskSpec``; a *machine* says what its values are made of. All
+arithmetic depends on the order of its operands, so that any change of order shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from swpipe import IterContext, PipelineTask
+from tests.support.strategies import TaskSpec, Workload
+
+MODULUS = 2**61 - 1
+
+
+class Machine(Protocol):
+    """Makes and changes values.
+
+    Attributes:
+        states: State to its slots, which ``change`` modifies in place.
+    """
+
+    states: dict[str, list[Any]]
+
+    def compute(self, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> Any:
+        """A new value made from ``inputs``, in their order."""
+
+    def change(self, slot: Any, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> None:
+        """Mix ``inputs`` into a slot."""
+
+    def pause(self) -> None:
+        """Between two steps of a task."""
+
+
+def run_task(machine: Machine, number: int, spec: TaskSpec, ctx: IterContext) -> None:
+    """One task on one iteration: read, change states, set attributes, delete attributes."""
+    i = ctx.iter_idx
+    slots = [slot_of(machine, use.state, i) for use in spec.states]
+    inputs = [value for name in spec.reads if (value := unpacked(getattr(ctx, name))) is not None]
+    inputs += slots
+    for use, slot in zip(spec.states, slots, strict=True):
+        if use.writes:
+            machine.pause()
+            machine.change(slot, number, inputs, spec, i)
+    for n, name in enumerate(spec.sets):
+        machine.pause()
+        made = machine.compute(100 * (n + 1) + number, inputs, spec, i)
+        setattr(ctx, name, (made, [made], {"x": (made,)})[(number + n) % 3])
+    for name in spec.deletes:
+        delattr(ctx, name)
+    machine.pause()
+
+
+def slot_of(machine: Machine, state: str, i: int) -> Any:
+    """The slot of a state that iteration i uses."""
+    slots = machine.states[state]
+    return slots[i % len(slots)]
+
+
+def unpacked(value: Any) -> Any:
+    """What lies in the containers that ``run_task`` puts around some values."""
+    while isinstance(value, list | tuple | dict):
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return value
+
+
+def outputs(ctx: IterContext) -> dict[str, Any]:
+    """What an iteration left in its context."""
+    return {name: unpacked(value) for name, value in vars(ctx).items() if name != "iter_idx"}
+
+
+def tasks_of(machine: Machine, workload: Workload, *, draws: bool = False) -> list[PipelineTask]:
+    """The workload's tasks on a machine; where it ``draws``, some of them declare it."""
+    return [
+        PipelineTask(
+            spec.name, partial(run_task, machine, number, spec), random=draws and spec.draws
+        )
+        for number, spec in enumerate(workload.tasks)
+    ]
+
+
+def serial_outputs(
+    machine: Machine, workload: Workload, batches: Iterable[Any]
+) -> list[dict[str, Any]]:
+    """The truth: a plain loop, without swpipe's engine."""
+    found = []
+    for i, batch in enumerate(batches):
+        ctx = IterContext(batch, i)
+        for number, spec in enumerate(workload.tasks):
+            run_task(machine, number, spec, ctx)
+        found.append(outputs(ctx))
+    return found
+
+
+def mix(tag: int, values: Iterable[int]) -> int:
+    """A number that depends on each value and on their order."""
+    for value in values:
+        tag = (tag * 1_000_003 + value + 1) % MODULUS
+    return tag
+
+
+class PlainMachine:
+    """Numbers; a slot is a list of one."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.states = {name: [[n] for n in range(slots)] for name, slots in workload.slots.items()}
+
+    def compute(self, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> int:
+        return mix(tag, [v[0] if isinstance(v, list) else v for v in inputs])
+
+    def change(self, slot: Any, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> None:
+        slot[0] = self.compute(tag, [*inputs, slot], spec, i)
+
+    def pause(self) -> None:
+        return None
+
+
+class TorchMachine:
+    """float32 tensors of 3; a slot is a parameter, modified in place in two steps."""
+
+    def __init__(self, workload: Workload, pause: Callable[[], None]) -> None:
+        self.pause = pause
+        self.states = {
+            name: [torch.nn.Parameter(torch.full((3,), 0.1 * n)) for n in range(slots)]
+            for name, slots in workload.slots.items()
+        }
+
+    def compute(self, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> torch.Tensor:
+        value = torch.tensor([0.01, 0.02, 0.03]) * (tag % 97)
+        if spec.draws:
+            value = value + torch.rand(3)
+        for other in inputs:
+            value = torch.sin(1.7 * value + other)
+        return value.detach()
+
+    @torch.no_grad()
+    def change(self, slot: Any, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> None:
+        value = self.compute(tag, inputs, spec, i)
+        slot.mul_(0.9)
+        self.pause()
+        slot.add_(value)
+
+
+def random_pauses(seed: int, longest_us: float = 150.0) -> Callable[[], None]:
+    """Random pauses, most of none at all: to disturb the threads, not to order them."""
+    rng = random.Random(seed)
+
+    def pause() -> None:
+        kind = rng.random()
+        if kind < 0.15:
+            time.sleep(0)
+        elif kind < 0.3:
+            until = time.perf_counter() + rng.random() * longest_us * 1e-6
+            while time.perf_counter() < until:
+                pass
+        elif kind < 0.4:
+            time.sleep(rng.random() * longest_us * 1e-6)
+
+    return pause

@@ -1,0 +1,136 @@
+"""Random plans, right and wrong, for random work; and whether they are right, by trying everything.
+
+What a workload's tasks touch is known (``effects_of``). ``fights`` says by exhaustive exploration
+where a plan does not keep the serial order though it matters; it shares nothing with verification.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+from swpipe import PipelinePlan
+from swpipe._engine.program import compile_plan
+from swpipe.core.effects import Effects, EffectTable, Place
+from tests.support.exhaustive import Exhaustive, Run
+from tests.support.strategies import Workload, random_plan, random_workload
+
+KINDS = (True, False)
+"""Whether a device has streams."""
+
+
+def small_workload(rng: random.Random, most_tasks: int = 4) -> Workload:
+    """Work whose states have one slot each: what a table of effects can speak of."""
+    workload = random_workload(rng, most_tasks)
+    return replace(workload, slots=dict.fromkeys(workload.slots, 1))
+
+
+def effects_of(workload: Workload) -> dict[str, Effects]:
+    """What the tasks touch, in serial order."""
+    table = {}
+    for task in workload.tasks:
+        states = {Place(use.state, True): use.writes for use in task.states}
+        table[task.name] = Effects(
+            frozenset({Place(name, False) for name in task.reads} | states.keys()),
+            frozenset(
+                {Place(name, False) for name in (*task.sets, *task.deletes)}
+                | {place for place, writes in states.items() if writes}
+            ),
+        )
+    return table
+
+
+def without(plan: PipelinePlan, edge: tuple[str, tuple[object, ...]]) -> PipelinePlan:
+    """The plan without one entry of one of its lists."""
+    key, entry = edge
+    return replace(plan, **{key: [other for other in getattr(plan, key) if other != entry]})  # type: ignore[arg-type]
+
+
+def edges_of(plan: PipelinePlan) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Every dependence that the plan declares: the list that it stands in, and the entry."""
+    for key in ("deps", "cross_iter_deps", "same_period_deps"):
+        yield from ((key, entry) for entry in getattr(plan, key))
+
+
+def random_pair(seed: int, most_tasks: int = 4) -> tuple[PipelinePlan, Workload]:
+    """Work and a plan for it, which lacks nothing, or some, or all that it needs."""
+    rng = random.Random(seed)
+    workload = small_workload(rng, most_tasks)
+    plan = random_plan(rng, workload)
+    lost = rng.choice((0.0, 0.0, 0.3, 1.0))
+    for edge in list(edges_of(plan)):
+        if rng.random() < lost:
+            plan = without(plan, edge)
+    return plan, workload
+
+
+# ----------------------------------------------------------------------------- by trying everything
+
+
+def orders(
+    plan: PipelinePlan, iterations: int, *, streams: bool, most: int = 2_000
+) -> dict[Run, frozenset[Run]]:
+    """Each run of a task to those that always come before it, on the host and on the device."""
+    program = compile_plan(plan, streams=streams)
+    found = Exhaustive(program, iterations, streams=streams, most=most)
+    if not streams:
+        return found.host_before
+    return {run: found.host_before[run] & found.device_before[run] for run in found.device_before}
+
+
+def meetings(effects: EffectTable, iterations: int) -> Iterator[tuple[Run, Run, Place]]:
+    """Every two runs that touch one place, one of them writing it; the one that is serially first.
+
+    Of an attribute each iteration has its own.
+    """
+    runs = [(task, i) for i in range(iterations) for task in effects]
+    for first, then in combinations(runs, 2):
+        a, b = effects[first[0]], effects[then[0]]
+        places = (a.reads & b.writes) | (a.writes & b.reads) | (a.writes & b.writes)
+        for place in places:
+            if place.outlives or first[1] == then[1]:
+                yield first, then, place
+
+
+def fights(
+    plan: PipelinePlan,
+    effects: EffectTable,
+    *,
+    streams: bool,
+    iterations: tuple[int, ...] = (1, 2),
+    most: int = 2_000,
+) -> set[frozenset[str]]:
+    """The pairs of tasks that do not always meet in serial order, in runs of so many iterations.
+
+    Raises:
+        TooManyError: A run has more than ``most`` states.
+    """
+    found = set()
+    for count in iterations:
+        before = orders(plan, count, streams=streams, most=most)
+        for first, then, _ in meetings(effects, count):
+            if first not in before[then]:
+                found.add(frozenset({first[0], then[0]}))
+    return found
+
+
+def is_as_stale_as_allowed(
+    plan: PipelinePlan, effects: EffectTable, *, streams: bool, iterations: tuple[int, ...]
+) -> bool:
+    """The same where ``plan.stale`` lets reads come late: by so much, and always equally late."""
+    table = list(effects)
+    for count in iterations:
+        before = orders(plan, count, streams=streams)
+        for first, then, place in meetings(effects, count):
+            behind = plan.stale.get(place.name, 0) if place.outlives else 0
+            # Only a read of what was written before may come late, and only of who only reads.
+            if place in effects[then[0]].writes:
+                behind = 0
+            ahead = then[1] - first[1] - (table.index(first[0]) > table.index(then[0]))
+            kept = first in before[then]
+            turned = then in before[first]
+            if not (kept or (turned and ahead < behind)):
+                return False
+    return True

@@ -1,0 +1,287 @@
+"""Random work and random plans for it, as plain data.
+
+A *workload* is a serial program: tasks that read, set, rebind and delete attributes of the context,
+and that read or change named states which outlive an iteration. A state may have several slots,
+used in turn, so that iteration i meets what iteration i - slots left there. From who touches what
+follow all dependences (``dependences_of``). A *plan* declares these, or what implies them, and
+draws the rest: stages that read no future, streams, thread groups, global order, ties and depth.
+
+All is drawn from a ``random.Random``: hypothesis gives one that it can shrink (``cases``), loops
+over seeds have their own (``random_case``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import permutations
+from typing import Any, NamedTuple, TypeVar
+
+from hypothesis import strategies as st
+
+from swpipe import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.dependence import CycleError, period_order, serial_order
+from swpipe.core.plan import DEFAULT_GROUP
+
+T = TypeVar("T")
+
+
+class StateUse(NamedTuple):
+    """A task's use of a named state."""
+
+    state: str
+    writes: bool
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One task.
+
+    Attributes:
+        name: Its name.
+        reads: Attributes that it reads.
+        sets: Attributes that it then sets or rebinds.
+        deletes: Attributes that it deletes in the end.
+        states: The states that it reads, and changes before it sets anything.
+        draws: It draws random numbers, where it runs on a machine that has them.
+    """
+
+    name: str
+    reads: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+    deletes: tuple[str, ...] = ()
+    states: tuple[StateUse, ...] = ()
+    draws: bool = False
+
+    def touches(self) -> dict[str, bool]:
+        """Attribute to whether the task changes it."""
+        changed = {*self.sets, *self.deletes}
+        return {name: name in changed for name in (*self.reads, *self.sets, *self.deletes)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A serial program.
+
+    Attributes:
+        tasks: In serial order.
+        slots: State to the number of its slots.
+    """
+
+    tasks: tuple[TaskSpec, ...]
+    slots: dict[str, int]
+
+
+class Edge(NamedTuple):
+    """The consumer on iteration i comes after the producer on iteration i - distance."""
+
+    consumer: str
+    producer: str
+    distance: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one test runs.
+
+    Attributes:
+        workload: What to compute.
+        plan: How.
+        batches: What the iterator gives, None among it.
+        drains: After how many iterations the pipeline is drained and given another iterator.
+        seed: For whatever else is drawn.
+    """
+
+    workload: Workload
+    plan: PipelinePlan
+    batches: tuple[int | None, ...]
+    drains: frozenset[int]
+    seed: int
+
+
+# ---------------------------------------------------------------------------------- workloads
+
+
+def random_workload(rng: random.Random, most_tasks: int = 7) -> Workload:
+    """A program of one to ``most_tasks`` tasks."""
+    slots = {f"state{n}": rng.choice((1, 1, 1, 2, 3)) for n in range(rng.randint(0, 3))}
+    there = ["batch"]
+    tasks = []
+    for n in range(1 + _rather_many(rng, most_tasks - 1)):
+        reads = tuple(name for name in there if rng.random() < 0.4)
+        sets = tuple(name for name in there if rng.random() < 0.1)
+        if rng.random() < 0.8:
+            sets += (f"a{n}",)
+        deletes = tuple(name for name in there if name not in sets and rng.random() < 0.12)
+        states = tuple(
+            StateUse(state, writes=rng.random() < 0.6) for state in slots if rng.random() < 0.4
+        )
+        tasks.append(TaskSpec(f"t{n}", reads, sets, deletes, states, draws=rng.random() < 0.2))
+        there = [name for name in dict.fromkeys((*there, *sets)) if name not in deletes]
+    return Workload(tuple(tasks), slots)
+
+
+def dependences_of(workload: Workload) -> set[Edge]:
+    """Every order that a serial run keeps between two tasks: one changes what both touch."""
+    edges = set()
+    for (i, first), (j, then) in permutations(enumerate(workload.tasks), 2):
+        if i < j and _conflict(first.touches(), then.touches()):
+            edges.add(Edge(then.name, first.name, 0))
+        for state in _shared_states(first, then):
+            if i < j:
+                edges.add(Edge(then.name, first.name, 0))
+            edges.add(Edge(then.name, first.name, workload.slots[state]))
+    return edges
+
+
+def _conflict(a: dict[str, bool], b: dict[str, bool]) -> bool:
+    return any(changes or b[name] for name, changes in a.items() if name in b)
+
+
+def _shared_states(a: TaskSpec, b: TaskSpec) -> Iterator[str]:
+    """States that both use and one of them writes."""
+    writes = dict(a.states)
+    yield from (
+        use.state for use in b.states if use.state in writes and (use.writes or writes[use.state])
+    )
+
+
+# -------------------------------------------------------------------------------------- plans
+
+
+def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
+    """A plan that orders all that has to be ordered, and passes verification."""
+    names = [task.name for task in workload.tasks]
+    edges = dependences_of(workload)
+    stage = _stages(rng, names, edges)
+    if rng.random() < 0.6:
+        edges = _reduced(rng, edges)
+    groups = [DEFAULT_GROUP, *("io", "net", "aux")[: _rather_many(rng, 3)]]
+    streams = [None, *("copy", "dist", "side")[: _rather_many(rng, 3)]]
+    schedule = {
+        name: TaskSchedule(
+            stage=stage[name],
+            stream=rng.choice(streams),
+            thread_group=rng.choice(groups),
+            globally_ordered=rng.random() < 0.3,
+        )
+        for name in _shuffled(rng, names)
+    }
+    used = {entry.stream for entry in schedule.values() if isinstance(entry.stream, str)}
+    plan = PipelinePlan(
+        schedule=schedule,
+        deps=[edge[:2] for edge in sorted(edges) if not edge.distance],
+        cross_iter_deps=[edge for edge in sorted(edges) if edge.distance],
+        streams={s: StreamSpec(rng.choice((0, -1))) for s in sorted(used) if rng.random() < 0.3},
+        pipeline_depth=rng.choice((None, max(stage.values()) + 1 + rng.randint(0, 2))),
+    )
+    return _with_more(rng, plan)
+
+
+def _stages(rng: random.Random, names: Sequence[str], edges: Iterable[Edge]) -> dict[str, int]:
+    """Random stages, raised until no dependence reads the future."""
+    last = _rather_many(rng, 3)
+    stage = {name: rng.randint(0, last) for name in names}
+    changed = True
+    while changed:
+        changed = False
+        for edge in edges:
+            least = stage[edge.producer] - edge.distance
+            if stage[edge.consumer] < least:
+                stage[edge.consumer] = least
+                changed = True
+    return stage
+
+
+def _reduced(rng: random.Random, edges: set[Edge]) -> set[Edge]:
+    """Without edges that others imply: a user need not write those."""
+    kept = set(edges)
+    for edge in _shuffled(rng, sorted(edges)):
+        others = kept - {edge}
+        if _implied(edge, others):
+            kept = others
+    return kept
+
+
+def _implied(edge: Edge, others: Iterable[Edge]) -> bool:
+    """Whether a path of no greater distance leads from producer to consumer."""
+    best = {edge.producer: 0}
+    changed = True
+    while changed:
+        changed = False
+        for other in others:
+            if other.producer in best:
+                total = best[other.producer] + other.distance
+                if total <= edge.distance and total < best.get(other.consumer, total + 1):
+                    best[other.consumer] = total
+                    changed = True
+    return edge.consumer in best
+
+
+def _with_more(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
+    """Some ``same_period_deps``, for others or on top of them, and an ``order``."""
+    stage = {name: entry.stage for name, entry in plan.schedule.items()}
+    for edge in (*((c, p, 0) for c, p in plan.deps), *plan.cross_iter_deps):
+        consumer, producer, distance = edge
+        # Of two iterations of one task the sooner is done sooner: one nearer by will do as well.
+        if 0 <= stage[producer] - stage[consumer] <= distance and rng.random() < 0.2:
+            plan = _if_acyclic(
+                plan,
+                deps=[pair for pair in plan.deps if (*pair, 0) != edge],
+                cross_iter_deps=[other for other in plan.cross_iter_deps if other != edge],
+                same_period_deps=[*plan.same_period_deps, (consumer, producer)],
+            )
+    names = list(plan.schedule)
+    for _ in range(rng.choice((0, 0, 1, 2, 3))):
+        pair = (rng.choice(names), rng.choice(names))
+        plan = _if_acyclic(plan, same_period_deps=[*plan.same_period_deps, pair])
+    for _ in range(rng.choice((0, 3))):
+        plan = _if_acyclic(plan, order=_shuffled(rng, names)[: rng.randint(1, 3)])
+    return plan
+
+
+def _if_acyclic(plan: PipelinePlan, **changes: Iterable[Sequence[Any]]) -> PipelinePlan:
+    """The changed plan, or the plan as it was if that would be a cycle."""
+    old = {field.name: getattr(plan, field.name) for field in fields(plan) if field.init}
+    changed = PipelinePlan(**{**old, **changes})
+    try:
+        period_order(changed)
+        serial_order(changed, list(changed.schedule))
+    except CycleError:
+        return plan
+    return changed
+
+
+def _rather_many(rng: random.Random, most: int) -> int:
+    """From 0 to ``most``, and more often much than little."""
+    return max(rng.randint(0, most), rng.randint(0, most))
+
+
+def _shuffled(rng: random.Random, items: Iterable[T]) -> list[T]:
+    shuffled = list(items)
+    rng.shuffle(shuffled)
+    return shuffled
+
+
+# -------------------------------------------------------------------------------------- cases
+
+
+def draw_case(rng: random.Random, most_tasks: int = 7) -> Case:
+    """A workload, a plan for it, and data that ends anywhere from at once to three depths later."""
+    workload = random_workload(rng, most_tasks)
+    plan = random_plan(rng, workload)
+    count = _rather_many(rng, 3 * plan.depth)
+    batches = tuple(None if rng.random() < 0.15 else rng.randint(0, 999) for _ in range(count))
+    drains = frozenset(n for n in range(count) if rng.random() < rng.choice((0.0, 0.0, 0.2)))
+    return Case(workload, plan, batches, drains, rng.randint(0, 2**16))
+
+
+def random_case(seed: int, most_tasks: int = 7) -> Case:
+    """The case of a seed."""
+    return draw_case(random.Random(seed), most_tasks)
+
+
+def cases(most_tasks: int = 7) -> st.SearchStrategy[Case]:
+    """Cases that hypothesis can shrink."""
+    return st.builds(draw_case, st.randoms(use_true_random=False), st.just(most_tasks))

@@ -1,0 +1,38 @@
+"""Guards of a run taken away, for tests on the virtual device and on a GPU alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swpipe._engine import run as executor
+from swpipe._engine.iterations import Flight
+from swpipe._engine.run import Run
+
+
+def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
+    """What an attribute held before it was deleted or overwritten is let go at once."""
+
+    class Forgetful(list[object]):
+        def append(self, value: object) -> None:
+            return None
+
+    class Careless(Flight):
+        __slots__ = ()
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.held = Forgetful()
+
+    patch.setattr(executor, "Flight", Careless)
+
+
+def hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
+    """A retired context goes without waiting for those who still read it."""
+    patch.setattr(Run, "_hold", lambda run, flight: None)
+
+
+def back_pressure(patch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of the device as far as it likes."""
+    patch.setattr(Run, "_await_device", lambda run, event: None)

@@ -1,0 +1,215 @@
+"""A clock that nobody waits for: threads and streams that take time, and take exactly that.
+
+    thread A   ==== sleep(5 ms) .............. ====
+    thread B        ==== sleep(3 ms) ..... ====
+    clock      0                     ^ 3 ms   ^ 5 ms    nobody can run: it jumps to who wakes next
+
+One thread runs at a time (``tests.support.exploring``), and to run takes no time. Only ``sleep``
+and
+``compute`` do: the thread stands until the clock is there, and when every thread stands, the clock
+jumps to the earliest. So what takes how long is known to the nanosecond, however slow the machine,
+and whichever of the threads that can run at one moment goes first.
+
+A stream is a sum: what it is given ends after all that it was given before, and takes its time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import swpipe._engine.run
+import swpipe.pipeline
+import swpipe.profiler.host
+import swpipe.profiler.measure
+import swpipe.report
+import swpipe.trace.recorder
+from swpipe import IterContext, PipelineTask, StreamSpec
+from swpipe.core.costs import CostModel
+from tests.support.exploring import ExploringHost, _Fiber
+
+
+class TimedHost(ExploringHost):
+    """Threads that take virtual time. Made on the thread that drives the pipeline.
+
+    It can stand in for the module ``time``.
+
+    Args:
+        seed: Decides who goes first among threads that can run at the same moment.
+
+    Attributes:
+        now_ns: The time, from 0.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.now_ns = 0
+        self._wake_ns: list[int] = []
+
+    def sleep(self, seconds: float) -> None:
+        """Stand for so long; others run meanwhile."""
+        self.sleep_until(self.now_ns + round(seconds * 1e9))
+
+    def sleep_until(self, then_ns: int) -> None:
+        """Stand until a time; not at all if it has come."""
+        if then_ns > self.now_ns:
+            self._wake_ns.append(then_ns)
+            self.wait_until(lambda: self.now_ns >= then_ns, f"{then_ns} ns")
+            self._wake_ns.remove(then_ns)
+
+    def compute(self, seconds: float) -> None:
+        """The same on the CPU."""
+        self.sleep(seconds)
+        self._local.cpu_ns = getattr(self._local, "cpu_ns", 0) + round(seconds * 1e9)
+
+    def perf_counter(self) -> float:
+        return self.now_ns / 1e9
+
+    def perf_counter_ns(self) -> int:
+        return self.now_ns
+
+    def monotonic(self) -> float:
+        return self.perf_counter()
+
+    def thread_time(self) -> float:
+        return getattr(self._local, "cpu_ns", 0) / 1e9
+
+    def _ready(self) -> list[_Fiber]:
+        ready = super()._ready()
+        if not ready and self._wake_ns:
+            self.now_ns = min(self._wake_ns)
+            ready = super()._ready()
+        return ready
+
+
+class TimedStream:
+    """When all that it was given is done."""
+
+    def __init__(self) -> None:
+        self.end_ns = 0
+
+
+class TimedEvent:
+    """A point in a stream's work, and when that is reached."""
+
+    def __init__(self, device: TimedDevice) -> None:
+        self._device = device
+        self.at_ns = 0
+
+    def record(self, stream: TimedStream) -> None:
+        self.at_ns = max(stream.end_ns, self._device.host.now_ns)
+
+    def wait(self, stream: TimedStream) -> None:
+        stream.end_ns = max(stream.end_ns, self.at_ns)
+
+    def query(self) -> bool:
+        self._device.asked_ns = self.at_ns
+        return self.at_ns <= self._device.host.now_ns
+
+    def synchronize(self) -> None:
+        self._device.host.sleep_until(self.at_ns)
+
+    def elapsed_time(self, end_event: TimedEvent) -> float:
+        return (end_event.at_ns - self.at_ns) / 1e6
+
+
+class TimedDevice:
+    """Streams that take virtual time, and events that tell it.
+
+    Attributes:
+        host: Has the clock.
+        asked_ns: When the event is reached that somebody asked for last.
+    """
+
+    type = name = "cpu"
+    has_streams = True
+
+    def __init__(self, host: TimedHost) -> None:
+        self.host = host
+        self.asked_ns = 0
+        self._streams: list[TimedStream] = []
+        self._default = self.new_stream(StreamSpec())
+        self._current = threading.local()
+
+    def launch(self, seconds: float) -> None:
+        """Keep the current stream busy for so long, and return at once."""
+        stream = self.current_stream()
+        stream.end_ns = max(stream.end_ns, self.host.now_ns) + round(seconds * 1e9)
+
+    def look_again(self, seconds: float) -> None:
+        """Between two looks at an event: right until it is reached, for looks take no time."""
+        self.host.sleep_until(self.asked_ns)
+
+    def new_stream(self, spec: StreamSpec) -> TimedStream:
+        self._streams.append(TimedStream())
+        return self._streams[-1]
+
+    def current_stream(self) -> TimedStream:
+        stream: TimedStream = getattr(self._current, "stream", self._default)
+        return stream
+
+    @contextmanager
+    def on(self, stream: TimedStream) -> Iterator[None]:
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def new_event(self, *, timing: bool = False) -> TimedEvent:
+        return TimedEvent(self)
+
+    def holds_work(self, value: Any) -> bool:
+        return False
+
+    def hold(self, values: Iterable[Any], streams: Iterable[TimedStream]) -> None:
+        return None
+
+    def use_on_this_thread(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.host.sleep_until(max(stream.end_ns for stream in self._streams))
+
+
+def tell_time(
+    monkeypatch: pytest.MonkeyPatch, host: TimedHost, device: TimedDevice | None = None
+) -> None:
+    """Let swpipe take its threads, and the time, from the host, and wait for the device there."""
+    monkeypatch.setattr(swpipe.pipeline, "Host", lambda: host)
+    for module in (swpipe.profiler.host, swpipe.profiler.measure, swpipe.report):
+        monkeypatch.setattr(module, "time", host)
+    monkeypatch.setattr(swpipe.trace.recorder, "time", host)
+    if device is not None:
+        monkeypatch.setattr(swpipe._engine.run, "time", _Looks(device))
+
+
+class _Looks:
+    """The executor's ``time``: it only sleeps between two looks at an event."""
+
+    def __init__(self, device: TimedDevice) -> None:
+        self.sleep = device.look_again
+        self.monotonic = device.host.monotonic
+
+
+def tasks_that_take(
+    costs: CostModel, host: TimedHost, device: TimedDevice | None = None
+) -> list[PipelineTask]:
+    """Tasks that take what the costs say; without a device, all of it on their threads."""
+
+    def task(name: str) -> PipelineTask:
+        cost = costs.tasks[name]
+        host_us = cost.host_us if device is not None else cost.total_us
+
+        def fn(ctx: IterContext) -> None:
+            host.sleep(host_us / 1e6)
+            if device is not None:
+                device.launch(cost.device_us / 1e6)
+
+        return PipelineTask(name, fn)
+
+    return [task(name) for name in costs.tasks]
