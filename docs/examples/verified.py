@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.core.effects import Effects, Place
+from swpipe.core.effects import Effects, Location
 
-batch, ids, loss = (Place(name, outlives=False) for name in ("batch", "ids", "loss"))
-model = Place("model", outlives=True)
+batch, ids, loss = (Location(name, persistent=False) for name in ("batch", "ids", "loss"))
+model = Location("model", persistent=True)
 
 
 def touching(reads=(), writes=()):

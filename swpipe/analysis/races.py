@@ -52,7 +52,7 @@ def demands(effects: EffectTable, stale: Mapping[str, int]) -> Iterator[Demand]:
     names = list(effects)
     for conflict in conflicts(effects):
         consumer, producer, distance, place, _ = conflict
-        behind = stale.get(place.name, 0) if place.outlives else 0
+        behind = stale.get(place.name, 0) if place.persistent else 0
         only_reads = place not in effects[consumer].writes
         if not (behind and only_reads):
             yield Demand(conflict, either=False)
@@ -88,7 +88,7 @@ def order_problems(
 
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
     """States that ``plan.stale`` names and no task touches."""
-    touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.outlives}
+    touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.persistent}
     known = ", ".join(sorted(touched)) or "none"
     return [
         Problem(
@@ -266,7 +266,7 @@ def _mend_turned(plan: PipelinePlan, breach: _Breach) -> str:
 
 def _meant(plan: PipelinePlan, effects: EffectTable, breach: _Breach) -> str:
     """How to allow it, where what is read is old, but always equally old."""
-    if not (breach.turned and all(c.place.outlives for c in breach.conflicts)):
+    if not (breach.turned and all(c.place.persistent for c in breach.conflicts)):
         return ""  # to allow staleness would not help
     pair = {name: effects[name] for name in effects if name in (breach.consumer, breach.producer)}
     for behind in range(1, plan.depth + 1):

@@ -1,7 +1,7 @@
 """What tasks touch, and which of them must therefore keep their serial order.
 
 A *place* is something that tasks read and write: an attribute of the context, of which every
-iteration has its own, or a state that outlives the iteration. Two tasks *conflict* over a place
+iteration has its own, or a state that persistent the iteration. Two tasks *conflict* over a place
 when both touch it and one of them writes it. A serial run orders all conflicts; a plan that orders
 them in the same way gives the same numbers.
 
@@ -20,19 +20,19 @@ from typing import Literal, NamedTuple, TypeAlias
 from swpipe.core.task import PipelineTask
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Something that tasks read and write.
 
     Attributes:
         name: Of the attribute, or of the state; or in a few words, of memory without a name.
-        outlives: True for a state, which outlives the iteration; False for an attribute.
+        persistent: True for a state, which persistent the iteration; False for an attribute.
     """
 
     name: str
-    outlives: bool
+    persistent: bool
 
     def __str__(self) -> str:
-        if self.outlives:
+        if self.persistent:
             return f"state {self.name!r}"
         return f"ctx.{self.name}" if self.name.isidentifier() else self.name
 
@@ -46,8 +46,8 @@ class Effects:
         writes: Places that it may set, delete or modify in place.
     """
 
-    reads: frozenset[Place] = frozenset()
-    writes: frozenset[Place] = frozenset()
+    reads: frozenset[Location] = frozenset()
+    writes: frozenset[Location] = frozenset()
 
     def __or__(self, other: Effects) -> Effects:
         return Effects(self.reads | other.reads, self.writes | other.writes)
@@ -71,7 +71,7 @@ class Conflict(NamedTuple):
     consumer: str
     producer: str
     distance: int
-    place: Place
+    place: Location
     hazard: Hazard
 
 
@@ -79,8 +79,8 @@ def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
     """What the tasks' ``DeclaredIO`` say that they touch."""
     return {
         task.name: Effects(
-            frozenset(Place(io.state, True) for io in task.io if io.state and "r" in io.mode),
-            frozenset(Place(io.state, True) for io in task.io if io.state and "w" in io.mode),
+            frozenset(Location(io.state, True) for io in task.io if io.state and "r" in io.mode),
+            frozenset(Location(io.state, True) for io in task.io if io.state and "w" in io.mode),
         )
         for task in tasks
     }
@@ -104,7 +104,7 @@ def _between(
     shared = (after.reads | after.writes) & (before.reads | before.writes)
     for place in sorted(shared):
         hazard = _hazard(place in before.writes, place in after.reads, place in after.writes)
-        if hazard is not None and (place.outlives or distance == 0):
+        if hazard is not None and (place.persistent or distance == 0):
             yield Conflict(consumer, producer, distance, place, hazard)
 
 

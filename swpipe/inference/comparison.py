@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from swpipe.analysis.races import demands
 from swpipe.core.dependence import Dependence, dependences
-from swpipe.core.effects import Conflict, EffectTable, Place, conflicts
+from swpipe.core.effects import Conflict, EffectTable, Location, conflicts
 from swpipe.core.plan import PipelinePlan
 from swpipe.inference.orders import Edge, Orders, declared_edges, edge_of, lane_edges
 
@@ -25,7 +25,7 @@ class Needed(NamedTuple):
     consumer: str
     producer: str
     distance: int
-    places: tuple[Place, ...]
+    places: tuple[Location, ...]
 
     def __str__(self) -> str:
         pair = f'("{self.consumer}", "{self.producer}")'
@@ -136,7 +136,7 @@ def _needless(
         yield Needless(dep, carries=not all(without.implies(edge) for edge in kept))
 
 
-def _listed(places: Iterable[Place], most: int = 4) -> str:
+def _listed(places: Iterable[Location], most: int = 4) -> str:
     texts = [str(place) for place in places]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
-from swpipe.core.effects import Effects, Place, conflicts
+from swpipe.core.effects import Effects, Location, conflicts
 from swpipe.inference.declared import DECLARED
 from swpipe.inference.orders import Edge, Orders, edge_of
 from swpipe.inference.slots import Slot
@@ -65,7 +65,7 @@ def _orders(uses: Mapping[str, Uses], patterns: Iterable[Pattern]) -> Orders:
 
 def _edges(tasks: Sequence[str], pattern: Pattern) -> Iterator[Edge]:
     """The order that one state asks for which tasks use so."""
-    place = frozenset({Place("it", True)})
+    place = frozenset({Location("it", True)})
     table = {
         task: Effects(place if use.reads else frozenset(), place if use.writes else frozenset())
         for task, use in zip(tasks, pattern, strict=True)
@@ -99,9 +99,9 @@ def effects_of(
     state_of = {slot: name for name, slots in states.items() for slot in slots}
     table = {}
     for task, of_task in uses.items():
-        places = [(Place(name, False), use) for name, use in of_task.attributes.items()]
+        places = [(Location(name, False), use) for name, use in of_task.attributes.items()]
         places += [
-            (Place(state_of[slot], True), use)
+            (Location(state_of[slot], True), use)
             for slot, use in of_task.slots.items()
             if slot in state_of
         ]

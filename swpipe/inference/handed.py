@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from swpipe.core.effects import Effects, EffectTable, Place, conflicts
+from swpipe.core.effects import Effects, EffectTable, Location, conflicts
 from swpipe.inference.facts import IterationFacts
 from swpipe.inference.orders import Edge, Orders, edge_of
 from swpipe.inference.storages import StorageId, Storages
@@ -36,9 +36,9 @@ class Handed(NamedTuple):
     looks: str
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Location:
         """It, as something that both touch."""
-        return Place(f"memory from {self.producer!r} to {self.consumer!r}", False)
+        return Location(f"memory from {self.producer!r} to {self.consumer!r}", False)
 
 
 def handed_over(

@@ -9,7 +9,7 @@ from itertools import chain
 from operator import or_
 
 from swpipe.analysis.checks import check
-from swpipe.core.effects import Effects, Place
+from swpipe.core.effects import Effects, Location
 from swpipe.core.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
@@ -171,8 +171,8 @@ def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(lists)))
 
 
-def _places(places: Iterable[Place]) -> str:
-    names = sorted(p.name if p.outlives else str(p) for p in places)
+def _places(places: Iterable[Location]) -> str:
+    names = sorted(p.name if p.persistent else str(p) for p in places)
     return ", ".join(names)
 
 

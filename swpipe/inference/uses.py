@@ -1,6 +1,6 @@
 """From what was seen to what each task touches.
 
-What lies in a slot (a parameter, a gradient) is a state. So is memory that outlives the iteration
+What lies in a slot (a parameter, a gradient) is a state. So is memory that persistent the iteration
 without one; it has no name, and gets a description. All else belongs to the iteration, and is
 reached through attributes of the context: whoever gets hold of it read an attribute, and so comes
 after the task that set it. Only what is *modified in place* asks for more, since several attributes
@@ -155,7 +155,7 @@ def options_of(optimizer: str) -> Slot:
 def _nameless(
     iterations: Iterable[IterationFacts], storages: Storages, uses: Mapping[str, Uses]
 ) -> None:
-    """Memory that outlives an iteration, and that lies in no slot."""
+    """Memory that persistent an iteration, and that lies in no slot."""
     slots: dict[StorageId, Slot] = {}
     touched: dict[Slot, set[tuple[int, str]]] = defaultdict(set)
     found: dict[str, dict[Slot, Use]] = {task: defaultdict(Use) for task in uses}

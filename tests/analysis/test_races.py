@@ -14,7 +14,7 @@ from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, SWPipeline
 from swpipe.analysis.checks import check
 from swpipe.analysis.races import check_states, order_problems, serial_effects, stale_problems
 from swpipe.core.dependence import CycleError, period_order
-from swpipe.core.effects import Effects, Place
+from swpipe.core.effects import Effects, Location
 from swpipe.core.errors import Problem
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.task import Mode
@@ -37,8 +37,8 @@ SAFE_PLANS = 500
 MUTATED_PLANS = 200
 STALE_PLANS = 300
 
-X = Place("x", outlives=False)
-MODEL = Place("model", outlives=True)
+X = Location("x", persistent=False)
+MODEL = Location("model", persistent=True)
 READS_MODEL = Effects(reads=frozenset({MODEL}))
 CHANGES_MODEL = Effects(reads=frozenset({MODEL}), writes=frozenset({MODEL}))
 
@@ -302,7 +302,7 @@ def test_a_plan_that_only_a_thread_keeps_right_is_refused_for_streams() -> None:
 
 def test_many_places_make_one_problem() -> None:
     """A pair is named once, with the first few places."""
-    places = frozenset(Place(f"x{n}", outlives=False) for n in range(6))
+    places = frozenset(Location(f"x{n}", persistent=False) for n in range(6))
     table = {"a": Effects(writes=places), "b": Effects(reads=places)}
     (text,) = says(two(), table)
     assert "ctx.x3 (read after write) and 2 more: add" in text

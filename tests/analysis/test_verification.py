@@ -10,7 +10,7 @@ import pytest
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.analysis.races import serial_effects
-from swpipe.core.effects import Effects, Place
+from swpipe.core.effects import Effects, Location
 from swpipe.planning import recsys14
 from swpipe.plans import clicks, sparse_dist
 from tests.support.plans_for_tests import piped
@@ -24,9 +24,9 @@ def touching(reads: str = "", writes: str = "") -> Effects:
     return Effects(frozenset(places(reads.split())), frozenset(places(writes.split())))
 
 
-def places(names: Iterable[str]) -> Iterable[Place]:
+def places(names: Iterable[str]) -> Iterable[Location]:
     """What these names stand for."""
-    return (Place(name, name in STATES) for name in names)
+    return (Location(name, name in STATES) for name in names)
 
 
 CLICKS = {
@@ -78,7 +78,7 @@ def on_paper(plan: PipelinePlan) -> dict[str, Effects]:
         *((*pair, 0) for pair in plan.deps),
         *plan.cross_iter_deps,
     ):
-        place = frozenset({Place(f"of {producer} for {consumer}", bool(distance))})
+        place = frozenset({Location(f"of {producer} for {consumer}", bool(distance))})
         table[producer] |= Effects(writes=place)
         table[consumer] |= Effects(reads=place)
     return table

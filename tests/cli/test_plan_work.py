@@ -13,7 +13,7 @@ from swpipe.cli import plan_work as planning
 from swpipe.cli.click_commands import format_outcome
 from swpipe.cli.workload import Workload
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import Effects, Place
+from swpipe.core.effects import Effects, Location
 from swpipe.inference import Recording
 from swpipe.planning import Choice, Limits, auto_plan
 
@@ -91,7 +91,7 @@ def test_what_tasks_touch_on_any_rank_counts() -> None:
     """Here they have nothing in common; elsewhere one reads what the other wrote."""
 
     def ranks(own: Recording) -> list[Recording]:
-        place = Place("table", outlives=True)
+        place = Location("table", persistent=True)
         there = {
             "read": Effects(writes=frozenset({place})),
             "train": Effects(reads=frozenset({place})),

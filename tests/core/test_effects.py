@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from swpipe import DeclaredIO, PipelineTask
-from swpipe.core.effects import Conflict, Effects, Place, conflicts, declared_effects
+from swpipe.core.effects import Conflict, Effects, Location, conflicts, declared_effects
 from swpipe.core.task import Mode
 
-X = Place("x", outlives=False)
-MODEL = Place("model", outlives=True)
+X = Location("x", persistent=False)
+MODEL = Location("model", persistent=True)
 
 
-def touching(reads: set[Place] = frozenset(), writes: set[Place] = frozenset()) -> Effects:  # type: ignore[assignment]
+def touching(reads: set[Location] = frozenset(), writes: set[Location] = frozenset()) -> Effects:  # type: ignore[assignment]
     return Effects(frozenset(reads), frozenset(writes))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swpipe import PipelineTask
-from swpipe.core.effects import Place
+from swpipe.core.effects import Location
 from swpipe.inference import Recording, record
 
 
@@ -31,5 +31,5 @@ def orders(recording: Recording) -> set[tuple[str, str, int]]:
     return {one[:3] for one in recording.dependences().needed}
 
 
-def _names(places: frozenset[Place]) -> set[str]:
-    return {place.name if place.outlives else str(place) for place in places}
+def _names(places: frozenset[Location]) -> set[str]:
+    return {place.name if place.persistent else str(place) for place in places}

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.core.effects import Effects, EffectTable, Place
+from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.inference.comparison import compare, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording
 from tests.inference.looking import recorded
 
 
-def place(name: str) -> Place:
+def place(name: str) -> Location:
     """Capital letters are states."""
-    return Place(name, outlives=name.isupper())
+    return Location(name, persistent=name.isupper())
 
 
 def table(**tasks: str) -> EffectTable:

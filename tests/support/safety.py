@@ -13,7 +13,7 @@ from itertools import combinations
 
 from swpipe import PipelinePlan
 from swpipe._engine.program import compile_plan
-from swpipe.core.effects import Effects, EffectTable, Place
+from swpipe.core.effects import Effects, EffectTable, Location
 from tests.support.exhaustive import Exhaustive, Run
 from tests.support.strategies import Workload, random_plan, random_workload
 
@@ -31,11 +31,11 @@ def effects_of(workload: Workload) -> dict[str, Effects]:
     """What the tasks touch, in serial order."""
     table = {}
     for task in workload.tasks:
-        states = {Place(use.state, True): use.writes for use in task.states}
+        states = {Location(use.state, True): use.writes for use in task.states}
         table[task.name] = Effects(
-            frozenset({Place(name, False) for name in task.reads} | states.keys()),
+            frozenset({Location(name, False) for name in task.reads} | states.keys()),
             frozenset(
-                {Place(name, False) for name in (*task.sets, *task.deletes)}
+                {Location(name, False) for name in (*task.sets, *task.deletes)}
                 | {place for place, writes in states.items() if writes}
             ),
         )
@@ -80,7 +80,7 @@ def orders(
     return {run: found.host_before[run] & found.device_before[run] for run in found.device_before}
 
 
-def meetings(effects: EffectTable, iterations: int) -> Iterator[tuple[Run, Run, Place]]:
+def meetings(effects: EffectTable, iterations: int) -> Iterator[tuple[Run, Run, Location]]:
     """Every two runs that touch one place, one of them writing it; the one that is serially first.
 
     Of an attribute each iteration has its own.
@@ -90,7 +90,7 @@ def meetings(effects: EffectTable, iterations: int) -> Iterator[tuple[Run, Run, 
         a, b = effects[first[0]], effects[then[0]]
         places = (a.reads & b.writes) | (a.writes & b.reads) | (a.writes & b.writes)
         for place in places:
-            if place.outlives or first[1] == then[1]:
+            if place.persistent or first[1] == then[1]:
                 yield first, then, place
 
 
@@ -124,7 +124,7 @@ def is_as_stale_as_allowed(
     for count in iterations:
         before = orders(plan, count, streams=streams)
         for first, then, place in meetings(effects, count):
-            behind = plan.stale.get(place.name, 0) if place.outlives else 0
+            behind = plan.stale.get(place.name, 0) if place.persistent else 0
             # Only a read of what was written before may come late, and only of who only reads.
             if place in effects[then[0]].writes:
                 behind = 0

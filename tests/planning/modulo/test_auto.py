@@ -8,7 +8,7 @@ from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.analysis.checks import check_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.dependence import dependences, lag
-from swpipe.core.effects import Effects, Place
+from swpipe.core.effects import Effects, Location
 from swpipe.planning import Limits, auto_plan, lower_bounds, simulate
 from tests.planning.instances import Instance, instance
 
@@ -152,7 +152,7 @@ def test_a_stream_that_no_task_uses_is_refused() -> None:
 
 def test_effects_that_the_plan_would_not_keep_refuse_it() -> None:
     """A state that the next iteration reads, with no dependence that says so."""
-    state = Place("model", True)
+    state = Location("model", True)
     effects = {
         "read": Effects(reads=frozenset({state})),
         "work": Effects(writes=frozenset({state})),
