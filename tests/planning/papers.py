@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import Effects, Place
+from swpipe.core.effects import Effects, Location
 from swpipe.planning import Limits
 from tests.support.strategies import Workload, dependences_of, random_plan, random_workload
 
@@ -77,12 +77,12 @@ def _effects(workload: Workload) -> dict[str, Effects]:
     return {
         task.name: Effects(
             reads=frozenset(
-                [Place(name, False) for name in task.reads]
-                + [Place(use.state, True) for use in task.states]
+                [Location(name, False) for name in task.reads]
+                + [Location(use.state, True) for use in task.states]
             ),
             writes=frozenset(
-                [Place(name, False) for name in (*task.sets, *task.deletes)]
-                + [Place(use.state, True) for use in task.states if use.writes]
+                [Location(name, False) for name in (*task.sets, *task.deletes)]
+                + [Location(use.state, True) for use in task.states if use.writes]
             ),
         )
         for task in workload.tasks
