@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,9 @@ MAY_USE = {"planning": ("profiler",), "plans": (), "tasks": ("plans",), "profile
 
 EDGE = ("cli", "__init__")
 """Modules of the framework that may name the rooms."""
+
+SHARED_NAMES = {"_torchrec", "clicks", "sparse_dist"}
+"""A workload's name, in ``plans`` and in ``tasks``; what each takes from TorchRec."""
 
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
 """What the framework never imports."""
@@ -145,6 +149,81 @@ def test_an_import_that_goes_the_right_way_passes(tmp_path: Path, file: str, lin
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(line)
     assert wrong_imports(tmp_path) == []
+
+
+def module_graph(package: Path) -> dict[str, set[str]]:
+    """Module to the modules of ``package`` that it imports, inside functions too."""
+    paths = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for name, path in paths.items():
+        folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        named = [one.name for one in imports(ast.parse(path.read_text(encoding="utf-8")), folder)]
+        found = {full if full in paths else full.rpartition(".")[0] for full in named}
+        graph[name] = found & paths.keys() - {name}
+    return graph
+
+
+def in_circles(graph: dict[str, set[str]]) -> list[str]:
+    """The modules left when those that import none of the others are taken away, again and again.
+
+    Of these, each is in a circle or imports from one.
+    """
+    left = dict(graph)
+    while free := [name for name, uses in left.items() if not uses & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """The imports form no circle; imports inside functions and for type checkers count."""
+    assert in_circles(module_graph(PACKAGE)) == []
+
+
+def test_a_circle_of_imports_is_seen(tmp_path: Path) -> None:
+    """Two modules that import each other are found, also where one does so inside a function."""
+    package = tmp_path / "swpipe"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from swpipe.b import f")
+    (package / "b.py").write_text("def f():\n    from swpipe import a")
+    (package / "c.py").write_text("from swpipe import leaf")
+    (package / "leaf.py").write_text("")
+    assert in_circles(module_graph(package)) == ["swpipe.a", "swpipe.b"]
+
+
+def test_no_two_modules_share_a_name() -> None:
+    """A module's name means one thing; the two parts of one workload may share its name."""
+    names = [name.rpartition(".")[2] for name in module_graph(PACKAGE)]
+    # A package's main module may have the package's name.
+    main = [name for name in module_graph(PACKAGE) if name.endswith(2 * f".{name.split('.')[-1]}")]
+    counts = Counter(names) - Counter(name.rpartition(".")[2] for name in main)
+    assert {name for name, count in counts.items() if count > 1} == SHARED_NAMES
+
+
+def test_no_module_is_named_like_one_of_the_standard_library() -> None:
+    """``import signal`` can mean one thing only; ``swpipe.trace`` is the word of the field."""
+    names = {name.rpartition(".")[2] for name in module_graph(PACKAGE)}
+    assert names & sys.stdlib_module_names == {"trace"}
+
+
+def test_no_public_name_hides_a_module() -> None:
+    """No package exports a name that one of its own modules has."""
+    hidden = []
+    for init in sorted(PACKAGE.rglob("__init__.py")):
+        name = ".".join(init.relative_to(PACKAGE.parent).parent.parts)
+        modules = {path.stem for path in init.parent.glob("*.py")}
+        modules |= {path.parent.name for path in init.parent.glob("*/__init__.py")}
+        exported = {one.name for one in imports(ast.parse(init.read_text(encoding="utf-8")), name)}
+        hidden += [
+            one
+            for one in exported
+            if one.rpartition(".")[2] in modules and one.rpartition(".")[0] != name
+        ]
+    assert hidden == []
 
 
 def test_importing_swpipe_loads_nothing_optional() -> None:
