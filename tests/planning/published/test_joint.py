@@ -291,7 +291,7 @@ def test_it_is_deterministic(tmp_path: Path) -> None:
     assert joint_search(case.plan, case.costs, limits=case.limits, rounds=2) == found
     code = (
         "from tests.planning.papers import paper\n"
-        "from swpipe.plans import joint_search\n"
+        "from swpipe.planning import joint_search\n"
         "case = paper(9)\n"
         "found = joint_search(case.plan, case.costs, limits=case.limits, rounds=2)\n"
         "print(found.plan.digest(), found.ii_us, found.why)\n"
