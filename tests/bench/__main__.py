@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from tests.bench import (
+    data_bound,
     dispatch,
     extras,
     interval,
+    make,
     memory,
     predict,
     predict_ranks,
@@ -29,7 +31,9 @@ PARTS = {
     part.__name__.rpartition(".")[2]: part
     for part in (
         dispatch,
+        make,
         interval,
+        data_bound,
         predict,
         profiler,
         serial,

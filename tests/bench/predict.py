@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel
 from swpipe.planning import simulate
-from swpipe.plans import prefetch_plan
 from swpipe.profiler import measure_costs
+from tests.bench.data_bound import PLAN, files, loop_tasks
 from tests.bench.interval import CASES, block, ms_per_period
 from tests.bench.measure import Row, Spread, interleaved, ratios
 from tests.bench.timed_device import TimedDevice
@@ -124,60 +120,14 @@ def streaming() -> Iterator[Work]:
         yield Work("3 streams", STREAMING, tasks, [None], BLOCKING_BAR, device=device)
 
 
-def files(folder: Path, count: int = 4, rows: int = 4096) -> list[Path]:
-    """Compressed batches on disk."""
-    rng = np.random.default_rng(0)
-    paths = [folder / f"{number}.z" for number in range(count)]
-    for path in paths:
-        path.write_bytes(zlib.compress(rng.integers(0, 9, (rows, 64), dtype=np.int32).tobytes()))
-    return paths
-
-
-def data_bound_tasks() -> list[PipelineTask]:
-    """Read, inflate, make features; then train a small network, quicker than that."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def read(ctx: IterContext) -> None:
-        ctx.packed = ctx.batch.read_bytes()
-
-    def inflate(ctx: IterContext) -> None:
-        ctx.raw = zlib.decompress(ctx.packed)
-
-    def features(ctx: IterContext) -> None:
-        counts = np.frombuffer(ctx.raw, np.int32).reshape(-1, 64)
-        logs = np.log1p(counts.astype(np.float32))
-        ctx.x = torch.from_numpy(logs - logs.mean(0))
-
-    def forward(ctx: IterContext) -> None:
-        ctx.loss = model(ctx.x).square().mean()
-
-    def backward(ctx: IterContext) -> None:
-        optimizer.zero_grad()
-        ctx.loss.backward()
-
-    def step(ctx: IterContext) -> None:
-        optimizer.step()
-
-    named = (read, inflate, features, forward, backward, step)
-    return [PipelineTask(fn.__name__, fn) for fn in named]
-
-
 def _bar(*, pipelined: bool) -> float | None:
     return REAL_BAR if pipelined else None
 
 
 def data_bound(folder: Path, *, pipelined: bool = False) -> Work:
     """A loop that waits for its data."""
-    plan = prefetch_plan(
-        ("read", "inflate", "features"),
-        ("forward", "backward", "step"),
-        carried=[("forward", "step")],
-    )
-    tasks = data_bound_tasks()
-    return Work(
-        "a data-bound loop", plan, tasks, files(folder), _bar(pipelined=pipelined), pipelined
-    )
+    bar = _bar(pipelined=pipelined)
+    return Work("a data-bound loop", PLAN, loop_tasks(), files(folder), bar, pipelined)
 
 
 def clicks(folder: Path, *, pipelined: bool = False) -> Work:
