@@ -21,7 +21,6 @@ from tests.bench import (
     serial,
     streams,
 )
-from tests.bench.bound import bound_ms, rec_mii_ms
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import GroupQueues, TaskQueues
 
@@ -122,17 +121,7 @@ def test_a_stand_in_refuses_what_it_cannot_run() -> None:
 )
 def test_lower_bounds_are_those_worked_out_by_hand(case: interval.Case, by_hand_ms: float) -> None:
     """The busiest group, or the heaviest cycle over its distance."""
-    assert bound_ms(case.plan, case.ms) == pytest.approx(by_hand_ms, abs=1e-4)
-
-
-def test_a_cycle_counts_per_iteration_of_distance() -> None:
-    """Twice the distance is half the bound; without a cycle there is none."""
-    schedule = {name: TaskSchedule(thread_group=name) for name in ("a", "b")}
-    lengths = {"a": 3.0, "b": 5.0}
-    for distance, bound in ((1, 8.0), (2, 4.0), (4, 2.0)):
-        plan = PipelinePlan(schedule, [("b", "a")], [("a", "b", distance)])
-        assert rec_mii_ms(plan, lengths) == pytest.approx(bound, abs=1e-4)
-    assert rec_mii_ms(PipelinePlan(schedule, [("b", "a")]), lengths) == pytest.approx(0.0, abs=1e-4)
+    assert interval.bound_ms(case.plan, case.ms) == pytest.approx(by_hand_ms, abs=1e-4)
 
 
 def test_dispatch_runs() -> None:

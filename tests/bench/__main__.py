@@ -25,7 +25,7 @@ from tests.bench import (
     sparse_dist,
     streams,
 )
-from tests.bench.measure import Row, sharpen_timers, table
+from tests.bench.measure import Row, report, sharpen_timers
 
 PARTS = {
     part.__name__.rpartition(".")[2]: part
@@ -59,11 +59,7 @@ def main(names: Sequence[str] = ()) -> int:
     for part in (PARTS[name] for name in names or PARTS):
         print(f"measuring: {(part.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
         rows += part.rows()
-    print(table(rows))
-    missed = [row.what for row in rows if row.missed]
-    if missed:
-        print(f"\n{len(missed)} missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    return report(rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.plans import prefetch_plan
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, compared, interleaved
 
 AHEAD = 2
 WARM_UP = 5
@@ -179,12 +179,7 @@ def rows(rounds: int = 7, batches: int = 60) -> list[Row]:
             ),
         )
     found = [
-        Row(
-            what=f"data-bound loop, beside {name}",
-            ours=f"{Spread.of(ours).text()} ms",
-            beside=f"{name} {Spread.of(times).text()} ms",
-            ratio=ratios(ours, times),
-        )
+        compared(f"data-bound loop, beside {name}", ours, times, "ms", name)
         for name, times in zip(there, others, strict=True)
     ]
     return found + [

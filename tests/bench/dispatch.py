@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, compared, interleaved
 from tests.bench.standin import GroupQueues, TaskQueues
 
 TASKS = 12
@@ -78,13 +78,7 @@ def row(
             lambda: us_per_task(theirs, iterations, tasks),
         )
     per = "task" if stand_in is TaskQueues else "group"
-    return Row(
-        what=f"{tasks} empty tasks, {what}",
-        ours=f"{Spread.of(a).text()} us/task",
-        beside=f"a queue item per {per} {Spread.of(b).text()} us/task",
-        ratio=ratios(a, b),
-        bar=bar,
-    )
+    return compared(f"{tasks} empty tasks, {what}", a, b, "us/task", f"a queue item per {per}", bar)
 
 
 THREE = ("read", "copy", "default")

@@ -14,12 +14,14 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests.bench.dispatch import TASKS, nothing, us_per_task
-from tests.bench.measure import Row, Spread, interleaved, table
+from tests.bench.measure import Row, Spread, interleaved, report
+from tests.bench.streams import DEPTH, plan
 
 BAR = 1.05
 DEVICE = torch.device("cuda")
@@ -27,7 +29,6 @@ SIDE = 4096
 """Of the square matrices; in bfloat16 one is 32 MiB."""
 
 MIB = 2**20
-DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,6 @@ class Work:
 
     def tasks(self) -> list[PipelineTask]:
         return [PipelineTask(fn.__name__, fn) for fn in (self.copy, self.compute, self.offload)]
-
-
-def plan(group: str) -> PipelinePlan:
-    """Three streams; ``group`` is the thread that gives the copy to its stream."""
-    return PipelinePlan(
-        {
-            "copy": TaskSchedule(0, "memcpy", group),
-            "compute": TaskSchedule(1),
-            "offload": TaskSchedule(2, "offload"),
-        },
-        deps=[("compute", "copy"), ("offload", "compute")],
-        pipeline_depth=DEPTH,
-    )
 
 
 def elapsed_ms(work: Callable[[], object]) -> float:
@@ -148,9 +136,7 @@ def interval_row(
         interval_ms(pipe, 5)
         *alone, ours = interleaved(
             rounds,
-            lambda: alone_ms(work.copy, work, 10),
-            lambda: alone_ms(work.compute, work, 10),
-            lambda: alone_ms(work.offload, work, 10),
+            *(partial(alone_ms, task.fn, work, 10) for task in work.tasks()),
             lambda: interval_ms(pipe, periods),
         )
     busiest = [max(times) for times in zip(*alone, strict=True)]
@@ -198,12 +184,7 @@ def main() -> int:
         print("tests.bench.gpu: skipped: torch finds no CUDA device on this machine")
         return 0
     print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    found = rows()
-    print(table(found))
-    missed = [row.what for row in found if row.missed]
-    if missed:
-        print(f"\n{len(missed)} missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    return report(rows())
 
 
 if __name__ == "__main__":

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 from swpipe import SWPipeline
 from tests.bench.dispatch import THREE, plan
-from tests.bench.measure import Row, Spread, interleaved
+from tests.bench.measure import Row, Spread, timed_ms
 
 BARS_MS = {100: None, 1000: 50.0}
 
 
 def row(tasks: int, bar_ms: float | None, rounds: int) -> Row:
-    """Time of the constructor alone, for a chain of tasks in three thread groups."""
+    """Time to make and close it, for a chain of tasks in three thread groups."""
     chain = plan(THREE, depth=5, tasks=tasks)
 
-    def ms() -> float:
-        begin = time.perf_counter()
-        pipe = SWPipeline(chain, device="cpu")
-        took_s = time.perf_counter() - begin
-        pipe.close()
-        return took_s * 1e3
-
-    (took,) = interleaved(rounds, ms)
+    took = timed_ms(rounds, lambda: SWPipeline(chain, device="cpu").close())
     return Row(
         what=f"making a pipeline of {tasks:,} tasks",
         ours=f"{Spread.of(took).text()} ms",

@@ -24,7 +24,7 @@ from swpipe.planning import simulate
 from swpipe.profiler import measure_costs
 from tests.bench.data_bound import PLAN, files, loop_tasks
 from tests.bench.interval import CASES, block, ms_per_period
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, Spread, interleaved, off_by
 from tests.bench.timed_device import TimedDevice
 
 BLOCKING_BAR, REAL_BAR = 1.05, 1.15
@@ -74,13 +74,12 @@ def row(work: Work, rounds: int, periods: int) -> Row:
             return measured_ms(pipe, work.batches, periods)
 
         predicted, measured = interleaved(rounds, predict, measure)
-    ratio = ratios(predicted, measured)
     how = "costs under the plan" if work.pipelined else "costs one by one"
     return Row(
         what=f"predicted, {work.what}, {how}",
         ours=f"predicted {Spread.of(predicted).text()} ms",
         beside=f"run {Spread.of(measured).text()} ms",
-        ratio=ratio if ratio.median >= 1 else ratios(measured, predicted),
+        ratio=off_by(predicted, measured),
         bar=work.bar,
     )
 

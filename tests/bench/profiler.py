@@ -16,7 +16,7 @@ import torch
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe.profiler import measure_costs
 from tests.bench.interval import alone_ms, block
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, Spread, interleaved, off_by
 
 EXPOSED_BAR = 1.05
 PYTHON_MS = 4.0
@@ -58,12 +58,11 @@ def exposed_row(pipelined: bool, rounds: int, measure: int) -> Row:
             return max(LEAST, alone_ms(read, measure) - hidden_ms)
 
         measured, truth = interleaved(rounds, exposed_ms, true_ms)
-    ratio = ratios(measured, truth)
     return Row(
         what=f"exposed time, {'half hidden' if pipelined else 'serially'}",
         ours=f"{Spread.of(measured).text()} ms",
         beside=f"true {Spread.of(truth).text()} ms",
-        ratio=ratio if ratio.median >= 1 else ratios(truth, measured),
+        ratio=off_by(measured, truth),
         bar=EXPOSED_BAR,
     )
 
@@ -90,7 +89,7 @@ def python_row(rounds: int) -> Row:
         what="needs the interpreter lock, Python",
         ours=f"{Spread.of(needs).text()} ms",
         beside=f"true {PYTHON_MS:.2f} ms",
-        ratio=Spread.of(max(ms, PYTHON_MS) / min(ms, PYTHON_MS) for ms in needs),
+        ratio=off_by(needs, [PYTHON_MS] * rounds),
         bar=PYTHON_BAR,
     )
 

@@ -7,9 +7,10 @@ surrounds them, however fast the machine happens to run at the moment.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, compared, interleaved
 
 TASK_S = 100e-6
 TASKS = 5
@@ -26,28 +27,20 @@ def rows(rounds: int = 200, iterations: int = 20) -> list[Row]:
     tasks = [PipelineTask(f"t{i}", busy) for i in range(TASKS)]
     fns = [task.fn for task in tasks]
 
-    def bare() -> float:
-        begin = time.perf_counter()
+    def bare() -> None:
         for i in range(iterations):
             ctx = IterContext(i, i)
             for fn in fns:
                 fn(ctx)
+
+    def us(run: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        run()
         return (time.perf_counter() - begin) / iterations * 1e6
 
     with SWPipeline(PipelinePlan.serial(tasks), device="cpu") as pipe:
-
-        def ours() -> float:
-            begin = time.perf_counter()
-            pipe.run_serial(range(iterations))
-            return (time.perf_counter() - begin) / iterations * 1e6
-
-        a, b = interleaved(rounds, ours, bare)
-    return [
-        Row(
-            what=f"run_serial, {TASKS} tasks of 100 us",
-            ours=f"{Spread.of(a).text(1)} us/iteration",
-            beside=f"bare loop {Spread.of(b).text(1)} us/iteration",
-            ratio=ratios(a, b),
-            bar=1.02,
+        ours, theirs = interleaved(
+            rounds, lambda: us(lambda: pipe.run_serial(range(iterations))), lambda: us(bare)
         )
-    ]
+    what = f"run_serial, {TASKS} tasks of 100 us"
+    return [compared(what, ours, theirs, "us/iteration", "bare loop", 1.02, digits=1)]

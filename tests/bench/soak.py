@@ -8,15 +8,13 @@ flight; the model detached, called by hand, its state taken, and attached again.
 from __future__ import annotations
 
 import gc
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.bench.measure import Row, Spread
+from tests.bench.measure import Row, resident_mib, tolerated
 
 RESIDENT_MIB = 8
 """What the process may grow by: an iteration's tensors are some 10 KiB, 5,000 lost ones are 50."""
@@ -147,8 +145,7 @@ def _interrupt(pipeline: Any, draws: random.Random, done: Soaked, batch: Any) ->
 
 def _held() -> Held:
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Held(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(gc.get_objects()))
+    return Held(resident_mib(), len(gc.get_objects()))
 
 
 def rows(steps: int = 5000, warm_up: int = 1000) -> list[Row]:
@@ -170,18 +167,6 @@ def rows(steps: int = 5000, warm_up: int = 1000) -> list[Row]:
             f"{one.ends:,} iterators to their end, {one.left:,} left with batches in flight",
             f"{one.switches:,} switches of mode, {one.detached:,} times detached and called",
         ),
-        Row(
-            f"resident memory after {one.steps:,} steps",
-            f"{resident:+.1f} MiB",
-            f"tolerated {RESIDENT_MIB} MiB",
-            Spread.of([resident / RESIDENT_MIB]),
-            1.0,
-        ),
-        Row(
-            f"Python objects after {one.steps:,} steps",
-            f"{objects:+,}",
-            f"tolerated {OBJECTS:,}",
-            Spread.of([objects / OBJECTS]),
-            1.0,
-        ),
+        tolerated(f"resident memory after {one.steps:,} steps", resident, RESIDENT_MIB, "MiB", 1),
+        tolerated(f"Python objects after {one.steps:,} steps", objects, OBJECTS, ""),
     ]

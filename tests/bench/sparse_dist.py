@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.bench.measure import Row, Spread, ratios
+from tests.bench.measure import Row, compared
 from tests.bench.sparse_bound import bounds
 
 if TYPE_CHECKING:
@@ -61,21 +61,19 @@ def verdicts(found: Contest) -> Iterator[Row]:
     for latency, by_name in found.ms.items():
         ours = _best(by_name, [name for name in by_name if kinds[name] == "exact"])
         theirs = _best(by_name, [name for name in by_name if kinds[name] == "torchrec"])
-        yield Row(
-            what=f"L = {latency:g} ms: {ours} over {theirs}",
-            ours=f"{Spread.of(by_name[ours]).text(1)} ms",
-            beside=f"{Spread.of(by_name[theirs]).text(1)} ms",
-            ratio=ratios(by_name[ours], by_name[theirs]),
-            bar=LINK_BAR if latency else PLAIN_BAR,
+        yield _row(
+            f"L = {latency:g} ms: {ours} over {theirs}",
+            by_name[ours],
+            by_name[theirs],
+            LINK_BAR if latency else PLAIN_BAR,
         )
         yield _over_bound(found, latency, ours, 0)
         for stale in (name for name in by_name if kinds[name] == "stale"):
-            yield Row(
-                what=f"L = {latency:g} ms: {stale} over {ours}",
-                ours=f"{Spread.of(by_name[stale]).text(1)} ms",
-                beside=f"{Spread.of(by_name[ours]).text(1)} ms",
-                ratio=ratios(by_name[stale], by_name[ours]),
-                bar=STALE_BAR if latency >= STALE_FROM else None,
+            yield _row(
+                f"L = {latency:g} ms: {stale} over {ours}",
+                by_name[stale],
+                by_name[ours],
+                STALE_BAR if latency >= STALE_FROM else None,
             )
             yield _over_bound(found, latency, stale, 1)
 
@@ -85,13 +83,16 @@ def _over_bound(found: Contest, latency: float, name: str, staleness: int) -> Ro
     each = [bounds(parts, latency, staleness) for parts in found.parts[latency]]
     least_ms = [bound.ii_us / 1e3 for bound in each]
     by_cycle = sum(bound.rec_mii_us > bound.res_mii_us for bound in each) > len(each) / 2
-    return Row(
-        what=f"L = {latency:g} ms: {name} over its bound, {'a cycle' if by_cycle else 'the work'}",
-        ours=f"{Spread.of(found.ms[latency][name]).text(1)} ms",
-        beside=f"{Spread.of(least_ms).text(1)} ms",
-        ratio=ratios(found.ms[latency][name], least_ms),
-        bar=None if staleness else BOUND_BAR,
+    return _row(
+        f"L = {latency:g} ms: {name} over its bound, {'a cycle' if by_cycle else 'the work'}",
+        found.ms[latency][name],
+        least_ms,
+        None if staleness else BOUND_BAR,
     )
+
+
+def _row(what: str, ours: Sequence[float], theirs: Sequence[float], bar: float | None) -> Row:
+    return compared(what, ours, theirs, "ms", "", bar, digits=1)
 
 
 def _best(by_name: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from tests.bench.timed_device import TimedDevice
 STREAM_MS = {"copy": 7.0, "compute": 10.0, "offload": 6.0}
 PULL_S = 1e-3
 LAUNCH_S = 0.3e-3
+DEPTH = 4
 
 
 def plan(group: str) -> PipelinePlan:
@@ -27,7 +28,7 @@ def plan(group: str) -> PipelinePlan:
             "offload": TaskSchedule(2, "offload"),
         },
         deps=[("compute", "copy"), ("offload", "compute")],
-        pipeline_depth=4,
+        pipeline_depth=DEPTH,
     )
 
 
