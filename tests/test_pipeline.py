@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
-from swpipe.device.device import AcceleratorDevice
+from swpipe.device import AcceleratorDevice
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
 
