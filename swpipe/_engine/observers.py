@@ -23,11 +23,11 @@ class Observer(Protocol):
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
         """The thread has come to the task, and may have to wait for others."""
-        return None
+        return
 
     def start(self, ins: Instruction, iteration: int) -> None:
         """The task starts; its stream is current."""
-        return None
+        return
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         """The task has returned or raised; its stream is still current.
@@ -35,7 +35,7 @@ class Observer(Protocol):
         ``exists`` is False where "<admit>" found that the data had ended: there is no such
         iteration.
         """
-        return None
+        return
 
 
 class NvtxRanges(Observer):
