@@ -320,7 +320,7 @@ def test_a_second_thread_cannot_drive() -> None:
         intruder.start()
         pipe.run(range(2))
         intruder.join()
-    assert "driven already, by another thread" in str(refusals[0])
+    assert "in use already, by another thread" in str(refusals[0])
 
 
 def test_a_task_cannot_drive_its_own_pipeline() -> None:
