@@ -1,4 +1,4 @@
-"""Packages use each other through public names, and only ``swpipe.device`` knows kinds of device."""
+"""Packages use each other's public names, and only ``swpipe.device`` knows kinds of device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_OTHERS = {
     "_has_storage", "_indices", "_is_profiler_enabled", "_len_torch_function_stack", "_parameters",
     "_pytree", "_values", "_version",
     # TorchRec's
-    "_get_leaf_module_names", "_module", "_override_input_dist_forwards", "_start_data_dist",
+    "_dist", "_get_leaf_module_names", "_module", "_override_input_dist_forwards", "_start_data_dist",
 }  # fmt: skip
 """Private names of other projects for which there is no public one."""
 
@@ -65,9 +65,11 @@ def private_uses(package: Path) -> list[str]:
                 names = [node.attr]
             elif isinstance(node, ast.ImportFrom):
                 names = [alias.name for alias in node.names]
-            for name in names:
-                if is_private(name) and name not in allowed:
-                    found.append(f"{path}:{node.lineno}: {name}")
+            found += [
+                f"{path}:{getattr(node, 'lineno', '?')}: {name}"
+                for name in names
+                if is_private(name) and name not in allowed
+            ]
     return found
 
 

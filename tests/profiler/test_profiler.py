@@ -270,7 +270,7 @@ def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipel
 def test_a_closed_pipeline_is_refused(pipe: SWPipeline) -> None:
     """With the mend."""
     pipe.close()
-    with pytest.raises(RuntimeError, match="closed: make a new one to profile"):
+    with pytest.raises(RuntimeError, match="closed: make a new one before profiling"):
         refused(pipe)
 
 
