@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from swpipe._engine.observers import Observer
 from swpipe.core.context import IterContext
 from swpipe.core.errors import InternalError, PlanError, StallError
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
@@ -21,6 +22,7 @@ __all__ = [
     "DeclaredIO",
     "InternalError",
     "IterContext",
+    "Observer",
     "PipelinePlan",
     "PipelineTask",
     "PlanError",

@@ -28,7 +28,7 @@ from torch import Tensor
 from swpipe._state.copies import SavedTensors
 from swpipe._state.discovery import Found, has_state_dict
 from swpipe._tensors.pytree import nodes_in, tensors_in
-from swpipe.device.device import Device
+from swpipe.device import Device
 
 Restore: TypeAlias = Callable[[], object]
 """Puts back what was saved when it was made; can be called again and again."""
@@ -43,7 +43,7 @@ class Snapshot:
         tensors = SavedTensors()
         # Tensors last: their memory is filled when the objects are in their places again.
         self._restores = [*(_save(found, tensors) for found in owners), tensors.restore]
-        self._restores += [_save_generators(device.type)]
+        self._restores += [_save_generators(device)]
 
     def restore(self) -> None:
         """Put everything back; once the device is done with what uses it now."""
@@ -191,20 +191,16 @@ def _save_generator(owner: Any) -> Restore:
     return restore
 
 
-def _save_generators(device_type: str) -> Restore:
+def _save_generators(device: Device) -> Restore:
     """Those that everyone shares: torch's, host and device, Python's, and numpy's if loaded."""
-    host = torch.get_rng_state()
+    torchs = device.generator_states()
     python = random.getstate()
-    module = None if device_type == "cpu" else torch.get_device_module(device_type)
-    device = None if module is None else module.get_rng_state()
     numpy = sys.modules.get("numpy.random")
     array = None if numpy is None else numpy.get_state()
 
     def restore() -> None:
-        torch.set_rng_state(host)
+        device.set_generator_states(torchs)
         random.setstate(python)
-        if module is not None:
-            module.set_rng_state(device)
         if numpy is not None:
             numpy.set_state(array)
 

@@ -42,6 +42,7 @@ from torch.distributed.rendezvous import rendezvous
 from swpipe._distributed.agreement import Facts, differences, plan_facts
 from swpipe.cli.user_errors import ClickError, UserError
 from swpipe.core.plan import PipelinePlan
+from swpipe.device import on_cpu
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -117,7 +118,7 @@ class RankedJob:
             UserError: Every rank takes a device of its own, and one was named, or there is none.
         """
         kind = torch.device(device)
-        if kind.type == "cpu":
+        if on_cpu(kind):
             dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size)
             return device
         if ":" in device:

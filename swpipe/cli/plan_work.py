@@ -24,7 +24,7 @@ from swpipe.cli.user_errors import UserError, about_plan, in_one_line
 from swpipe.cli.workload import Workload
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
-from swpipe.device.device import resolve
+from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Bounds, Choice, Limits, auto_plan, simulate
 from swpipe.trace import Trace

@@ -17,7 +17,7 @@ from swpipe.cli.launched import RankedJob, on_all
 from swpipe.cli.user_errors import UserError
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import resolve
+from swpipe.device import resolve
 from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
 

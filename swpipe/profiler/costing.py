@@ -34,7 +34,7 @@ from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.lock import LockTimes, Rival
-from swpipe.profiler.measure import Bench, observed, set_aside
+from swpipe.profiler.measure import Bench
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts
 
@@ -78,13 +78,13 @@ def measure_costs(
         raise ValueError("batches is empty: give at least one batch to measure on")
     Counts(num_warmup, num_measure, num_rounds=2)
     profiler = TaskProfiler(pipe, state=state)
-    profiler._check_idle()
-    snapshot = Snapshot(profiler._owners(), pipe.device)
+    pipe.check_idle("measuring costs")
+    snapshot = Snapshot(profiler.owners(), pipe.device)
     found: list[CostModel] = []
     for batch in batches:
         bench = Bench(pipe, batch, copy, num_warmup, num_measure, pipelined)
         try:
-            with set_aside(pipe):
+            with pipe.borrow():
                 bench.window()  # for nothing: what the first iterations make is there from now on
                 found.append(CostModel(_costs(bench, lock=lock and not pipelined)))
         finally:
@@ -132,14 +132,14 @@ def _costs(bench: Bench, *, lock: bool) -> dict[str, TaskCost]:
 def _locked_s(bench: Bench) -> dict[str, float]:
     with Rival() as rival:
         times = LockTimes(rival)
-        with observed(bench.pipe, times):
+        with bench.pipe.observe(times):
             bench.window()
     return {name: min(runs) for name, runs in times.runs.items()}
 
 
 def _device_s(bench: Bench) -> dict[str, float]:
     """From the spans on streams of a trace; none where the device's events tell no time."""
-    first = bench.pipe._next_iteration + bench.num_warmup
+    first = bench.pipe.next_iteration + bench.num_warmup
     with bench.pipe.trace() as trace:
         bench.window()
     runs: dict[str, list[int]] = defaultdict(list)

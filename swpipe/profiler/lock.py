@@ -27,6 +27,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Self
 
+from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
 
 SWITCH_S = 20e-6
@@ -78,7 +79,7 @@ class Rival:
         sys.setswitchinterval(self._switch_s)
 
 
-class LockTimes:
+class LockTimes(Observer):
     """An observer of a serial run: how long each task had the lock beside a rival."""
 
     def __init__(self, rival: Rival) -> None:
@@ -86,9 +87,6 @@ class LockTimes:
         self._begin = (0.0, 0.0)
         self.runs: dict[str, list[float]] = {}
         """Task to the seconds that it had the lock in each run."""
-
-    def arrive(self, ins: Instruction, iteration: int) -> None:
-        return None
 
     def start(self, ins: Instruction, iteration: int) -> None:
         self._begin = (time.perf_counter(), self._rival.had_s)

@@ -51,7 +51,7 @@ from torch.nn import Parameter
 
 from swpipe._tensors.pytree import map_tensors, tensors_in
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import CpuDevice, Device
+from swpipe.device import CpuDevice, Device
 from swpipe.shortcut.changes import Watch, grad_of
 from swpipe.shortcut.graft import Zeros, edges_of, graft, reached
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from swpipe import StreamSpec
+from swpipe.device import CpuDevice
 
 
 class TimedStream:
@@ -65,10 +65,9 @@ class TimedEvent:
         return (end_event._at_s - self._at_s) * 1e3
 
 
-class TimedDevice:
+class TimedDevice(CpuDevice):
     """Streams that take time; a context manager, which ends them."""
 
-    type = name = "cpu"
     has_streams = True
 
     def __init__(self) -> None:
@@ -106,15 +105,6 @@ class TimedDevice:
 
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         return TimedEvent()
-
-    def holds_work(self, value: Any) -> bool:
-        return False
-
-    def hold(self, values: Iterable[Any], streams: Iterable[TimedStream]) -> None:
-        return None
-
-    def use_on_this_thread(self) -> None:
-        return None
 
     def synchronize(self) -> None:
         for stream in self._streams:

@@ -14,7 +14,7 @@ import swpipe.trace.recorder
 from swpipe import PipelinePlan, SWPipeline
 from swpipe._engine.program import Instruction, Program, compile_plan
 from swpipe.core.plan import StreamSpec
-from swpipe.device.device import CpuDevice
+from swpipe.device import CpuDevice
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
 from tests.support.plans_for_tests import NAMES, piped, tasks
@@ -169,10 +169,9 @@ class Event:
         return end_event.at_ms - self.at_ms
 
 
-class TimingDevice:
+class TimingDevice(CpuDevice):
     """A device whose streams keep a time of their own; ``made`` counts events that tell it."""
 
-    type = name = "cpu"
     has_streams = True
 
     def __init__(self) -> None:
@@ -197,18 +196,6 @@ class TimingDevice:
     def new_event(self, *, timing: bool = False) -> Event:
         self.made += timing
         return Event(self)
-
-    def holds_work(self, value: Any) -> bool:
-        return False
-
-    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
-        return None
-
-    def use_on_this_thread(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
 
     def work(self, ms: float) -> None:
         """Keep the current stream busy."""

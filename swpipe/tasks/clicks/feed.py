@@ -17,6 +17,7 @@ from torch import nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.device import resolve
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch
@@ -74,6 +75,7 @@ class AnyClickJob(ABC, Generic[Model]):
         self.device = torch.device(config.device)
         self.auc = RunningAUC(self.device)
         self.guard = LossGuard(self.device)
+        self._pins_memory = resolve(self.device).pins_memory
 
     # ------------------------------------------------------------------- tasks
 
@@ -93,7 +95,7 @@ class AnyClickJob(ABC, Generic[Model]):
 
     def _on_host(self, batch: ClickBatch) -> ClickBatch:
         """Tensors in memory that the device can copy from."""
-        return batch.pin_memory() if self.device.type == "cuda" else batch
+        return batch.pin_memory() if self._pins_memory else batch
 
     def _histogram(self) -> DeclaredIO:
         """The running AUC's state, kept and put back."""

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import nn
 
+from swpipe.device import on_cpu
+
 
 class RunningAUC(nn.Module):
     """Area under the ROC curve of all predictions seen so far, from a histogram of them.
@@ -79,8 +81,8 @@ class LossGuard:
     _NONE = torch.iinfo(torch.int64).max
 
     def __init__(self, device: torch.device, interval: int = 100) -> None:
-        self.interval = 1 if device.type == "cpu" else interval
         self.first_bad = torch.full((), self._NONE, dtype=torch.int64, device=device)
+        self.interval = 1 if on_cpu(self.first_bad) else interval
 
     def watch(self, loss: torch.Tensor, step: int) -> None:
         """Note a loss.

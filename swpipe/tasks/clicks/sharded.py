@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask
+from swpipe.device import on_cpu
 from swpipe.tasks.clicks._torchrec import (
     BinaryAUROC,
     DistributedModelParallel,
@@ -116,7 +117,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         self.optimizer = torch.optim.Adagrad(
             dense.values(),
             lr=config.model.learning_rate,
-            fused=True if self.device.type == "cpu" else None,
+            fused=True if on_cpu(self.device) else None,
         )
         self.step_tasks = SparseDistTasks(
             self.model, TrainStep([self.optimizer]), device=self.device

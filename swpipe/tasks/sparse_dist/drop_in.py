@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist.rewrite import RewriteReport

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 from swpipe._tensors.pytree import map_tensors
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     Awaitable,
     LazyAwaitable,

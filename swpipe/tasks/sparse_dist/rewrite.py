@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     describe,
     get_unwrapped_module,

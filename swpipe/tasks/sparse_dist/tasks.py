@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, Mode, PipelineTask
-from swpipe.device.device import Device, resolve
+from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
