@@ -29,10 +29,8 @@ from swpipe._engine.serial import SerialLane
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import Watchdog, checked_timeout
-from swpipe.analysis.checks import check, tasks_given
-from swpipe.analysis.races import check_states
+from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import IterContext
-from swpipe.core.dependence import period_order, serial_order
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.plan import PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask, TaskRef, names_of
@@ -84,18 +82,17 @@ class SWPipeline:
         given = tasks_given(plan, tasks)
         self.plan = plan
         self.device = resolve(device)
-        check(plan, given, self.device.name)
+        streams = self.device.has_streams
+        resolved = resolve_for_run(plan, given, device=self.device.name, streams=streams)
+        self._resolved = resolved
         by_name = {task.name: task for task in given}
-        self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
-        check_states(plan, self.tasks, streams=self.device.has_streams)
+        self.tasks = tuple(by_name[name] for name in resolved.serial_order)
         self._serial = SerialLane(self.tasks)
         self._check_ranks = self._alike = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         self._observers = Observers(self.device)
         self._engine = Engine(
-            program=compile_plan(
-                plan, streams=self.device.has_streams, record_all=record_all_events
-            ),
+            program=compile_plan(resolved, streams=streams, record_all=record_all_events),
             tasks=by_name,
             device=self.device,
             streams=self._make_streams(),
@@ -350,7 +347,7 @@ class SWPipeline:
     def trace(self) -> Iterator[Trace]:
         """Record when each task runs, and where, within the block."""
         recorder = Recorder(self._engine.program, self.device, self._engine.streams)
-        trace = Trace(arrows=arrows_of(self.plan))
+        trace = Trace(arrows=arrows_of(self._resolved))
         try:
             with self.observe(recorder):
                 yield trace
@@ -405,11 +402,11 @@ class SWPipeline:
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""
-        return format_grid(self.plan, period_order(self.plan), periods)
+        return format_grid(self.plan, self._resolved.period_order, periods)
 
     def format_stage_analysis(self) -> str:
         """Each stage's tasks, where they run and what they wait for."""
-        return format_stages(self.plan, period_order(self.plan))
+        return format_stages(self._resolved)
 
     # ------------------------------------------------------------------- ending
 

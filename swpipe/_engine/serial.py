@@ -12,6 +12,7 @@ from swpipe._engine.observers import Observer, observing
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 
 
@@ -51,7 +52,8 @@ class SerialLane:
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:
         """What observers get: every task is on the caller's thread and stream."""
-        return compile_plan(PipelinePlan.serial(self._tasks), streams=False).instructions
+        serial = resolve_plan(PipelinePlan.serial(self._tasks))
+        return compile_plan(serial, streams=False).instructions
 
 
 def _call(engine: Engine, task: PipelineTask, ctx: IterContext) -> None:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from swpipe.analysis.races import order_problems
+from swpipe.analysis.races import race_problems
 from swpipe.cli.user_errors import UserError, about_plan, in_one_line
 from swpipe.cli.workload import Workload
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Bounds, Choice, Limits, auto_plan, simulate
@@ -138,7 +139,7 @@ def plan_workload(work: Workload, limits: Limits | None = None) -> Planned:
     bounds = next(reversed(finalists.values())).bounds
     for name, make in work.plans.items():
         ready = make()
-        safe = not order_problems(ready, recording.effects, streams=streams)
+        safe = not race_problems(resolve_plan(ready), recording.effects, streams=streams)
         if ready.depth > 1 and safe and _within(ready, limits):
             finalists[name] = _ready_made(name, ready, costs, bounds, streams)
     choice, tried_us = _fastest(work, finalists)
