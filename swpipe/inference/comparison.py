@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import NamedTuple
 
-from swpipe.analysis.races import required_orders, violations
+from swpipe.analysis.races import guarantees, required_orders, violations
 from swpipe.core.dependence import Dependence
 from swpipe.core.effects import Conflict, EffectTable, Location, conflicts
 from swpipe.core.resolved import ResolvedPlan
@@ -91,18 +92,21 @@ def compare(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
     """
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
     certain: dict[Edge, None] = {}
-    for conflict, either in required_orders(effects, resolved.plan.stale):
+    required = tuple(required_orders(effects, resolved.plan.stale))
+    for conflict, either in required:
         wanted[edge_of(conflict)].append(conflict)
         if not either:
             certain[edge_of(conflict)] = None
-    broken = {
-        Edge(v.consumer, v.producer, v.distance)
-        for v in violations(resolved, effects, streams=None)
-    }
+    before = guarantees(resolved, streams=None)
+    found = violations(required, before)
+    broken = {Edge(each.consumer, each.producer, each.distance) for each in found}
     names = tuple(effects)
-    missing = Orders(names, [edge for edge in certain if edge not in broken]).missing(broken)
-    declared = [Edge(*dep[:3]) for dep in resolved.dependences]
-    orders = Orders(names, [*declared, *missing])
+    known = Orders(names)
+    if broken:  # what the plan keeps may imply some of these, together with others
+        pairs = (Edge(c, p, d) for c, p in permutations(names, 2) for d in (0, 1))
+        known.missing(e for e in pairs if all(b.keeps(e[1], e[0], e[2]) for b in before))
+    missing = known.missing(broken)
+    orders = Orders(names, [*(Edge(*dep[:3]) for dep in resolved.dependences), *missing])
     by_schedule = orders.missing([edge for edge in certain if edge not in broken])
     return Comparison(
         missing=tuple(_needed(edge, wanted[edge]) for edge in missing),

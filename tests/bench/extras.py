@@ -8,6 +8,7 @@ from itertools import pairwise
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.simulator import steady_interval
 from tests.bench.dispatch import plan, us_per_task
 from tests.bench.measure import Row, Spread, compared, interleaved, timed_ms
@@ -44,7 +45,7 @@ def layered(tasks: int) -> PipelinePlan:
 def compile_row(tasks: int, rounds: int) -> Row:
     """Time to compile a plan with streams, in ms."""
     big = layered(tasks)
-    took = timed_ms(rounds, lambda: compile_plan(big, streams=True))
+    took = timed_ms(rounds, lambda: compile_plan(resolve_plan(big), streams=True))
     return Row(what=f"compiling a plan of {tasks} tasks", ours=f"{Spread.of(took).text()} ms")
 
 
@@ -61,7 +62,7 @@ def simulate_row(rounds: int) -> Row:
         cross_iter_deps=[("t10", "t13")],
     )
     costs = CostModel({name: TaskCost(50.0, device_us=300.0) for name in names})
-    program = compile_plan(chain, streams=True)
+    program = compile_plan(resolve_plan(chain), streams=True)
     took = timed_ms(rounds, lambda: steady_interval(program, costs), repeats=10)
     return Row(what="the interval of a plan of 14 tasks", ours=f"{Spread.of(took).text()} ms")
 

@@ -27,8 +27,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from swpipe.core.context import IterContext
-from swpipe.core.dependence import period_order
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask, TaskFn
 
 
@@ -66,7 +66,7 @@ class TaskQueues:
                 waits=tuple((done[p], d) for c, p, d in edges if c == name),
                 done=done[name],
             )
-            for name in period_order(plan)
+            for name in resolve_plan(plan).period_order
         ]
         self._lock = threading.Lock()
         self._contexts: list[IterContext | None] = [None] * self._slots

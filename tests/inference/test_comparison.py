@@ -9,7 +9,9 @@ import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.core.effects import Effects, EffectTable, Location
-from swpipe.inference.comparison import compare, needed
+from swpipe.core.resolved import resolve_plan
+from swpipe.inference import comparison
+from swpipe.inference.comparison import Comparison, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording
 from tests.inference.looking import recorded
@@ -38,7 +40,12 @@ def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
         name: TaskSchedule(thread_group={"d": "default"}.get(group, group))
         for name, group in zip(CHAIN, groups, strict=True)
     }
-    return PipelinePlan(**{"schedule": schedule, **changes})
+    return PipelinePlan(**{"schedule": schedule, "pipeline_depth": 2, **changes})
+
+
+def compare(given: PipelinePlan, effects: EffectTable) -> Comparison:
+    """The plan beside the effects."""
+    return comparison.compare(resolve_plan(given), effects)
 
 
 def edges(found: Any) -> list[tuple[str, str, int]]:
@@ -98,7 +105,7 @@ def test_what_the_schedule_keeps_is_told_apart() -> None:
     together = compare(plan(), CHAIN)
     assert together.missing == ()
     assert edges(together.by_schedule) == edges(needed(CHAIN))
-    apart = compare(plan("ddde"), CHAIN)
+    apart = compare(plan("eeed"), CHAIN)
     assert edges(apart.missing) == [("step", "backward", 0), ("forward", "step", 1)]
 
 
@@ -144,11 +151,15 @@ def test_a_dependence_across_iterations_needs_a_state() -> None:
 
 
 def test_staleness_that_is_asked_for_is_granted() -> None:
-    """Forward may read parameters one step behind: two iterations back is enough."""
+    """Forward may read parameters one step behind, if it always does."""
     carried = [("forward", "step", 2), ("backward", "step", 1)]
     late = plan("abcd", deps=DEPS, cross_iter_deps=carried)
-    assert edges(compare(late, CHAIN).missing) == [("forward", "step", 1)]
-    assert compare(replace(late, stale={"M": 1}), CHAIN).missing == ()
+    late = replace(late, schedule={**late.schedule, "step": TaskSchedule(1, thread_group="d")})
+    always = replace(late, same_period_deps=[("step", "forward")])
+    assert edges(compare(always, CHAIN).missing) == [("forward", "step", 1)]
+    assert compare(replace(always, stale={"M": 1}), CHAIN).missing == ()
+    luck = compare(replace(late, stale={"M": 1}), CHAIN)
+    assert edges(luck.missing) == [("forward", "step", 1)]
 
 
 def test_a_plan_for_other_tasks_is_refused() -> None:

@@ -6,7 +6,6 @@ test, and what is found then.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from swpipe._engine import program
 from swpipe._engine import run as executor
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
 from swpipe._engine.run import LaneRunner, Run
+from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.device import virtual
 from swpipe.device.virtual import (
     EventReused,
@@ -146,10 +146,10 @@ def _sink_waits(ins: Instruction) -> Instruction:
 def _tickets(patch: pytest.MonkeyPatch) -> None:
     compile_plan = program.compile_plan
 
-    def without(plan: PipelinePlan, **options: Any) -> Program:
+    def without(resolved: ResolvedPlan, **options: Any) -> Program:
+        plan = resolved.plan
         entries = {n: replace(e, globally_ordered=False) for n, e in plan.schedule.items()}
-        fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
-        return compile_plan(PipelinePlan(**{**fields, "schedule": entries}), **options)
+        return compile_plan(resolve_plan(replace(plan, schedule=entries)), **options)
 
     patch.setattr(pipeline, "compile_plan", without)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.analysis.verification import verify
+from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import (
     JointSearch,
     Limits,
@@ -151,9 +152,10 @@ def test_every_preset_policy_and_swap_is_tried() -> None:
     near = list(space.neighbours(first))
     assert {candidate.threads for candidate in near} == {GIVEN, *PRESETS}
     order = first.candidate.priority
-    outlook = Outlook.of(plan, costs, Roles.of(plan, recsys14.FROZEN), order)
+    resolved = resolve_plan(plan)
+    outlook = Outlook.of(resolved, costs, Roles.of(resolved, recsys14.FROZEN))
     policies = {ranked(policy, outlook, order) for policy in POLICIES}
-    swapped = {*swaps(first.plan, order, communicator_queues(plan, costs))}
+    swapped = {*swaps(first.plan, order, communicator_queues(resolved, costs))}
     assert len(swapped) > 3
     assert {candidate.priority for candidate in near} == {order} | policies | swapped
 

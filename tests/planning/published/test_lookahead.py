@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.analysis.checks import check_plan
-from swpipe.analysis.verification import verify
+from swpipe.analysis import verify
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import Limits, assign_lookaheads, recsys14, simulate
 from swpipe.planning.published.lookahead_rules import lookaheads
@@ -132,7 +132,7 @@ def test_a_raise_pulls_producers_along() -> None:
     )
     found = assign_lookaheads(step, device(copy=90, dist=80, train=100, late=1))
     assert found.lookahead == {"copy": 2, "dist": 1, "train": 0, "late": 1}
-    check_plan(found.plan)
+    validate(found.plan)
 
 
 def test_nothing_falls_because_the_last_stage_rises() -> None:
