@@ -102,7 +102,7 @@ def test_a_smaller_depth_that_fits_is_named() -> None:
         "pipeline_depth=2 would fit"
     )
     fitting = replace(plan, pipeline_depth=2)
-    assert not list(memory_problems(fitting, BIG, 110 * MIB, streams=True))
+    assert not list(memory_problems(resolve_plan(fitting), BIG, 110 * MIB, streams=True))
 
 
 def test_a_later_stage_that_fits_is_named() -> None:
@@ -110,7 +110,7 @@ def test_a_later_stage_that_fits_is_named() -> None:
     plan = chain((0, 0, 1))
     assert problem(plan, 60 * MIB, streams=False).endswith("'b' in stage 1 would fit")
     later = replace(plan, schedule={**plan.schedule, "b": TaskSchedule(stage=1)})
-    assert not list(memory_problems(later, BIG, 60 * MIB, streams=False))
+    assert not list(memory_problems(resolve_plan(later), BIG, 60 * MIB, streams=False))
 
 
 def test_a_budget_that_nothing_fits_is_told_so() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe.analysis import verify
 from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.resolved import resolve_plan
 from swpipe.inference import comparison
@@ -15,6 +16,7 @@ from swpipe.inference.comparison import Comparison, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording
 from tests.inference.looking import recorded
+from tests.support.safety import effects_of, random_pair
 
 
 def place(name: str) -> Location:
@@ -247,3 +249,35 @@ def test_recordings_of_other_tasks_are_not_taken_together() -> None:
     one = recording(table(load=">a", step="a>"))
     with pytest.raises(ValueError, match="a recording of step, load is of other tasks than one of"):
         one.together([recording(table(step="a>", load=">a"))])
+
+
+@pytest.mark.parametrize("order", [("load", "forward"), ("forward", "load")])
+def test_global_order_counts_as_it_does_for_verification(order: tuple[str, str]) -> None:
+    """Two globally ordered tasks in two groups take their turns in the plan's order."""
+    effects = table(load=">a", forward="a>b")
+    schedule = {
+        name: TaskSchedule(thread_group=name, globally_ordered=True) for name in ("load", "forward")
+    }
+    ordered = PipelinePlan(schedule, order=order)
+    assert missing_as_verified(ordered, effects) == (order[0] == "forward")
+
+
+def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
+    """Whether a dependence is missing; verification must say the same."""
+    missing = bool(compare(given, effects).missing)
+    try:
+        verify(given, effects=effects)
+    except PlanError:
+        assert missing
+    else:
+        assert not missing
+    return missing
+
+
+def test_comparing_and_verifying_agree_on_random_plans() -> None:
+    """On plans that are right, and on those that lost a dependence."""
+    found = {True: 0, False: 0}
+    for seed in range(150):
+        given, workload = random_pair(seed)
+        found[missing_as_verified(given, effects_of(workload))] += 1
+    assert min(found.values()) > 20

@@ -12,6 +12,7 @@ from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, assign_lookaheads, recsys14, simulate
 from swpipe.planning.published.lookahead_rules import lookaheads
 from swpipe.planning.published.queue_rules import callers_own, communicator_queues
@@ -219,8 +220,8 @@ def test_tickets_stay_in_order() -> None:
     for seed in range(40):
         given = paper(seed)
         found = assign_lookaheads(given.plan, given.costs, limits=given.limits)
-        queues = communicator_queues(given.plan, given.costs)
-        assert communicator_queues(found.plan, given.costs) == queues
+        queues = communicator_queues(resolve_plan(given.plan), given.costs)
+        assert communicator_queues(resolve_plan(found.plan), given.costs) == queues
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -62,7 +62,7 @@ def test_ways_and_slack() -> None:
 
 def test_no_order_breaks_an_edge_or_a_queue() -> None:
     """Whatever a policy ranks first, producers precede consumers, and tickets keep their order."""
-    queues = communicator_queues(STEP, COSTS)
+    queues = communicator_queues(RESOLVED, COSTS)
     for policy in POLICIES:
         order = fire_order(STEP, ranked(policy, OUTLOOK, ORDER), queues)
         place = {name: at for at, name in enumerate(order)}
