@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import UnionType
 from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
@@ -372,5 +373,5 @@ def _table(
 
 def _kinds(hint: Any) -> tuple[type, ...]:
     """The types that a file can hold of those that a field may have."""
-    kinds = (get_origin(kind) or kind for kind in get_args(hint) or (hint,))
-    return tuple(kind for kind in kinds if kind not in (type(None), torch.Stream))
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(get_origin(k) or k for k in kinds if k not in (type(None), torch.Stream))
