@@ -157,7 +157,9 @@ class GroupQueues:
     def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
         fns = {task.name: task.fn for task in tasks}
         stages: dict[int, tuple[str, list[TaskFn]]] = {}
-        for name in sorted(period_order(plan), key=lambda name: plan.schedule[name].stage):
+        for name in sorted(
+            resolve_plan(plan).period_order, key=lambda name: plan.schedule[name].stage
+        ):
             entry = plan.schedule[name]
             group, lane = stages.setdefault(entry.stage, (entry.thread_group, []))
             if group != entry.thread_group:
