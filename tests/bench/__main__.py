@@ -1,6 +1,6 @@
 """Print the table of costs; exit with 1 where a bar is missed.
 
-With names of sections only those are measured: ``python -m tests.bench sparse_dist soak``.
+With the names of sections, measure only those: ``python -m tests.bench sparse_dist soak``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PARTS = {
         soak,
     )
 }
-"""By name, in the order in which they are measured."""
+"""By name, in the order of measurement."""
 
 
 def main(names: Sequence[str] = ()) -> int:
-    """Measure some sections, or all; 2 where a name is none of theirs."""
+    """Measure the named sections, or all; return 2 if a name is unknown."""
     if unknown := [name for name in names if name not in PARTS]:
         print(f"no section is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
         return 2

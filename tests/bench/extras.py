@@ -1,4 +1,4 @@
-"""What recording a trace costs, and compiling and simulating a plan takes: told, with no bar."""
+"""The costs of recording a trace, compiling a plan and simulating one; without bars."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def simulate_row(rounds: int) -> Row:
 
 
 def rows(rounds: int = 7, iterations: int = 500) -> list[Row]:
-    """Rows that only inform."""
+    """Rows without bars."""
     return [
         trace_row(rounds, iterations),
         compile_row(14, rounds),

@@ -26,14 +26,14 @@ from tests.bench.streams import DEPTH, plan
 BAR = 1.05
 DEVICE = torch.device("cuda")
 SIDE = 4096
-"""Of the square matrices; in bfloat16 one is 32 MiB."""
+"""Rows of a square matrix; in bfloat16 it takes 32 MiB."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much there is to do in an iteration."""
+    """The work of an iteration."""
 
     copy_mib: int
     products: int
@@ -70,7 +70,7 @@ class Work:
 
 
 def elapsed_ms(work: Callable[[], object]) -> float:
-    """What ``work`` takes on the current stream, from an idle device, in ms."""
+    """Time of ``work`` on the current stream of an idle device, in ms."""
     begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()

@@ -19,7 +19,7 @@ from tests.bench.measure import Row, compared, interleaved
 
 BAR = 1.03
 YIELDING_S = 0.4e-3
-"""The last part of a block: a sleep alone ends 50 to 150 us late on a virtual machine."""
+"""Poll for this long at the end: a sleep ends 50 to 150 us late on a virtual machine."""
 
 
 def block(seconds: float) -> None:
@@ -174,5 +174,5 @@ def row(case: Case, rounds: int, periods: int) -> Row:
 
 
 def rows(rounds: int = 7, periods: int = 30) -> list[Row]:
-    """A row per plan; the worst is what counts."""
+    """A row per plan."""
     return [row(case, rounds, periods) for case in CASES]

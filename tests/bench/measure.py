@@ -73,7 +73,7 @@ def interleaved(rounds: int, *measures: Callable[[], float]) -> list[list[float]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours over theirs, round by round: what slows the machine for a while slows both."""
+    """Ours over theirs, round by round: a slow phase of the machine affects both."""
     return Spread.of(a / b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -87,7 +87,7 @@ def compared(
     *,
     digits: int = 2,
 ) -> Row:
-    """Two measures of the same rounds side by side; ``label`` says what the second one is."""
+    """A row for two measures of the same rounds; ``label`` names the second."""
     return Row(
         what=what,
         ours=f"{Spread.of(ours).text(digits)} {unit}",
@@ -144,7 +144,7 @@ def sharpen_timers() -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows, aligned."""
+    """The rows as aligned text."""
     cells = [
         (
             row.what,

@@ -14,10 +14,10 @@ from tests.bench.measure import Row, resident_mib, tolerated
 PAYLOAD = 64 * 1024
 WARM_UP = 1000
 PYTHON_KIB = 64
-"""What Python objects may grow by: one context too many that stays alive would pass it."""
+"""The limit for Python objects: one leaked context is more."""
 
 RESIDENT_MIB = 8
-"""What the process may grow by: 10,000 lost payloads are 640."""
+"""The limit for the process: 10,000 leaked payloads are 640 MiB."""
 
 
 class Growth(NamedTuple):
@@ -55,7 +55,7 @@ def plan() -> PipelinePlan:
 
 
 def growth(iterations: int) -> Growth:
-    """What ``iterations`` more leave behind, with nothing in flight before and after."""
+    """Growth over ``iterations``, with nothing in flight before and after."""
     with SWPipeline(plan(), device="cpu") as pipe:
         data = itertools.count()
         _run(pipe, data, WARM_UP // 2)
@@ -81,7 +81,7 @@ def _held() -> Growth:
 
 
 def rows(iterations: int = 10_000) -> list[Row]:
-    """Growth over what is tolerated, of Python's objects and of the process."""
+    """Growth of Python's objects and of the process, over their limits."""
     grown = growth(iterations)
     after = f"after {iterations:,} iterations"
     return [

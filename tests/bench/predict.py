@@ -1,12 +1,12 @@
 """The interval that ``simulate`` predicts from measured costs, beside the interval of the run.
 
-Tasks that block for known times must come within 5%, from costs taken one task at a time. Real work
-must come within 15%, from costs taken while the plan runs: side by side its tasks share cores and
-memory, and a worker thread's large arrays cost more to make. What costs taken one by one would have
-predicted is told beside it, with no bar.
+For tasks that block for known times, with costs measured one task at a time, the prediction must be
+within 5%. For real work, with costs measured while the plan runs, it must be within 15%: concurrent
+tasks share cores and memory, and large arrays cost more to make in a worker thread. The prediction
+from costs measured one by one is shown beside it, without a bar.
 
-Costs and run are taken anew in each round, one after the other. The ratio is that of prediction and
-run, the greater over the smaller: 1.05 is 5% off, in either direction.
+Each round measures the costs, then the run. The ratio is the greater over the smaller of the two:
+1.05 is 5% off, in either direction.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Work:
 
 
 def predicted_ms(pipe: SWPipeline, costs: CostModel) -> float:
-    """The interval by the simulator."""
+    """The interval that the simulator predicts."""
     return simulate(pipe.plan, costs, streams=pipe.device.has_streams).ii_us / 1e3
 
 
@@ -145,7 +145,7 @@ def clicks(folder: Path, *, pipelined: bool = False) -> Work:
 
 @contextlib.contextmanager
 def real() -> Iterator[list[Work]]:
-    """Real workloads, by either way to measure costs."""
+    """Real workloads, with costs measured either way."""
     with tempfile.TemporaryDirectory() as folder:
         yield [
             make(Path(folder), pipelined=pipelined)

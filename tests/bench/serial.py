@@ -1,7 +1,7 @@
-"""What running serially adds to a bare loop that calls the same functions: tasks of 100 us.
+"""What run_serial adds to a bare loop that calls the same functions, which take 100 us each.
 
-The tasks are busy until 100 us have passed, so that what a round takes beyond that is what
-surrounds them, however fast the machine happens to run at the moment.
+A task polls the clock until 100 us have passed, so its length does not depend on the speed of the
+machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def busy(ctx: IterContext) -> None:
 
 
 def rows(rounds: int = 200, iterations: int = 20) -> list[Row]:
-    """One row; many short rounds, so that a machine that drifts does so under both."""
+    """One row, of many short rounds, so that a drift of the machine affects both sides."""
     tasks = [PipelineTask(f"t{i}", busy) for i in range(TASKS)]
     fns = [task.fn for task in tasks]
 

@@ -1,11 +1,11 @@
 """A DLRM on two ranks beside TorchRec's train pipelines, on links of several latencies.
 
-Same model, same batches, one torch thread per rank, contenders in turn within each round. At the
-end all exact ones must have trained the same parameters, bit for bit. DDP's all-reduces, which C++
-issues, go past the emulated link, for all contenders alike.
+All contenders train the same model on the same batches with one torch thread per rank, and take
+turns within each round. At the end, all exact ones must have the same parameters, bit for bit. The
+emulated link does not delay DDP's all-reduces, which C++ issues, for any contender.
 
-The best of our exact plans is held against the best of TorchRec's pipelines, and against the lower
-bound (``tests.bench.sparse_bound``); the stale one, against the best exact one.
+The best of swpipe's exact plans is compared with the best of TorchRec's pipelines and with the
+lower bound (``tests.bench.sparse_bound``); the stale plan, with the best exact one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LATENCIES = (0.0, 2.0, 5.0, 20.0)
 
 PLAIN_BAR, LINK_BAR, BOUND_BAR, STALE_BAR = 1.02, 1.0, 1.1, 0.8
 STALE_FROM = 20.0
-"""Where the stale plan has a bar."""
+"""The stale plan has a bar from this latency on."""
 
 
 def rows(rounds: int = 9, steps: int = 10, size: Size | None = None) -> list[Row]:
-    """The contenders' figures, and what they are held against."""
+    """The contenders' times, then their ratios."""
     if find_spec("torchrec") is None:
         return [Row("DLRM on two ranks", "skipped: there is no torchrec")]
     from tests.bench.contest import contest, on_ranks
@@ -79,7 +79,7 @@ def verdicts(found: Contest) -> Iterator[Row]:
 
 
 def _over_bound(found: Contest, latency: float, name: str, staleness: int) -> Row:
-    """Beside the bound, which is measured anew in each round."""
+    """Compare with the bound, which is measured in each round."""
     each = [bounds(parts, latency, staleness) for parts in found.parts[latency]]
     least_ms = [bound.ii_us / 1e3 for bound in each]
     by_cycle = sum(bound.rec_mii_us > bound.res_mii_us for bound in each) > len(each) / 2

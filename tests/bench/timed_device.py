@@ -16,7 +16,7 @@ from swpipe.device import CpuDevice
 
 
 class TimedStream:
-    """A thread that does one thing after the other."""
+    """A thread that runs its work in order."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -36,7 +36,7 @@ class TimedStream:
 
 
 class TimedEvent:
-    """A point in a stream's work; recording it again makes it another point."""
+    """A point in a stream's work; recording it again moves it."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -66,7 +66,7 @@ class TimedEvent:
 
 
 class TimedDevice(CpuDevice):
-    """Streams that take time; a context manager, which ends them."""
+    """A device with such streams; leaving its context ends them."""
 
     has_streams = True
 
@@ -83,7 +83,7 @@ class TimedDevice(CpuDevice):
             stream.close()
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Give ``work`` to the current stream and return at once."""
+        """Queue ``work`` on the current stream and return at once."""
         self.current_stream().put(work)
 
     def new_stream(self, spec: StreamSpec) -> TimedStream:

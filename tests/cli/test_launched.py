@@ -69,6 +69,7 @@ def torchrun(*args: object, program: tuple[str, ...] = ("-m", "swpipe")) -> Done
     return Done(done.stdout, done.stderr, {int(rank): int(code) for rank, code in told})
 
 
+@pytest.mark.slow
 def test_two_ranks_train_bit_equal_under_two_plans(tmp_path: Path) -> None:
     """One bar, one table, one timeline: those of rank 0."""
     log, held_out = write_log(tmp_path / "log.tsv", 60), write_log(tmp_path / "held.tsv", 25)
@@ -85,6 +86,7 @@ def test_two_ranks_train_bit_equal_under_two_plans(tmp_path: Path) -> None:
     assert {span.task for span in Trace.load(timeline).spans} >= set(sharded_clicks.TASKS)
 
 
+@pytest.mark.slow
 def test_what_one_rank_finds_wrong_is_told_once(tmp_path: Path) -> None:
     """The malformed row is rank 1's; rank 0 tells, and both end with exit code 2."""
     log = tmp_path / "log.tsv"
@@ -96,6 +98,7 @@ def test_what_one_rank_finds_wrong_is_told_once(tmp_path: Path) -> None:
     assert done.codes == {0: 2, 1: 2}
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_plan_and_train_together(tmp_path: Path) -> None:
     """Both come to the same plan, and it gives the numbers of the serial one."""
     log = write_log(tmp_path / "log.tsv", 60)
@@ -169,6 +172,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
     """Within seconds, with its task and iteration."""
     log, script = write_log(tmp_path / "log.tsv", 60), tmp_path / "failing.py"
@@ -280,6 +284,7 @@ def loop():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 @pytest.mark.parametrize("workload", ["clicks", "my_ranked_loop:loop"])
 def test_plans_are_inferred_and_checked_on_ranks(
