@@ -1,7 +1,7 @@
 """A plan on paper: its timeline, its interval, what limits it, and what would be possible."""
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.core.costs import CostModel, TaskCost
+from swpipe.profiler import CostModel, TaskCost
 from swpipe.planning import lower_bounds, simulate
 
 plan = PipelinePlan(

@@ -31,6 +31,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+
+__all__ = ["PLANS", "TASKS", "prefetch", "semi_sync", "serial", "sparse_dist", "split"]
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
 
 COPY, START, WAIT, PREFETCH = (
