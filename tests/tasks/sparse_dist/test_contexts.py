@@ -103,7 +103,7 @@ def test_a_new_context_is_of_version_one_and_empty() -> None:
 
 
 def test_the_guide_has_the_same_table() -> None:
-    """Each field stands in a row with the tasks that fill and empty it."""
+    """Each field has a row with the tasks that fill and empty it."""
     rows = GUIDE.read_text(encoding="utf-8").splitlines()
     for use in FIELDS:
         end = f"| `{use.writer}` | `{use.reader}` |"
