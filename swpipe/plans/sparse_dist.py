@@ -1,8 +1,8 @@
 """Ready-made plans of the recommender's training step (``swpipe.tasks.sparse_dist``), by name.
 
-All tasks run on the caller's thread; streams and pending exchanges overlap. Nothing runs between two
-calls of ``progress()``, so the model may be detached, evaluated or saved there. Tasks that launch
-collectives are globally ordered, so any task may also be moved to a worker thread.
+All tasks run on the caller's thread; streams and pending exchanges overlap. Nothing runs between
+two calls of ``progress()``, so the model may be detached, evaluated or saved there. Tasks that
+launch collectives are globally ordered, so any task may also be moved to a worker thread.
 
 One period from left to right, with the iteration of each task (i is the one that is returned)::
 
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-
 
 __all__ = ["PLANS", "TASKS", "prefetch", "semi_sync", "serial", "sparse_dist", "split"]
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule

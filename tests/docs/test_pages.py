@@ -22,8 +22,8 @@ _LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 NOT_OUR_WORDS = re.compile(
-    r"wardrobe|\bstroll|rehears|turnstile|\b(?:with)?in sight|playout|\bthe cast\b|(?-i:\bFlight\b)|"
-    r"\bwitness|\bthe house\b|\bwalkers?\b",
+    r"wardrobe|\bstroll|rehears|turnstile|\b(?:with)?in sight|playout|\bthe cast\b|"
+    r"(?-i:\bFlight\b)|\bwitness|\bthe house\b|\bwalkers?\b",
     re.IGNORECASE,
 )
 """Metaphors that stood for a term of ``docs/guide/glossary.md``."""

@@ -52,44 +52,37 @@ try:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        from torchrec.distributed.comm_ops import (
-            All2All_Pooled_Req,
-            All2All_Seq_Req,
-            ReduceScatter_Req,
-            ReduceScatterBase_Req,
-            ReduceScatterV_Req,
-            Variable_Batch_All2All_Pooled_Req,
-        )
-        from torchrec.distributed.model_parallel import get_unwrapped_module as get_unwrapped_module
+        from torchrec.distributed import comm_ops
+        from torchrec.distributed.model_parallel import get_unwrapped_module
         from torchrec.distributed.train_pipeline.pipeline_context import (
-            PrefetchTrainPipelineContext as PrefetchTrainPipelineContext,
+            PrefetchTrainPipelineContext,
         )
         from torchrec.distributed.train_pipeline.runtime_forwards import (
-            BaseForward as BaseForward,
-            PipelinedForward as PipelinedForward,
-            PrefetchPipelinedForward as PrefetchPipelinedForward,
+            BaseForward,
+            PipelinedForward,
+            PrefetchPipelinedForward,
         )
         from torchrec.distributed.train_pipeline.tracing import (
-            ArgInfoStepFactory as ArgInfoStepFactory,
-            GetAttrArgInfoStep as GetAttrArgInfoStep,
-            GetItemArgInfoStep as GetItemArgInfoStep,
-            NodeArgsHelper as NodeArgsHelper,
-            Tracer as Tracer,
+            ArgInfoStepFactory,
+            GetAttrArgInfoStep,
+            GetItemArgInfoStep,
+            NodeArgsHelper,
+            Tracer,
             _get_leaf_module_names,
         )
         from torchrec.distributed.train_pipeline.types import (
-            ArgInfo as ArgInfo,
-            CallArgs as CallArgs,
+            ArgInfo,
+            CallArgs,
         )
         from torchrec.distributed.train_pipeline.utils import (
             _override_input_dist_forwards,
             _start_data_dist,
         )
         from torchrec.distributed.types import (
-            Awaitable as Awaitable,
-            LazyAwaitable as LazyAwaitable,
-            LazyGetItemMixin as LazyGetItemMixin,
-            ShardedModule as ShardedModule,
+            Awaitable,
+            LazyAwaitable,
+            LazyGetItemMixin,
+            ShardedModule,
         )
 except ImportError as error:
     raise ImportError(
@@ -102,13 +95,10 @@ override_input_dist_forwards = _override_input_dist_forwards
 start_data_dist = _start_data_dist
 
 EXCHANGES = (
-    All2All_Pooled_Req,
-    All2All_Seq_Req,
-    ReduceScatter_Req,
-    ReduceScatterBase_Req,
-    ReduceScatterV_Req,
-    Variable_Batch_All2All_Pooled_Req,
-)
+    comm_ops.All2All_Pooled_Req, comm_ops.All2All_Seq_Req, comm_ops.ReduceScatter_Req,
+    comm_ops.ReduceScatterBase_Req, comm_ops.ReduceScatterV_Req,
+    comm_ops.Variable_Batch_All2All_Pooled_Req,
+)  # fmt: skip
 """Autograd functions that start an exchange of embeddings; backward waits for the gradients'."""
 
 
@@ -117,3 +107,13 @@ def describe() -> str:
     found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
     fbgemm = [f"{name} {version}" for name, version in found.items() if version]
     return f"torchrec {VERSION} (tested: {TESTED}.x), {(fbgemm or ['no fbgemm'])[0]}"
+
+
+__all__ = [
+    "EXCHANGES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward", "CallArgs",
+    "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
+    "NodeArgsHelper", "PipelinedForward", "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext", "ShardedModule", "Tracer", "check_version", "describe",
+    "get_leaf_module_names", "get_unwrapped_module", "override_input_dist_forwards",
+    "start_data_dist",
+]  # fmt: skip

@@ -1,12 +1,12 @@
 """Handles of collectives that are waited for once and return their result again.
 
 TorchRec's awaitables are one-shot: a second wait would launch a second collective or use released
-buffers. A shortcut restores the same handle in every iteration, so every handle is wrapped here. The
+buffers. A shortcut restores the same handle in every iteration, so every handle is wrapped. The
 first wait returns the result itself; later waits return the same values in copied containers,
 detached from the first result's graph.
 
-A result is completed on the stream on which its exchange started, because its buffers belong to that
-stream's memory. The waiting stream then waits for that stream, as in TorchRec's forwards.
+A result is completed on the stream on which its exchange started, which owns the memory of its
+buffers. The waiting stream then waits for that stream, as in TorchRec's forwards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ _PENDING = object()
 class Replayable(Awaitable):  # type: ignore[misc]
     """An awaitable that can be waited for again.
 
-    Args:
-        awaitable: Waited for once.
-        device: The device of its tensors.
-        module_context: The module's context, which the wait completes, or None.
-        then: Applied to the result before it is kept.
+    ``module_context`` is completed by the wait; ``then`` is applied to the result.
     """
 
     def __init__(

@@ -2,12 +2,12 @@
 
 The balanced largest-differencing method, after Karmarkar and Karp: rows are sorted by workload and
 cut into tuples of one row per rank. Each tuple is a partition with a *spread*, its largest share
-minus its smallest. The two partitions with the largest spreads are merged, large shares with small
-ones, until one is left.
+minus its smallest. The two with the largest spreads are merged, large shares with small ones, until
+one is left.
 
-The rows of a tuple have similar workloads, so one giant row is not balanced against many small ones.
-A second phase swaps single rows: the largest share exchanges a row for a lighter one of another
-share, as long as this lowers the larger of the two.
+A tuple has rows of similar workload, so one giant row is not balanced against many small ones. A
+second phase swaps single rows: the largest share exchanges a row for a lighter one of another share,
+as long as this lowers the larger of the two.
 
 Sources: N. Karmarkar and R. M. Karp, "The differencing method of set partitioning", 1982; W.
 Michiels, J. Korst, E. Aarts and J. van Leeuwen, "Performance ratios for the differencing method
@@ -38,10 +38,6 @@ class _Share(NamedTuple):
 
 def balanced_partition(workloads: Sequence[float], parts: int) -> list[list[int]]:
     """The rows of each of ``parts`` shares, from 0, ascending; the result is deterministic.
-
-    Args:
-        workloads: One per row; finite, in any unit.
-        parts: The number of shares, at least 1.
 
     Raises:
         ValueError: The rows cannot be divided evenly, or a workload is not finite.

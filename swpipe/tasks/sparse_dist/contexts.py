@@ -1,13 +1,13 @@
 """What one batch carries between TorchRec's stages: one context per iteration, at ``ctx.pipeline``.
 
-TorchRec's own pipelines reuse one context (version 0) or keep a queue of them (version 1). Here each
-iteration has its own, of version 1, so tasks of two iterations never share one.
+TorchRec's own pipelines reuse one context (version 0) or keep a queue of them (version 1). Here
+each iteration has its own, of version 1, so tasks of two iterations never share one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from swpipe.tasks.sparse_dist._torchrec import PrefetchTrainPipelineContext
 from swpipe.tasks.sparse_dist.seam import Seam
@@ -29,28 +29,3 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 def new_context(iteration: int) -> SparseDistContext:
     """An empty context for one iteration."""
     return SparseDistContext(index=iteration, version=1)
-
-
-class FieldUse(NamedTuple):
-    """The task that fills a field of the context, and the task that empties it.
-
-    ``reader`` is for the split forward. The prefetch forward reads embeddings' inputs in EmbForward;
-    the pipelined forward reads there what EmbPrefetch reads here.
-    """
-
-    field: str
-    writer: str
-    reader: str
-
-
-FIELDS = (
-    FieldUse("input_dist_splits_requests", "EmbInputDistStart", "EmbInputDistWait"),
-    FieldUse("fused_splits_awaitables", "EmbInputDistStart", "EmbInputDistWait"),
-    FieldUse("module_contexts", "EmbInputDistStart", "EmbPrefetch"),
-    FieldUse("input_dist_tensors_requests", "EmbInputDistWait", "EmbPrefetch"),
-    FieldUse("module_input_post_prefetch", "EmbPrefetch", "EmbForward"),
-    FieldUse("module_contexts_post_prefetch", "EmbPrefetch", "EmbForward"),
-    FieldUse("embeddings", "EmbForward", "DenseForward"),
-    FieldUse("seams", "DenseForward", "EmbBackward"),
-)
-"""Every field that is used, besides ``index`` and ``version``; all others stay empty."""

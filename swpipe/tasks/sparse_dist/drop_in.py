@@ -17,6 +17,7 @@ after the batches in flight; and treats None as the end of the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -148,17 +149,11 @@ def build(
     seed: int | None = None,
     **options: Any,
 ) -> SparseDistPipeline:
-    """A ``SparseDistPipeline``, which also explains ``stall_timeout_s`` and ``seed``.
+    """A ``SparseDistPipeline``.
 
-    Args:
-        plan: The plan, or a function that makes one for the tasks.
-        model: A model with sharded modules.
-        optimizer: One or several; the step is then ``TrainStep(optimizer)``.
-        device: The device.
-        step: The step, instead of ``optimizer``.
-        stall_timeout_s: See above.
-        seed: See above.
-        options: As ``SparseDistTasks``: forward, find, inputs, strict, shuffler, random.
+    ``plan`` is the plan, or a function that makes one for the tasks. ``optimizer``, one or several,
+    stands for ``TrainStep(optimizer)``; give either that or ``step``. The other arguments are those
+    of ``SparseDistTasks`` and ``SparseDistPipeline``.
 
     Raises:
         ValueError: Both an optimizer and a step, or neither.
@@ -218,18 +213,12 @@ def _semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
     return plans.semi_sync()
 
 
-def _named(plan: PipelinePlan | PlanFor) -> Builder:
-    def builder(**arguments: Any) -> SparseDistPipeline:
-        return build(plan, **arguments)
-
-    return builder
-
-
-PipelineFactory.register("jagged_sw_serial", _named(plans.serial()))
-PipelineFactory.register("jagged_sparse_dist", _named(plans.sparse_dist()))
-PipelineFactory.register("jagged_prefetch_sparse_dist", _named(plans.prefetch()))
-PipelineFactory.register(
-    "jagged_split_sparse_dist",
-    _named(lambda tasks: plans.split(tables_in_step=tasks.tables_in_step)),
-)
-PipelineFactory.register("jagged_semi_sync_sparse_dist", _named(_semi_sync))
+_PLANS: dict[str, PipelinePlan | PlanFor] = {
+    "jagged_sw_serial": plans.serial(),
+    "jagged_sparse_dist": plans.sparse_dist(),
+    "jagged_prefetch_sparse_dist": plans.prefetch(),
+    "jagged_split_sparse_dist": lambda tasks: plans.split(tables_in_step=tasks.tables_in_step),
+    "jagged_semi_sync_sparse_dist": _semi_sync,
+}
+for _name, _plan in _PLANS.items():
+    PipelineFactory.register(_name, partial(build, _plan))

@@ -1,6 +1,6 @@
 """Finds each sharded module's input: the path of an attribute of the batch.
 
-- **trace**: torch.fx traces the forward; sharded modules, and modules that contain none, are leaves.
+- **trace**: torch.fx traces the forward. Sharded modules, and those that contain none, are leaves.
   The trace shows what each sharded module is called with, and whether the model computes it.
 - **direct**: matches the batch's attributes by type with the first parameter of ``input_dist``. It
   works with any forward, but the user guarantees that the forward passes that attribute unchanged,
@@ -36,12 +36,7 @@ from swpipe.tasks.sparse_dist.contexts import new_context
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One module's input.
-
-    Attributes:
-        args: How to get it from a batch; None if unknown.
-        why: Why it is unknown, or empty.
-    """
+    """How to get one module's input from a batch, or why that is unknown."""
 
     args: Any = None
     why: str = ""

@@ -46,13 +46,9 @@ class RewriteError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """How one sharded module is run.
+    """Whether a sharded module's ids are exchanged by earlier tasks.
 
-    Attributes:
-        name: Its name within the model.
-        kind: Its class.
-        pipelined: Its ids are exchanged by earlier tasks.
-        inputs: Its input within the batch, or why it is unknown.
+    ``kind`` is its class; ``inputs`` is its input within the batch, or why it is unknown.
     """
 
     name: str
@@ -70,10 +66,7 @@ class ModuleReport:
 class RewriteReport:
     """Which sharded modules are pipelined, and why the others are not.
 
-    Attributes:
-        modules: One entry per sharded module.
-        found_by: "trace" or "direct".
-        torchrec: The installed versions.
+    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -88,10 +81,7 @@ class RewriteReport:
 class Rewrite:
     """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
 
-    Attributes:
-        report: Which modules are pipelined; None before the first batch.
-        attached: Whether the replacements are installed.
-        forwards: One per pipelined module, in the order of the model.
+    ``report`` is None before the first batch; ``forwards`` has one entry per pipelined module.
 
     Raises:
         RewriteError: The model has no sharded module.

@@ -31,10 +31,8 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 class Route:
     """Where this rank's rows go.
 
-    Attributes:
-        order: This rank's rows, from 0, in the order in which they are sent.
-        sent: The number of rows for each rank.
-        received: The number of rows from each rank.
+    ``order`` are this rank's rows, from 0, in the order in which they are sent; ``sent`` and
+    ``received`` the numbers of rows for and from each rank.
     """
 
     order: tuple[int, ...]
@@ -104,12 +102,9 @@ class _Jagged:
 def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
     """The batch of this rank's new rows; a collective of the group.
 
-    Args:
-        batch: Tensors of B rows, ``KeyedJaggedTensor`` and ``JaggedTensor`` of B samples, alone or
-            in dataclasses, other objects with ``record_stream``, mappings, lists and tuples. It is
-            not modified; other values are passed on.
-        route: This rank's route.
-        group: Its backend must support the batch's device.
+    ``batch`` has tensors of B rows, ``KeyedJaggedTensor`` and ``JaggedTensor`` of B samples, alone
+    or in dataclasses, other objects with ``record_stream``, mappings, lists and tuples. It is not
+    modified; other values are passed on. The group's backend must support its device.
 
     Raises:
         ValueError: A tensor of the batch has another number of rows.

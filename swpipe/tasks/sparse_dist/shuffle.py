@@ -1,7 +1,7 @@
 """Batch shufflers: balance the rows of the global batch between ranks.
 
-If rows differ in workload (sequences of unequal length), all ranks wait for the one with the largest
-workload. A shuffler redistributes the rows, the same number to each rank, in two phases::
+If rows differ in workload (sequences of unequal length), all ranks wait for the one with the
+largest. A shuffler redistributes the rows, the same number to each rank, in two phases::
 
     start(batch)             own workloads ──gather──> all workloads ──partition──> route
                              (this thread)   (a background thread, over a separate group)

@@ -15,8 +15,8 @@ Without the split forward, EmbForward runs the whole model, DenseBackward the wh
 DenseForward and EmbBackward do nothing. In evaluation, nothing from LossPostprocess on runs.
 
 Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
-``optimizer``, with learning rates and scaler; and ``gradients``. A shortcut restores gradients only:
-the other states keep the values of the last run.
+``optimizer``, with learning rates and scaler; and ``gradients``. A shortcut restores gradients; the
+other states keep the values of the last run.
 """
 
 from __future__ import annotations
@@ -201,18 +201,11 @@ class SparseDistTasks:
     def tasks(self) -> tuple[PipelineTask, ...]:
         """The eleven tasks, in serial order."""
         fns = (
-            self.copy,
-            self.start_input_dist,
-            self.wait_input_dist,
-            self.prefetch,
-            self.embedding_forward,
-            self.dense_forward,
-            self.postprocess_loss,
-            self.dense_backward,
-            self.embedding_backward,
-            self.finalize_gradients,
+            self.copy, self.start_input_dist, self.wait_input_dist, self.prefetch,
+            self.embedding_forward, self.dense_forward, self.postprocess_loss,
+            self.dense_backward, self.embedding_backward, self.finalize_gradients,
             self.optimizer_step,
-        )
+        )  # fmt: skip
         drawing = {names.EMBED, names.DENSE} if self._random else frozenset()
         return tuple(
             PipelineTask(name, fn, self._io(name), random=name in drawing)

@@ -64,8 +64,7 @@ def pad_with(batch: Any) -> Pad:
 def pad_with_last(weight: str) -> Pad:
     """Pad with the rank's last batch and zero row weights.
 
-    Args:
-        weight: The attribute or key of the batch with the row weights, which the loss must apply.
+    ``weight`` is the attribute or key of the row weights, which the loss must apply.
     """
 
     def pad(last: Any) -> Any:
@@ -168,12 +167,7 @@ class _Pull(NamedTuple):
 
 
 class EvenIterator:
-    """One pass over one rank's data.
-
-    Attributes:
-        steps: How many batches it has returned.
-        padded: How many of them were pads.
-    """
+    """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads."""
 
     def __init__(self, data: EvenData, iterator: Iterator[Any]) -> None:
         self.steps = 0
