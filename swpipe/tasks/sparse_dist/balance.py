@@ -5,9 +5,9 @@ cut into tuples of one row per rank. Each tuple is a partition with a *spread*, 
 minus its smallest. The two with the largest spreads are merged, large shares with small ones, until
 one is left.
 
-A tuple has rows of similar workload, so one giant row is not balanced against many small ones. A
-second phase swaps single rows: the largest share exchanges a row for a lighter one of another share,
-as long as this lowers the larger of the two.
+A tuple has rows of similar workload, so one giant row is not balanced against many small ones. Then
+the largest share swaps single rows for lighter ones of another share, as long as this lowers the
+larger of the two.
 
 Sources: N. Karmarkar and R. M. Karp, "The differencing method of set partitioning", 1982; W.
 Michiels, J. Korst, E. Aarts and J. van Leeuwen, "Performance ratios for the differencing method

@@ -57,8 +57,7 @@ class SparseDistPipeline:
     """Trains a model under one plan, with TorchRec's ``progress``.
 
     Use it as a context manager, or call ``close``. Between two calls of ``progress`` the model may
-    be detached, evaluated, saved and attached again while batches are in flight, if the plan uses
-    no worker threads; the ready-made plans use none.
+    be detached, evaluated and saved, if the plan uses no worker threads (ready-made ones do not).
 
     Args:
         tasks: The tasks of the step.
@@ -111,9 +110,8 @@ class SparseDistPipeline:
     def detach(self) -> nn.Module:
         """Restore and return the model, for evaluation, a checkpoint or other code.
 
-        Batches in flight are kept for ``attach`` or the next ``progress``. They have been
-        exchanged but not trained on, so they use parameters that are loaded meanwhile, unless the
-        plan has already looked up their embeddings.
+        Batches in flight are kept for ``attach`` or the next ``progress``. They use parameters that
+        are loaded meanwhile, except embeddings that the plan has already looked up.
         """
         self.tasks.rewrite.detach()
         return self.tasks.model
@@ -175,24 +173,14 @@ class PipelineFactory:
 
     @classmethod
     def register(cls, name: str, builder: Builder) -> None:
-        """Register a pipeline; ``builder`` gets the other arguments of ``create``.
-
-        Raises:
-            ValueError: The name is taken.
-        """
+        """Register a new name; ``builder`` gets the other arguments of ``create``."""
         if name in cls._builders:
-            raise ValueError(
-                f"a pipeline named {name!r} is registered already: choose another name"
-            )
+            raise ValueError(f"pipeline {name!r} is registered already: choose another name")
         cls._builders[name] = builder
 
     @classmethod
     def create(cls, name: str, **arguments: Any) -> Any:
-        """The pipeline of that name; those registered here take the arguments of ``build``.
-
-        Raises:
-            ValueError: No pipeline has this name.
-        """
+        """The pipeline of that name; those registered here take the arguments of ``build``."""
         if name not in cls._builders:
             raise ValueError(f"no pipeline is named {name!r}; there are {', '.join(cls.list())}")
         return cls._builders[name](**arguments)

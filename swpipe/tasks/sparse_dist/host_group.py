@@ -15,7 +15,6 @@ def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Proces
         backend="gloo",
         use_local_synchronization=group is not None,
     )
-    # A rank that fails right after this closes the group. Without the barrier, ranks that still
-    # connect would report a closed connection instead of that failure.
+    # Without it, ranks that still connect would report a closed connection if one rank fails here.
     dist.barrier(group=made)
     return made

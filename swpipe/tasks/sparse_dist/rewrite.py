@@ -117,11 +117,7 @@ class Rewrite:
         return tuple(self._sharded.values())
 
     def prepare(self, batch: Any) -> None:
-        """Find the modules' inputs with a batch on the device, once, and attach.
-
-        Raises:
-            RewriteError: A module cannot be pipelined, and ``strict`` is set.
-        """
+        """Find the modules' inputs with a batch on the device, once, and attach."""
         found = self._find_inputs(batch)
         self.report = RewriteReport(
             tuple(
@@ -164,12 +160,7 @@ class Rewrite:
         self.attached = False
 
     def start(self, batch: Any, context: SparseDistContext) -> None:
-        """Start the exchange of the sizes of one batch's ids.
-
-        Raises:
-            RewriteError: As ``prepare``, which the first batch calls.
-            RuntimeError: The model is detached.
-        """
+        """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``."""
         if self.report is None:
             self.prepare(batch)
         if not self.attached:

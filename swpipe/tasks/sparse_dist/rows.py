@@ -1,8 +1,7 @@
 """Sends the rows of a batch to the ranks that a partition assigns them to.
 
-Every rank knows the whole partition, so it knows how many rows it sends and receives. There is one
-exchange for all dense tensors and all lengths of jagged tensors, packed as bytes per row, and one
-for the values of each jagged tensor.
+There is one exchange for all dense tensors and all lengths of jagged tensors, packed as bytes per
+row, and one for the values of each jagged tensor.
 
     [B, ...] tensors, [B, keys] lengths ──> bytes [B, width] ──all-to-all──> the new rows
     values, weights of a jagged tensor  ──> by row, then key ──all-to-all──> by key, then row
@@ -41,11 +40,7 @@ class Route:
 
     @classmethod
     def of(cls, shares: Sequence[Sequence[int]], rank: int) -> Route:
-        """The route of ``rank``.
-
-        ``shares`` are the rows that each rank gets, ascending. Row r of rank k has the number
-        k x (rows per rank) + r.
-        """
+        """From the rows for each rank; row r of rank k is k x (rows per rank) + r."""
         size = len(shares[rank])
         first, end = rank * size, (rank + 1) * size
         mine = [[row - first for row in share if first <= row < end] for share in shares]

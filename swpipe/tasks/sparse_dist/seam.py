@@ -10,8 +10,8 @@ exchange of these gradients starts. It overlaps the rest of the dense backward a
 ``EmbBackward``. TorchRec's own graph waits for the exchange at once, unless the model calls its
 tables first.
 
-If there is no exchange (one rank, or data-parallel tables), or some leaf has no gradient, nothing
-starts early, and the whole embedding backward runs in ``EmbBackward``.
+Without an exchange (one rank, or data-parallel tables), or if some leaf has no gradient, the whole
+embedding backward runs in ``EmbBackward``.
 """
 
 from __future__ import annotations

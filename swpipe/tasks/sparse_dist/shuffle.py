@@ -7,9 +7,8 @@ largest. A shuffler redistributes the rows, the same number to each rank, in two
                              (this thread)   (a background thread, over a separate group)
     finish(batch, ticket)    rows ──all-to-all──> the new rows of this rank   (this thread)
 
-``start`` returns at once. Its gather uses a separate gloo group, so it needs no place in the global
-order. ``finish`` is a collective of the tasks' group and must be globally ordered. Every rank calls
-both for every batch.
+``start`` returns at once; its gather uses a separate gloo group, outside the global order.
+``finish`` must be globally ordered. Every rank calls both for every batch.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class KarmarkarKarpShuffler:
         if self._host_group is None:
             return
         group, self._host_group = self._host_group, None
-        # A gather that waits for a dead rank ends by its timeout and needs the group until then.
+        # A gather that waits for a dead rank needs the group until its timeout.
         if self._last is None or not wait_for([self._last], timeout=1.0).not_done:
             dist.destroy_process_group(group)
 

@@ -10,13 +10,9 @@ have answered, and all ranks decide the same::
     "stop"      ^    ^    ^                d and e stay with rank 0
     "pad"       ^    ^    ^    P    P      rank 1 gets batches from ``pad``
 
-Each step is agreed ``ahead`` steps in advance, while earlier batches run, so ranks rarely wait.
-Guarantees:
-
-- All ranks run the same steps, and end or fail at the same step.
-- The agreement uses a separate gloo group on the host, outside the global order.
-- A rank that dies, or does not answer within ``timeout_s``, is an error on all others. So is a rank
-  whose data fails, at the step at which it fails.
+Each step is agreed ``ahead`` steps in advance, over a separate gloo group, so ranks rarely wait.
+All ranks run the same steps, and end or fail at the same step. A rank that dies, does not answer
+within ``timeout_s``, or whose data fails, is an error on all others.
 """
 
 from __future__ import annotations
