@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from swpipe.core.plan import PipelinePlan, TaskSchedule
+
+__all__ = ["PLANS", "pipelined", "serial"]
 from swpipe.plans.prefetch import prefetch_plan
 
 FEED = ("read", "decode", "hash", "copy")

@@ -14,6 +14,8 @@ from itertools import pairwise
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 from swpipe.plans import sparse_dist
 
+__all__ = ["PLANS", "fed", "serial"]
+
 FEED = ("read", "decode", "hash")
 """Tasks that bring a batch from the file to tensors on the host."""
 
