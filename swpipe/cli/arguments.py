@@ -33,7 +33,8 @@ T = TypeVar("T")
 AUTO = "auto"
 """The plan that is yet to be made."""
 
-_BATCHES = 4  # that costs are measured on and plans tried with
+MEASURED = 3
+"""Batches that costs are measured on and plans tried with."""
 
 # ------------------------------------------------------------------------------------- workloads
 
@@ -200,17 +201,13 @@ class OpenWorkload:
         with about_plan(self.workload.name):
             return autotune(
                 self.job.tasks(),
-                self.take(_BATCHES),
+                self.take(MEASURED),
                 limits=limits,
                 ready_made={
                     name: make() for name, make in self.workload.plans.items() if name != "serial"
                 },
                 **self._known(),
             )
-
-    def measure(self, plan: PipelinePlan) -> CostModel:
-        """What its tasks cost while ``plan`` runs."""
-        return self.loop(_BATCHES).measure(plan)
 
     def _known(self) -> dict[str, Any]:
         make = self.workload.plans.get(self.workload.usual_plan)

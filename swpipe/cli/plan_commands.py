@@ -12,7 +12,15 @@ import typer
 
 from swpipe.analysis import verify
 from swpipe.cli import options
-from swpipe.cli.arguments import OpenWorkload, load_costs, load_plan, load_trace, names, save
+from swpipe.cli.arguments import (
+    MEASURED,
+    OpenWorkload,
+    load_costs,
+    load_plan,
+    load_trace,
+    names,
+    save,
+)
 from swpipe.cli.launched import Rank, command_facts
 from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
 from swpipe.core.costs import CostModel
@@ -146,7 +154,7 @@ def simulate(
         else:
             opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
             loaded = load_plan(plan, opened.plans)
-            loop = opened.loop(batches=3)
+            loop = opened.loop(MEASURED)
             model, streams = loop.measure(loaded), loop.has_streams
         with about_plan(plan):
             result = simulate_plan(loaded, model, streams=streams)
