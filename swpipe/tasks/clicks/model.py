@@ -74,7 +74,7 @@ def click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(model: ClickModel, config: ModelConfig) -> torch.optim.Optimizer:
-    """Adagrad: each id learns at the pace at which it is seen.
+    """Adagrad: the learning rate of an id follows how often it occurs.
 
     The tables' gradients are dense: they add up in a fixed order on every device, where sparse ones
     on a GPU do not, and at these sizes they cost no more.
