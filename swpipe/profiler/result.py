@@ -225,7 +225,9 @@ class ProfileResults(_Report, Sequence[ProfileResult]):
             row = [name]
             for result in self:
                 measured = result.tasks if names is None else names
-                row += result._exposed_cells(measured) if {*measured} <= {*result.tasks} else [""] * 3
+                row += (
+                    result._exposed_cells(measured) if {*measured} <= {*result.tasks} else [""] * 3
+                )
             rows.append(row)
         notes = dict.fromkeys(note for r in self for note in r._notes(f" on {r.batch}"))
         return "\n".join([*(result._summary() for result in self), _table(headers, rows), *notes])

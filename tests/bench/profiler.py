@@ -3,7 +3,7 @@
 Exposed times must come within 5% of what the same tasks take when a bare loop calls them in the
 same round. The ratio is that of profile and truth, the greater over the smaller. Of the lock,
 Python must be told to need it all the time, and a kernel to let go of it for some of its time; that
-takes a core for the rival (``swpipe.profiler.lock``), which nobody else uses.
+takes a core for the contender (``swpipe.profiler.gil``), which nobody else uses.
 """
 
 from __future__ import annotations
