@@ -1,15 +1,14 @@
-# The one door for people. `make` alone lists what it opens.
+# What people run. `make` alone lists the targets.
 #
 # PYTHON  the interpreter that makes .venv, and that gpu-check runs on; 3.11 or newer
-# ARGS    handed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x"
+# ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x"
 
 PYTHON ?= python3
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Written last, so that a set-up that was broken off is taken up again.
-STAMP := $(VENV)/.set-up
+INSTALL := $(BIN)/python -m pip install --progress-bar off
 
 # Every pip below obeys these pins, also in the environments in which packages are built
 # (older pips read the first name for that, newer ones the second).
@@ -18,46 +17,59 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help setup demo test bench lint format docs wheel gpu-check constraints clean distclean
 
-help: ## list what there is to make
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv and install swpipe and all it needs (once)
+# A target installs what it needs and no more. Each level is an extra of pyproject.toml with a stamp
+# in .venv, written last: an interrupted installation is taken up again.
+LEVELS := demo test lint docs bench
+STAMPS := $(LEVELS:%=$(VENV)/.%)
 
-$(STAMP): pyproject.toml constraints.txt requirements-torchrec-cpu.txt
+setup: $(STAMPS) ## install everything into .venv, for development
+
+$(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "swpipe needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
-	@echo "Setting up $(VENV); this takes a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off --editable '.[dev]'
-	$(BIN)/python -m pip install --progress-bar off --no-deps -r requirements-torchrec-cpu.txt
 	@touch $@
 
-demo: $(STAMP) ## train a click model serially and pipelined, compare, break down, draw
+$(VENV)/.demo: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $(VENV)/.python
+	@echo "Installing swpipe and what its demo needs into $(VENV); this takes a minute, once."
+	$(INSTALL) --editable '.[demo]'
+	$(INSTALL) --no-deps -r requirements-torchrec-cpu.txt
+	@touch $@
+
+$(filter-out %/.demo,$(STAMPS)): $(VENV)/.%: $(VENV)/.demo
+	$(INSTALL) --editable '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.demo ## train a click model serially and pipelined, compare, break down, draw
 	@$(BIN)/swpipe demo $(ARGS)
 
-test: $(STAMP) ## run the tests
+test: $(VENV)/.test ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP) ## measure the engine's costs beside a stand-in's, in one run
+bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-lint: $(STAMP) ## ruff and mypy --strict
+lint: $(VENV)/.lint ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: $(STAMP) ## let ruff mend what it can
+format: $(VENV)/.lint ## let ruff fix what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(STAMP) ## build the site into docs/_build/html; warnings are errors
+docs: $(VENV)/.docs ## build the site into docs/_build/html; warnings are errors
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs: open docs/_build/html/index.html"
 
-wheel: $(STAMP) ## build the wheel into dist/
+wheel: $(VENV)/.python ## build the wheel into dist/
 	@rm -rf build/lib build/bdist.* dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
@@ -74,7 +86,7 @@ gpu-check: ## CUDA tests and bench, on PYTHON's own packages; elsewhere says tha
 	    "(make PYTHON=... gpu-check names another interpreter)"; \
 	fi
 
-constraints: $(STAMP) ## write constraints.txt anew from what .venv holds
+constraints: setup ## write constraints.txt anew from what .venv holds
 	@{ sed -n '/^#/p' constraints.txt; \
 	   $(BIN)/python -m pip freeze --all --exclude-editable \
 	     | grep -v -E '^(pip|swpipe)[= ]' | sed 's/+cpu$$//' | LC_ALL=C sort -f; \

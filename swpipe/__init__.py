@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from swpipe._engine.observers import Observer
 from swpipe.core.context import IterContext
 from swpipe.core.errors import InternalError, PlanError, StallError
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
@@ -13,6 +15,7 @@ from swpipe.report import RunReport
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
+    from swpipe.planning.autotuning import autotune
     from swpipe.profiler import ProfileResult, TaskProfiler
 
 __version__ = "0.1.0"
@@ -21,6 +24,7 @@ __all__ = [
     "DeclaredIO",
     "InternalError",
     "IterContext",
+    "Observer",
     "PipelinePlan",
     "PipelineTask",
     "PlanError",
@@ -32,15 +36,18 @@ __all__ = [
     "TaskProfiler",
     "TaskSchedule",
     "Trace",
+    "autotune",
 ]
 
-_FROM_PROFILER = ("ProfileResult", "TaskProfiler")
+_LATE = {
+    "ProfileResult": "swpipe.profiler",
+    "TaskProfiler": "swpipe.profiler",
+    "autotune": "swpipe.planning.autotuning",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The profiler's names, loaded when asked for: the framework imports none of its rooms."""
-    if name in _FROM_PROFILER:
-        from swpipe import profiler
-
-        return getattr(profiler, name)
+    """The names of the profiler and the planners, loaded when asked for."""
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'swpipe' has no attribute {name!r}")

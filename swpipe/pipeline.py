@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,24 +19,22 @@ from swpipe._distributed.rank_checks import (
     check_same_shortcuts,
     tell_failure,
 )
-from swpipe._engine.exclusive import Turnstile
+from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine
-from swpipe._engine.observers import active_observers
+from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
-from swpipe._engine.randomness import Draws
+from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.run import Run
 from swpipe._engine.serial import SerialLane
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import Watchdog, checked_timeout
-from swpipe.analysis.checks import check, tasks_given
-from swpipe.analysis.races import check_states
+from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import IterContext
-from swpipe.core.dependence import period_order, serial_order
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.plan import PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask, TaskRef, names_of
-from swpipe.device.device import Device, plain, resolve
+from swpipe.device import Device, plain, resolve
 from swpipe.report import RunReport, run_to_end
 from swpipe.shortcut import Shortcuts
 from swpipe.trace import Trace
@@ -50,21 +49,20 @@ class SWPipeline:
 
     Args:
         plan: How to overlap.
-        tasks: What to compute; may be left out where the plan's schedule has the tasks themselves
-            as keys. Their order is that of a serial run, as far as the dependences allow.
+        tasks: What to compute; may be omitted where the keys of the plan's schedule are tasks.
+            Their order is that of a serial run, as far as the dependences allow.
         device: Where device work goes: None for the machine's accelerator, or else the CPU.
-        seed: What the draws of tasks with ``random=True`` derive from; None for
+        seed: What the seeds of tasks with ``random=True`` derive from; None for
             ``torch.initial_seed()``.
-        stall_timeout_s: Seconds without any movement after which ``progress`` raises
-            ``StallError``; None to wait for ever. Longer than the longest task.
-        record_all_events: Record the device event of every task, needed or not, for hunting
-            trouble.
+        stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
+            None to wait for ever. Must be longer than the longest task.
+        record_all_events: Record the device event of every task, needed or not, for debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled.
         host: Where threads come from; for tests.
 
     Raises:
-        PlanError: The plan cannot run, or tasks could touch a state that they declare in another
+        PlanError: The plan cannot run, or tasks could access a state that they declare in another
             order than serially; lists everything that is wrong with it.
         ValueError: The device is not on this machine, or ``stall_timeout_s`` is no time.
     """
@@ -84,38 +82,36 @@ class SWPipeline:
         given = tasks_given(plan, tasks)
         self.plan = plan
         self.device = resolve(device)
-        check(plan, given, self.device.name)
+        streams = self.device.has_streams
+        resolved = resolve_for_run(plan, given, device=self.device.name, streams=streams)
+        self._resolved = resolved
         by_name = {task.name: task for task in given}
-        self.tasks = tuple(by_name[name] for name in serial_order(plan, list(by_name)))
-        check_states(plan, self.tasks, streams=self.device.has_streams)
+        self.tasks = tuple(by_name[name] for name in resolved.serial_order)
         self._serial = SerialLane(self.tasks)
         self._check_ranks = self._alike = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
-        self._recorder: Recorder | None = None
+        self._observers = Observers(self.device)
         self._engine = Engine(
-            program=compile_plan(
-                plan, streams=self.device.has_streams, record_all=record_all_events
-            ),
+            program=compile_plan(resolved, streams=streams, record_all=record_all_events),
             tasks=by_name,
             device=self.device,
             streams=self._make_streams(),
             host=host or Host(),
             shortcuts=Shortcuts(self.device),
-            draws=Draws(seed, self.device.type),
-            observers=lambda: active_observers(self.device.type, self._recorder),
+            seeds=TaskSeeds(seed, self.device),
+            observers=self._observers,
         )
         self._run: Run | None = None
         self._watchdog: Watchdog | None = None
         self._ended: Iterator[Any] | None = None
-        self._drained: list[IterContext] = []  # and not handed out: drain() failed after that
+        self._drained: list[IterContext] = []  # not handed out: drain() failed after that
         self._next_iteration = 0
-        self._number = 0  # among those that were compared across ranks
+        self._pushed = _PushedBatches()
+        self._number = 0  # among the pipelines that were compared across ranks
         self._periods = 0  # begun, in all runs
-        self._turnstile = Turnstile()
+        self._access = ExclusiveAccess()
 
     def _make_streams(self) -> dict[Any, Any]:
-        if not self.device.has_streams:
-            return {}
         used = dict.fromkeys(s.stream for s in self.plan.schedule.values() if s.stream is not None)
         return {
             ref: plain(ref)
@@ -137,11 +133,10 @@ class SWPipeline:
         Optional: the first ``progress`` does it where this was not called.
 
         Raises:
-            RuntimeError: Iterations are in flight already, or the pipeline is closed or in use
-                elsewhere.
+            RuntimeError: Iterations are in flight already, or the pipeline is closed or in use.
             BaseException: Whatever a task or the iterator raised.
         """
-        with self._turnstile:
+        with self._access:
             if self._run is not None:
                 raise RuntimeError(
                     f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
@@ -153,10 +148,10 @@ class SWPipeline:
                 self._advance(run)
 
     def progress(self, iterator: Iterator[Any]) -> IterContext:
-        """One period: admit a batch, run every task once, hand out the oldest iteration.
+        """Run one period: admit a batch, run every task once, hand out the oldest iteration.
 
         Args:
-            iterator: Gives the batches; the same one until it is drained.
+            iterator: Where the batches come from; the same one until it is drained.
 
         Returns:
             The context of the oldest iteration. The caller's stream waits for all of its device
@@ -169,12 +164,17 @@ class SWPipeline:
             StallError: Nothing moved for ``stall_timeout_s``.
             BaseException: Whatever a task or the iterator raised first, with a note of where. What
                 was in flight is dropped, and the pipeline can be filled again. An iteration that
-                was through when another failed is handed out first; the next call raises.
+                was complete when another failed is handed out first; the next call raises.
         """
-        with self._turnstile:
-            if self._run is None and self._told_the_end(iterator):
+        with self._access:
+            if self._run is None and self._ended_before(iterator):
                 raise StopIteration
             run = self._run or self._begin(iterator)
+            if run.iterator is self._pushed:
+                raise RuntimeError(
+                    f"{run.in_flight} pushed batches are in flight: call flush() to get them, "
+                    "before giving progress() an iterator"
+                )
             if run.iterator is not iterator:
                 raise RuntimeError(
                     f"{run.in_flight} iterations of another iterator are in flight: finish it, or "
@@ -183,19 +183,52 @@ class SWPipeline:
             self._prepare(run)
             return self._next(run)
 
-    def drain(self) -> list[IterContext]:
-        """Finish what is in flight without pulling more, and hand it out, oldest first.
+    def push(self, batch: Any) -> IterContext | None:
+        """Admit one batch and run one period: ``progress`` for callers without an iterator.
 
-        The iterator's further batches stay in it. With nothing in flight, the list is empty.
+        Returns:
+            The context of the oldest iteration, or None while the prologue fills the pipeline:
+            the first ``depth - 1`` calls.
 
         Raises:
-            BaseException: As for ``progress``. What came out before is not lost: the next call
-                hands it out.
+            RuntimeError: Misuse: closed, in use by another thread, or iterations of an iterator
+                given to ``progress`` are in flight.
+            BaseException: As for ``progress``. A batch whose call raises is not run.
         """
-        with self._turnstile:
+        with self._access:
+            run = self._run or self._begin(self._pushed)
+            self._check_pushing(run)
+            self._prepare(run)
+            self._pushed.batches.append(batch)
+            try:
+                return self._advance(run)
+            finally:
+                self._pushed.batches.clear()
+
+    def flush(self) -> list[IterContext]:
+        """Finish the pushed batches that are in flight, and hand them out, oldest first.
+
+        Raises:
+            RuntimeError: Iterations of an iterator given to ``progress`` are in flight.
+            BaseException: As for ``drain``.
+        """
+        if self._run is not None:
+            self._check_pushing(self._run)
+        return self.drain()
+
+    def drain(self) -> list[IterContext]:
+        """Stop admitting; finish what is in flight, and hand it out, oldest first.
+
+        The iterator keeps its other batches. With nothing in flight, the list is empty.
+
+        Raises:
+            BaseException: As for ``progress``. Contexts that were complete before are not lost: the
+                next call hands them out.
+        """
+        with self._access:
             run = self._run
             if run is not None:
-                run.stop_pulling()
+                run.stop_admitting()
                 self._prepare(run)
                 while not run.over:
                     self._drained.append(self._next(run))
@@ -212,7 +245,7 @@ class SWPipeline:
             except StopIteration:
                 return
             yield ctx
-            del ctx  # what the user lets go of must not live on in this frame
+            del ctx  # this frame must not keep what the user drops
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
@@ -227,11 +260,11 @@ class SWPipeline:
 
         Args:
             batch: The batch.
-            iter_idx: The iteration's number, from 0, on which the draws of tasks with
-                ``random=True`` depend; None for the pipeline's next one, which is counted then.
+            iter_idx: The iteration's number, from 0, on which the seeds of tasks with
+                ``random=True`` depend; None for ``next_iteration``, which is counted then.
         """
-        with self._turnstile:
-            self._check_idle()
+        with self._access:
+            self.check_idle("running serially")
             if iter_idx is not None:
                 return self._serial.run(self._engine, IterContext(batch, iter_idx))
             ctx = self._serial.run(self._engine, IterContext(batch, self._next_iteration))
@@ -253,26 +286,31 @@ class SWPipeline:
     # ----------------------------------------------------------------- shortcut
 
     def enable_shortcut(self, *tasks: TaskRef) -> None:
-        """Keep what a task's next run produces; after that, put it back instead of running it.
+        """Cache what each task's next run produces; replay that afterwards instead of running it.
 
         On several ranks, enable the same tasks on all of them, between the same two steps; they
         wait for each other here.
 
         Raises:
             ValueError: A task that this pipeline does not have.
-            RuntimeError: Another rank enables other tasks, or goes on without, or does not come
-                within ``stall_timeout_s``.
+            RuntimeError: Another rank enables other tasks, or continues without, or does not
+                answer within ``stall_timeout_s``.
         """
-        names, shortcuts = self._known(tasks), self._engine.shortcuts
+        names, shortcuts = self.task_names(*tasks), self._engine.shortcuts
         if self._alike:
-            patience_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
+            timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
             wanted, begun = {*shortcuts.names, *names}, Begun(self._number, self._periods)
-            check_same_shortcuts(self.plan.digest(), wanted, begun, patience_s)
+            check_same_shortcuts(self.plan.digest(), wanted, begun, timeout_s)
         shortcuts.enable(names)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
-        """Run tasks as usual again, and let go of what was kept; without arguments, all of them."""
-        self._engine.shortcuts.disable(self._known(tasks or self.tasks))
+        """Run tasks as usual again, and drop their caches; without arguments, of all tasks."""
+        self._engine.shortcuts.disable(self.task_names(*(tasks or self.tasks)))
+
+    @property
+    def shortcut_tasks(self) -> frozenset[str]:
+        """Names of the tasks that are shortcut."""
+        return frozenset(self._engine.shortcuts.names)
 
     @contextmanager
     def shortcut(self, *tasks: TaskRef) -> Iterator[None]:
@@ -284,7 +322,12 @@ class SWPipeline:
             if tasks:
                 self.disable_shortcut(*tasks)
 
-    def _known(self, tasks: Sequence[TaskRef]) -> tuple[str, ...]:
+    def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
+        """The names of some of this pipeline's tasks.
+
+        Raises:
+            ValueError: A task that this pipeline does not have.
+        """
         names = names_of(tasks)
         for name in names:
             if name not in self._engine.tasks:
@@ -294,44 +337,87 @@ class SWPipeline:
                 )
         return names
 
-    # ------------------------------------------------------------------ looking
+    # ---------------------------------------------------------------- observing
+
+    def observe(self, observer: Observer) -> AbstractContextManager[None]:
+        """Call ``observer`` around every task that runs within the block; several may observe."""
+        return self._observers.adding(observer)
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record who runs when, within the block, whatever runs in it.
+        """Record when each task runs, and where, within the block."""
+        recorder = Recorder(self._engine.program, self.device, self._engine.streams)
+        trace = Trace(arrows=arrows_of(self._resolved))
+        try:
+            with self.observe(recorder):
+                yield trace
+        finally:
+            trace.spans = recorder.finish()
+
+    @property
+    def next_iteration(self) -> int:
+        """The number of the next iteration."""
+        return self._next_iteration
+
+    def check_idle(self, purpose: str) -> None:
+        """Refuse a call for which the pipeline must be idle.
 
         Raises:
-            RuntimeError: A trace is being recorded already.
+            RuntimeError: The pipeline is closed, or iterations are in flight.
         """
-        if self._recorder is not None:
-            raise RuntimeError("a trace is being recorded already: leave its block first")
-        engine = self._engine
-        recorder = self._recorder = Recorder(engine.program, self.device, engine.streams)
-        trace = Trace(arrows=arrows_of(self.plan))
+        if self.closed:
+            raise RuntimeError(f"the pipeline is closed: make a new one before {purpose}")
+        if self._run is not None:
+            raise RuntimeError(
+                f"{self.in_flight} iterations are in flight: finish their iterator, or call "
+                f"drain(), before {purpose}"
+            )
+
+    @contextmanager
+    def borrow(self) -> Iterator[None]:
+        """Use an idle pipeline for measurements; afterwards it is as it was, also on failure.
+
+        Within the block it has shortcut caches of its own: tasks that are shortcut are cached anew,
+        and the caches from before stay untouched. Iterations are counted from the same number
+        again afterwards.
+
+        Raises:
+            RuntimeError: The pipeline is closed, or iterations are in flight.
+        """
+        self.check_idle("borrowing it")
+        engine, next_iteration = self._engine, self._next_iteration
+        shortcuts = Shortcuts(self.device)
+        shortcuts.enable(engine.shortcuts.names)
+        self._engine = replace(engine, shortcuts=shortcuts)
         try:
-            yield trace
+            yield
+        except BaseException:
+            # The first failure is the one to raise; if draining fails as well, nothing is left in
+            # flight.
+            with suppress(Exception):
+                self.drain()
+            raise
         finally:
-            self._recorder = None
-            trace.spans = recorder.finish()
+            self._engine, self._next_iteration = engine, next_iteration
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""
-        return format_grid(self.plan, period_order(self.plan), periods)
+        return format_grid(self.plan, self._resolved.period_order, periods)
 
     def format_stage_analysis(self) -> str:
         """Each stage's tasks, where they run and what they wait for."""
-        return format_stages(self.plan, period_order(self.plan))
+        return format_stages(self._resolved)
 
     # ------------------------------------------------------------------- ending
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._turnstile.closed
+        return self._access.closed
 
     def close(self) -> None:
         """Stop the threads and drop what is in flight. The pipeline cannot be used any more."""
-        self._turnstile.closed = True
+        self._access.closed = True
         run, self._run = self._run, None
         if run is not None:
             run.end()
@@ -351,11 +437,11 @@ class SWPipeline:
 
     # ------------------------------------------------------------------ private
 
-    def _check_idle(self) -> None:
-        if self._run is not None:
+    def _check_pushing(self, run: Run) -> None:
+        if run.iterator is not self._pushed:
             raise RuntimeError(
-                f"{self.in_flight} iterations are in flight: finish their iterator, or call "
-                "drain(), before running serially"
+                f"{run.in_flight} iterations of an iterator are in flight: finish it with "
+                "progress(), or call drain() to get them, before pushing"
             )
 
     def _begin(self, iterator: Iterator[Any]) -> Run:
@@ -372,20 +458,20 @@ class SWPipeline:
             self._watchdog = Watchdog(
                 run, self._stall_timeout_s, self._answer_others if self._number else None
             )
-        if self._turnstile.closed:
+        if self._access.closed:
             self.close()
             raise RuntimeError("the pipeline was closed by another thread during this call")
         return run
 
     def _prepare(self, run: Run) -> None:
-        if self.device.has_streams and run.flights.caller_stream != self.device.current_stream():
+        if run.iterations.caller_stream != self.device.current_stream():
             raise RuntimeError(
-                "another stream is current than when the pipeline was filled: call drain() "
-                "before switching, or make the same stream current"
+                "the current stream is not the one under which the pipeline was filled: make that "
+                "stream current, or call drain() before switching"
             )
         if len(run.lanes) > 1:
-            state = TorchState.of_this_thread(self.device.type)
-            if state != run.state:  # workers tell a change by identity
+            state = TorchState.of_this_thread(self.device.autocast_types)
+            if state != run.state:  # workers compare by identity
                 run.state = state
             run.variables = copy_context()
         if self._watchdog is not None:
@@ -414,17 +500,17 @@ class SWPipeline:
             self._forget(run)
         return ctx
 
-    def _told_the_end(self, iterator: Iterator[Any]) -> bool:
-        """Whether the iterator has ended and its user has not been told; told once.
+    def _ended_before(self, iterator: Iterator[Any]) -> bool:
+        """Whether the iterator has ended and StopIteration has not been raised for it yet.
 
-        Asked again instead, an iterator that begins anew after its end would never end.
+        If ``progress`` called the iterator again instead, one that restarts would never end.
         """
         ended, self._ended = self._ended, None
         return ended is iterator
 
     def _forget(self, run: Run) -> None:
         run.end()
-        self._next_iteration = run.flights.first_iteration + run.admitted
+        self._next_iteration = run.iterations.first + run.admitted
         self._run = None
         self._ended = run.iterator if run.data_ended and run.retired else None
         self._end_watch()
@@ -433,3 +519,16 @@ class SWPipeline:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+
+
+class _PushedBatches:
+    """An iterator over the batches given to ``push``."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self.batches.pop()

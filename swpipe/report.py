@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swpipe.core.context import IterContext
-from swpipe.device.device import Device
+from swpipe.device import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,25 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench import dispatch, extras, gpu, interval, memory, predict, profiler, serial, streams
-from tests.bench.bound import bound_ms, rec_mii_ms
+from tests.bench import (
+    data_bound,
+    dispatch,
+    extras,
+    gpu,
+    interval,
+    make,
+    memory,
+    predict,
+    profiler,
+    serial,
+    streams,
+)
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
-from tests.bench.standin import StandIn
+from tests.bench.standin import GroupQueues, TaskQueues
 
 
-def sums() -> PipelinePlan:
-    """Three groups; ``total`` needs the iteration before, ``label`` the one two before."""
+def sums(*, carried: bool = True) -> PipelinePlan:
+    """Two groups and the caller; ``carried``: dependences of one and two iterations."""
     seen: list[int] = []
 
     def square(ctx: IterContext) -> None:
@@ -32,15 +43,15 @@ def sums() -> PipelinePlan:
         schedule={
             PipelineTask("square", square): TaskSchedule(0, thread_group="a"),
             PipelineTask("total", total): TaskSchedule(1, thread_group="b"),
-            PipelineTask("label", label): TaskSchedule(1),
+            PipelineTask("label", label): TaskSchedule(1 if carried else 2),
         },
         deps=[("total", "square"), ("label", "total")],
-        cross_iter_deps=[("total", "total"), ("label", "label", 2)],
+        cross_iter_deps=[("total", "total"), ("label", "label", 2)] if carried else [],
         pipeline_depth=4,
     )
 
 
-def labels(engine: StandIn | SWPipeline, iterations: int) -> list[str]:
+def labels(engine: dispatch.Engine, iterations: int) -> list[str]:
     """What the engine hands out, up to the end of the data."""
     data = iter(range(iterations))
     found = []
@@ -51,38 +62,58 @@ def labels(engine: StandIn | SWPipeline, iterations: int) -> list[str]:
             return found
 
 
+BOTH = pytest.mark.parametrize("stand_in", [TaskQueues, GroupQueues])
+
+
+@BOTH
 @pytest.mark.parametrize("iterations", [0, 1, 3, 4, 50])
-def test_the_stand_in_runs_the_same_plan_to_the_same_end(iterations: int) -> None:
-    """Both engines hand out the same contexts in the same order, short data included."""
-    mine, other = sums(), sums()
-    with SWPipeline(mine, device="cpu") as ours, StandIn(other, other.tasks) as theirs:
+def test_a_stand_in_runs_the_same_plan_to_the_same_end(
+    stand_in: dispatch.StandIn, iterations: int
+) -> None:
+    """Stand-in and swpipe hand out the same contexts in the same order, short data included."""
+    mine, other = (sums(carried=stand_in is TaskQueues) for _ in range(2))
+    with SWPipeline(mine, device="cpu") as ours, stand_in(other, other.tasks) as theirs:
         assert labels(theirs, iterations) == labels(ours, iterations)
 
 
-def test_the_stand_in_runs_one_iterator_after_another() -> None:
+@BOTH
+def test_a_stand_in_runs_one_iterator_after_another(stand_in: dispatch.StandIn) -> None:
     """A drained stand-in starts anew."""
-    plan = sums()
-    with StandIn(plan, plan.tasks) as engine:
+    plan = sums(carried=stand_in is TaskQueues)
+    with stand_in(plan, plan.tasks) as engine:
         assert labels(engine, 2) == ["0: 0", "1: 1"]
         assert labels(engine, 2) == ["0: 1", "1: 2"]
 
 
-def test_the_stand_in_raises_what_a_task_raised() -> None:
+@BOTH
+def test_a_stand_in_raises_what_a_task_raised(stand_in: dispatch.StandIn) -> None:
     """A failing task reaches the caller, and the workers end."""
 
     def fail(ctx: IterContext) -> None:
         raise ValueError("as planned")
 
-    plan = PipelinePlan({PipelineTask("fail", fail): TaskSchedule()})
-    with StandIn(plan, plan.tasks) as engine, pytest.raises(ValueError, match="as planned"):
+    plan = PipelinePlan(
+        {
+            PipelineTask("fail", fail): TaskSchedule(thread_group="a"),
+            PipelineTask("after", dispatch.nothing): TaskSchedule(1),
+        },
+        deps=[("after", "fail")],
+    )
+    with stand_in(plan, plan.tasks) as engine, pytest.raises(ValueError, match="as planned"):
         engine.progress(iter(range(3)))
 
 
-def test_the_stand_in_refuses_what_it_cannot_run() -> None:
+def test_a_stand_in_refuses_what_it_cannot_run() -> None:
     """Plans that would not be comparable are refused."""
     plan = PipelinePlan({PipelineTask("a", dispatch.nothing): TaskSchedule(globally_ordered=True)})
     with pytest.raises(ValueError, match="deps and cross_iter_deps only"):
-        StandIn(plan, plan.tasks)
+        TaskQueues(plan, plan.tasks)
+    mixed = dispatch.plan(dispatch.THREE * 4, depth=5)
+    with pytest.raises(ValueError, match="one thread group per stage"):
+        GroupQueues(mixed, mixed.tasks)
+    carried = sums()
+    with pytest.raises(ValueError, match="one thread group per stage"):
+        GroupQueues(carried, carried.tasks)
 
 
 @pytest.mark.parametrize(
@@ -90,23 +121,40 @@ def test_the_stand_in_refuses_what_it_cannot_run() -> None:
 )
 def test_lower_bounds_are_those_worked_out_by_hand(case: interval.Case, by_hand_ms: float) -> None:
     """The busiest group, or the heaviest cycle over its distance."""
-    assert bound_ms(case.plan, case.ms) == pytest.approx(by_hand_ms, abs=1e-4)
-
-
-def test_a_cycle_counts_per_iteration_of_distance() -> None:
-    """Twice the distance is half the bound; without a cycle there is none."""
-    schedule = {name: TaskSchedule(thread_group=name) for name in ("a", "b")}
-    lengths = {"a": 3.0, "b": 5.0}
-    for distance, bound in ((1, 8.0), (2, 4.0), (4, 2.0)):
-        plan = PipelinePlan(schedule, [("b", "a")], [("a", "b", distance)])
-        assert rec_mii_ms(plan, lengths) == pytest.approx(bound, abs=1e-4)
-    assert rec_mii_ms(PipelinePlan(schedule, [("b", "a")]), lengths) == pytest.approx(0.0, abs=1e-4)
+    assert interval.bound_ms(case.plan, case.ms) == pytest.approx(by_hand_ms, abs=1e-4)
 
 
 def test_dispatch_runs() -> None:
     """Each row names its bar."""
     rows = dispatch.rows(rounds=1, iterations=3)
-    assert [row.bar for row in rows] == [0.2, 0.5, None]
+    assert [row.bar for row in rows] == [0.2, 0.5, None, None, None, None, None]
+
+
+def test_making_a_pipeline_is_timed() -> None:
+    """A thousand tasks have a bar."""
+    assert [row.bar for row in make.rows(rounds=1)] == [None, 1.0]
+
+
+@pytest.mark.parametrize("name", data_bound.OTHERS)
+def test_the_data_bound_loop_gives_the_same_losses_everywhere(name: str, tmp_path: Path) -> None:
+    """Each way to run the loop trains on the same batches in the same order."""
+    if data_bound.absent(name):
+        pytest.skip(f"{name} is not installed")
+    paths = data_bound.files(tmp_path, count=5, rows=64)
+    ours, theirs = (
+        [ctx.loss.item() for ctx in run(data_bound.loop(), paths)]
+        for run in (data_bound.run_swpipe, data_bound.OTHERS[name])
+    )
+    assert ours == theirs
+    assert len(ours) == 5
+
+
+def test_an_absent_package_is_named_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rows are measured all the same."""
+    monkeypatch.setattr(data_bound, "absent", lambda name: name != "plain loop")
+    rows = data_bound.rows(rounds=1, batches=4)
+    assert [row.ratio is None for row in rows] == [False, True, True]
+    assert all("make bench installs it" in row.ours for row in rows[1:])
 
 
 def test_interval_runs() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
-from swpipe.device.device import AcceleratorDevice
+from swpipe.device import AcceleratorDevice
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
 
@@ -320,7 +320,7 @@ def test_a_second_thread_cannot_drive() -> None:
         intruder.start()
         pipe.run(range(2))
         intruder.join()
-    assert "driven already, by another thread" in str(refusals[0])
+    assert "in use already, by another thread" in str(refusals[0])
 
 
 def test_a_task_cannot_drive_its_own_pipeline() -> None:

@@ -1,8 +1,8 @@
 """A plan on paper: its timeline, its interval, what limits it, and what would be possible."""
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import lower_bounds, simulate
+from swpipe.profiler import CostModel, TaskCost
 
 plan = PipelinePlan(
     schedule={

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.analysis import verify
-from swpipe.core.effects import Effects, Location
+from swpipe.analysis import Effects, Location, verify
 
 batch, ids, loss = (Location(name, persistent=False) for name in ("batch", "ids", "loss"))
 model = Location("model", persistent=True)

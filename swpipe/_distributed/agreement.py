@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import chain
 from typing import TypeAlias
+
+import torch
 
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 
@@ -17,13 +20,14 @@ _RANKS = 8  # that are told one by one
 
 def plan_facts(plan: PipelinePlan) -> dict[str, str]:
     """A plan's data as facts; equal facts are an equal ``PipelinePlan.digest``."""
-    # First: it alone counts the order in which things stand, too.
-    facts = {"digest": plan.digest()[:12]}
-    facts |= {f"task {name!r}": _place(entry) for name, entry in plan.schedule.items()}
-    for kind in ("deps", "cross_iter_deps", "same_period_deps"):
-        facts |= {f"{kind} {entry}": "given" for entry in getattr(plan, kind)}
-    facts["depth"] = str(plan.depth)
-    facts["order"] = ", ".join(plan.order) or "none"
+    facts = {"digest": plan.digest()[:12]}  # it alone counts the order of the schedule
+    for key, value in plan.agreed_fields().items():
+        if key == "schedule":
+            facts |= {f"task {name!r}": _entry(entry) for name, entry in value.items()}
+        elif key.endswith("deps"):
+            facts |= {f"{key} {entry}": "given" for entry in value}
+        else:
+            facts[key] = str(value) if not isinstance(value, tuple) else ", ".join(value) or "none"
     return facts
 
 
@@ -54,7 +58,8 @@ def _by_value(values: Sequence[str]) -> str:
     return ", ".join(f"{value} on {name_ranks(on)}" for value, on in ranks.items())
 
 
-def _place(entry: TaskSchedule) -> str:
-    stream = entry.stream if isinstance(entry.stream, str | None) else "a torch.Stream"
-    told = f"(stage {entry.stage}, thread group {entry.thread_group}, stream {stream}"
-    return told + (", globally ordered)" if entry.globally_ordered else ")")
+def _entry(entry: TaskSchedule) -> str:
+    """Every field. A ``torch.Stream`` has another number in each process."""
+    values = {f.name: getattr(entry, f.name) for f in fields(entry)}
+    told = {k: "a torch.Stream" if isinstance(v, torch.Stream) else v for k, v in values.items()}
+    return f"({', '.join(f'{key} {value}' for key, value in told.items())})"

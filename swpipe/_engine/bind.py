@@ -1,20 +1,20 @@
-"""What a lane does at one instruction: small functions, put together once, before the first batch.
+"""What a lane does at one instruction: small functions, composed once, before the first batch.
 
-    wear the caller's settings              worker lanes only
+    apply the caller's settings             worker lanes only
       make the stream current               devices with streams only, as are the next two
-        let it wait for events
-          wait for a turn to draw           tasks that draw only
+        make it wait for events
+          get the random generators         tasks with ``random=True`` only
             tell the observers              only while somebody observes
               the task's function, or its shortcut
-        keep what the task dropped
+        keep what the task removed
         record the task's event
 
-Each layer is a function of the iteration that calls the one below; a layer that a task does not
-need is not there. Numbers in ``with_stream`` refer to this list of guards:
+Each layer is a function of the iteration that calls the one below; a task has only the layers that
+it needs. Numbers in ``_with_stream`` refer to this list of guards:
 
     (1) event wait: work on another stream that this task reads must be done first;
-    (2) hold: a value that the task deleted or overwrote may still be read by another stream, and
-        its memory would go back to the stream that it was made on; it is kept until the iteration
+    (2) hold: another stream may still read a value that the task deleted or overwrote, and its
+        memory would go back to the stream that it was made on; it is kept until the iteration
         retires;
     (3) record: after the task's work, and before the lane's progress is published.
 """
@@ -24,33 +24,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from swpipe._engine.iterations import Flights
+from swpipe._engine.iterations import InFlightIterations
 from swpipe._engine.program import ADMIT, Instruction
-from swpipe._engine.torch_state import Wardrobe
+from swpipe._engine.torch_state import ThreadTorchState
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import Stream
+from swpipe.device import Stream
 
 Step: TypeAlias = Callable[[int], None]
 """Runs one instruction on one iteration, counted from 0 within the run."""
 
-_GONE = object()
+_MISSING = object()
 
 
-def build_step(flights: Flights, ins: Instruction, task: PipelineTask, *, observed: bool) -> Step:
-    """Put together what a lane does at a task's instruction."""
-    step = _call(flights, task)
+def build_step(
+    iterations: InFlightIterations, ins: Instruction, task: PipelineTask, *, observed: bool
+) -> Step:
+    """Compose what a lane does at a task's instruction."""
+    step = _call(iterations, task)
     if observed:
-        step = observe(flights, ins, step)
+        step = observe(iterations, ins, step)
     if task.random:
-        step = _with_seed(flights, task, step)
-    if flights.engine.device.has_streams:
-        step = _with_stream(flights, ins, step)
+        step = _with_seed(iterations, task, step)
+    if iterations.engine.device.has_streams:
+        step = _with_stream(iterations, ins, step)
     return step
 
 
-def _call(flights: Flights, task: PipelineTask) -> Step:
-    slots, depth = flights.slots, flights.depth
-    shortcuts = flights.engine.shortcuts
+def _call(iterations: InFlightIterations, task: PipelineTask) -> Step:
+    slots, depth = iterations.slots, iterations.depth
+    shortcuts = iterations.engine.shortcuts
     shortcut_names, run_shortcut = shortcuts.names, shortcuts.run
     name, fn = task.name, task.fn
 
@@ -64,10 +66,10 @@ def _call(flights: Flights, task: PipelineTask) -> Step:
     return call
 
 
-def observe(flights: Flights, ins: Instruction, step: Step) -> Step:
+def observe(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
     """Tell the observers when ``step`` starts and stops."""
-    first = flights.first_iteration
-    engine = flights.engine
+    first = iterations.first
+    engine = iterations.engine
 
     def observed(i: int) -> None:
         observers = engine.observers()
@@ -77,40 +79,40 @@ def observe(flights: Flights, ins: Instruction, step: Step) -> Step:
             step(i)
         finally:
             for observer in reversed(observers):
-                observer.stop(ins, first + i, i < flights.total)
+                observer.stop(ins, first + i, i < iterations.total)
 
     return observed
 
 
-def _with_seed(flights: Flights, task: PipelineTask, step: Step) -> Step:
-    turns, first, name = flights.turns, flights.first_iteration, task.name
+def _with_seed(iterations: InFlightIterations, task: PipelineTask, step: Step) -> Step:
+    generators, first, name = iterations.generators, iterations.first, task.name
 
     def seeded(i: int) -> None:
-        with turns.of(name, first + i):
+        with generators.seeded(name, first + i):
             step(i)
 
     return seeded
 
 
-def dress(flights: Flights, wardrobe: Wardrobe, step: Step) -> Step:
+def with_torch_state(iterations: InFlightIterations, thread: ThreadTorchState, step: Step) -> Step:
     """Run ``step`` on a worker thread under the caller's torch settings and context variables."""
-    slots, depth = flights.slots, flights.depth
+    slots, depth = iterations.slots, iterations.depth
 
-    def dressed(i: int) -> None:
-        flight = slots[i % depth]
-        if flight.state is not wardrobe.worn:
-            wardrobe.wear(flight.state)
+    def with_state(i: int) -> None:
+        iteration = slots[i % depth]
+        if iteration.state is not thread.applied:
+            thread.apply(iteration.state)
         # A copy, since only one thread at a time may be within a set of context variables.
-        flight.variables.copy().run(step, i)
+        iteration.variables.copy().run(step, i)
 
-    return dressed
+    return with_state
 
 
-def wait_for_events(flights: Flights, ins: Instruction, stream: Stream) -> Step:
+def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: Stream) -> Step:
     """Make ``stream`` wait for the instruction's events, where their iterations exist."""
-    slots, depth, ring = flights.slots, flights.depth, flights.ring
+    slots, depth, ring = iterations.slots, iterations.depth, iterations.ring
     waits = tuple(
-        (flights.events[wait.producer], wait.distance)
+        (iterations.events[wait.producer], wait.distance)
         for wait in ins.event_waits
         if wait.producer != ADMIT
     )
@@ -120,22 +122,22 @@ def wait_for_events(flights: Flights, ins: Instruction, stream: Stream) -> Step:
         if reads_batch and (source := slots[i % depth].source) is not None:
             source.wait(stream)
         for events, distance in waits:
-            if 0 <= i - distance < flights.total:
+            if 0 <= i - distance < iterations.total:
                 events[(i - distance) % ring].wait(stream)
 
     return wait
 
 
-def _with_stream(flights: Flights, ins: Instruction, step: Step) -> Step:
-    device, stream = flights.engine.device, flights.stream_of(ins)
-    slots, depth, ring = flights.slots, flights.depth, flights.ring
-    wait = wait_for_events(flights, ins, stream)
-    events = flights.events.get(ins.task)
+def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
+    device, stream = iterations.engine.device, iterations.stream_of(ins)
+    slots, depth, ring = iterations.slots, iterations.depth, iterations.ring
+    wait = wait_for_events(iterations, ins, stream)
+    events = iterations.events.get(ins.task)
     on_stream = device.on
 
     def streamed(i: int) -> None:
-        flight = slots[i % depth]
-        before = dict(vars(flight.ctx))
+        iteration = slots[i % depth]
+        before = dict(vars(iteration.ctx))
         try:
             with on_stream(stream):
                 wait(i)  # (1)
@@ -143,9 +145,9 @@ def _with_stream(flights: Flights, ins: Instruction, step: Step) -> Step:
                 if events is not None:
                     events[i % ring].record(stream)  # (3)
         finally:
-            after = vars(flight.ctx)
+            after = vars(iteration.ctx)
             for key, value in before.items():
-                if after.get(key, _GONE) is not value:
-                    flight.held.append(value)  # (2)
+                if after.get(key, _MISSING) is not value:
+                    iteration.held.append(value)  # (2)
 
     return streamed

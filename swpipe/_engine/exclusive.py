@@ -1,15 +1,14 @@
-"""One call at a time may drive a pipeline, and none once it is closed."""
+"""One call at a time may run a pipeline, and none once it is closed."""
 
 from __future__ import annotations
 
 import threading
 
 
-class Turnstile:
-    """Lets one ``with`` block in at a time; everyone else is turned away, not kept waiting.
+class ExclusiveAccess:
+    """Lets one ``with`` block in at a time; another one raises instead of waiting.
 
-    A generator with ``contextmanager`` would do the same at several times the cost, and every
-    ``progress()`` comes through here.
+    A generator with ``contextmanager`` would cost several times as much at every ``progress()``.
     """
 
     __slots__ = ("_lock", "closed")
@@ -23,8 +22,8 @@ class Turnstile:
             raise RuntimeError("the pipeline is closed: make a new one")
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                "the pipeline is being driven already, by another thread or by one of its own "
-                "tasks: one call at a time"
+                "the pipeline is in use already, by another thread or by one of its own tasks: "
+                "make one call at a time"
             )
 
     def __exit__(self, *failure: object) -> None:

@@ -1,4 +1,4 @@
-"""What the lanes of a pipeline share: the engine, and the iterations of one run under way."""
+"""What the lanes of a pipeline share: the engine, and the iterations of one run in flight."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from swpipe._engine.observers import Observer
 from swpipe._engine.program import ADMIT, Instruction, Program
-from swpipe._engine.randomness import Draws, Turns
+from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
 from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import Device, Event, Stream
+from swpipe.device import Device, Event, Stream
 from swpipe.shortcut import Shortcuts
 
 FOREVER = sys.maxsize
@@ -29,13 +29,13 @@ class Engine:
         program: The compiled plan.
         tasks: Task name to task.
         device: Where streams and events come from.
-        streams: The plan's streams, made.
-        host: Where threads and signals come from.
+        streams: The plan's name of each stream to the stream.
+        host: Where threads and counters come from.
         shortcuts: Which tasks are replayed instead of run.
-        draws: Seeds of tasks that draw.
-        observers: Who is to be told of tasks that run; empty when nobody is.
+        seeds: Seeds of tasks with ``random=True``.
+        observers: Returns the observers that are active now.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
-            kept from one run to the next, so that a run of few iterations is held back as well.
+            kept from one run to the next, so that short runs wait for the device as well.
     """
 
     program: Program
@@ -44,21 +44,20 @@ class Engine:
     streams: dict[Any, Stream]
     host: Host
     shortcuts: Shortcuts
-    draws: Draws
+    seeds: TaskSeeds
     observers: Callable[[], tuple[Observer, ...]]
     ends: dict[int, Event] = field(default_factory=dict)
 
 
-class Flight:
-    """One iteration under way.
+class InFlight:
+    """One iteration in flight.
 
     Attributes:
         ctx: Its context.
-        state: The caller's torch settings when it was admitted; None where no worker asks.
+        state: The caller's torch settings when it was admitted; None where no worker needs them.
         variables: The caller's context variables then; likewise.
-        source: Event after which the batch may be read on other streams; None where the batch is on
-            the host.
-        held: Values that tasks dropped from the context.
+        source: Event after which other streams may read the batch; None where it is on the host.
+        held: Values that tasks removed from the context.
     """
 
     __slots__ = ("ctx", "held", "source", "state", "variables")
@@ -77,29 +76,29 @@ class Flight:
         self.held: list[object] = []
 
 
-class Flights:
-    """The iterations of one run that are under way, and the events of their tasks.
+class InFlightIterations:
+    """The iterations of one run that are in flight, and the events of their tasks.
 
     Attributes:
-        engine: Of the pipeline.
-        first_iteration: The pipeline's number of the run's first iteration; lanes count from 0.
+        engine: The pipeline's.
+        first: The pipeline's number of the run's first iteration; lanes count from 0.
         total: How many iterations the run has; ``FOREVER`` until its data has ended.
-        depth: How many may be under way.
-        ring: How many iterations' events are held.
-        slots: The flights, by iteration modulo depth; None where there is none.
-        turns: Who may draw random numbers.
+        depth: How many may be in flight.
+        ring: For how many iterations events are kept.
+        slots: The iterations, by number modulo depth; None where there is none.
+        generators: Who may use the random number generators.
         caller_stream: The stream that was current for the caller when the run began.
         events: Name of a task to its events, by iteration modulo ring; of recorded tasks only.
     """
 
-    def __init__(self, engine: Engine, first_iteration: int) -> None:
+    def __init__(self, engine: Engine, first: int) -> None:
         self.engine = engine
-        self.first_iteration = first_iteration
+        self.first = first
         self.total = FOREVER
         self.depth = engine.program.depth
         self.ring = engine.program.ring
         self.slots: list[Any] = [None] * self.depth
-        self.turns = Turns(engine.draws, engine.host.signal())
+        self.generators = GeneratorAccess(engine.seeds, engine.host.counter())
         self.caller_stream = engine.device.current_stream()
         self.events: dict[str, list[Event]] = {
             name: [engine.device.new_event() for _ in range(self.ring)]
@@ -108,9 +107,9 @@ class Flights:
         }
 
     def stream_of(self, ins: Instruction) -> Stream:
-        """The device's stream that an instruction submits to."""
+        """The stream that an instruction submits to."""
         return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
 
     def clear(self) -> None:
-        """Let go of all flights."""
+        """Drop all iterations."""
         self.slots[:] = [None] * self.depth

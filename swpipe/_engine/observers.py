@@ -1,4 +1,4 @@
-"""Who is told of tasks that run: a tool that sees NVTX, a torch profiler, a trace that records."""
+"""Who is told of each task that runs: user observers, NVTX tools, the torch profiler."""
 
 from __future__ import annotations
 
@@ -11,40 +11,35 @@ from typing import Any, Protocol
 from torch.autograd import profiler
 
 from swpipe._engine.program import Instruction
+from swpipe.device import Device
 
 
 class Observer(Protocol):
-    """Told of every task that runs, on the thread that runs it."""
+    """Called around every task, on the thread that runs it. Subclass it, and override what you use.
+
+    The instruction says which task it is: ``ins.task``, or "<admit>" and "<retire>", at which the
+    pipeline pulls a batch and hands out a context.
+    """
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
-        """The lane has come to the instruction and may have to wait."""
+        """The thread has come to the task, and may have to wait for others."""
+        return
 
     def start(self, ins: Instruction, iteration: int) -> None:
         """The task starts; its stream is current."""
+        return
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         """The task has returned or raised; its stream is still current.
 
-        ``exists`` is False where ``<admit>`` found that the data had ended: there is no such
+        ``exists`` is False where "<admit>" found that the data had ended: there is no such
         iteration.
         """
+        return
 
 
-@contextmanager
-def told(observers: Sequence[Observer], ins: Instruction, iteration: int) -> Iterator[None]:
-    """Tell the observers of a task that runs within the block, outside any lane."""
-    for observer in observers:
-        observer.arrive(ins, iteration)
-        observer.start(ins, iteration)
-    try:
-        yield
-    finally:
-        for observer in reversed(observers):
-            observer.stop(ins, iteration)
-
-
-class NvtxRanges:
-    """A range per task, with the iteration as its payload.
+class NvtxRanges(Observer):
+    """An NVTX range per task, with the iteration as its payload.
 
     Args:
         domain: An ``nvtx`` domain.
@@ -52,9 +47,6 @@ class NvtxRanges:
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain
-
-    def arrive(self, ins: Instruction, iteration: int) -> None:
-        return None
 
     def start(self, ins: Instruction, iteration: int) -> None:
         attributes = self._domain.get_event_attributes(message=ins.task, payload=iteration)
@@ -64,18 +56,15 @@ class NvtxRanges:
         self._domain.pop_range()
 
 
-class ProfilerRanges:
+class ProfilerRanges(Observer):
     """A ``record_function`` per task: about 10 us each, so only while a torch profiler is on.
 
-    The profiler sees the thread that started it; the ranges of worker groups are in its trace only
-    if it was told to profile all threads.
+    A profiler sees the thread that started it, and the threads of other groups only where it
+    profiles all threads.
     """
 
     def __init__(self) -> None:
         self._local = threading.local()
-
-    def arrive(self, ins: Instruction, iteration: int) -> None:
-        return None
 
     def start(self, ins: Instruction, iteration: int) -> None:
         block = profiler.record_function(f"{ins.task} [{iteration}]")
@@ -87,7 +76,7 @@ class ProfilerRanges:
 
     @property
     def _open(self) -> list[profiler.record_function]:
-        """This thread's ranges, the innermost last: a task may drive a pipeline of its own."""
+        """This thread's ranges, the innermost last: a task may run a pipeline of its own."""
         if not hasattr(self._local, "open"):
             self._local.open = []
         return self._local.open  # type: ignore[no-any-return]
@@ -96,25 +85,52 @@ class ProfilerRanges:
 _profiler_ranges = ProfilerRanges()
 
 
-def active_observers(device_type: str, recorder: Observer | None) -> tuple[Observer, ...]:
-    """Whoever is to be told now; usually nobody, and then an empty tuple."""
-    nvtx = nvtx_ranges() if device_type == "cuda" else None
-    if nvtx is None and recorder is None and not profiler._is_profiler_enabled:
-        return ()
-    found: list[Observer] = []
-    if nvtx is not None:
-        found.append(nvtx)
-    if profiler._is_profiler_enabled:
-        found.append(_profiler_ranges)
-    if recorder is not None:
-        found.append(recorder)
-    return tuple(found)
-
-
 @cache
 def nvtx_ranges() -> NvtxRanges | None:
-    """Ranges in swpipe's own NVTX domain; None where no tool is attached that would see them."""
+    """Ranges in the NVTX domain "swpipe"; None where no tool is attached that shows them."""
     import nvtx
 
     domain = nvtx.get_domain("swpipe")
     return NvtxRanges(domain) if isinstance(domain, nvtx.Domain) else None
+
+
+class Observers:
+    """The observers of one pipeline; call it for those that are active now."""
+
+    def __init__(self, device: Device) -> None:
+        self._has_nvtx = device.has_nvtx
+        self._added: tuple[Observer, ...] = ()
+        self._lock = threading.Lock()
+
+    def __call__(self) -> tuple[Observer, ...]:
+        """Usually an empty tuple. Those added come last, so that they do not time the others."""
+        nvtx = nvtx_ranges() if self._has_nvtx else None
+        if nvtx is None and not profiler._is_profiler_enabled:
+            return self._added
+        tools = (nvtx, _profiler_ranges if profiler._is_profiler_enabled else None)
+        return (*(tool for tool in tools if tool is not None), *self._added)
+
+    @contextmanager
+    def adding(self, observer: Observer) -> Iterator[None]:
+        """Add an observer within the block."""
+        with self._lock:
+            self._added += (observer,)
+        try:
+            yield
+        finally:
+            with self._lock:
+                index = next(i for i, one in enumerate(self._added) if one is observer)
+                self._added = self._added[:index] + self._added[index + 1 :]
+
+
+@contextmanager
+def observing(observers: Sequence[Observer], ins: Instruction, iteration: int) -> Iterator[None]:
+    """Tell the observers of a task that runs within the block, outside any lane."""
+    for observer in observers:
+        observer.arrive(ins, iteration)
+        observer.start(ins, iteration)
+    try:
+        yield
+    finally:
+        for observer in reversed(observers):
+            observer.stop(ins, iteration)

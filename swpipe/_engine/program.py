@@ -47,8 +47,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe.core.dependence import dependences, order_of
 from swpipe.core.plan import PipelinePlan, StreamRef, TaskSchedule
+from swpipe.core.resolved import ResolvedPlan
 
 ADMIT = "<admit>"
 RETIRE = "<retire>"
@@ -168,15 +168,15 @@ class _Layout:
         return members
 
 
-def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False) -> Program:
-    """Compile a plan that has been verified.
+def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = False) -> Program:
+    """Compile a plan.
 
     Args:
-        plan: The plan; ``swpipe.analysis.checks.check`` finds nothing wrong with it.
+        resolved: The plan, validated (``swpipe.analysis.validation``).
         streams: Whether the device has streams; where not, those of the plan mean nothing.
         record_all: Record every task's event, needed or not (for hunting trouble).
     """
-    layout = _layout(plan, streams)
+    plan, layout = resolved.plan, _layout(resolved, streams)
     order, members = layout.order, layout.members
     waits = _host_waits(layout)
     events = _event_waits(layout) if streams else [[]] * len(order)
@@ -211,11 +211,10 @@ def compile_plan(plan: PipelinePlan, *, streams: bool, record_all: bool = False)
     )
 
 
-def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
+def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
+    plan, tasks = resolved.plan, resolved.period_order
     last = plan.max_stage
     ahead = plan.depth - 1 - last
-    declared = dependences(plan)
-    tasks = order_of(plan, declared)
     admission = _admission(plan, tasks, ahead, streams)
     order = (*tasks[:admission], ADMIT, *tasks[admission:], RETIRE)
     place = {name: k for k, name in enumerate(order)}
@@ -235,7 +234,7 @@ def _layout(plan: PipelinePlan, streams: bool) -> _Layout:
         queue=[0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named],
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
         deps=[
-            *[_Hop(place[producer], place[consumer], d) for consumer, producer, d, _ in declared],
+            *[_Hop(place[d.producer], place[d.consumer], d.distance) for d in resolved.dependences],
             *[_Hop(admit, k, 0) for k in range(retire) if k != admit],
             *[_Hop(k, retire, 0) for k in range(retire)],
         ],

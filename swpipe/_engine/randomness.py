@@ -1,23 +1,26 @@
-"""The same draws under every plan.
+"""The same random numbers under every plan.
 
-torch's default generators are shared by all threads, so two tasks that draw at the same time get
-numbers that depend on timing. A task with ``random=True`` therefore runs when it has the turn, with
-the generators seeded from (pipeline's seed, task, iteration), and they are put back afterwards, so
-that draws outside the pipeline (a data loader's shuffling) do not depend on the plan either.
+All threads share torch's default generators, so two tasks that draw random numbers at the same time
+get numbers that depend on timing. A task with ``random=True`` therefore has exclusive access to the
+generators while it runs. They are seeded from (pipeline's seed, task, iteration), and restored
+afterwards, so that random numbers drawn outside the pipeline (a data loader's shuffling) do not
+depend on the plan either.
 
-    lane io       asks (0) == draws ==|                    asks (2) ......== draws ==|
-    default lane            asks (1) ..== pulls a batch ==|
+    lane io       requests (0) == task ==|                 requests (2) ....== task ==|
+    default lane           requests (1) ..== pulls a batch ==|
 
 Guarantees
-    - One at a time draws, in the order in which they asked.
-    - Turns are a run's own. Who waits for one is woken when the run ends, as from every other wait;
-      and a task that is still inside its function then neither keeps the next run waiting nor
-      touches the generators when it returns: they were put back on its behalf.
+    - Access is given to one at a time, in the order of the requests.
+    - It belongs to one run. Whoever waits for it is woken when the run ends, as from every other
+      wait. A task that is still running then neither delays the next run nor changes the generators
+      when it returns: they were restored on its behalf.
 
 Assumptions
-    - Every task that draws says so; and while iterations are in flight, nobody else draws from the
-      default generators. The user's iterator may: it is pulled in a turn of its own.
-    - A task that was left behind draws no more. Should it, the next run's draws are disturbed.
+    - Every task that uses the default generators has ``random=True``; while iterations are in
+      flight, nobody else uses them. The user's iterator may: a batch is pulled with exclusive
+      access too.
+    - A task that outlives its run draws no more random numbers. If it does, it disturbs the next
+      run's.
 """
 
 from __future__ import annotations
@@ -26,121 +29,103 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
-from swpipe._engine.waiting import Cancelled, Signal
+from swpipe._engine.waiting import Cancelled, ProgressCounter
+from swpipe.device import Device, GeneratorStates
 
 
-class Generators(NamedTuple):
-    """How torch's default generators stand: the CPU's, and the accelerator's where it has any."""
-
-    host: torch.Tensor
-    device: torch.Tensor | None
-
-
-class Draws:
-    """Seeds the runs of tasks that draw.
+class TaskSeeds:
+    """Seeds the default generators for tasks with ``random=True``.
 
     Attributes:
-        seed: What the draws of all tasks derive from.
+        seed: What the seeds of all tasks derive from.
+        device: Whose generators are seeded, next to the CPU's.
     """
 
-    def __init__(self, seed: int | None, device_type: str) -> None:
+    def __init__(self, seed: int | None, device: Device) -> None:
         self.seed = torch.initial_seed() if seed is None else seed
-        self._accelerator = None if device_type == "cpu" else torch.get_device_module(device_type)
+        self.device = device
 
     @contextmanager
-    def of(self, task: str, iteration: int) -> Iterator[None]:
-        """Within the block the generators stand where this task of this iteration begins."""
+    def seeded(self, task: str, iteration: int) -> Iterator[None]:
+        """Within the block the generators have the seed of this task and iteration."""
         before = self.begin(task, iteration)
         try:
             yield
         finally:
-            self.put_back(before)
+            self.device.set_generator_states(before)
 
-    def begin(self, task: str, iteration: int) -> Generators:
-        """Set the generators to where this task of this iteration begins; how they stood before."""
+    def begin(self, task: str, iteration: int) -> GeneratorStates:
+        """Seed the generators for this task and iteration; returns their states before."""
         key = hashlib.sha256(f"{self.seed}/{task}/{iteration}".encode()).digest()
-        seed = int.from_bytes(key[:7], "little")
-        device = self._accelerator
-        before = Generators(
-            torch.get_rng_state(), None if device is None else device.get_rng_state()
-        )
-        torch.default_generator.manual_seed(seed)
-        if device is not None:
-            device.manual_seed(seed)
+        before = self.device.generator_states()
+        self.device.seed_generators(int.from_bytes(key[:7], "little"))
         return before
 
-    def put_back(self, before: Generators) -> None:
-        """Let the generators stand as they did."""
-        torch.set_rng_state(before.host)
-        if self._accelerator is not None:
-            self._accelerator.set_rng_state(before.device)
 
-
-class Turns:
-    """Who may draw, within one run.
+class GeneratorAccess:
+    """Exclusive access to the default generators, within one run.
 
     Args:
-        draws: Of the pipeline.
-        signal: Counts the turns that are over.
+        seeds: The pipeline's.
+        counter: Counts the accesses that have ended.
     """
 
-    def __init__(self, draws: Draws, signal: Signal) -> None:
-        self._draws = draws
-        self._signal = signal
+    def __init__(self, seeds: TaskSeeds, counter: ProgressCounter) -> None:
+        self._seeds = seeds
+        self._counter = counter
         self._lock = threading.Lock()
-        self._asked = 0
-        self._before: Generators | None = None
-        self._over = False
+        self._requests = 0
+        self._before: GeneratorStates | None = None
+        self._ended = False
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Within the block nobody else of this run draws.
+    def exclusive(self) -> Iterator[None]:
+        """Within the block nobody else of this run uses the generators.
 
         Raises:
             Cancelled: The run has ended.
         """
         with self._lock:
-            mine = self._asked
-            self._asked += 1
-        self._signal.wait(mine)
+            request = self._requests
+            self._requests += 1
+        self._counter.wait(request)
         try:
             yield
         finally:
-            self._signal.advance(mine + 1)
+            self._counter.advance(request + 1)
 
     @contextmanager
-    def of(self, task: str, iteration: int) -> Iterator[None]:
-        """A turn, within which the generators stand where this task of this iteration begins.
+    def seeded(self, task: str, iteration: int) -> Iterator[None]:
+        """Exclusive access, with the generators seeded for this task and iteration.
 
         Raises:
             Cancelled: The run has ended.
         """
-        with self.turn():
+        with self.exclusive():
             with self._lock:
-                if self._over:
+                if self._ended:
                     raise Cancelled
-                self._before = self._draws.begin(task, iteration)
+                self._before = self._seeds.begin(task, iteration)
             try:
                 yield
             finally:
-                self._put_back()
+                self._restore()
 
     def cancel(self) -> None:
-        """Wake whoever waits for a turn."""
-        self._signal.cancel()
+        """Wake whoever waits for access."""
+        self._counter.cancel()
 
     def end(self) -> None:
-        """Give no further turn, and put the generators back for a task that was left behind."""
+        """Give no further access; restore the generators for a task that is still running."""
         with self._lock:
-            self._over = True
-        self._put_back()
+            self._ended = True
+        self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         with self._lock:
             before, self._before = self._before, None
             if before is not None:
-                self._draws.put_back(before)
+                self._seeds.device.set_generator_states(before)

@@ -1,4 +1,4 @@
-"""The serial run: every task on the calling thread, one by one. What every plan must equal."""
+"""The serial run: every task on the calling thread, one by one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import cached_property
 
 from swpipe._distributed.rank_checks import tell_failure
 from swpipe._engine.iterations import Engine
-from swpipe._engine.observers import Observer, told
+from swpipe._engine.observers import Observer, observing
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 
 
@@ -22,7 +23,7 @@ class SerialLane:
         self._tasks = tuple(tasks)
 
     def run(self, engine: Engine, ctx: IterContext) -> IterContext:
-        """Run every task on one context, and give it back.
+        """Run every task on one context, and return it.
 
         Raises:
             BaseException: Whatever a task raised, with a note of where.
@@ -31,7 +32,7 @@ class SerialLane:
         for task in self._tasks:
             try:
                 if observers or task.random:
-                    self._call_told(engine, task, ctx, observers)
+                    self._observe_and_seed(engine, task, ctx, observers)
                 else:
                     _call(engine, task, ctx)
             except BaseException as error:
@@ -40,18 +41,19 @@ class SerialLane:
                 raise
         return ctx
 
-    def _call_told(
+    def _observe_and_seed(
         self, engine: Engine, task: PipelineTask, ctx: IterContext, observers: Sequence[Observer]
     ) -> None:
-        """Call a task that draws, or that somebody observes."""
-        seeded = engine.draws.of(task.name, ctx.iter_idx) if task.random else nullcontext()
-        with seeded, told(observers, self._instructions[task.name], ctx.iter_idx):
+        """Call a task that uses random numbers, or that somebody observes."""
+        seeded = engine.seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
+        with seeded, observing(observers, self._instructions[task.name], ctx.iter_idx):
             _call(engine, task, ctx)
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:
-        """What observers are told: all is on the caller's thread and stream."""
-        return compile_plan(PipelinePlan.serial(self._tasks), streams=False).instructions
+        """What observers get: every task is on the caller's thread and stream."""
+        serial = resolve_plan(PipelinePlan.serial(self._tasks))
+        return compile_plan(serial, streams=False).instructions
 
 
 def _call(engine: Engine, task: PipelineTask, ctx: IterContext) -> None:

@@ -1,9 +1,9 @@
-"""What a thread knows of torch: taken from the caller, put on in workers.
+"""torch's per-thread settings: read from the caller, applied on worker threads.
 
-Some of torch's settings belong to the process (default dtype, deterministic algorithms) and need no
-carrying; the rest belongs to a thread, and a new thread starts with torch's defaults. A snapshot is
-taken at every ``progress()``; an iteration carries the one under which it was admitted, and a
-worker puts it on when it differs from the one that it wears.
+Some of torch's settings belong to the process (default dtype, deterministic algorithms). The others
+belong to a thread, and a new thread starts with torch's defaults. The caller's are read at every
+``progress()``; an iteration keeps those under which it was admitted, and a worker thread applies
+them where they differ from those that it has.
 """
 
 from __future__ import annotations
@@ -14,26 +14,17 @@ import torch
 
 
 class Autocast(NamedTuple):
-    """Whether and to what operations are cast on one type of device."""
+    """The autocast setting of one device type."""
 
     device_type: str
     enabled: bool
     dtype: torch.dtype
 
-    @classmethod
-    def of_this_thread(cls, device_type: str) -> Autocast:
-        """The calling thread's setting for ``device_type``."""
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-        )
-
 
 class TorchState(NamedTuple):
-    """The settings of one thread that tasks can feel.
+    """The settings of one thread that tasks can depend on.
 
-    Named tuples, not dataclasses: they are made and compared at every ``progress()``.
+    A named tuple, not a dataclass: one is made and compared at every ``progress()``.
     """
 
     grad: bool
@@ -43,15 +34,17 @@ class TorchState(NamedTuple):
     threads: int
 
     @classmethod
-    def of_this_thread(cls, device_type: str) -> TorchState:
-        """The settings of the calling thread, for the CPU and ``device_type``."""
-        autocast: tuple[Autocast, ...] = (Autocast.of_this_thread("cpu"),)
-        if device_type != "cpu":
-            autocast += (Autocast.of_this_thread(device_type),)
+    def of_this_thread(cls, autocast_types: tuple[str, ...]) -> TorchState:
+        """The settings of the calling thread; autocast for these device types."""
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            autocast,
+            tuple(
+                [
+                    Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                    for kind in autocast_types
+                ]
+            ),
             _default_device(),
             torch.get_num_threads(),
         )
@@ -63,25 +56,25 @@ def _default_device() -> torch.device | None:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
-class Wardrobe:
-    """Puts snapshots on the thread that it is made on; ``off`` before the thread ends.
+class ThreadTorchState:
+    """Applies settings to the thread that it is made on; call ``reset`` before the thread ends.
 
     Attributes:
-        worn: The snapshot that the thread wears; None for its own settings.
+        applied: The settings applied last; None for the thread's own.
     """
 
     def __init__(self) -> None:
-        self.worn: TorchState | None = None
+        self.applied: TorchState | None = None
         self._inference: torch.autograd.grad_mode.inference_mode | None = None
         self._device: torch.device | None = None
 
-    def wear(self, state: TorchState) -> None:
-        """Make the thread's settings those of ``state``; free where it wears them already."""
-        if state == self.worn:
-            self.worn = state
+    def apply(self, state: TorchState) -> None:
+        """Make the thread's settings those of ``state``, unless they are."""
+        if state == self.applied:
+            self.applied = state
             return
         # Inference mode carries a grad mode of its own, so it goes first.
-        self.off()
+        self.reset()
         if state.inference:
             self._inference = torch.inference_mode()
             self._inference.__enter__()
@@ -90,16 +83,16 @@ class Wardrobe:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         # Not the caller's setting: torch clears its cache of casts when the caller leaves autocast,
-        # which a worker never does, so that a step's forward would find the step before's weights.
+        # which a worker never does: the next forward would use the weights of the step before.
         torch.set_autocast_cache_enabled(False)
         if state.default_device is not None:
             self._device = state.default_device
             self._device.__enter__()
         # The OpenMP runtime keeps the count per thread, so each thread has to set it.
         torch.set_num_threads(state.threads)
-        self.worn = state
+        self.applied = state
 
-    def off(self) -> None:
+    def reset(self) -> None:
         """Leave the modes that were entered."""
         if self._device is not None:
             self._device.__exit__(None, None, None)
@@ -107,4 +100,4 @@ class Wardrobe:
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
             self._inference = None
-        self.worn = None
+        self.applied = None

@@ -1,4 +1,4 @@
-"""Waiting, all of it: counters that only grow, and the threads that wait for them.
+"""Waiting: counters that only grow, and the threads that wait for them.
 
     writer (one lane)                 waiters (any number)
     advance(5) --- count: 5 --------> wait(4) returns at once
@@ -7,21 +7,21 @@
 Guarantees
     - ``wait(n)`` returns once ``advance(m)``, m >= n, was called; all that the writer did before
       that call is visible to the waiter.
-    - After ``cancel()`` every present and later ``wait`` that is not satisfied raises
+    - After ``cancel()`` every present and later ``wait`` whose count is not reached raises
       ``Cancelled``.
     - No wake-up is lost: count, cancellation and the list of waiters change only under the lock,
       and a waiter joins the list in the same critical section in which it found the count too low.
 
 Assumptions
-    - One thread at a time advances a signal, to ever greater counts.
-    - Nothing is assumed of the interpreter lock: a look at ``count`` outside the lock is for
-      reports only.
+    - One thread at a time advances a counter, to ever greater counts.
+    - Nothing is assumed of the interpreter lock: ``count`` is read outside the lock for reports
+      only.
 
-A waiter sleeps without a deadline of its own: the watchdog of the run cancels every signal when
+A waiter sleeps without a time-out of its own: the watchdog of the run cancels every counter when
 nothing has moved for the set time, and so does a failure anywhere.
 
-``Host`` is the one door through which the engine gets threads and signals, so that a test can put a
-scheduler in its place which explores interleavings.
+The engine gets all threads and counters from a ``Host``, so that a test can replace it by a
+scheduler which explores interleavings.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-PULSE_S = 0.2
-"""A sleeper turns over this often: a Ctrl-C that arrives just before the sleep begins does not end
-it, and would otherwise be seen only after it."""
+WAKE_S = 0.2
+"""A waiter wakes this often to handle signals: a Ctrl-C that arrives just before the sleep begins
+does not end it, and would otherwise be seen only after it."""
 
 
 class Cancelled(BaseException):
-    """The run has failed or was closed elsewhere: unwind. Never leaves the engine."""
+    """The run has failed, or was closed by another thread. Never leaves the engine."""
 
 
-class Signal:
+class ProgressCounter:
     """A counter that only grows, by one writer at a time, and that any thread can wait for."""
 
     __slots__ = ("_cancelled", "_lock", "_waiters", "count")
@@ -71,22 +71,22 @@ class Signal:
             gate = threading.Lock()
             gate.acquire()
             self._waiters.append((count, gate))
-        while not gate.acquire(timeout=PULSE_S):
-            pass  # a signal handler that was due has had its turn now
+        while not gate.acquire(timeout=WAKE_S):
+            pass  # pending signal handlers have run now
         with self._lock:
             if self.count < count:
                 raise Cancelled
 
     def cancel(self) -> None:
-        """Wake everyone; whoever is not satisfied gets ``Cancelled``."""
+        """Wake everyone; whoever waits for a count not reached gets ``Cancelled``."""
         with self._lock:
             self._cancelled = True
             self._wake(lambda target: True)
 
-    def _wake(self, served: Callable[[int], bool]) -> None:
+    def _wake(self, due: Callable[[int], bool]) -> None:
         left = []
         for target, gate in self._waiters:
-            if served(target):
+            if due(target):
                 gate.release()
             else:
                 left.append((target, gate))
@@ -105,11 +105,11 @@ class HostThread(Protocol):
 
 
 class Host:
-    """Threads and signals of the operating system."""
+    """Threads and counters of the operating system."""
 
-    def signal(self) -> Signal:
-        """A new signal at count 0."""
-        return Signal()
+    def counter(self) -> ProgressCounter:
+        """A new counter at 0."""
+        return ProgressCounter()
 
     def start(self, name: str, target: Callable[[], None]) -> HostThread:
         """Run ``target`` on a new thread, which does not keep the interpreter alive."""

@@ -1,13 +1,14 @@
-"""Notice that nothing moves, and say who waits for whom.
+"""Detect that nothing moves, and report who waits for whom.
 
-One thread per run looks at where the lanes are, a few times per ``timeout_s``. When no lane has
-moved for that long while the caller is inside ``progress()``, the run fails with a ``StallError``
-whose message names, for each thread group, the task that it is inside of or the edge that it waits
-for, with all stacks.
+One thread per run checks where the lanes are, a few times per ``timeout_s``. When no lane has moved
+for that long while the caller is inside ``progress()``, the run fails with a ``StallError`` whose
+message names, for each thread group, the task that it is in or the dependence that it waits for,
+with all stacks.
 
-A caller who waits for another lane wakes through its signal. One who is stuck inside a task of its
-own is interrupted: on the main thread by SIGINT, which ends blocking calls too; on another thread
-by an asynchronous exception, which comes through as soon as Python code runs there.
+A caller that waits for another lane is woken through the counter that it waits for. One that is
+stuck inside a task of its own is interrupted: on the main thread by SIGINT, which ends blocking
+calls too; on another thread by an asynchronous exception, which is raised as soon as Python code
+runs there.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """The time-out, if it is one.
+    """``timeout_s``, validated.
 
     Raises:
-        ValueError: It is no number of seconds above 0.
+        ValueError: It is neither None nor a number of seconds above 0.
     """
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if timeout_s is None or (number and timeout_s > 0):
@@ -50,18 +51,18 @@ class Watchdog:
     ) -> None:
         self._run = run
         self._timeout_s = timeout_s
-        self._on_idle = on_idle  # called at each look where nothing has moved since the last one
+        self._on_idle = on_idle  # called at each check that finds that nothing has moved
         self._stop = threading.Event()
         self._caller: int | None = None
         self._thread = threading.Thread(target=self._watch, name="swpipe-watchdog", daemon=True)
         self._thread.start()
 
     def drive_from_here(self) -> None:
-        """The calling thread is the one that drives the run."""
+        """The calling thread is the one that drives the run now."""
         self._caller = threading.get_ident()
 
     def stop(self) -> None:
-        """End the watch."""
+        """End the watchdog's thread."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -104,27 +105,28 @@ class Watchdog:
 
 
 def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
-    """The wait that keeps a lane where it is; None when it is inside a task."""
+    """The wait that the lane is in; None when it is inside a task."""
     for wait in lane.instruction.host_waits:
         other = run.lanes[wait.lane]
-        if other.signal.count < (lane.period - wait.lag) * other.size + wait.position + 1:
+        if other.progress.count < (lane.period - wait.lag) * other.size + wait.position + 1:
             return wait
     return None
 
 
 def _doing(run: Run, lane: LaneRunner) -> str:
     ins = lane.instruction
-    iteration = run.flights.first_iteration + lane.period - ins.stage
+    iteration = run.iterations.first + lane.period - ins.stage
     wait = unmet(run, lane)
     if wait is None:
         if ins.task == ADMIT:
             return f"pulling the batch of iteration {iteration}, or waiting for the device"
         task = run.engine.tasks.get(ins.task)  # None for <retire>
-        turn = ", or waiting for its turn to draw" if task is not None and task.random else ""
-        return f"inside task {ins.task!r} of iteration {iteration}{turn}"
+        seeded = task is not None and task.random
+        access = ", or waiting for access to the random number generators" if seeded else ""
+        return f"inside task {ins.task!r} of iteration {iteration}{access}"
     other = run.lanes[wait.lane]
     producer = other.instructions[wait.position]
-    of = run.flights.first_iteration + lane.period - wait.lag - producer.stage
+    of = run.iterations.first + lane.period - wait.lag - producer.stage
     return (
         f"task {ins.task!r} of iteration {iteration} waits for task {wait.producer!r} "
         f"of iteration {of} (thread group {other.group!r})"

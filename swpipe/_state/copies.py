@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from swpipe.device import on_cpu
+
 UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
 
 
@@ -96,4 +98,4 @@ def _inner_names(tensor: Any) -> Sequence[str]:
 
 def _to_host(tensor: Tensor) -> Tensor:
     with torch.no_grad():
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+        return tensor.clone() if on_cpu(tensor) else tensor.to("cpu")

@@ -29,7 +29,7 @@ from torch import Tensor
 from swpipe._state.copies import SavedTensors
 from swpipe._state.discovery import Found, has_state_dict
 from swpipe._tensors.pytree import nodes_in, tensors_in
-from swpipe.device.device import Device
+from swpipe.device import Device
 
 Restore: TypeAlias = Callable[[], object]
 """Restores what was saved when it was created; can be called repeatedly."""
@@ -44,7 +44,7 @@ class Snapshot:
         tensors = SavedTensors()
         # Tensors after the containers and modules that hold them.
         self._restores = [*(_save(found, tensors) for found in owners), tensors.restore]
-        self._restores += [_save_generators(device.type)]
+        self._restores += [_save_generators(device)]
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
@@ -161,15 +161,12 @@ def _save_generator(owner: Any) -> Restore:
     return partial(setattr, bits, "state", copy.deepcopy(bits.state))
 
 
-def _save_generators(device_type: str) -> Restore:
+def _save_generators(device: Device) -> Restore:
     """Save the default generators of torch (CPU and device), Python, and numpy if it is loaded."""
     restores: list[Restore] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(device.set_generator_states, device.generator_states()),
         partial(random.setstate, random.getstate()),
     ]
-    if device_type != "cpu":
-        module = torch.get_device_module(device_type)
-        restores.append(partial(module.set_rng_state, module.get_rng_state()))
     if numpy := sys.modules.get("numpy.random"):
         restores.append(partial(numpy.set_state, numpy.get_state()))
     return lambda: [restore() for restore in restores]

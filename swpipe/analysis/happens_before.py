@@ -39,7 +39,8 @@ from typing import NamedTuple, Self
 
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program, compile_plan
 from swpipe.core.dependence import topological
-from swpipe.core.plan import PipelinePlan, StreamRef
+from swpipe.core.plan import StreamRef
+from swpipe.core.resolved import ResolvedPlan
 
 
 class _Known(NamedTuple):
@@ -125,22 +126,24 @@ class HappensBefore:
 
     Args:
         program: A compiled plan.
+        streams: Whether it was compiled for a device with streams.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, streams: bool) -> None:
+        self.streams = streams
         self._program = program
         self._order = _one_order(program)
         self._walks: dict[int, _Walk] = {}
 
     @classmethod
-    def of(cls, plan: PipelinePlan, *, streams: bool) -> Self:
-        """The order that a plan keeps on a device with streams, or on one without.
+    def of(cls, resolved: ResolvedPlan, *, streams: bool) -> Self:
+        """The order that a validated plan keeps on a device with streams, or on one without."""
+        return cls(compile_plan(resolved, streams=streams), streams=streams)
 
-        Args:
-            plan: ``swpipe.analysis.checks.check`` finds nothing wrong with it.
-            streams: Whether the device has streams.
-        """
-        return cls(compile_plan(plan, streams=streams))
+    def keeps(self, first: str, then: str, distance: int) -> bool:
+        """Whether this order is kept on the host and, with streams, on the device."""
+        on_host = self.host(first, then, distance)
+        return on_host and (not self.streams or self.device(first, then, distance))
 
     def host(self, first: str, then: str, distance: int) -> bool:
         """Whether ``first`` on iteration i has returned before ``then`` on i + distance is called.

@@ -23,9 +23,10 @@ from typing import TypeAlias
 
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.core.dependence import CycleError, dependences, lag, period_order, serial_order
+from swpipe.core.dependence import CycleError
 from swpipe.core.errors import Problem
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import ResolvedPlan, resolve_plan, serial_order
 
 Sizes: TypeAlias = Mapping[tuple[str, str], int]
 """(task, attribute that it sets or deletes) to the bytes that the attribute then holds, 0 where it
@@ -85,17 +86,17 @@ class Footprint:
         return f"in flight at most: {in_words(self.total_bytes)}; the largest: {shown or 'none'}"
 
 
-def bytes_in_flight(plan: PipelinePlan, sizes: Sizes, *, streams: bool) -> Footprint:
+def bytes_in_flight(resolved: ResolvedPlan, sizes: Sizes, *, streams: bool) -> Footprint:
     """An upper bound on what the contexts in flight hold.
 
     Args:
-        plan: ``swpipe.analysis.checks.check`` finds nothing wrong with it.
+        resolved: The plan, validated.
         sizes: What each task leaves in its attributes.
         streams: Whether the device has streams.
     """
-    before = HappensBefore.of(plan, streams=streams)
+    before, plan = HappensBefore.of(resolved, streams=streams), resolved.plan
     held = []
-    for attribute, lives in _lives(plan, sizes).items():
+    for attribute, lives in _lives(resolved, sizes).items():
         for task, end in lives:
             copies = next(
                 (n for n in range(1, plan.depth) if not streams and before.host(end, task, n)),
@@ -107,10 +108,11 @@ def bytes_in_flight(plan: PipelinePlan, sizes: Sizes, *, streams: bool) -> Footp
 
 
 def memory_problems(
-    plan: PipelinePlan, sizes: Sizes, budget_bytes: int, *, streams: bool
+    resolved: ResolvedPlan, sizes: Sizes, budget_bytes: int, *, streams: bool
 ) -> Iterator[Problem]:
-    """That the budget is passed, if it is: by what, and what would fit."""
-    footprint = bytes_in_flight(plan, sizes, streams=streams)
+    """That the budget is exceeded, if it is: by what, and what would fit."""
+    plan = resolved.plan
+    footprint = bytes_in_flight(resolved, sizes, streams=streams)
     if footprint.total_bytes > budget_bytes:
         largest = footprint.held[:SHOWN_ATTRIBUTES]
         shown = ", ".join(map(str, largest))
@@ -143,15 +145,15 @@ def in_words(size: int) -> str:
     return f"{size} B"
 
 
-def _lives(plan: PipelinePlan, sizes: Sizes) -> dict[str, list[tuple[str, str]]]:
+def _lives(resolved: ResolvedPlan, sizes: Sizes) -> dict[str, list[tuple[str, str]]]:
     """Attribute to the tasks that set it, each with the task that ends what it set."""
     lives: dict[str, list[tuple[str, str]]] = {}
     begun: dict[str, str] = {}
     left: dict[str, dict[str, int]] = {task: {} for task, _ in sizes}
     for (task, attribute), size in sizes.items():
         left[task][attribute] = size
-    silent = [task for task in plan.schedule if task not in left]
-    for task in serial_order(plan, [*left, *silent]):
+    silent = [task for task in resolved.serial_order if task not in left]
+    for task in serial_order([*left, *silent], resolved.dependences):
         for attribute, size in left.get(task, {}).items():
             if attribute in begun:
                 lives[attribute].append((begun.pop(attribute), task))
@@ -167,7 +169,14 @@ def _mend(plan: PipelinePlan, sizes: Sizes, budget_bytes: int, footprint: Footpr
     """The largest depth that fits or, where none does, a later stage for a task that does."""
 
     def fits(changed: PipelinePlan) -> bool:
-        found = bytes_in_flight(changed, sizes, streams=footprint.streams)
+        """Whether a plan that could run still can, and within the budget."""
+        try:
+            resolved = resolve_plan(changed)
+        except CycleError:
+            return False
+        if any(dep.lag < 0 for dep in resolved.dependences):
+            return False
+        found = bytes_in_flight(resolved, sizes, streams=footprint.streams)
         return found.total_bytes <= budget_bytes
 
     for depth in range(plan.depth - 1, plan.max_stage, -1):
@@ -177,19 +186,10 @@ def _mend(plan: PipelinePlan, sizes: Sizes, budget_bytes: int, footprint: Footpr
         for stage in range(plan.schedule[task].stage + 1, plan.max_stage + 1):
             moved = replace(plan.schedule[task], stage=stage)
             changed = replace(plan, schedule={**plan.schedule, task: moved})
-            if _can_run(changed) and fits(changed):
+            if fits(changed):
                 return f"{task!r} in stage {stage} would fit"
     alone = sum(held.bytes_each for held in footprint.held)
     return (
         f"neither a smaller depth nor a later stage for one of these tasks would fit; one "
         f"iteration alone holds {in_words(alone)}: take smaller batches, or fewer stages"
     )
-
-
-def _can_run(plan: PipelinePlan) -> bool:
-    """Whether a plan that could run still can, now that a task has another stage."""
-    try:
-        period_order(plan)
-    except CycleError:
-        return False
-    return all(lag(plan, dep) >= 0 for dep in dependences(plan))

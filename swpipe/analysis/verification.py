@@ -1,29 +1,26 @@
-"""Refuse plans that could give other numbers than a serial run, or take too much memory.
+"""The one question about a plan: can it run, and does it give the numbers of the serial run?
 
-``swpipe.analysis.checks`` refuses what cannot run at all. Here stands what may go wrong in some
-interleaving
-of the threads and streams: tasks that touch the same attribute or state in another order than
-serially (``swpipe.analysis.races``), and more bytes in flight than there is room for
-(``swpipe.analysis.memory``).
+``verify`` asks, in this order:
+
+1. ``validation``: can the plan run at all?
+2. ``happens_before``: which order does it keep in every interleaving of threads and streams?
+3. ``races``: does any interleaving let tasks touch the same attribute or state in another order
+   than serially?
+4. ``memory``: how many bytes may be in flight?
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from swpipe.analysis.checks import check_plan, tasks_given
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
-from swpipe.analysis.races import (
-    demands,
-    order_problems,
-    refusal,
-    serial_effects,
-    stale_problems,
-)
+from swpipe.analysis.races import race_problems, required_orders, stale_problems
+from swpipe.analysis.validation import refusal, validate
 from swpipe.core.effects import Effects, EffectTable, declared_effects
-from swpipe.core.errors import Problem
+from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 
 
@@ -81,29 +78,58 @@ def verify(
         raise TypeError("verify needs the tasks, or a table of their effects: give one of the two")
     if budget_bytes is not None and sizes is None:
         raise TypeError("a budget needs sizes to check against: give those of a recorded iteration")
-    check_plan(replace(plan, tasks=given))
-    table = _table(plan, given, effects)
+    resolved = validate(plan, given or None)
+    table = _table(resolved, given, effects)
     late = streams is not False  # with streams memory comes back later: the bound is larger
     problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
     if not problems:
-        problems = [*stale_problems(plan, table), *order_problems(plan, table, streams=streams)]
+        problems = [*stale_problems(plan, table), *race_problems(resolved, table, streams=streams)]
         if sizes is not None and budget_bytes is not None:
-            problems += memory_problems(plan, sizes, budget_bytes, streams=late)
+            problems += memory_problems(resolved, sizes, budget_bytes, streams=late)
     if problems:
         raise refusal(plan, problems)
     return Verified(
-        orders=len(set(demands(table, plan.stale))),
-        footprint=None if sizes is None else bytes_in_flight(plan, sizes, streams=late),
+        orders=len(set(required_orders(table, plan.stale))),
+        footprint=None if sizes is None else bytes_in_flight(resolved, sizes, streams=late),
     )
 
 
+def tasks_given(
+    plan: PipelinePlan, tasks: Iterable[PipelineTask] | None
+) -> tuple[PipelineTask, ...]:
+    """The tasks that were given, or else those that the plan has.
+
+    Raises:
+        PlanError: ``plan`` is no plan, or ``tasks`` cannot be iterated over.
+    """
+    if not isinstance(plan, PipelinePlan):
+        raise PlanError([Problem(f"the plan is {plan!r}: give a PipelinePlan, then the tasks")])
+    if tasks is not None and not isinstance(tasks, Iterable):
+        raise PlanError([Problem(f"tasks is {tasks!r}: give the tasks in a list")])
+    return plan.tasks if tasks is None else tuple(tasks)
+
+
+def resolve_for_run(
+    plan: PipelinePlan, tasks: Sequence[PipelineTask], *, device: str, streams: bool
+) -> ResolvedPlan:
+    """What a pipeline asks before it compiles: 1 to 3, for its device and what tasks declare.
+
+    Raises:
+        PlanError: Lists all that is wrong.
+    """
+    resolved = validate(plan, tasks, device)
+    if problems := race_problems(resolved, _table(resolved, tasks, None), streams=streams):
+        raise refusal(plan, problems)
+    return resolved
+
+
 def _table(
-    plan: PipelinePlan, tasks: Sequence[PipelineTask], effects: EffectTable | None
+    resolved: ResolvedPlan, tasks: Iterable[PipelineTask], effects: EffectTable | None
 ) -> EffectTable:
     """What was recorded, if anything, and what the tasks declare; in serial order."""
     declared = declared_effects(tasks)
     if effects is None:
-        return serial_effects(plan, declared)
+        return {name: declared[name] for name in resolved.serial_order}
     return {name: found | declared.get(name, Effects()) for name, found in effects.items()}
 
 

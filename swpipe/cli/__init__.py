@@ -1,6 +1,6 @@
-"""The command line: train the click job under any plan, compare, profile, look at timelines.
+"""The command line: train a workload under any plan, compare, profile, plan, look at timelines.
 
-What the user got wrong ends in one line on stderr and exit code 2; training that diverged, in one
+A mistake of the user ends in one line on stderr and exit code 2; training that cannot go on, in one
 line and exit code 1.
 """
 

@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swpipe.cli import launched as ranks
 from swpipe.cli import options, plan_commands
-from swpipe.cli.click_commands import (
-    format_breakdown,
-    format_outcome,
-    format_training,
-    open_runs,
-    profile_job,
-    save_results,
-    train_runs,
+from swpipe.cli.arguments import (
+    AUTO,
+    OpenWorkload,
+    configured,
+    find_workload,
+    load_plan,
+    load_trace,
+    save,
 )
-from swpipe.cli.inputs import job_class, load_plan, make_config
-from swpipe.cli.plan_work import AUTO, load_trace, make_room, plan_workload
 from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
-from swpipe.cli.workload import click_plans, click_workload, usual_plan
-from swpipe.plans.clicks import PLANS
+from swpipe.core.plan import PipelinePlan
+from swpipe.pipeline import SWPipeline
+from swpipe.tasks.workload import DEFAULT, Job, Run, Training, Workload, alternate
+from swpipe.trace import Trace
+
+if TYPE_CHECKING:
+    from swpipe.planning.autotuning import Tuned
+    from swpipe.profiler import ProfileResults
+
+_TRACED = 12  # steps in a timeline
+_TURN = 100  # steps under one plan, before the next one has its turn
 
 app = typer.Typer(
-    help="Software pipelining for PyTorch: train a click model, measure it, plan it, look at it.",
+    help="Software pipelining for PyTorch: train a model, measure it, plan it, look at it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-RANKED = ("train", "profile", "plan")
+ON_RANKS = ("train", "profile", "plan")
 """Commands that several ranks run together."""
 
 app.add_typer(plan_commands.app, name="plan")
@@ -49,12 +57,13 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Without the program's name; None for those of the process.
 
     Raises:
-        SystemExit: Always: 0 when all went well, 2 when the user got something wrong.
+        SystemExit: Always: 0 when all went well, 2 for a mistake of the user.
     """
     given = sys.argv[1:] if args is None else args
+    options.declare_workload_options()
     run = partial(app, args=options.spread_lists(given), prog_name="swpipe")
     if ranks.launched():
-        sys.exit(ranks.run_on_ranks(lambda job: run(standalone_mode=False, obj=job)))
+        sys.exit(ranks.run_on_ranks(lambda rank: run(standalone_mode=False, obj=rank)))
     run()
 
 
@@ -62,18 +71,18 @@ def main(args: Sequence[str] | None = None) -> None:
 def check_command(context: typer.Context) -> None:
     """Under torchrun some commands run on all ranks; the others make no sense there."""
     with one_line_errors():
-        if context.obj is not None and context.invoked_subcommand not in RANKED:
+        if context.obj is not None and context.invoked_subcommand not in ON_RANKS:
             raise UserError(
-                f"{context.invoked_subcommand}: under torchrun there are {', '.join(RANKED)}; "
+                f"{context.invoked_subcommand}: under torchrun there are {', '.join(ON_RANKS)}; "
                 "start this one without it"
             )
 
 
 @app.command("train")
+@options.takes_workload_options
 def train(
     context: typer.Context,
-    data: options.Data = None,
-    held_out: options.HeldOut = None,
+    workload: options.Workload = DEFAULT,
     plan: options.Plan = "",
     compare: Annotated[
         str, typer.Option(metavar="PLAN,PLAN", help="Train under each of these, and compare.")
@@ -81,83 +90,73 @@ def train(
     steps: Annotated[
         int | None, typer.Option(min=1, help="How many; none: once through the data.")
     ] = None,
-    batch_size: options.BatchSize = 2048,
-    device: options.Device = "cpu",
-    seed: options.Seed = 0,
-    strict: options.Strict = False,
+    device: options.Device = None,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="OUT.json", help="Record the last steps; for Perfetto or `trace`."),
     ] = None,
-    cache_dir: options.Cache = options.CACHE,
+    **given: Any,
 ) -> None:
-    """Train the click model."""
+    """Train a workload: the click model, unless another is named."""
     with one_line_errors():
         if plan and compare:
             raise UserError("--plan and --compare: give one of them")
-        job: ranks.RankedJob | None = context.obj
-        wanted = (compare or plan or usual_plan(job)).split(",")
-        plans = {name: load_plan(name, click_plans(job)) for name in wanted if name != AUTO}
-        if job is not None:
-            given = [plans.get(name) for name in wanted]
-            job.agree(ranks.facts_of("train", context.params, given))
-        make = partial(make_config, data, held_out, batch_size, device, seed, strict, cache_dir)
-        config = make() if job is None else ranks.on_all(job, make)
-        planned = None
+        rank: ranks.Rank | None = context.obj
+        work = find_workload(workload, rank)
+        training = _training(work)
+        wanted = (compare or plan or work.usual_plan).split(",")
+        plans = {name: load_plan(name, work.plans) for name in wanted if name != AUTO}
+        if rank is not None:
+            rank.agree(
+                ranks.command_facts("train", context.params, [plans.get(name) for name in wanted])
+            )
+        config = configured(work, {**given, "device": device}, rank)
+        tuned = None
         if AUTO in wanted:
-            with closing(job_class(job is not None)(config)) as trial:
-                planned = plan_workload(click_workload(trial, job))
-            plans = {name: plans.get(name, planned.choice.plan) for name in wanted}
-            typer.echo(f"auto: {planned.choice.format()}")
-        with open_runs(config, plans, steps, ranked=job is not None) as runs:
+            with closing(work.open_job(config)) as job:
+                tuned = OpenWorkload(work, job, config.device).tune()
+            plans = {name: plans.get(name, tuned.plan) for name in wanted}
+            typer.echo(f"auto: {tuned.format()}")
+        with open_runs(training, config, plans, steps) as runs:
             recorded = train_runs(runs)
-            typer.echo(format_training(runs))
-            if planned is not None:
-                typer.echo(format_outcome(planned, runs[wanted.index(AUTO)]))
-            if (out := ranks.written(job, timeline)) is not None:
-                make_room(out)
-                recorded.save(out)
-                typer.echo(f"timeline of the last steps under {runs[-1].name}: {out}")
+            typer.echo(training.report(runs))
+            if tuned is not None:
+                typer.echo(format_outcome(tuned, runs[wanted.index(AUTO)]))
+            what = f"timeline of the last steps under {runs[-1].name}:"
+            save(what, timeline, recorded.save, rank)
 
 
 @app.command("profile")
+@options.takes_workload_options
 def profile(
     context: typer.Context,
-    data: options.Data = None,
+    workload: options.Workload = DEFAULT,
     plan: options.Plan = "",
     serially: Annotated[
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
     batches: Annotated[int, typer.Option(min=1, help="Batches to show side by side.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of baseline and shortcuts.")] = 3,
-    batch_size: options.BatchSize = 2048,
-    device: options.Device = "cpu",
-    seed: options.Seed = 0,
-    strict: options.Strict = False,
+    device: options.Device = None,
     output: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write the figures as JSON.")
     ] = None,
-    cache_dir: options.Cache = options.CACHE,
+    **given: Any,
 ) -> None:
-    """Show what each task of the click job really costs: its exposed time."""
+    """Show what each task of a workload really costs: its exposed time."""
     with one_line_errors():
-        job: ranks.RankedJob | None = context.obj
-        plan = plan or usual_plan(job)
-        loaded = load_plan(plan, click_plans(job))
-        if job is not None:
-            job.agree(ranks.facts_of("profile", context.params, [loaded]))
-        make = partial(make_config, data, None, batch_size, device, seed, strict, cache_dir)
-        config = make() if job is None else ranks.on_all(job, make)
-        ranked = job is not None
-        with about_plan(plan):
-            results = profile_job(
-                config, loaded, batches, rounds, pipelined=not serially, ranked=ranked
-            )
+        rank: ranks.Rank | None = context.obj
+        work = find_workload(workload, rank)
+        plan = plan or work.usual_plan
+        loaded = load_plan(plan, work.plans) if work.plans else None
+        if rank is not None:
+            rank.agree(ranks.command_facts("profile", context.params, [loaded]))
+        config = configured(work, {**given, "device": device}, rank)
+        with closing(work.open_job(config)) as job, about_plan(plan):
+            loaded = loaded or load_plan(plan, OpenWorkload(work, job, config.device).plans)
+            results = profile_job(job, config.device, loaded, batches, rounds, not serially)
         typer.echo(format_breakdown(results))
-        if (out := ranks.written(job, output)) is not None:
-            make_room(out)
-            results.save(out)
-            typer.echo(f"written to {out}")
+        save("written to", output, results.save, rank)
 
 
 @app.command("trace")
@@ -170,7 +169,7 @@ def draw_trace(
     """Draw a saved timeline."""
     with one_line_errors():
         picture = timeline.with_suffix(".png") if output is None else output
-        make_room(picture)
+        picture.parent.mkdir(parents=True, exist_ok=True)
         recorded = load_trace(timeline)
         try:
             recorded.plot(picture)
@@ -189,22 +188,129 @@ def demo(
     ),
     steps: Annotated[int, typer.Option(min=1, help="Under each plan.")] = 322,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 4096,
-    seed: options.Seed = 0,
+    seed: Annotated[int, typer.Option(help="Of the model, and of the generated data.")] = 0,
 ) -> None:
     """Train serially and pipelined, compare, break down, draw; in under three minutes."""
     with one_line_errors():
-        config = make_config(None, None, batch_size, "cpu", seed, False, directory)
-        typer.echo("Training the same click model under both plans, by turns.")
-        plans = {name: PLANS[name]() for name in ("serial", "pipelined")}
-        with open_runs(config, plans, steps) as runs:
+        work = find_workload(DEFAULT)
+        training = _training(work)
+        values = {option.name: option.default for option in work.options}
+        chosen = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
+        config = configured(work, {**values, **chosen}, None)
+        typer.echo("Training the same model under both plans, in turns.")
+        plans = {name: work.plans[name]() for name in ("serial", work.usual_plan)}
+        with open_runs(training, config, plans, steps) as runs:
             recorded = train_runs(runs)
             typer.echo("\nWhat each task costs, in the plain loop and under the plan.")
-            breakdown = [
-                profile_job(config, plans["pipelined"], 1, 3, pipelined=on, labels=[label])
-                for label, on in (("plain loop", False), ("under the plan", True))
-            ]
+            breakdown = []
+            for label, pipelined in (("plain loop", False), ("under the plan", True)):
+                with closing(work.open_job(config)) as job:
+                    plan = plans[work.usual_plan]
+                    breakdown.append(
+                        profile_job(job, config.device, plan, 1, 3, pipelined, labels=[label])
+                    )
             files = save_results(directory, recorded, breakdown)
             for results in breakdown:
                 typer.echo(f"\n{format_breakdown(results)}")
-            typer.echo(f"\n{format_training(runs)}")
+            typer.echo(f"\n{training.report(runs)}")
             typer.echo("\n  ".join(["files:", *map(str, files)]))
+
+
+# ------------------------------------------------------------------------------ train and profile
+
+
+def _training(work: Workload) -> Training:
+    if work.training is None:
+        raise UserError(
+            f"workload {work.name}: train cannot train it; use profile or plan, or give it a "
+            "Training (swpipe.tasks.workload)"
+        )
+    return work.training
+
+
+@contextmanager
+def open_runs(
+    training: Training, config: Any, plans: Mapping[str, PipelinePlan], steps: int | None
+) -> Iterator[list[Run]]:
+    """One run per plan, of the same configuration."""
+    with ExitStack() as stack:
+        runs = []
+        for name, plan in plans.items():
+            with about_plan(name):
+                runs.append(stack.enter_context(training.open_run(name, config, plan, steps)))
+        yield runs
+
+
+def train_runs(runs: Sequence[Run]) -> Trace:
+    """Run all steps of all runs, in turns, and record the end of the last run."""
+    from tqdm import tqdm
+
+    steps = runs[0].steps
+    traced = min(steps, _TRACED)
+    with tqdm(total=steps * len(runs), desc="training", unit="step") as bar:
+        alternate(runs, steps - traced, chunk=_TURN, on_step=bar.update)
+        for run in runs:
+            with run.pipe.trace() as recorded:
+                run.advance(traced, bar.update, timed=False)
+    return recorded
+
+
+def format_outcome(tuned: Tuned, run: Run) -> str:
+    """The interval that was predicted for a plan, that of its trial, and that of training."""
+    got_us = 1e6 / run.steps_per_s
+    before = {
+        "expected": tuned.chosen.predicted_us,
+        "tried": tuned.chosen.trial.interval_us,
+    }
+    parts = [
+        f"{what} {us / 1e3:.3f} ms per step ({got_us / us - 1:+.1%})" for what, us in before.items()
+    ]
+    return f"auto: {', '.join(parts)}, got {got_us / 1e3:.3f}"
+
+
+def profile_job(
+    job: Job,
+    device: str | None,
+    plan: PipelinePlan,
+    batches: int,
+    rounds: int,
+    pipelined: bool,
+    labels: Sequence[str] | None = None,
+) -> ProfileResults:
+    """Measure the tasks of a job under a plan, or in a plain loop."""
+    from swpipe.profiler import TaskProfiler
+
+    with SWPipeline(plan, job.tasks(), device=device) as pipe:
+        return TaskProfiler(pipe).profile_many(
+            list(job.batches(batches)),
+            num_warmup=3,
+            num_measure=10,
+            num_rounds=rounds,
+            pipelined=pipelined,
+            verbose=True,
+            labels=labels,
+        )
+
+
+def format_breakdown(results: ProfileResults) -> str:
+    """One batch in full, or several side by side."""
+    return results[0].format_report() if len(results) == 1 else results.format_report()
+
+
+def save_results(
+    directory: Path, recorded: Trace, breakdown: Sequence[ProfileResults]
+) -> list[Path]:
+    """Save timeline and figures in ``directory``; draw them where matplotlib is installed."""
+    from swpipe.profiler import ProfileResults
+
+    timeline = directory / "timeline.json"
+    recorded.save(timeline)
+    files = [timeline]
+    for results in breakdown:
+        files.append(directory / f"breakdown-{results[0].mode}.json")
+        results.save(files[-1])
+    if find_spec("matplotlib"):
+        files += [timeline.with_suffix(".png"), directory / "breakdown.png"]
+        recorded.plot(files[-2])
+        ProfileResults(results[0] for results in breakdown).plot(files[-1])
+    return files

@@ -1,24 +1,22 @@
-"""The command line on several ranks: it speaks with rank 0's voice, and all ranks end alike.
+"""The command line on several ranks: rank 0 prints, and all ranks end alike.
 
-Under torchrun the same command runs on every rank. Rank 0 prints; what the others print goes
-nowhere. When the user got something wrong, often only one rank sees it (a malformed row of its own
-share) while the others wait for it in a collective, from which no Python gets them out. Hence::
+Under torchrun the same command runs on every rank. Rank 0 prints; the output of the others is
+discarded. A mistake of the user is often seen by one rank only (a malformed row of its own share)
+while the others wait for it in a collective, which Python cannot interrupt. So::
 
-    rank that sees it     leaves its verdict (message, exit code) in the job's store; the first
-                          one counts
-    rank 0                prints the message, once, and says so in the store
-    every rank            when that was said and all are ready, ends with the verdict's exit code
+    rank that sees it     puts a verdict (message, exit code) into the job's store; the first counts
+    rank 0                prints the message, once, and notes in the store that it did
+    every rank            then, when all are ready, ends with the verdict's exit code
 
-A thread on each rank looks out for a verdict, and ends the process where the main thread cannot.
-All other exceptions take their own way: the rank that raised tells its traceback and ends with exit
-code 1, torchrun ends the job, and other ranks' errors name the first one
+A thread on each rank polls for a verdict, and ends the process where the main thread cannot. Other
+exceptions are not changed: the rank that raised prints its traceback and ends with exit code 1,
+torchrun ends the job, and other ranks' errors name the first one
 (``swpipe._distributed.rank_checks``).
 
-A rank that fails does not go through the interpreter's end, where gloo would abort it now and then
-(exit code -6, after the traceback). A collective is still pending, another rank answers it, and
-gloo's thread lets go of a tensor that Python has let go of before. For that it asks for the
-interpreter, which ends by now every thread that asks; and to end a thread inside a C++ destructor
-is to abort.
+A rank that fails skips the interpreter's shutdown, in which gloo sometimes aborts (exit code -6,
+after the traceback): a pending collective is completed by another rank, and gloo's thread releases
+the last reference to a tensor. For that it needs the interpreter lock, and an interpreter that is
+shutting down ends each thread that asks for it; inside a C++ destructor, that aborts.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO, TypeVar
@@ -42,29 +39,27 @@ from torch.distributed.rendezvous import rendezvous
 from swpipe._distributed.agreement import Facts, differences, plan_facts
 from swpipe.cli.user_errors import ClickError, UserError
 from swpipe.core.plan import PipelinePlan
+from swpipe.device import on_cpu
+from swpipe.tasks.workload import all_options
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from swpipe.tasks.clicks import ClickConfig
-
 T = TypeVar("T")
 
-_LOOK_S = 0.2  # between two looks for a verdict
-_TELL_S = 10.0  # that other ranks have to hear of it
-_AFTER_S = 2.0  # from one rank's failure to the end of those that fail after it
-_FIRST_S = 600.0  # that a node's first rank has for what it does ahead of the others
+_POLL_S = 0.2  # between two looks for a verdict
+_REPORT_S = 10.0  # within which rank 0 must have printed a verdict
+_AFTER_S = 2.0  # by which a rank that fails later ends later
+_FIRST_S = 600.0  # within which a node's first rank must have done what it does before the others
 
-_VERDICT, _TOLD = "swpipe/verdict", "swpipe/told"
+_VERDICT, _PRINTED = "swpipe/verdict", "swpipe/printed"
 _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
-_HELD, _FAILED = "swpipe/held/{}", "swpipe/failed"
+_COMMAND, _FAILED = "swpipe/command/{}", "swpipe/failed"
 
-_ALIKE = (
-    *("steps", "serially", "batches", "rounds", "batch_size", "device", "seed", "strict"),
+_SAME = (
+    *("steps", "serially", "batches", "rounds", "device"),
     *("workload", "in_flight", "threads", "frozen"),
 )
-_ALIKE_IN_NUMBER = ("data", "held_out")  # nodes may have them in different places
-_ALIKE_IF_GIVEN = ("costs",)
 
 
 def launched() -> bool:
@@ -84,19 +79,19 @@ class Verdict(NamedTuple):
     code: int
 
 
-class RankedJob:
+class Rank:
     """This process as one rank of several.
 
     Attributes:
-        rank: Among all.
+        number: The rank, from 0.
         size: How many there are.
     """
 
     def __init__(self) -> None:
-        self._store, self.rank, self.size = next(rendezvous("env://"))
-        # For other threads, and for failures: once the store is gone, to open one takes minutes.
-        self._line = self._store.clone()
-        self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self._store, self.number, self.size = next(rendezvous("env://"))
+        # For the other thread, and for failures: to connect to a store that is gone takes minutes.
+        self._connection = self._store.clone()
+        self._local_rank = int(os.environ.get("LOCAL_RANK", self.number))
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
 
@@ -117,8 +112,10 @@ class RankedJob:
             UserError: Every rank takes a device of its own, and one was named, or there is none.
         """
         kind = torch.device(device)
-        if kind.type == "cpu":
-            dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size)
+        if on_cpu(kind):
+            dist.init_process_group(
+                "gloo", store=self._store, rank=self.number, world_size=self.size
+            )
             return device
         if ":" in device:
             raise UserError(
@@ -133,24 +130,24 @@ class RankedJob:
         dist.init_process_group(
             f"cpu:gloo,{kind.type}:{backend}",
             store=self._store,
-            rank=self.rank,
+            rank=self.number,
             world_size=self.size,
         )
         return f"{kind.type}:{self._local_rank}"
 
     def agree(self, facts: Facts) -> None:
-        """Make sure that all ranks were told the same; each has to call this.
+        """Make sure that all ranks were given the same command; each has to call this.
 
         Raises:
             UserError: They were not; raised on all of them.
         """
-        self._store.set(_HELD.format(self.rank), json.dumps(facts))
-        keys = [_HELD.format(rank) for rank in range(self.size)]
+        self._store.set(_COMMAND.format(self.number), json.dumps(facts))
+        keys = [_COMMAND.format(rank) for rank in range(self.size)]
         self._store.wait(keys, timedelta(seconds=_FIRST_S))
-        differing = differences([json.loads(held) for held in self._store.multi_get(keys)])
+        differing = differences([json.loads(found) for found in self._store.multi_get(keys)])
         if differing:
             raise UserError(
-                f"the ranks were told different things: {differing}. Start all of them with the "
+                f"the ranks were given different commands: {differing}. Start all of them with the "
                 "same command, and with the same plan files on every node"
             )
 
@@ -158,19 +155,19 @@ class RankedJob:
         """End this process, and with it the job.
 
         Args:
-            verdict: This rank's. Where another rank's was first, that one counts.
+            verdict: This rank's. The first verdict of all ranks counts.
         """
-        held = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
-        self._leave(self._store, Verdict(*json.loads(held)), sys.stderr)
+        first = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
+        self._leave(self._store, Verdict(*json.loads(first)), sys.stderr)
 
     def fail(self) -> NoReturn:
         """End this process with the traceback of the exception being handled, and exit code 1.
 
-        Where another rank has failed before, that one ends first: torchrun looks at them in turns,
-        and calls the first one that it finds ended the root cause.
+        Where another rank failed earlier, that one ends first: torchrun polls the ranks in turn,
+        and reports the first that it finds ended as the root cause.
         """
         try:
-            later = self._line.add(_FAILED, 1) > 1
+            later = self._connection.add(_FAILED, 1) > 1
         except RuntimeError:  # the store is gone, and with it the job
             later = False
         sys.excepthook(*sys.exc_info())
@@ -184,9 +181,9 @@ class RankedJob:
     def watched(self) -> Iterator[None]:
         """Within the block, end the process when another rank has left a verdict."""
         done = threading.Event()
-        voice = sys.stderr
+        stderr = sys.stderr
         watcher = threading.Thread(
-            target=self._watch, args=(done, voice), name="swpipe-verdict", daemon=True
+            target=self._watch, args=(done, stderr), name="swpipe-verdict", daemon=True
         )
         watcher.start()
         try:
@@ -197,57 +194,45 @@ class RankedJob:
 
     # ------------------------------------------------------------------ private
 
-    def _leave(self, store: Store, verdict: Verdict, voice: TextIO) -> NoReturn:
-        said = f"swpipe: {verdict.message}"
-        within = timedelta(seconds=_TELL_S)
+    def _leave(self, store: Store, verdict: Verdict, stderr: TextIO) -> NoReturn:
+        line = f"swpipe: {verdict.message}"
+        within = timedelta(seconds=_REPORT_S)
         try:
-            if self.rank == 0:
-                print(said, file=voice, flush=True)
-                store.set(_TOLD, "yes")
+            if self.number == 0:
+                print(line, file=stderr, flush=True)
+                store.set(_PRINTED, "yes")
             else:
-                store.wait([_TOLD], within)
-            # Together: torchrun ends with a signal whom it finds running after another has failed.
+                store.wait([_PRINTED], within)
+            # Together: torchrun kills the ranks that still run after another has failed.
             if store.add(_READY, 1) == self.size:
                 store.set(_LEAVE, "yes")
             else:
                 store.wait([_LEAVE], within)
-        except RuntimeError as gone:  # some rank, or the store: better told twice than not at all
-            print(f"{said} (rank {self.rank}, left alone: {gone})", file=voice, flush=True)
+        except RuntimeError as gone:  # a rank or the store: better to print it twice than never
+            print(f"{line} (rank {self.number}, left alone: {gone})", file=stderr, flush=True)
         sys.stdout.flush()
-        os._exit(verdict.code)  # not through what waits for collectives that will not come
+        os._exit(verdict.code)  # without waiting for collectives that will never complete
 
-    def _watch(self, done: threading.Event, voice: TextIO) -> None:
-        store = self._line
-        while not done.wait(_LOOK_S):
+    def _watch(self, done: threading.Event, stderr: TextIO) -> None:
+        store = self._connection
+        while not done.wait(_POLL_S):
             try:
                 if not store.check([_VERDICT]):
                     continue
-            except RuntimeError:  # the store is gone, and with it whoever could leave a verdict
+            except RuntimeError:  # the store is gone, and with it the job
                 return
-            if not done.wait(2 * _LOOK_S):  # the main thread may be about to end by itself
-                print(file=voice)  # a progress bar may stand there
-                self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), voice)
+            if not done.wait(2 * _POLL_S):  # the main thread may be about to end by itself
+                print(file=stderr)  # a progress bar may stand there
+                self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), stderr)
 
 
-def on_all(job: RankedJob, make: Callable[[], ClickConfig]) -> ClickConfig:
-    """What to train on what, on this rank's device; each node's first rank makes what is missing.
-
-    Raises:
-        UserError: As ``RankedJob.join``.
-    """
-    config = job.first(make)
-    return replace(config, device=job.join(config.device))
-
-
-def written(job: RankedJob | None, path: Path | None) -> Path | None:
-    """A file that the user wants, on the rank that writes it; None on all others."""
-    return path if job is None or job.rank == 0 else None
-
-
-def facts_of(
+def command_facts(
     command: str, options: Mapping[str, Any], plans: Collection[PipelinePlan | None]
 ) -> dict[str, str]:
-    """What a command was told, as far as all ranks have to be told the same.
+    """The parts of a command that have to be the same on all ranks.
+
+    Nodes may have files in different places: of several paths the number is compared, of a
+    workload's single path nothing.
 
     Args:
         command: Its name.
@@ -255,16 +240,18 @@ def facts_of(
         plans: Those that it runs under; files of different names may hold the same plan. None for
             one that is yet to be made.
     """
+    declared = all_options()
+    same = [*_SAME, *(option.name for option in declared if option.kind not in (list, Path))]
     facts = {"command": command}
-    facts |= {_option(name): str(options[name]) for name in _ALIKE if name in options}
-    for name in _ALIKE_IN_NUMBER:
-        facts[_option(name)] = f"{len(options.get(name) or ())} files"
-    for name in _ALIKE_IF_GIVEN:
-        facts[_option(name)] = "a file" if options.get(name) else "none"
+    facts |= {_option(name): str(options[name]) for name in same if name in options}
+    for option in declared:
+        if option.kind is list:
+            facts[_option(option.name)] = f"{len(options.get(option.name) or ())} files"
+    facts["--costs"] = "a file" if options.get("costs") else "none"
     facts["plans"] = str(len(plans))
     for number, plan in enumerate(plans, start=1):
-        told = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
-        facts |= {f"plan {number}, {fact}": what for fact, what in told.items()}
+        found = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
+        facts |= {f"plan {number}, {fact}": what for fact, what in found.items()}
     return facts
 
 
@@ -272,32 +259,32 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def run_on_ranks(command: Callable[[RankedJob], int | None]) -> int:
+def run_on_ranks(command: Callable[[Rank], int | None]) -> int:
     """Run a command on this rank, together with the others; its exit code.
 
     Does not return where the command raises: the process ends.
     """
-    job = RankedJob()
+    rank = Rank()
     # Several ranks share a machine's cores; and a sum that is split among threads rounds otherwise.
     torch.set_num_threads(1)
     try:
-        return _run(job, command)
-    except Exception:  # noqa: BLE001 - told, and the end
-        job.fail()
+        return _run(rank, command)
+    except Exception:  # noqa: BLE001 - printed, and the process ends
+        rank.fail()
 
 
-def _run(job: RankedJob, command: Callable[[RankedJob], int | None]) -> int:
+def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:
     verdict, code = None, 0
-    with Path(os.devnull).open("w") as nowhere, job.watched():
+    with Path(os.devnull).open("w") as nowhere, rank.watched():
         try:
-            with _muted(nowhere if job.rank else None):
-                code = command(job) or 0
+            with _muted(nowhere if rank.number else None):
+                code = command(rank) or 0
             if dist.is_initialized():
                 dist.destroy_process_group()
         except ClickError as error:
             verdict = Verdict(error.format_message(), error.exit_code)
     if verdict is not None:
-        job.end(verdict)
+        rank.end(verdict)
     return code
 
 

@@ -1,42 +1,27 @@
-"""Options that several commands share."""
+"""Options of the commands: those that several commands share, and those of the workloads."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-LISTS = ("--data", "--held-out")
-"""Options that take several values in a row."""
+from swpipe.tasks.workload import DEFAULT, Option, all_options
 
-Data = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--data",
-        metavar="PATH...",
-        help="Click logs in the Criteo TSV format; none: a log made up from a planted model.",
-    ),
-]
-HeldOut = Annotated[
-    list[Path] | None,
-    typer.Option("--held-out", metavar="PATH...", help="Click logs to evaluate on."),
-]
 Plan = Annotated[
     str,
     typer.Option(
         "--plan",
-        metavar="serial|pipelined|auto|FILE.toml",
-        help="How to overlap; auto measures briefly and chooses. Under torchrun: serial, "
-        "sparse_dist, prefetch, split, semi_sync, auto, FILE.toml.",
-        show_default="pipelined; sparse_dist under torchrun",
+        metavar="NAME|auto|FILE.toml",
+        help="How to overlap: a ready-made plan of the workload, or a file; auto (train only) "
+        "measures briefly and chooses.",
+        show_default="the workload's usual plan",
     ),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows per step.")]
-Device = Annotated[str, typer.Option("--device", help="Where the model lives, in torch's words.")]
-OptionalDevice = Annotated[
+Device = Annotated[
     str | None,
     typer.Option(
         "--device",
@@ -48,35 +33,69 @@ Workload = Annotated[
     str,
     typer.Option(
         "--workload",
-        metavar="clicks|MODULE:FUNCTION",
-        help="The click job, or a function of yours that returns (tasks, batches).",
+        metavar=f"{DEFAULT}|NAME|MODULE:FUNCTION",
+        help="A workload by name, or a function of yours that returns (tasks, batches).",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the model, and of a made-up log.")]
-Strict = Annotated[bool, typer.Option("--strict", help="The first malformed row is an error.")]
-Cache = Annotated[
-    Path, typer.Option("--cache-dir", help="Where a made-up log is kept from run to run.")
-]
+
+_TAKES_OPTIONS: list[tuple[Callable[..., Any], list[inspect.Parameter]]] = []
+"""Commands, and their own parameters."""
 
 
-def cache_home() -> Path:
-    """Where programs keep what they can make again; source: XDG Base Directory Specification."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return named if named.is_absolute() else Path.home() / ".cache"
+def takes_workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command whose ``**given`` are the options of all workloads."""
+    hints = get_type_hints(command, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[parameter.name])
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    _TAKES_OPTIONS.append((command, own))
+    return command
 
 
-CACHE = cache_home() / "swpipe"
+def declare_workload_options() -> None:
+    """Give the decorated commands the options of all workloads that are registered by now.
+
+    Typer reads a command's signature each time that it parses a command line.
+    """
+    extra = [_parameter(option) for option in all_options()]
+    for command, own in _TAKES_OPTIONS:
+        command.__signature__ = inspect.Signature([*own, *extra])  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in (*own, *extra)}
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    kind: Any = list[Path] if option.kind is list else option.kind
+    declared = typer.Option(
+        flag(option.name),
+        help=option.help,
+        min=option.minimum,
+        metavar="PATH..." if option.kind is list else None,
+    )
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=option.default,
+        annotation=Annotated[kind | None if option.default is None else kind, declared],
+    )
+
+
+def flag(name: str) -> str:
+    """The option of a parameter: ``--batch-size`` of ``batch_size``."""
+    return f"--{name.replace('_', '-')}"
 
 
 def spread_lists(args: Iterable[str]) -> list[str]:
     """``--data a b`` as ``--data a --data b``, which is how the parser wants it."""
+    lists = {flag(option.name) for option in all_options() if option.kind is list}
     spread: list[str] = []
-    option = ""  # whose values may still follow
+    current = ""  # the option whose values may still follow
     for arg in args:
         if arg.startswith("-"):
-            option = ""
-        elif option and spread[-1] != option:
-            spread.append(option)
+            current = ""
+        elif current and spread[-1] != current:
+            spread.append(current)
         spread.append(arg)
-        option = arg if arg in LISTS else option
+        current = arg if arg in lists else current
     return spread

@@ -1,4 +1,4 @@
-"""`swpipe plan`: dependences inferred, plans checked, simulated, chosen and shown.
+"""`swpipe plan`: infer dependences, check plans, simulate them, choose one, show one.
 
 On several ranks as well: all do the same, and rank 0 writes the files.
 """
@@ -6,41 +6,31 @@ On several ranks as well: all do the same, and rank 0 writes the files.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from swpipe.analysis import verify
 from swpipe.cli import options
-from swpipe.cli.inputs import load_plan
-from swpipe.cli.launched import RankedJob, facts_of, written
-from swpipe.cli.plan_work import (
-    EFFORT,
-    Planned,
-    has_streams,
-    inferred_plan,
-    keep_costs,
-    keep_plan,
+from swpipe.cli.arguments import (
+    MEASURED,
+    OpenWorkload,
     load_costs,
+    load_plan,
     load_trace,
-    make_room,
-    measure_workload,
     names,
-    plan_workload,
-    record_workload,
-    tell_first_time,
-    window,
+    save,
 )
+from swpipe.cli.launched import Rank, command_facts
 from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
-from swpipe.cli.workload import click_plans, open_workload
+from swpipe.core.costs import CostModel
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
-from swpipe.planning import Limits, lower_bounds, recsys14
-from swpipe.planning import simulate as play_out
-from swpipe.planning.modulo.auto import auto_plan
-from swpipe.plans import sharded_clicks
-from swpipe.plans.clicks import PLANS
-from swpipe.trace import format_stacked, plot_stacked
+from swpipe.planning import Limits, auto_plan, lower_bounds, recsys14
+from swpipe.planning import simulate as simulate_plan
+from swpipe.planning.autotuning import EFFORT
+from swpipe.tasks.workload import DEFAULT, Plans, workloads
+from swpipe.trace import Trace, format_stacked, plot_stacked
 
 app = typer.Typer(
     help="Infer dependences, check plans, simulate them, choose one, show one.",
@@ -49,10 +39,7 @@ app = typer.Typer(
 )
 
 PAPER = {"recsys14": recsys14.plan}
-"""Plans on paper, whose costs come with them."""
-
-SHOWN = {**PLANS, **sharded_clicks.PLANS, **PAPER}
-"""All plans by name; one that both click jobs have is that of the job at hand."""
+"""Published plans, whose costs come with them."""
 
 PlanName = Annotated[str, typer.Argument(metavar="PLAN", help="Its name, or FILE.toml or .json.")]
 Costs = Annotated[
@@ -77,65 +64,59 @@ def show(
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
     with one_line_errors():
-        job: RankedJob | None = context.obj
-        loaded = load_plan(plan, {**SHOWN, **click_plans(job)})
+        rank: Rank | None = context.obj
+        loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank), **PAPER})
         tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
         with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
             typer.echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
-        keep_plan(loaded, written(job, output))
+        save("written to", output, loaded.save, rank)
 
 
 @app.command("infer")
+@options.takes_workload_options
 def infer(
     context: typer.Context,
-    workload: options.Workload = "clicks",
+    workload: options.Workload = DEFAULT,
     plan: Annotated[
         str, typer.Option(metavar="PLAN", help="Compare with what this plan declares.")
     ] = "",
-    data: options.Data = None,
-    batch_size: options.BatchSize = 2048,
-    device: options.OptionalDevice = None,
-    seed: options.Seed = 0,
-    cache_dir: options.Cache = options.CACHE,
+    device: options.Device = None,
     output: Output = None,
+    **given: Any,
 ) -> None:
     """Record two iterations: what each task touches, and the dependences that follow."""
     with one_line_errors():
-        job = _agreed(context)
-        work = open_workload(workload, data, batch_size, device, seed, cache_dir, job)
-        compared = load_plan(plan, work.plans) if plan else None
-        recording = record_workload(work)
+        rank = _agreed(context)
+        opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
+        compared = load_plan(plan, opened.plans) if plan else None
+        loop = opened.loop()
         with about_plan(plan or workload):
+            recording = loop.record()
             typer.echo(str(recording.report(compared)))
-        keep_plan(inferred_plan(work, recording), written(job, output))
+            save("written to", output, loop.inferred_plan(recording).save, rank)
 
 
 @app.command("check")
+@options.takes_workload_options
 def check(
     context: typer.Context,
     plan: PlanName,
-    workload: options.Workload = "clicks",
+    workload: options.Workload = DEFAULT,
     budget: Annotated[
         int | None, typer.Option(min=1, metavar="BYTES", help="What may be in flight at most.")
     ] = None,
-    data: options.Data = None,
-    batch_size: options.BatchSize = 2048,
-    device: options.OptionalDevice = None,
-    seed: options.Seed = 0,
-    cache_dir: options.Cache = options.CACHE,
+    device: options.Device = None,
+    **given: Any,
 ) -> None:
     """Check a plan against what its tasks touch: the same numbers in every interleaving?"""
     with one_line_errors():
-        work = open_workload(workload, data, batch_size, device, seed, cache_dir, _agreed(context))
-        loaded = load_plan(plan, work.plans)
-        recording = record_workload(work)
+        opened = OpenWorkload.of(workload, {**given, "device": device}, _agreed(context))
+        loaded = load_plan(plan, opened.plans)
+        loop = opened.loop()
+        recording = loop.record()
         with about_plan(plan):
             verified = verify(
-                loaded,
-                work.tasks,
-                recording.effects,
-                sizes=recording.sizes,
-                budget_bytes=budget,
+                loaded, loop.tasks, recording.effects, sizes=recording.sizes, budget_bytes=budget
             )
         typer.echo(f"{plan}: all {verified.orders} orders are kept in every interleaving")
         if verified.footprint is not None:
@@ -143,11 +124,12 @@ def check(
 
 
 @app.command("simulate")
+@options.takes_workload_options
 def simulate(
     context: typer.Context,
     plan: PlanName,
     costs: Costs = None,
-    workload: options.Workload = "clicks",
+    workload: options.Workload = DEFAULT,
     measured: Annotated[
         Path | None, typer.Option(metavar="TIMELINE.json", help="What was measured; shown below.")
     ] = None,
@@ -158,96 +140,106 @@ def simulate(
         Path | None, typer.Option(metavar="OUT.json", help="Save it, for Perfetto or `trace`.")
     ] = None,
     width: Annotated[int, typer.Option(min=40, help="Columns of the timeline.")] = 100,
-    data: options.Data = None,
-    batch_size: options.BatchSize = 2048,
-    device: options.OptionalDevice = None,
-    seed: options.Seed = 0,
-    cache_dir: options.Cache = options.CACHE,
+    device: options.Device = None,
     keep: KeepCosts = None,
+    **given: Any,
 ) -> None:
     """Predict a plan's timeline and interval from what its tasks cost."""
     with one_line_errors():
-        job, work = _agreed(context), None
-        if plan in PAPER:
-            loaded = PAPER[plan]()
+        rank = _agreed(context)
+        if plan in PAPER or costs is not None:
+            loaded = load_plan(plan, {**_ready_made(rank), **PAPER})
             model = recsys14.costs() if costs is None else load_costs(costs)
-        elif costs is not None:
-            loaded, model = load_plan(plan, click_plans(job)), load_costs(costs)
+            streams = _speaks_of_streams(model)
         else:
-            work = open_workload(workload, data, batch_size, device, seed, cache_dir, job)
-            loaded = load_plan(plan, work.plans)
-            model = measure_workload(work, loaded)
-        streams = has_streams(work, model)
+            opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
+            loaded = load_plan(plan, opened.plans)
+            loop = opened.loop(MEASURED)
+            model, streams = loop.measure(loaded), loop.has_streams
         with about_plan(plan):
-            result = play_out(loaded, model, streams=streams)
+            result = simulate_plan(loaded, model, streams=streams)
             bounds = lower_bounds(loaded, model, streams=streams)
         traces = {"predicted": result.trace()}
         if measured is not None:
-            traces["measured"] = window(load_trace(measured), result.iterations)
+            traces["measured"] = last_iterations(load_trace(measured), result.iterations)
         typer.echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
-        if (drawn := written(job, picture)) is not None:
-            make_room(drawn)
-            plot_stacked(traces, drawn)
-            typer.echo(f"drawn into {drawn}")
-        if (saved := written(job, timeline)) is not None:
-            make_room(saved)
-            result.trace().save(saved)
-            typer.echo(f"timeline: {saved}")
-        keep_costs(model, written(job, keep))
+        save("drawn into", picture, lambda path: plot_stacked(traces, path), rank)
+        save("timeline:", timeline, result.trace().save, rank)
+        save("costs written to", keep, model.save, rank)
 
 
 @app.command("auto")
+@options.takes_workload_options
 def auto(
     context: typer.Context,
     plan: Annotated[
         str, typer.Argument(metavar="[PLAN]", help="Carries dependences; none: inferred.")
     ] = "",
     costs: Costs = None,
-    workload: options.Workload = "clicks",
+    workload: options.Workload = DEFAULT,
     in_flight: Annotated[int, typer.Option(min=1, help="Iterations in flight at most.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Thread groups at most.")] = 4,
     frozen: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),
     ] = None,
-    data: options.Data = None,
-    batch_size: options.BatchSize = 2048,
-    device: options.OptionalDevice = None,
-    seed: options.Seed = 0,
-    cache_dir: options.Cache = options.CACHE,
+    device: options.Device = None,
     keep: KeepCosts = None,
     output: Output = None,
+    **given: Any,
 ) -> None:
     """Choose the best plan under limits, and say why."""
     with one_line_errors():
-        job = _agreed(context)
+        rank = _agreed(context)
         limits = Limits(in_flight=in_flight, threads=threads, frozen=names(frozen))
         if not plan:
             if costs is not None:
                 raise UserError("--costs: name the plan too that carries the dependences")
-            work = open_workload(workload, data, batch_size, device, seed, cache_dir, job)
-            with about_plan(workload):
-                planned = plan_workload(work, limits)
+            opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
+            tuned = opened.tune(limits)
+            text, chosen, model = tuned.format(), tuned.plan, tuned.costs
         else:
-            paper = plan in PAPER
-            loaded = PAPER[plan]() if paper else load_plan(plan, click_plans(job))
-            if costs is None and not paper:
+            loaded = load_plan(plan, {**_ready_made(rank), **PAPER})
+            if costs is None and plan not in PAPER:
                 raise UserError("--costs: say what the plan's tasks cost, or name no plan")
             model = recsys14.costs() if costs is None else load_costs(costs)
-            streams = has_streams(None, model)
-            tell_first_time()
             with about_plan(plan):
-                choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=EFFORT)
-            planned = Planned(choice, model, streams)
-        typer.echo(planned.choice.format())
-        keep_costs(planned.costs, written(job, keep))
-        keep_plan(planned.choice.plan, written(job, output))
+                choice = auto_plan(
+                    loaded, model, limits=limits, streams=_speaks_of_streams(model), effort=EFFORT
+                )
+            text, chosen = choice.format(), choice.plan
+        typer.echo(text)
+        save("costs written to", keep, model.save, rank)
+        save("written to", output, chosen.save, rank)
 
 
-def _agreed(context: typer.Context) -> RankedJob | None:
-    """This process as one rank of several, if it is; all of them were told the same."""
-    job: RankedJob | None = context.obj
-    if job is not None:
-        facts = facts_of(f"plan {context.info_name}", context.params, ())
-        job.agree({**facts, "the plan": str(context.params["plan"] or "none")})
-    return job
+def _all_plans() -> Plans:
+    """All ready-made plans by name."""
+    forms = [form for work in workloads().values() for form in (work, work.on_ranks) if form]
+    return {name: make for form in forms for name, make in form.plans.items()}
+
+
+def _ready_made(rank: Rank | None) -> Plans:
+    """The default workload's ready-made plans."""
+    work = workloads()[DEFAULT]
+    return (work if rank is None or work.on_ranks is None else work.on_ranks).plans
+
+
+def _speaks_of_streams(costs: CostModel) -> bool:
+    """Whether costs are those of a device with streams."""
+    return any(cost.device_us for cost in costs.tasks.values())
+
+
+def last_iterations(trace: Trace, count: int) -> Trace:
+    """The last iterations of a trace."""
+    numbers = sorted({span.iteration for span in trace.spans})
+    return trace.window(numbers[max(0, len(numbers) - count)], numbers[-1])
+
+
+def _agreed(context: typer.Context) -> Rank | None:
+    """This process as one rank of several, if it is; all of them were given the same command."""
+    rank: Rank | None = context.obj
+    if rank is not None:
+        facts = command_facts(f"plan {context.info_name}", context.params, ())
+        rank.agree({**facts, "the plan": str(context.params["plan"] or "none")})
+    return rank

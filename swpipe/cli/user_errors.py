@@ -1,8 +1,7 @@
-"""Errors of the user, told in one line."""
+"""Mistakes of the user, reported in one line."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -10,14 +9,14 @@ from typing import IO, Any
 import typer
 
 from swpipe.core.errors import PlanError
+from swpipe.tasks.workload import InputError, TrainingFailedError
 
 ClickError: Any = typer.BadParameter.__mro__[2]
-"""What ends a command: a message and an exit code. Typer has it from click, and names it no more
-than by its heirs."""
+"""click's exception for a message and an exit code. Typer exports only classes derived from it."""
 
 
 class Reported(typer.BadParameter):
-    """An error that is told in one line.
+    """An error that is reported in one line.
 
     Args:
         message: The line.
@@ -37,45 +36,32 @@ class Reported(typer.BadParameter):
         typer.echo(f"swpipe: {self.message}", file=file, err=True)
 
 
-class UserError(Exception):
-    """Something the user got wrong; the message is one line."""
+class UserError(InputError):
+    """A mistake of the user at the command line; the message is one line."""
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End with exit code 2 where the user got something wrong, 1 where training diverged."""
+    """End with exit code 2 for a mistake of the user, with 1 where training cannot go on."""
     try:
         yield
-    except _user_errors() as error:
+    except InputError as error:
         raise Reported(str(error), 2) from error
-    except _diverged() as error:
+    except TrainingFailedError as error:
         raise Reported(str(error), 1) from error
 
 
 @contextmanager
 def about_plan(name: str) -> Iterator[None]:
-    """Tell what is wrong with a plan in one line, with the name that the user gave it."""
+    """Report what is wrong with a plan in one line, with the name that the user gave it."""
     try:
         yield
     except PlanError as error:
-        raise UserError(f"plan {name}: {in_one_line(error)}") from error
+        raise UserError(f"plan {name}: {one_line(error)}") from error
 
 
-def in_one_line(error: Exception) -> str:
-    """What an error says; of a plan's all problems, without the picture."""
+def one_line(error: Exception) -> str:
+    """The message of an error; for a plan, all problems without the picture."""
     if isinstance(error, PlanError):
         return "; ".join(problem.text for problem in error.problems)
     return str(error)
-
-
-# The click job's own errors, if the click job was loaded at all.
-
-
-def _user_errors() -> tuple[type[Exception], ...]:
-    clicks = sys.modules.get("swpipe.tasks.clicks")
-    return (UserError,) if clicks is None else (UserError, clicks.ClickDataError)
-
-
-def _diverged() -> tuple[type[Exception], ...]:
-    clicks = sys.modules.get("swpipe.tasks.clicks")
-    return () if clicks is None else (clicks.TrainingDivergedError,)

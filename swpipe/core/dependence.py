@@ -1,4 +1,4 @@
-"""The one model under every front end: dependences with a distance, and their lags.
+"""The one model under every front end: dependences with a distance and a lag.
 
 A dependence (consumer, producer, d) says: the consumer on iteration i comes after the producer on
 iteration i - d. Task t works in period p on iteration p - s(t), so the two lie
@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from enum import Enum
 from typing import NamedTuple
-
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 
 
 class Dependence(NamedTuple):
-    """The consumer on iteration i comes after the producer on iteration i - distance."""
+    """The consumer on iteration i comes after the producer on iteration i - distance.
+
+    Attributes:
+        lag: Periods from the producer's run to the consumer's.
+        source: The field of the plan that declares it, for messages.
+    """
 
     consumer: str
     producer: str
     distance: int
+    lag: int
     source: str
-    """The field of the plan that says so, for messages."""
 
     def __str__(self) -> str:
         if self.source == "same_period_deps":
@@ -38,85 +41,41 @@ class Dependence(NamedTuple):
         return f"{self.consumer} after {self.producer}{back} ({self.source})"
 
 
+class Cycle(Enum):
+    """What forms a cycle."""
+
+    EDGES = "the edges form a cycle"
+    ITERATION = "the dependences within an iteration form a cycle"
+    PERIOD = "the dependences within a period form a cycle"
+    ORDER = "order contradicts the dependences"
+
+
 class CycleError(Exception):
-    """The dependences within a period form a cycle.
+    """Tasks that would each have to come after the next.
 
     Attributes:
-        cycle: The names along it, each waiting for the next; the first stands again at the end.
+        cycle: Their names; the first stands again at the end.
+        source: What asks for it.
     """
 
-    def __init__(self, cycle: Sequence[str]) -> None:
+    def __init__(self, cycle: Sequence[str], source: Cycle = Cycle.EDGES) -> None:
         self.cycle = tuple(cycle)
-        super().__init__(" -> ".join(self.cycle))
+        self.source = source
+        super().__init__(cycle, source)
+
+    def __str__(self) -> str:
+        return " after ".join(repr(name) for name in self.cycle)
 
 
-def dependences(plan: PipelinePlan) -> tuple[Dependence, ...]:
-    """All dependences that a plan declares, each with its distance; doubles are left out.
-
-    Raises:
-        KeyError: A name that the schedule does not have.
-    """
-    stage = {name: entry.stage for name, entry in plan.schedule.items()}
-    found = [Dependence(c, p, 0, "deps") for c, p in plan.deps]
-    found += [Dependence(c, p, d, "cross_iter_deps") for c, p, d in plan.cross_iter_deps]
-    found += [
-        Dependence(c, p, stage[p] - stage[c], "same_period_deps") for c, p in plan.same_period_deps
-    ]
-    unique: dict[tuple[str, str, int], Dependence] = {}
-    for dep in found:
-        unique.setdefault(dep[:3], dep)
-    return tuple(unique.values())
-
-
-def lag(plan: PipelinePlan, dep: Dependence) -> int:
-    """How many periods lie between the producer's run and the consumer's."""
-    return plan.schedule[dep.consumer].stage - plan.schedule[dep.producer].stage + dep.distance
-
-
-def period_order(plan: PipelinePlan) -> list[str]:
-    """One order of the tasks within a period, in which every edge of lag 0 points backwards.
-
-    Ties: ``plan.order`` first; then tasks of worker groups before those of the default group, so
-    that a collective of the next batch takes its turn before this batch's backward; then higher
-    stages, so that the oldest iteration is not stuck behind a newer one; then declaration.
-
-    Raises:
-        CycleError: The edges of lag 0, or these and ``plan.order``, form a cycle.
-    """
-    return order_of(plan, dependences(plan))
-
-
-def order_of(plan: PipelinePlan, declared: Iterable[Dependence]) -> list[str]:
-    """``period_order`` for those who have the plan's dependences at hand."""
-    stage = {name: entry.stage for name, entry in plan.schedule.items()}
-    edges = [(c, p) for c, p, distance, _ in declared if stage[c] - stage[p] + distance == 0]
-    if len(plan.order) == len(stage):  # it names all tasks, and may be followed as it is
-        place = {name: k for k, name in enumerate(plan.order)}
-        if place.keys() == stage.keys() and all(place[p] < place[c] for c, p in edges):
-            return list(plan.order)
-    edges += [(later, sooner) for sooner, later in pairwise(plan.order)]
-    rank = {
-        name: (entry.thread_group == DEFAULT_GROUP, -entry.stage, index)
-        for index, (name, entry) in enumerate(plan.schedule.items())
-    }
-    return topological(rank, edges)
-
-
-def serial_order(plan: PipelinePlan, declared: Sequence[str]) -> list[str]:
-    """The order of a serial run: as declared, unless a dependence of distance 0 forbids it.
-
-    Raises:
-        CycleError: The dependences of distance 0 form a cycle.
-    """
-    edges = [(d.consumer, d.producer) for d in dependences(plan) if d.distance == 0]
-    return topological({name: (i,) for i, name in enumerate(declared)}, edges)
-
-
-def topological(rank: Mapping[str, tuple[int, ...]], edges: Iterable[tuple[str, str]]) -> list[str]:
+def topological(
+    rank: Mapping[str, tuple[int, ...]],
+    edges: Iterable[tuple[str, str]],
+    source: Cycle = Cycle.EDGES,
+) -> list[str]:
     """Kahn's algorithm over (consumer, producer) edges; the least rank among the ready is next.
 
     Raises:
-        CycleError: There is no such order.
+        CycleError: There is no such order; the error has this source.
     """
     producers: dict[str, set[str]] = {name: set() for name in rank}
     consumers: dict[str, set[str]] = {name: set() for name in rank}
@@ -135,7 +94,7 @@ def topological(rank: Mapping[str, tuple[int, ...]], edges: Iterable[tuple[str, 
             if missing[consumer] == 0:
                 heapq.heappush(ready, (rank[consumer], consumer))
     if len(order) < len(rank):
-        raise CycleError(_cycle(producers, set(rank) - set(order)))
+        raise CycleError(_cycle(producers, set(rank) - set(order)), source)
     return order
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from swpipe.core.dependence import dependences, lag
 from swpipe.core.plan import PipelinePlan, StreamRef
+from swpipe.core.resolved import ResolvedPlan
 
 EMPTY = "."
 
@@ -47,23 +47,24 @@ def format_grid(
     )
 
 
-def format_stages(plan: PipelinePlan, order: Sequence[str]) -> str:
+def format_stages(resolved: ResolvedPlan) -> str:
     """Stage by stage: each task's group and stream, and what it waits for, with lags."""
     from tabulate import tabulate
 
-    waits: dict[str, list[str]] = {name: [] for name in order}
-    for dep in dependences(plan):
-        waits[dep.consumer].append(f"{dep.producer} ({lag(plan, dep)})")
+    waits: dict[str, list[str]] = {name: [] for name in resolved.period_order}
+    for dep in resolved.dependences:
+        waits[dep.consumer].append(f"{dep.producer} ({dep.lag})")
+    schedule = resolved.plan.schedule
     rows = [
         (
-            plan.schedule[name].stage,
+            schedule[name].stage,
             name,
-            plan.schedule[name].thread_group,
-            stream_name(plan.schedule[name].stream),
-            "yes" if plan.schedule[name].globally_ordered else "",
+            schedule[name].thread_group,
+            stream_name(schedule[name].stream),
+            "yes" if schedule[name].globally_ordered else "",
             ", ".join(waits[name]),
         )
-        for name in sorted(order, key=lambda n: plan.schedule[n].stage)
+        for name in sorted(waits, key=lambda name: schedule[name].stage)
     ]
     headers = (
         "stage",
@@ -73,7 +74,7 @@ def format_stages(plan: PipelinePlan, order: Sequence[str]) -> str:
         "globally ordered",
         "after (lag in periods)",
     )
-    return f"depth {plan.depth}\n" + tabulate(rows, headers=headers)
+    return f"depth {resolved.plan.depth}\n" + tabulate(rows, headers=headers)
 
 
 def stream_name(stream: StreamRef) -> str:

@@ -1,9 +1,9 @@
 """What tasks touch, and which of them must therefore keep their serial order.
 
-A *place* is something that tasks read and write: an attribute of the context, of which every
-iteration has its own, or a state that persistent the iteration. Two tasks *conflict* over a place
-when both touch it and one of them writes it. A serial run orders all conflicts; a plan that orders
-them in the same way gives the same numbers.
+A *location* is something that tasks read and write: an attribute of the context, of which every
+iteration has its own, or a state that persists from one iteration to the next. Two tasks *conflict*
+over a location when both touch it and one of them writes it. A serial run orders all conflicts; a
+plan that orders them in the same way gives the same numbers.
 
 For a conflict over an attribute the two are on one iteration: distance 0. Over a state it is
 enough to order each pair within an iteration (distance 0, in serial order) and from one iteration
@@ -13,7 +13,8 @@ further apart follows from those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -25,7 +26,7 @@ class Location(NamedTuple):
 
     Attributes:
         name: Of the attribute, or of the state; or in a few words, of memory without a name.
-        persistent: True for a state, which persistent the iteration; False for an attribute.
+        persistent: True for a state, which persists between iterations; False for an attribute.
     """
 
     name: str
@@ -86,26 +87,32 @@ def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
     }
 
 
-def conflicts(effects: EffectTable) -> Iterator[Conflict]:
-    """Every conflict between tasks; ``effects`` is in serial order. One hazard for each pair."""
-    names = tuple(effects)
-    for later, consumer in enumerate(names):
+def conflicts(effects: EffectTable) -> list[Conflict]:
+    """Every conflict between tasks, by consumer; ``effects`` is in serial order.
+
+    One hazard for each pair, distance and place.
+    """
+    users: dict[Location, list[str]] = defaultdict(list)
+    for name, touched in effects.items():
+        for place in touched.reads | touched.writes:
+            users[place].append(name)
+    serial = {name: number for number, name in enumerate(effects)}
+    found = [c for place, names in users.items() for c in _over(place, names, effects)]
+    return sorted(found, key=lambda c: (serial[c.consumer], serial[c.producer], *c[2:4]))
+
+
+def _over(place: Location, names: Sequence[str], effects: EffectTable) -> Iterator[Conflict]:
+    """The conflicts between those that touch one place."""
+    writers = {name for name in names if place in effects[name].writes}
+    for later, consumer in enumerate(names if writers else ()):
+        reads = place in effects[consumer].reads
         for sooner, producer in enumerate(names):
-            if sooner < later:
-                yield from _between(effects, consumer, producer, 0)
+            hazard = _hazard(producer in writers, reads, consumer in writers)
+            if hazard is not None and sooner < later:
+                yield Conflict(consumer, producer, 0, place, hazard)
             # With itself, too: a writer comes after itself of the iteration before.
-            yield from _between(effects, consumer, producer, 1)
-
-
-def _between(
-    effects: EffectTable, consumer: str, producer: str, distance: int
-) -> Iterator[Conflict]:
-    after, before = effects[consumer], effects[producer]
-    shared = (after.reads | after.writes) & (before.reads | before.writes)
-    for place in sorted(shared):
-        hazard = _hazard(place in before.writes, place in after.reads, place in after.writes)
-        if hazard is not None and (place.persistent or distance == 0):
-            yield Conflict(consumer, producer, distance, place, hazard)
+            if hazard is not None and place.persistent:
+                yield Conflict(consumer, producer, 1, place, hazard)
 
 
 def _hazard(written: bool, read_after: bool, written_after: bool) -> Hazard | None:

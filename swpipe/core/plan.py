@@ -8,7 +8,8 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from types import UnionType
+from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -155,20 +156,14 @@ class PipelinePlan:
         Raises:
             TypeError: A task's stream is a ``torch.Stream``; only named streams can be written.
         """
-        data: dict[str, Any] = {}
-        if self.pipeline_depth is not None:
-            data["pipeline_depth"] = self.pipeline_depth
-        for key in ("deps", "cross_iter_deps", "same_period_deps"):
-            if pairs := getattr(self, key):
-                data[key] = [list(pair) for pair in pairs]
-        if self.order:
-            data["order"] = list(self.order)
-        if self.streams:
-            data["streams"] = {name: {"priority": s.priority} for name, s in self.streams.items()}
-        if self.stale:
-            data["stale"] = dict(self.stale)
-        data["schedule"] = {name: _schedule_dict(name, s) for name, s in self.schedule.items()}
-        return data
+        for name, entry in self.schedule.items():
+            if isinstance(entry.stream, torch.Stream):
+                raise TypeError(
+                    f"task {name!r}: its stream is a torch.Stream object, which no file can hold; "
+                    "name the stream instead and describe it in PipelinePlan.streams"
+                )
+        data = {key: _plain(getattr(self, key)) for key in _KEYS}
+        return {k: v for k, v in data.items() if k == "schedule" or v not in (None, [], {})}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -242,20 +237,24 @@ class PipelinePlan:
         return cls.from_json(text) if path.suffix == ".json" else cls.from_toml(text)
 
     def digest(self) -> str:
-        """A fingerprint of the plan's data (hex), for comparing plans across ranks.
+        """A fingerprint (hex) of all that ranks must agree on, for comparing plans across ranks."""
+        data = {key: _plain(value) for key, value in self.agreed_fields().items()}
+        # As pairs: the order of the schedule counts.
+        data["schedule"] = [[name, row] for name, row in data["schedule"].items()]
+        return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
-        Priorities of streams and staleness that is meant order nothing: ranks may differ in them.
-        """
-        rows = [
-            [name, s.stage, s.stream if isinstance(s.stream, str | None) else "<torch.Stream>",
-             s.thread_group, s.globally_ordered]
-            for name, s in self.schedule.items()
-        ]  # fmt: skip
-        rest = [self.deps, self.cross_iter_deps, self.same_period_deps, self.order, self.depth]
-        return hashlib.sha256(json.dumps([rows, rest]).encode()).hexdigest()
+    def agreed_fields(self) -> dict[str, Any]:
+        """Field to value, for all fields that ranks must agree on: those that order something."""
+        names = [name for name in _KEYS if name not in _MAY_DIFFER]
+        return {name: getattr(self, name) for name in names} | {"pipeline_depth": self.depth}
 
 
 _KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
+_MAY_DIFFER = {
+    "streams": "a stream's priority orders nothing",
+    "stale": "it allows reads, and changes no order",
+}
+"""Fields that no digest counts, and why. Tasks are no data."""
 
 
 def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str, TaskSchedule]:
@@ -326,14 +325,21 @@ def _distant(pairs: Iterable[Any], problems: list[Problem]) -> tuple[DistantPair
     return tuple(good)
 
 
-def _schedule_dict(name: str, entry: TaskSchedule) -> dict[str, Any]:
-    if isinstance(entry.stream, torch.Stream):
-        raise TypeError(
-            f"task {name!r}: its stream is a torch.Stream object, which no file can hold; "
-            "name the stream instead and describe it in PipelinePlan.streams"
+def _plain(value: Any) -> Any:
+    """What a file holds: lists, dicts, and of an entry the fields that are not at their default."""
+    if isinstance(value, torch.Stream):
+        return "<torch.Stream>"
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, TaskSchedule | StreamSpec):
+        held, default = (
+            {f.name: _plain(getattr(of, f.name)) for f in fields(of)}
+            for of in (value, type(value)())
         )
-    values = {f.name: getattr(entry, f.name) for f in fields(entry)}
-    return {k: v for k, v in values.items() if v != getattr(TaskSchedule(), k)}
+        return {name: entry for name, entry in held.items() if entry != default[name]}
+    return value
 
 
 def _table(
@@ -344,27 +350,28 @@ def _table(
     if not isinstance(table, Mapping):
         problems.append(Problem(f"{key} is {table!r}: it must be a table"))
         return {}
-    default = kind()
+    known = {name: _kinds(hint) for name, hint in get_type_hints(kind).items()}
     made: dict[str, Any] = {}
     for name, entry in table.items():
         if not isinstance(entry, Mapping):
             problems.append(Problem(f"{key}.{name} is {entry!r}: it must be a table"))
             continue
-        known = {f.name: getattr(default, f.name) for f in fields(kind)}
-        for field_name, value in entry.items():
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+        for field_name, value in values.items():
+            where = f"{key}.{name}"
             if field_name not in known:
+                text = f"{where}: unknown key {field_name!r}; known are {', '.join(known)}"
+                problems.append(Problem(text))
+            elif type(value) not in known[field_name]:
+                wanted = " or ".join(each.__name__ for each in known[field_name])
                 problems.append(
-                    Problem(
-                        f"{key}.{name}: unknown key {field_name!r}; known are {', '.join(known)}"
-                    )
+                    Problem(f"{where}.{field_name} is {value!r}: it must be a {wanted}")
                 )
-                continue
-            wanted = str if known[field_name] is None else type(known[field_name])
-            if type(value) is not wanted:
-                problems.append(
-                    Problem(
-                        f"{key}.{name}.{field_name} is {value!r}: it must be a {wanted.__name__}"
-                    )
-                )
-        made[name] = kind(**{k: v for k, v in entry.items() if k in known})
+        made[name] = kind(**{k: v for k, v in values.items() if k in known})
     return made
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """The types that a file can hold of those that a field may have."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(get_origin(k) or k for k in kinds if k not in (type(None), torch.Stream))

@@ -1,13 +1,18 @@
-"""Devices: streams and events behind one protocol."""
+"""Devices: streams, events and random number generators behind one protocol."""
 
-from swpipe.device.device import (
-    AcceleratorDevice,
-    CpuDevice,
-    Device,
-    Event,
-    Stream,
-    plain,
-    resolve,
-)
+from swpipe.device.accelerator import AcceleratorDevice, plain
+from swpipe.device.choose import resolve
+from swpipe.device.cpu import CpuDevice, on_cpu
+from swpipe.device.protocol import Device, Event, GeneratorStates, Stream
 
-__all__ = ["AcceleratorDevice", "CpuDevice", "Device", "Event", "Stream", "plain", "resolve"]
+__all__ = [
+    "AcceleratorDevice",
+    "CpuDevice",
+    "Device",
+    "Event",
+    "GeneratorStates",
+    "Stream",
+    "on_cpu",
+    "plain",
+    "resolve",
+]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import NamedTuple
 
-from swpipe.analysis.races import demands
-from swpipe.core.dependence import Dependence, dependences
+from swpipe.analysis.races import guarantees, required_orders, violations
+from swpipe.core.dependence import Dependence
 from swpipe.core.effects import Conflict, EffectTable, Location, conflicts
-from swpipe.core.plan import PipelinePlan
-from swpipe.inference.orders import Edge, Orders, declared_edges, edge_of, lane_edges
+from swpipe.core.resolved import ResolvedPlan
+from swpipe.inference.orders import Edge, Orders, edge_of
 
 
 class Needed(NamedTuple):
@@ -56,8 +57,8 @@ class Comparison:
     Attributes:
         missing: Dependences that the plan must still declare, the fewest: without them tasks may
             touch something in another order than serially.
-        by_schedule: Dependences that are not declared, but kept as long as the tasks stay in one
-            thread group and on one stream; the fewest.
+        by_schedule: Dependences that are not declared, but kept by threads, streams, global order
+            and depth as they are; the fewest.
         needless: Declared between tasks that were not seen to touch anything in common. They may
             stand for something that no recording sees.
     """
@@ -73,7 +74,7 @@ class Comparison:
         else:
             lines += ["no dependence is missing"]
         if self.by_schedule:
-            lines += ["not declared, kept by the threads and streams as they are:"]
+            lines += ["not declared, kept by the schedule as it is:"]
             lines += [f"  {one}" for one in self.by_schedule]
         if self.needless:
             lines += [
@@ -84,27 +85,33 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(plan: PipelinePlan, effects: EffectTable) -> Comparison:
-    """Compare a plan that passes ``swpipe.analysis.checks.check`` with the effects of its tasks.
+def compare(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
+    """Compare a validated plan with the effects of its tasks, on both kinds of device.
 
     Staleness that the plan asks for by the name of a state is granted.
     """
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
-    for demand in demands(effects, plan.stale):
-        if not demand.either:
-            wanted[edge_of(demand.conflict)].append(demand.conflict)
+    certain: dict[Edge, None] = {}
+    required = tuple(required_orders(effects, resolved.plan.stale))
+    for conflict, either in required:
+        wanted[edge_of(conflict)].append(conflict)
+        if not either:
+            certain[edge_of(conflict)] = None
+    before = guarantees(resolved, streams=None)
+    found = violations(required, before)
+    broken = {Edge(each.consumer, each.producer, each.distance) for each in found}
     names = tuple(effects)
-    declared = declared_edges(plan)
-    orders = Orders(names, declared)
-    not_declared = [edge for edge in wanted if not orders.implies(edge)]
-    kept = Orders(names, [*declared, *lane_edges(plan)])
-    missing = kept.missing(not_declared)
-    for edge in missing:
-        orders.add(edge)
+    known = Orders(names)
+    if broken:  # what the plan keeps may imply some of these, together with others
+        pairs = (Edge(c, p, d) for c, p in permutations(names, 2) for d in (0, 1))
+        known.missing(e for e in pairs if all(b.keeps(e[1], e[0], e[2]) for b in before))
+    missing = known.missing(broken)
+    orders = Orders(names, [*(Edge(*dep[:3]) for dep in resolved.dependences), *missing])
+    by_schedule = orders.missing([edge for edge in certain if edge not in broken])
     return Comparison(
         missing=tuple(_needed(edge, wanted[edge]) for edge in missing),
-        by_schedule=tuple(_needed(edge, wanted[edge]) for edge in orders.missing(not_declared)),
-        needless=tuple(_needless(plan, names, wanted)),
+        by_schedule=tuple(_needed(edge, wanted[edge]) for edge in by_schedule),
+        needless=tuple(_needless(resolved, names, certain)),
     )
 
 
@@ -122,18 +129,18 @@ def _needed(edge: Edge, behind: Iterable[Conflict]) -> Needed:
 
 
 def _needless(
-    plan: PipelinePlan, names: tuple[str, ...], wanted: Iterable[Edge]
+    resolved: ResolvedPlan, names: tuple[str, ...], wanted: Iterable[Edge]
 ) -> Iterable[Needless]:
     within = {edge[:2] for edge in wanted}
     across = {edge[:2] for edge in wanted if edge.distance}
-    all_kept = Orders(names, declared_edges(plan))
+    declared = [Edge(*dep[:3]) for dep in resolved.dependences]
+    all_kept = Orders(names, declared)
     kept = [edge for edge in wanted if all_kept.implies(edge)]
-    for dep in dependences(plan):
+    for dep, edge in zip(resolved.dependences, declared, strict=True):
         if dep[:2] in (across if dep.distance > 0 else within):
             continue
-        edges = [edge for edge in declared_edges(plan) if edge != dep[:3]]
-        without = Orders(names, edges)
-        yield Needless(dep, carries=not all(without.implies(edge) for edge in kept))
+        without = Orders(names, [other for other in declared if other != edge])
+        yield Needless(dep, carries=not all(map(without.implies, kept)))
 
 
 def _listed(places: Iterable[Location], most: int = 4) -> str:

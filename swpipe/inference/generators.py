@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
+from swpipe.device import Device
+
 TORCH = "torch's default generators"
 """The one that tasks with ``random=True`` need not keep their order over."""
 
 
-def states(device_type: str, found: Mapping[str, Any]) -> dict[str, object]:
+def states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
     """Name to where the generator stands: those of torch, Python and numpy, and those found."""
-    of_torch = [_bytes(torch.get_rng_state())]
-    if device_type != "cpu":
-        of_torch.append(_bytes(torch.get_device_module(device_type).get_rng_state()))
     where: dict[str, object] = {
-        TORCH: of_torch,
+        TORCH: [_bytes(state) for state in device.generator_states()],
         "Python's default generator": random.getstate(),
     }
     numpy = sys.modules.get("numpy.random")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.inference.declared import by_declaration
 from swpipe.inference.generators import states
 from swpipe.inference.recorded_context import RecordedContext, attributes
@@ -107,7 +107,7 @@ class Moment:
         self._sums: dict[StorageId, int] = {}
         for state in self._states():
             self._sums |= checksums(state.tensor) if state.storages - self._sums.keys() else {}
-        self._generators = states(device.type, reached.generators)
+        self._generators = states(device, reached.generators)
         self.optimizers = {number: name for name, (number, _) in reached.options.items()}
         self._options = {name: options for name, (_, options) in reached.options.items()}
         self._plain = reached.plain

@@ -1,16 +1,13 @@
-"""What a set of dependences implies, by paths over distances."""
+"""Which of some dependences imply others, by paths over distances: to infer the fewest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from swpipe.core.dependence import dependences, period_order
 from swpipe.core.effects import Conflict
-from swpipe.core.plan import PipelinePlan
 
 
 class Edge(NamedTuple):
@@ -76,24 +73,3 @@ class Orders:
 def edge_of(conflict: Conflict) -> Edge:
     """The order that a conflict asks for."""
     return Edge(conflict.consumer, conflict.producer, conflict.distance)
-
-
-def declared_edges(plan: PipelinePlan) -> list[Edge]:
-    """The dependences that a plan declares."""
-    return [Edge(dep.consumer, dep.producer, dep.distance) for dep in dependences(plan)]
-
-
-def lane_edges(plan: PipelinePlan) -> list[Edge]:
-    """What a plan orders without saying so: tasks of one thread group and one stream."""
-    lanes: dict[tuple[str, object], list[str]] = {}
-    for name in period_order(plan):
-        entry = plan.schedule[name]
-        lanes.setdefault((entry.thread_group, entry.stream), []).append(name)
-    edges = []
-    stage = {name: entry.stage for name, entry in plan.schedule.items()}
-    for lane in lanes.values():
-        for sooner, later in pairwise(lane):
-            edges.append(Edge(later, sooner, stage[sooner] - stage[later]))
-        first, last = lane[0], lane[-1]  # the first comes again after the last, a period later
-        edges.append(Edge(first, last, stage[last] - stage[first] + 1))
-    return edges

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe._engine.randomness import Draws
+from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.discovery import Found, find_all, find_state, given_state
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import resolve as resolve_device
+from swpipe.device import resolve as resolve_device
 from swpipe.inference.attributes import save_attributes
 from swpipe.inference.facts import IterationFacts
 from swpipe.inference.groups import effects_of, group
@@ -68,7 +68,7 @@ def record(
     snapshot = Snapshot(owners, where)
     put_back_attributes = save_attributes(tasks)
     before = reached_by(tasks)
-    recorder = Recorder(tasks, where, Draws(seed, where.type))
+    recorder = Recorder(tasks, where, TaskSeeds(seed, where))
     try:
         seen = [recorder.run(batch, number) for number in range(iterations)]
     finally:

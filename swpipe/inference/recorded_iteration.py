@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from swpipe._engine.randomness import Draws
+from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.discovery import PLAIN
 from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import map_tensors, nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.inference.facts import IterationFacts, TaskFacts
 from swpipe.inference.moment import Moment
 from swpipe.inference.operators import OperatorWatch, Touched
@@ -36,14 +36,14 @@ class Recorder:
     Args:
         tasks: In serial order.
         device: That the tasks use.
-        draws: For tasks that draw.
+        seeds: For tasks with ``random=True``.
     """
 
-    def __init__(self, tasks: Sequence[PipelineTask], device: Device, draws: Draws) -> None:
+    def __init__(self, tasks: Sequence[PipelineTask], device: Device, seeds: TaskSeeds) -> None:
         self.storages = Storages()
         self._tasks = tasks
         self._device = device
-        self._draws = draws
+        self._seeds = seeds
         self._met: frozenset[StorageId] = frozenset()
         self._alive: frozenset[StorageId] = frozenset()
 
@@ -84,7 +84,7 @@ class Recorder:
         self, task: PipelineTask, ctx: RecordedContext
     ) -> tuple[AttributeLog, Touched, set[int]]:
         log, watch = AttributeLog(), OperatorWatch(self.storages)
-        seeded = self._draws.of(task.name, ctx.iter_idx) if task.random else nullcontext()
+        seeded = self._seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
         try:
             with seeded, _eager(), _steps() as stepped, watch:
                 keep_log(ctx, log)

@@ -8,7 +8,7 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 
-from swpipe.analysis.checks import check
+from swpipe.analysis.validation import validate
 from swpipe.core.effects import Effects, Location
 from swpipe.core.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
@@ -90,8 +90,7 @@ class Recording:
         Raises:
             PlanError: The plan cannot run with these tasks at all.
         """
-        check(plan, self.tasks)
-        return compare(plan, self.effects)
+        return compare(validate(plan, self.tasks), self.effects)
 
     def report(self, plan: PipelinePlan | None = None) -> InferenceReport:
         """All that was found, to be printed; with a plan, how it compares.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swpipe._tensors.pytree import parts_of
+from swpipe.device import on_cpu
 
 StorageId = int
 
@@ -87,7 +88,7 @@ def checksums(tensor: Tensor) -> dict[StorageId, int]:
 
 def _checksum(storage: Any) -> int:
     size = storage.nbytes()
-    if storage.device.type == "cpu":
+    if on_cpu(storage):
         return zlib.crc32((ctypes.c_ubyte * size).from_address(storage.data_ptr()))
     with torch.no_grad():
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

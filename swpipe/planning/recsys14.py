@@ -27,6 +27,8 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 from swpipe.planning.limits import Limits
 
+__all__ = ["costs", "limits", "plan"]
+
 FROZEN = ("forward", "backward", "finalize_model_grads", "optimizer_step")
 """Tasks that train: they stay on the caller's thread and stream, in the last stage."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from swpipe.core.plan import PipelinePlan, TaskSchedule
+
+__all__ = ["PLANS", "pipelined", "serial"]
 from swpipe.plans.prefetch import prefetch_plan
 
 FEED = ("read", "decode", "hash", "copy")
@@ -24,9 +26,9 @@ def serial() -> PipelinePlan:
 def pipelined() -> PipelinePlan:
     """The next batches are read, decoded, hashed and copied while this one is computed.
 
-    Reading and decoding keep the host busy, so they earn a thread of their own. Polars and torch
-    both work without the interpreter lock: on two cores the two threads really run side by side.
-    A depth of 3 lets the feeding thread be late for once.
+    Reading and decoding keep the host busy, so they have a thread group of their own. Polars and
+    torch release the interpreter lock, so the two threads run in parallel. A depth of 3 evens out
+    batches that take longer to read.
     """
     return prefetch_plan(
         FEED,

@@ -1,8 +1,8 @@
 """Ready-made plans of the click job on several ranks (``swpipe.tasks.clicks.sharded``), by name.
 
-Those of the recommender's step (``swpipe.plans.sparse_dist``), with reading, decoding and hashing
-ahead of them and the running AUC behind. Under all but the serial one these three have a thread of
-their own and run a stage ahead: they keep the host busy, and launch no collective.
+The plans of ``swpipe.plans.sparse_dist``, with reading, decoding and hashing before them and the
+running AUC after them. Except in the serial plan, these three have a thread group of their own and
+run one stage ahead: they keep the host busy, and launch no collective.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from itertools import pairwise
 
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 from swpipe.plans import sparse_dist
+
+__all__ = ["PLANS", "fed", "serial"]
 
 FEED = ("read", "decode", "hash")
 """Tasks that bring a batch from the file to tensors on the host."""
@@ -26,7 +28,7 @@ TASKS = (*FEED, *sparse_dist.TASKS, AUC)
 def fed(step: PipelinePlan, *, group: str = "io") -> PipelinePlan:
     """A plan of the eleven tasks with the feed a stage ahead of them, on a thread of its own.
 
-    One iteration more in flight than the stages need lets that thread be late for once.
+    One more iteration in flight than the stages need evens out batches that take longer to read.
     """
     ahead = {name: TaskSchedule(stage=0, thread_group=group) for name in FEED}
     later = {name: replace(entry, stage=entry.stage + 1) for name, entry in step.schedule.items()}

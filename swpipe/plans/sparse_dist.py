@@ -1,11 +1,10 @@
 """Ready-made plans of the recommender's training step (``swpipe.tasks.sparse_dist``), by name.
 
-All of them run on the caller's thread: what overlaps is the device's streams and the exchanges that
-are under way, so nothing runs between two calls of ``progress()``, and a model may be detached,
-evaluated or saved there. A thread of its own for a task is one field away: everything that launches
-collectives is globally ordered.
+All tasks run on the caller's thread; streams and pending exchanges overlap. Nothing runs between
+two calls of ``progress()``, so the model may be detached, evaluated or saved there. Tasks that
+launch collectives are globally ordered, so any task may also be moved to a worker thread.
 
-One period, from left to right, with the iteration each task is on (i is the one handed out)::
+One period from left to right, with the iteration of each task (i is the one that is returned)::
 
     serial       copy start wait prefetch embed dense loss backward  ...  all on i
 
@@ -21,9 +20,9 @@ One period, from left to right, with the iteration each task is on (i is the one
     semi_sync    dense loss dense' start copy prefetch embed embed' wait finalize step
                  i     i    i      i+2   i+3  i+1      i+1   i      i+2  i        i
 
-Each exchange so has the work of the tasks between to hide behind: of sizes from "start" to "wait",
-of ids from "wait" to "prefetch", of embeddings from "embed" to "dense", and of their gradients,
-under the split forward, from the middle of "dense'" to "embed'".
+The tasks in between overlap the exchanges: of sizes from "start" to "wait", of ids from "wait" to
+"prefetch", of embeddings from "embed" to "dense" and, under the split forward, of their gradients
+from the middle of "dense'" to "embed'".
 """
 
 from __future__ import annotations
@@ -31,14 +30,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+__all__ = ["PLANS", "TASKS", "prefetch", "semi_sync", "serial", "sparse_dist", "split"]
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
 
-COPY, START, WAIT, PREFETCH = (
-    "H2DAndShuffle",
-    "EmbInputDistStart",
-    "EmbInputDistWait",
-    "EmbPrefetch",
-)
+COPY, START, WAIT = "H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait"
+PREFETCH = "EmbPrefetch"
 EMBED, DENSE, LOSS = "EmbForward", "DenseForward", "LossPostprocess"
 DENSE_BACK, EMBED_BACK = "DenseBackward", "EmbBackward"
 FINALIZE, STEP = "FinalizeGrads", "OptimStep"
@@ -55,49 +51,31 @@ STREAMS = {COPY: "memcpy", START: "data_dist", WAIT: "data_dist"}
 
 
 def serial() -> PipelinePlan:
-    """One task after the other on the caller's thread and stream."""
+    """All tasks one after another on the caller's thread and stream."""
     return _plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
 
 
 def sparse_dist() -> PipelinePlan:
-    """Three stages: copy, exchange of ids, compute. What TorchRec's sparse-dist pipeline does."""
+    """Three stages: copy, exchange of ids, compute; as TorchRec's sparse-dist pipeline."""
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
     order = (
-        START,
-        COPY,
-        PREFETCH,
-        EMBED,
-        DENSE,
-        WAIT,
-        LOSS,
-        DENSE_BACK,
-        EMBED_BACK,
-        FINALIZE,
-        STEP,
-    )
+        START, COPY, PREFETCH, EMBED, DENSE, WAIT, LOSS,
+        DENSE_BACK, EMBED_BACK, FINALIZE, STEP,
+    )  # fmt: skip
     return _plan(stages, order, streams=STREAMS)
 
 
 def prefetch() -> PipelinePlan:
     """Four stages: copy, exchange of ids, prefetch, compute.
 
-    Within a period the next batch's prefetch comes after this batch's forward, which unlocks the
-    cache lines that it used, and before its backward, behind which it hides.
+    The prefetch of the next batch comes after this batch's forward, which releases its cache lines,
+    and before this batch's backward, which overlaps it.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2}
     order = (
-        START,
-        COPY,
-        EMBED,
-        DENSE,
-        WAIT,
-        PREFETCH,
-        LOSS,
-        DENSE_BACK,
-        EMBED_BACK,
-        FINALIZE,
-        STEP,
-    )
+        START, COPY, EMBED, DENSE, WAIT, PREFETCH, LOSS,
+        DENSE_BACK, EMBED_BACK, FINALIZE, STEP,
+    )  # fmt: skip
     return _plan(
         stages,
         order,
@@ -107,17 +85,17 @@ def prefetch() -> PipelinePlan:
 
 
 def split(*, tables_in_step: bool = True) -> PipelinePlan:
-    """Four stages; the next batch's embeddings are looked up as soon as the tables are up to date.
+    """Four stages; the next batch's look-up comes directly after the update of the tables.
 
-    From one batch to the next the tables ask for two exchanges, one after the other: of embeddings,
-    and of their gradients. While one is under way, what does not depend on it is done. Gradients
-    travel during the last part of the dense half's backward, and while a later batch is copied and
-    its sizes go out; embeddings, while those sizes come in, the optimizers step, and the dense half
-    does what it can without them. Needs the split forward.
+    Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
+    not depend on an exchange overlaps it. Gradients are exchanged during the end of the dense
+    backward, the copy of a later batch and the start of its input exchange; embeddings during the
+    wait for that exchange, the optimizers and the start of the dense forward. Needs the split
+    forward.
 
     Args:
-        tables_in_step: Some tables are updated by ``OptimStep`` rather than inside backward
-            (data-parallel ones are); the next look-up then comes after that.
+        tables_in_step: Some tables are updated by ``OptimStep`` rather than inside backward, as
+            data-parallel ones are; the next look-up then comes after it.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
     head = (DENSE, PREFETCH, LOSS, DENSE_BACK, START, COPY, EMBED_BACK)
@@ -133,25 +111,16 @@ def split(*, tables_in_step: bool = True) -> PipelinePlan:
 
 
 def semi_sync() -> PipelinePlan:
-    """As split, but the next batch is looked up before this one has updated the tables.
+    """As split, but the next batch is looked up before this one updates the tables.
 
-    Its embeddings are one batch behind; they and this batch's gradients travel at the same time.
-    Not the serial run's numbers, hence asked for by name. Needs the split forward.
+    Table reads are one batch stale, so the results differ from the serial run's. The exchanges of
+    embeddings and of gradients overlap. Needs the split forward.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
     order = (
-        DENSE,
-        LOSS,
-        DENSE_BACK,
-        START,
-        COPY,
-        PREFETCH,
-        EMBED,
-        EMBED_BACK,
-        WAIT,
-        FINALIZE,
-        STEP,
-    )
+        DENSE, LOSS, DENSE_BACK, START, COPY, PREFETCH, EMBED,
+        EMBED_BACK, WAIT, FINALIZE, STEP,
+    )  # fmt: skip
     return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1})
 
 
@@ -164,7 +133,7 @@ def _plan(
     same_period: Sequence[tuple[str, str]] = (),
     stale: Mapping[str, int] | None = None,
 ) -> PipelinePlan:
-    """The plan in which each iteration's tasks keep their serial order."""
+    """A plan in which the tasks of each iteration keep their serial order."""
     return PipelinePlan(
         schedule={
             name: TaskSchedule(
@@ -173,7 +142,7 @@ def _plan(
             for name in TASKS
         },
         deps=[(after, before) for before, after in pairwise(TASKS)],
-        # The state that iterations share: parameters, gradients, and the caches' bookkeeping.
+        # The states that iterations share: parameters, gradients and caches.
         cross_iter_deps=[*carried, (DENSE, STEP), (PREFETCH, EMBED)],
         same_period_deps=same_period,
         order=order,

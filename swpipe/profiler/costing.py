@@ -36,7 +36,7 @@ from swpipe.pipeline import SWPipeline
 from swpipe.profiler.gil import GilContender, GilTimes
 from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import WindowTimer, observed, set_aside
+from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts
 
@@ -83,13 +83,13 @@ def measure_costs(
         raise ValueError("batches is empty: give at least one batch to measure on")
     Counts(num_warmup, num_measure, num_rounds=2)
     profiler = TaskProfiler(pipe, state=state)
-    profiler._check_idle()
-    snapshot = Snapshot(profiler._owners(), pipe.device)
+    pipe.check_idle("measuring costs")
+    snapshot = Snapshot(profiler.owners(), pipe.device)
     found: list[CostModel] = []
     for batch in batches:
         timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined)
         try:
-            with set_aside(pipe):
+            with pipe.borrow():
                 timer.window()  # not used: the first iterations allocate and compile
                 found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
         finally:
@@ -137,14 +137,14 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
 def _gil_s(timer: WindowTimer) -> dict[str, float]:
     with GilContender() as contender:
         times = GilTimes(contender)
-        with observed(timer.pipe, times):
+        with timer.pipe.observe(times):
             timer.window()
     return {name: min(runs) for name, runs in times.runs.items()}
 
 
 def _device_s(timer: WindowTimer) -> dict[str, float]:
     """From the stream spans of a trace; empty if the device's events have no timing."""
-    first = timer.pipe._next_iteration + timer.num_warmup
+    first = timer.pipe.next_iteration + timer.num_warmup
     with timer.pipe.trace() as trace:
         timer.window()
     runs: dict[str, list[int]] = defaultdict(list)

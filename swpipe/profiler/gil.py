@@ -26,6 +26,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Self
 
+from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
 
 SWITCH_S = 20e-6
@@ -76,7 +77,7 @@ class GilContender:
         sys.setswitchinterval(self._switch_s)
 
 
-class GilTimes:
+class GilTimes(Observer):
     """Observes a serial run next to a contender.
 
     Attributes:
@@ -87,9 +88,6 @@ class GilTimes:
         self._contender = contender
         self._begin = (0.0, 0.0)
         self.runs: dict[str, list[float]] = {}
-
-    def arrive(self, ins: Instruction, iteration: int) -> None:
-        return None
 
     def start(self, ins: Instruction, iteration: int) -> None:
         self._begin = (time.perf_counter(), self._contender.held_s)

@@ -1,4 +1,4 @@
-"""How long a thread takes to wake up after the signal it waits for has advanced.
+"""How long a thread takes to wake up after the counter it waits for has advanced.
 
 caller   advance(ping, 1) -- wait(pong, 1) ............ | advance(ping, 2) -- wait ...
 worker   ...... wakes up ---- advance(pong, 1) -- wait(ping, 2) ....... wakes up ---
@@ -19,9 +19,9 @@ NUM_WARMUP, NUM_MEASURE = 20, 200
 def measure_handover_s(host: Host) -> float:
     """Seconds of one hand-over between two threads: the median over some hundred, in a few ms.
 
-    Uses the signals that the thread groups of a pipeline wait for. No other thread should run.
+    Uses the counters that the thread groups of a pipeline wait for. No other thread should run.
     """
-    ping, pong = host.signal(), host.signal()
+    ping, pong = host.counter(), host.counter()
     rounds = range(1, NUM_WARMUP + NUM_MEASURE + 1)
 
     def answer() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean, median
 from typing import NamedTuple
 
+from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
 
 
@@ -17,7 +18,7 @@ class _Run(NamedTuple):
     cpu_s: float
 
 
-class HostTimes:
+class HostTimes(Observer):
     """Observes tasks. Each task has a list of its own, which one thread at a time writes to.
 
     Args:
@@ -28,9 +29,6 @@ class HostTimes:
         self._new: dict[str, list[_Run]] = {name: [] for name in tasks}
         self._kept: dict[str, list[_Run]] = {name: [] for name in self._new}
         self._local = threading.local()
-
-    def arrive(self, ins: Instruction, iteration: int) -> None:
-        return None
 
     def start(self, ins: Instruction, iteration: int) -> None:
         self._local.begin = (time.perf_counter(), time.thread_time())

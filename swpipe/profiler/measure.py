@@ -16,15 +16,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise, repeat
 from typing import Any
 
-from swpipe._engine.observers import Observer
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
-from swpipe.shortcut import Shortcuts
 from swpipe.trace.recorder import TimedEvent
 
 
@@ -60,8 +58,8 @@ class WindowTimer:
 
     def host_window(self, times: HostTimes) -> None:
         """Run a window and time every task on its thread; warm-up and drain do not count."""
-        first = self.pipe._next_iteration
-        with observed(self.pipe, times):
+        first = self.pipe.next_iteration
+        with self.pipe.observe(times):
             self.window()
         begin = first + self.num_warmup
         times.keep(range(begin, begin + self.measure))
@@ -79,7 +77,7 @@ class WindowTimer:
         return iter([self.copy(self.batch) for _ in range(count)])
 
     def _serial(self) -> list[float]:
-        pipe, first = self.pipe, self.pipe._next_iteration
+        pipe, first = self.pipe, self.pipe.next_iteration
         wait = pipe.device.synchronize
         samples = []
         for i, batch in enumerate(self._feed(self.num_warmup + self.measure)):
@@ -134,41 +132,6 @@ class _Marks:
         for early, late in pairwise(self._events):
             at_s.append(at_s[-1] + early.elapsed_time(late) / 1e3)
         return at_s
-
-
-@contextmanager
-def set_aside(pipe: SWPipeline) -> Iterator[None]:
-    """Lend a pipeline out, and take it back as it was, whatever happens to it.
-
-    Within the block it has shortcuts of its own: tasks that the user has shortcut are cached anew
-    for the batch at hand, and what the user's shortcuts hold stays untouched. The iteration count
-    is put back too.
-    """
-    engine, next_iteration = pipe._engine, pipe._next_iteration
-    shortcuts = Shortcuts(pipe.device)
-    shortcuts.enable(engine.shortcuts.names)
-    pipe._engine = replace(engine, shortcuts=shortcuts)
-    try:
-        yield
-    except BaseException:
-        # The first failure is the one to tell of; if draining fails as well, nothing is left in
-        # flight.
-        with suppress(Exception):
-            pipe.drain()
-        raise
-    finally:
-        pipe._engine, pipe._next_iteration = engine, next_iteration
-
-
-@contextmanager
-def observed(pipe: SWPipeline, observer: Observer) -> Iterator[None]:
-    """Tell one more observer of what runs within the block."""
-    engine = pipe._engine
-    pipe._engine = replace(engine, observers=lambda: (*engine.observers(), observer))
-    try:
-        yield
-    finally:
-        pipe._engine = engine
 
 
 @contextmanager

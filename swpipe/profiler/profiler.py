@@ -7,10 +7,10 @@ from typing import Any
 
 from swpipe._state.discovery import Found, find_state, given_state
 from swpipe._state.snapshot import Snapshot
-from swpipe.core.task import PipelineTask, TaskRef, names_of
+from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.estimate import iteration_time, time_saved
-from swpipe.profiler.measure import WindowTimer, set_aside
+from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
 
@@ -109,34 +109,25 @@ class TaskProfiler:
         counts = Counts(num_warmup, num_measure, num_rounds)
         batches = list(batches)
         labels = _labels(len(batches), labels)
-        self._check_idle()
+        self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
-        owners = self._owners()
+        owners = self.owners()
         snapshot = Snapshot(owners, self.pipe.device)
         results = []
         with _progress_bar(len(batches) * counts.windows(len(names)), show=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
                 try:
-                    with set_aside(self.pipe):
+                    with self.pipe.borrow():
                         measured = measure(timer, names, num_rounds, bar.update)
                 finally:
                     snapshot.restore()
                 results.append(_result(label, timer, counts, measured, owners, left_out))
         return ProfileResults(results)
 
-    def _owners(self) -> tuple[Found, ...]:
+    def owners(self) -> tuple[Found, ...]:
         """The objects whose state is restored."""
         return tuple(find_state(self.pipe.tasks)) if self._state is None else self._state
-
-    def _check_idle(self) -> None:
-        if self.pipe.closed:
-            raise RuntimeError("the pipeline is closed: make a new one to profile")
-        if self.pipe._run is not None:
-            raise RuntimeError(
-                f"{self.pipe.in_flight} iterations are in flight: finish their iterator, or call "
-                "drain(), before profiling"
-            )
 
     def _names(
         self, tasks: Iterable[TaskRef] | TaskRef | None
@@ -144,8 +135,8 @@ class TaskProfiler:
         """The tasks to measure and those that are shortcut already, both in serial order."""
         if isinstance(tasks, str | PipelineTask):
             tasks = (tasks,)
-        asked = None if tasks is None else set(self.pipe._known(names_of(tasks)))
-        shortcut = self.pipe._engine.shortcuts.names
+        asked = None if tasks is None else set(self.pipe.task_names(*tasks))
+        shortcut = self.pipe.shortcut_tasks
         in_order = [task.name for task in self.pipe.tasks]
         names = tuple(
             name for name in in_order if (name not in shortcut if asked is None else name in asked)

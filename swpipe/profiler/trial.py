@@ -17,9 +17,9 @@ import torch
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.measure import WindowTimer, set_aside
+from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts
 
@@ -66,13 +66,13 @@ def try_plans(
             for name, plan in plans.items()
         }
         first = next(iter(pipes.values()))
-        snapshot = Snapshot(TaskProfiler(first, state=state)._owners(), first.device)
+        snapshot = Snapshot(TaskProfiler(first, state=state).owners(), first.device)
         order = list(pipes)
         for turn, batch in enumerate(batches):
             for name in order if turn % 2 else reversed(order):
                 timer = WindowTimer(pipes[name], batch, copy, num_warmup, num_measure, True)
                 try:
-                    with set_aside(pipes[name]):
+                    with pipes[name].borrow():
                         samples[name] += timer.window()
                 finally:
                     snapshot.restore()

@@ -46,7 +46,7 @@ from torch.nn import Parameter
 
 from swpipe._tensors.pytree import grad_or_none, map_tensors, tensors_in
 from swpipe.core.task import PipelineTask
-from swpipe.device.device import CpuDevice, Device
+from swpipe.device import CpuDevice, Device
 from swpipe.shortcut.changes import ContextWatch
 from swpipe.shortcut.graft import ZeroGradients, connect, gradient_edges, nearest_attributes
 

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swpipe.core.dependence import dependences
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
@@ -40,9 +39,9 @@ class Document(NamedTuple):
     arrows: tuple[Arrow, ...]
 
 
-def arrows_of(plan: PipelinePlan) -> tuple[Arrow, ...]:
+def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
     """The dependences of a plan within one iteration."""
-    return tuple(Arrow(dep.producer, dep.consumer) for dep in dependences(plan) if not dep.distance)
+    return tuple(Arrow(dep.producer, dep.consumer) for dep in resolved.within_iteration)
 
 
 def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from swpipe._engine.program import Instruction, Program
 from swpipe.core.drawing import stream_name
-from swpipe.device.device import Device, Stream
+from swpipe.device import Device, Stream
 from swpipe.trace.span import OWN, Row, Span, in_order
 
 

@@ -24,7 +24,7 @@ def test_plans_differ_in_what_their_digests_count() -> None:
         f"task {name!r}: (stage {entry.stage}, ": {"schedule": moved},
         "deps (": {"deps": PLAN.deps[1:]},
         "cross_iter_deps (": {"cross_iter_deps": [*PLAN.cross_iter_deps, (name, name, 2)]},
-        "depth: 3 on rank 0, 5 on rank 1": {"pipeline_depth": 5},
+        "pipeline_depth: 3 on rank 0, 5 on rank 1": {"pipeline_depth": 5},
         f"order: none on rank 0, {name} on rank 1": {"order": [name]},
         "": {"schedule": backwards},
     }

@@ -39,7 +39,7 @@ def test_ranks_with_different_plans_refuse_to_start(tmp_path: Path) -> None:
         assert ran == "4"
         assert "the ranks hold different plans" in refused
         assert f"for ever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
-        assert "; depth: 3 on rank 0, 4 on rank 1. Give every rank" in refused
+        assert "; pipeline_depth: 3 on rank 0, 4 on rank 1. Give every rank" in refused
 
 
 def _outlives(rank: int, folder: str, port: int) -> None:

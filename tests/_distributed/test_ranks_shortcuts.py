@@ -21,9 +21,9 @@ def _enabled(one: str, other: str, check_ranks: bool = True) -> list[str]:
         try:
             pipe.enable_shortcut(one if dist.get_rank() == 0 else other)
         except RuntimeError as error:
-            return [str(error), *pipe._engine.shortcuts.names]
+            return [str(error), *pipe.shortcut_tasks]
         assert pipe.run(range(4)).iterations == 4
-        return sorted(pipe._engine.shortcuts.names)
+        return sorted(pipe.shortcut_tasks)
 
 
 NAMES = [task.name for task in tasks()]
@@ -111,7 +111,7 @@ def _comes_late() -> list[str]:
             other._answer_others()
             pipe._answer_others()
         pipe.enable_shortcut(NAMES[0])
-        return list(pipe._engine.shortcuts.names)
+        return list(pipe.shortcut_tasks)
 
 
 def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks) -> None:

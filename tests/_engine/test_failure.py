@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 import swpipe._engine.run
-from swpipe import IterContext, PipelinePlan, StallError, SWPipeline
+from swpipe import IterContext, Observer, PipelinePlan, StallError, SWPipeline
 from tests.support.hang import Hang, has_come_to
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.sequencer import PATIENCE_S, await_event
@@ -293,24 +292,15 @@ def test_the_first_of_two_failures_is_the_one_told() -> None:
             pipe.progress(data)
 
 
-class AfterRetirement:
+class AfterRetirement(Observer):
     """Acts right after an iteration was retired, within the same call."""
 
     def __init__(self, iteration: int, act: Callable[[], Any]) -> None:
         self.iteration, self.act = iteration, act
 
-    def arrive(self, ins: Any, iteration: int) -> None: ...
-
-    def start(self, ins: Any, iteration: int) -> None: ...
-
     def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
         if ins.task == "<retire>" and iteration == self.iteration:
             self.act()
-
-
-def watch(pipe: SWPipeline, observer: AfterRetirement) -> None:
-    """Let an observer see all that runs."""
-    pipe._engine = dataclasses.replace(pipe._engine, observers=lambda: (observer,))
 
 
 @pytest.mark.usefixtures("patient")
@@ -327,8 +317,10 @@ def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> N
         while not pipe._run.stopping:  # type: ignore[union-attr]
             threading.Event().wait(0.001)
 
-    with SWPipeline(piped(), tasks(h2d=at(2, fail))) as pipe:
-        watch(pipe, AfterRetirement(0, let_it_fail))
+    with (
+        SWPipeline(piped(), tasks(h2d=at(2, fail))) as pipe,
+        pipe.observe(AfterRetirement(0, let_it_fail)),
+    ):
         data = iter(range(9))
         assert pipe.progress(data).batch == 0
         with pytest.raises(Planted):
@@ -339,8 +331,8 @@ def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> N
 
 def test_ctrl_c_right_after_the_last_retirement_is_told() -> None:
     """Though all is done by then, it is not swallowed."""
-    with SWPipeline(piped(), tasks()) as pipe:
-        watch(pipe, AfterRetirement(0, lambda: throw(KeyboardInterrupt())))
+    interrupt = AfterRetirement(0, lambda: throw(KeyboardInterrupt()))
+    with SWPipeline(piped(), tasks()) as pipe, pipe.observe(interrupt):
         data = iter([0])
         assert pipe.progress(data).batch == 0
         with pytest.raises(KeyboardInterrupt):

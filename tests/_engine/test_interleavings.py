@@ -111,14 +111,14 @@ def test_the_same_seed_gives_the_same_interleaving() -> None:
 def test_a_deadlock_is_found_and_told(seed: int) -> None:
     """Two threads that wait for what the other would do later."""
     host = ExploringHost(seed)
-    mine, other = host.signal(), host.signal()
+    mine, other = host.counter(), host.counter()
 
     def work() -> None:
         with suppress(DeadlockError, Cancelled):
             mine.wait(1)
 
     thread = host.start("worker", work)
-    with pytest.raises(DeadlockError, match="caller waits for signal 2 to reach 3"):
+    with pytest.raises(DeadlockError, match="caller waits for counter 2 to reach 3"):
         other.wait(3)
     mine.cancel()
     thread.join()

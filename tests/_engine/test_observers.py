@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import nvtx
@@ -11,8 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from swpipe._engine.observers import NvtxRanges, active_observers, nvtx_ranges
+from swpipe._engine.observers import NvtxRanges, Observers, nvtx_ranges
 from swpipe._engine.program import Instruction
+from swpipe.device import CpuDevice
 from tests.support.plans_for_tests import NAMES, piped, task, tasks
 
 OWN_THREAD = ["<admit>", "forward", "backward", "step", "<retire>"]
@@ -30,9 +30,15 @@ def ranges(profiled: profile) -> list[str]:
     return [event.name for event in profiled.events() if event.name.endswith("]")]
 
 
+class NvtxDevice(CpuDevice):
+    """A CPU that tools for NVTX watch."""
+
+    has_nvtx = True
+
+
 def test_nobody_is_told_where_nobody_watches() -> None:
     """On a CPU with no profiler and no trace there are no observers."""
-    assert active_observers("cpu", None) == ()
+    assert Observers(CpuDevice())() == ()
 
 
 def test_a_torch_profiler_sees_every_task_of_its_thread() -> None:
@@ -136,20 +142,20 @@ def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
 def test_nvtx_is_told_on_a_gpu_that_a_tool_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a tool is attached the package gives a domain that counts; elsewhere nobody is told."""
     nvtx_ranges.cache_clear()
-    assert active_observers("cuda", None) == ()
+    assert Observers(NvtxDevice())() == ()
     nvtx_ranges.cache_clear()
     monkeypatch.setattr(nvtx, "Domain", Domain)
     monkeypatch.setattr(nvtx, "get_domain", lambda name: Domain())
-    (observer,) = active_observers("cuda", None)
+    (observer,) = Observers(NvtxDevice())()
     assert isinstance(observer, NvtxRanges)
-    assert active_observers("cpu", None) == ()
+    assert Observers(CpuDevice())() == ()
     nvtx_ranges.cache_clear()
 
 
 def test_a_recorder_comes_last() -> None:
     """Told of a start after the others and of a stop before them, it does not time them."""
-    recorder: Any = SimpleNamespace()
-    with profile(activities=[ProfilerActivity.CPU]):
-        *others, last = active_observers("cpu", recorder)
+    recorder, observers = NvtxRanges(Domain()), Observers(CpuDevice())
+    with profile(activities=[ProfilerActivity.CPU]), observers.adding(recorder):
+        *others, last = observers()
     assert len(others) == 1
     assert last is recorder

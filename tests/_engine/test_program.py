@@ -9,7 +9,7 @@ import torch
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import ADMIT, RETIRE, EventWait, Instruction, Program, compile_plan
-from swpipe.core.dependence import dependences, lag, period_order
+from swpipe.core.resolved import resolve_plan
 from tests.support.plans_for_tests import piped, spread
 
 
@@ -31,7 +31,7 @@ def test_every_kind_of_ordering_is_a_dependence_with_a_distance() -> None:
         cross_iter_deps=[("a", "b", 3)],
         same_period_deps=[("a", "b")],
     )
-    assert [(dep.distance, lag(plan, dep)) for dep in dependences(plan)] == [
+    assert [(dep.distance, dep.lag) for dep in resolve_plan(plan).dependences] == [
         (0, 2),
         (3, 5),
         (-2, 0),
@@ -44,7 +44,7 @@ def test_doubles_count_once() -> None:
         schedule={"a": TaskSchedule(), "b": TaskSchedule()}, deps=[("a", "b"), ("a", "b")],
         same_period_deps=[("a", "b")],
     )  # fmt: skip
-    assert len(dependences(plan)) == 1
+    assert len(resolve_plan(plan).dependences) == 1
 
 
 def test_ties_go_to_worker_groups_then_higher_stages_then_declaration() -> None:
@@ -58,7 +58,7 @@ def test_ties_go_to_worker_groups_then_higher_stages_then_declaration() -> None:
             "io1c": TaskSchedule(stage=1, thread_group="io"),
         }
     )
-    assert period_order(plan) == ["io1b", "io1c", "io0", "main2", "main0"]
+    assert list(resolve_plan(plan).period_order) == ["io1b", "io1c", "io0", "main2", "main0"]
 
 
 def test_the_plans_own_order_decides_first() -> None:
@@ -71,12 +71,12 @@ def test_the_plans_own_order_decides_first() -> None:
         },
         order=["a", "b"],
     )
-    assert period_order(plan) == ["c", "a", "b"]
+    assert list(resolve_plan(plan).period_order) == ["c", "a", "b"]
 
 
 def test_the_default_lane_is_framed_by_admission_and_retirement() -> None:
     """Worker lanes hold their tasks alone; the default lane has swpipe's own two at its ends."""
-    assert lanes(compile_plan(piped(), streams=False)) == {
+    assert lanes(compile_plan(resolve_plan(piped()), streams=False)) == {
         "default": [ADMIT, "forward", "backward", "step", RETIRE],
         "io": ["dist", "h2d"],
     }
@@ -84,7 +84,7 @@ def test_the_default_lane_is_framed_by_admission_and_retirement() -> None:
 
 def test_no_wait_is_left_that_others_imply() -> None:
     """Of the example's edges between threads, one wait each way and one for the batch remain."""
-    program = compile_plan(piped(), streams=True).instructions
+    program = compile_plan(resolve_plan(piped()), streams=True).instructions
     assert host_waits(program["dist"]) == {("backward", 1)}  # its turn among collectives
     assert host_waits(program["h2d"]) == {(ADMIT, 0)}
     assert host_waits(program["backward"]) == {("dist", 0)}  # likewise, and so after forward's data
@@ -101,7 +101,7 @@ def test_no_event_wait_is_implied_by_the_one_for_the_batch() -> None:
         schedule={"read": TaskSchedule(1), "write": TaskSchedule(0, stream="side")},
         cross_iter_deps=[("write", "read", 1)],
     )
-    program = compile_plan(plan, streams=True).instructions
+    program = compile_plan(resolve_plan(plan), streams=True).instructions
     assert EventWait("read", 1) in program["write"].event_waits
 
 
@@ -122,7 +122,7 @@ def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
         deps=[("dist", "h2d"), ("forward", "dist")],
         pipeline_depth=depth,
     )
-    program = compile_plan(plan, streams=streams)
+    program = compile_plan(resolve_plan(plan), streams=streams)
     assert lanes(program)["default"] == lane
     assert program.order == ("forward", "dist", "h2d")
 
@@ -137,20 +137,20 @@ def test_a_stream_object_is_another_stream_than_the_callers_or_a_named_one(
         schedule={"make": TaskSchedule(0, mine), "use": TaskSchedule(0, other)},
         deps=[("use", "make")],
     )
-    program = compile_plan(plan, streams=True).instructions
+    program = compile_plan(resolve_plan(plan), streams=True).instructions
     assert program["use"].event_waits == (EventWait("make", 0),)
 
 
 def test_only_what_is_waited_for_is_recorded_and_published() -> None:
     """Events and progress nobody waits for cost nothing."""
-    program = compile_plan(piped(), streams=True).instructions
+    program = compile_plan(resolve_plan(piped()), streams=True).instructions
     assert {name for name, ins in program.items() if ins.record} == {ADMIT, "h2d", "dist"}
     assert {name for name, ins in program.items() if ins.publish} == {ADMIT, "dist", "backward"}
 
 
 def test_every_event_can_be_recorded_for_hunting_trouble() -> None:
     """``record_all`` records each task, needed or not."""
-    program = compile_plan(piped(), streams=True, record_all=True).instructions
+    program = compile_plan(resolve_plan(piped()), streams=True, record_all=True).instructions
     assert all(program[name].record for name in piped().schedule)
 
 
@@ -163,10 +163,10 @@ def test_without_streams_there_are_no_events_and_no_stream_order() -> None:
         },
         pipeline_depth=2,
     )
-    on_cpu = compile_plan(plan, streams=False).instructions
+    on_cpu = compile_plan(resolve_plan(plan), streams=False).instructions
     assert host_waits(on_cpu["a"]) == host_waits(on_cpu["b"]) == {(ADMIT, 1)}
     assert not any(ins.event_waits or ins.record for ins in on_cpu.values() if ins.task != ADMIT)
-    on_device = compile_plan(plan, streams=True).instructions
+    on_device = compile_plan(resolve_plan(plan), streams=True).instructions
     assert host_waits(on_device["b"]) == {("a", 0)}
     assert host_waits(on_device["a"]) == {("b", 1), (ADMIT, 1)}
 
@@ -174,7 +174,7 @@ def test_without_streams_there_are_no_events_and_no_stream_order() -> None:
 def test_more_depth_lets_workers_run_ahead_of_the_caller() -> None:
     """Each iteration more moves the tasks one period behind their admission."""
     plan = replace(spread(), pipeline_depth=6)
-    program = compile_plan(plan, streams=False).instructions
+    program = compile_plan(resolve_plan(plan), streams=False).instructions
     assert host_waits(program["h2d"]) == {(ADMIT, 2)}
     assert program[RETIRE].stage == program["step"].stage == 5
 
@@ -186,7 +186,7 @@ def test_events_are_held_as_long_as_some_dependence_can_ask_for_them() -> None:
         cross_iter_deps=[("b", "a", 7)],
         pipeline_depth=2,
     )
-    assert compile_plan(plan, streams=True).ring == 9
+    assert compile_plan(resolve_plan(plan), streams=True).ring == 9
 
 
 @pytest.mark.parametrize("distance", [1, 3])
@@ -202,7 +202,7 @@ def test_an_older_iteration_is_implied_by_a_newer_one(distance: int) -> None:
         deps=[("b", "a")],
         cross_iter_deps=[("b", "a", distance)],
     )
-    b = compile_plan(plan, streams=True).instructions["b"]
+    b = compile_plan(resolve_plan(plan), streams=True).instructions["b"]
     assert host_waits(b) == {("a", 0)}
     assert b.event_waits == (EventWait("a", 0),)
 
@@ -217,5 +217,5 @@ def test_a_wait_for_the_future_of_another_iteration_is_never_dropped() -> None:
         deps=[("backward", "prefetch")],
         same_period_deps=[("backward", "prefetch")],
     )
-    backward = compile_plan(plan, streams=True).instructions["backward"]
+    backward = compile_plan(resolve_plan(plan), streams=True).instructions["backward"]
     assert set(backward.event_waits) == {EventWait("prefetch", 0), EventWait("prefetch", -1)}

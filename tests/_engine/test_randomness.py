@@ -16,8 +16,9 @@ from swpipe import (
     SWPipeline,
     TaskSchedule,
 )
-from swpipe._engine.randomness import Draws, Turns
-from swpipe._engine.waiting import Cancelled, Signal
+from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
+from swpipe._engine.waiting import Cancelled, ProgressCounter
+from swpipe.device import CpuDevice
 from tests.support.hang import Hang, has_come_to
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import PATIENCE_S, await_event
@@ -172,10 +173,10 @@ def test_a_task_left_behind_neither_keeps_the_next_run_waiting_nor_turns_its_gen
 
 def test_no_turn_is_given_once_the_run_has_ended() -> None:
     """A thread that the system put off until then does not set the next run's generators."""
-    turns = Turns(Draws(7, "cpu"), Signal())
-    turns.end()
+    generators = GeneratorAccess(TaskSeeds(7, CpuDevice()), ProgressCounter())
+    generators.end()
     torch.manual_seed(5)
-    with pytest.raises(Cancelled), turns.of("h2d", 0):
+    with pytest.raises(Cancelled), generators.seeded("h2d", 0):
         pass
     assert torch.initial_seed() == 5
 
@@ -200,7 +201,9 @@ def test_who_waits_for_a_turn_wakes_when_the_run_fails(monkeypatch: pytest.Monke
         with pytest.raises(StallError) as caught:
             pipe.run(range(3))
         place.release.set()
-    told = "inside task 'waits' of iteration 0, or waiting for its turn to draw"
+    told = (
+        "inside task 'waits' of iteration 0, or waiting for access to the random number generators"
+    )
     assert told in str(caught.value)
     assert caught.value.__notes__ == [
         "swpipe: thread group 'a' is still inside task 'h2d'; its thread ends when that returns"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swpipe import IterContext, SWPipeline
-from swpipe._engine.torch_state import TorchState, Wardrobe
+from swpipe._engine.torch_state import ThreadTorchState, TorchState
 from tests.support.plans_for_tests import piped, tasks
 
 USER_SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("user_setting", default="none")
@@ -166,13 +166,13 @@ def test_a_worker_leaves_inference_mode_again() -> None:
     assert seen == [True, True, False]
 
 
-def test_wearing_the_same_settings_again_does_nothing() -> None:
+def test_applying_the_same_settings_again_does_nothing() -> None:
     """An equal snapshot changes nothing on the thread."""
-    state = TorchState.of_this_thread("cpu")
-    wardrobe = Wardrobe()
-    wardrobe.wear(state)
+    state = TorchState.of_this_thread(("cpu",))
+    thread = ThreadTorchState()
+    thread.apply(state)
     with torch.no_grad():
-        wardrobe.wear(state)
-        wardrobe.wear(state._replace())
+        thread.apply(state)
+        thread.apply(state._replace())
         assert not torch.is_grad_enabled()
-    wardrobe.off()
+    thread.reset()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from swpipe._state.discovery import Found
 from swpipe._state.snapshot import Snapshot
-from swpipe.device.device import CpuDevice
+from swpipe.device import CpuDevice
 
 
 def snapshot_of(*owners: Any) -> Snapshot:

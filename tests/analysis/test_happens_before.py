@@ -11,8 +11,9 @@ from itertools import product
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT, RETIRE, Program, compile_plan
+from swpipe._engine.program import ADMIT, RETIRE, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
+from swpipe.core.resolved import resolve_plan
 from swpipe.device.virtual import VirtualDevice
 from swpipe.device.virtual.clocks import Clock, Stamp
 from swpipe.device.virtual.stream_queues import Item
@@ -87,7 +88,7 @@ def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
     """In the shortest run that has both iterations, for every pair of tasks: no more, no less."""
     sure = 0
     for seed, plan in enumerate(random_plans()):
-        before = HappensBefore.of(plan, streams=True)
+        before = HappensBefore.of(resolve_plan(plan), streams=True)
         watch = watched(plan, abs(distance) + 1, seed)
         i = max(0, -distance)
         for a, b in product(plan.schedule, repeat=2):
@@ -105,7 +106,7 @@ def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
     """For every pair of iterations of a run of five."""
     refuted = 0
     for seed, plan in enumerate(random_plans()):
-        before = HappensBefore.of(plan, streams=True)
+        before = HappensBefore.of(resolve_plan(plan), streams=True)
         watch = watched(plan, 5, seed)
         for a, b, d in product(plan.schedule, plan.schedule, (-1, 0, 1)):
             if (a, d) != (b, 0):
@@ -130,7 +131,7 @@ def two_streams(**more: object) -> PipelinePlan:
 
 def test_program_order_is_host_order_alone() -> None:
     """Two streams that nobody joins are in no order on the device."""
-    before = HappensBefore.of(two_streams(), streams=True)
+    before = HappensBefore.of(resolve_plan(two_streams()), streams=True)
     assert before.host("a", "b", 0)
     assert not before.device("a", "b", 0)
     assert before.device("a", "a", 1)
@@ -139,7 +140,7 @@ def test_program_order_is_host_order_alone() -> None:
 def test_an_event_orders_the_device() -> None:
     """And with it what its stream was given before."""
     plan = two_streams(deps=[("b", "a")], pipeline_depth=2)
-    before = HappensBefore.of(plan, streams=True)
+    before = HappensBefore.of(resolve_plan(plan), streams=True)
     assert before.device("a", "b", 0)
     assert before.device("a", "b", 1)
     assert not before.device("b", "a", 1)
@@ -147,27 +148,27 @@ def test_an_event_orders_the_device() -> None:
 
 def test_back_pressure_orders_the_device() -> None:
     """What comes after an admission finds the device work of ``depth`` before done."""
-    before = HappensBefore.of(two_streams(pipeline_depth=3), streams=True)
+    before = HappensBefore.of(resolve_plan(two_streams(pipeline_depth=3)), streams=True)
     assert not before.device("b", "a", 2)
     assert before.device("b", "a", 3)
 
 
 def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
     """A program without its host waits has none of the order that its events would bring."""
-    program = compile_plan(piped(), streams=True)
-    assert HappensBefore(program).device("dist", "forward", 0)
+    program = compile_plan(resolve_plan(piped()), streams=True)
+    assert HappensBefore(program, streams=True).device("dist", "forward", 0)
     lanes = [
         replace(lane, instructions=tuple(replace(i, host_waits=()) for i in lane.instructions))
         for lane in program.lanes
     ]
-    careless = HappensBefore(Program(tuple(lanes), program.depth, program.ring, program.order))
+    careless = HappensBefore(replace(program, lanes=tuple(lanes)), streams=True)
     assert not careless.device("dist", "forward", 0)
     assert not careless.host("dist", "forward", 0)
 
 
 def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
     """On the host; and retirement waits for all device work."""
-    before = HappensBefore.of(piped(), streams=True)
+    before = HappensBefore.of(resolve_plan(piped()), streams=True)
     for name in piped().schedule:
         assert before.host(ADMIT, name, 0)
         assert before.host(name, RETIRE, 0)
@@ -177,7 +178,7 @@ def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
 def test_admission_has_no_device_work() -> None:
     """To ask for it is a mistake."""
     with pytest.raises(ValueError, match="no device work"):
-        HappensBefore.of(piped(), streams=True).device(ADMIT, "h2d", 0)
+        HappensBefore.of(resolve_plan(piped()), streams=True).device(ADMIT, "h2d", 0)
 
 
 def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:
@@ -196,7 +197,7 @@ def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:
         cross_iter_deps=[("a", "c", 1)],
         order=["c", "a", "b"],
     )
-    before = HappensBefore.of(plan, streams=True)
+    before = HappensBefore.of(resolve_plan(plan), streams=True)
     assert before.device("a", "b", -1)
     assert before.device("c", "a", 1)
     assert not before.device("c", "b", 0)

@@ -9,6 +9,7 @@ import pytest
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import compile_plan
 from swpipe.analysis.memory import Held, bytes_in_flight, in_words, memory_problems, size_problems
+from swpipe.core.resolved import resolve_plan
 from tests.support.exhaustive import Exhaustive
 from tests.support.plans_for_tests import NAMES, spread
 
@@ -33,7 +34,7 @@ def chain(
 
 def copies(plan: PipelinePlan, sizes: dict[tuple[str, str], int], *, streams: bool = False) -> int:
     """How many copies there are of the one attribute."""
-    (held,) = bytes_in_flight(plan, sizes, streams=streams).held
+    (held,) = bytes_in_flight(resolve_plan(plan), sizes, streams=streams).held
     return held.copies
 
 
@@ -51,7 +52,9 @@ def test_an_attribute_lives_until_it_is_deleted(stage: int, most: int) -> None:
 
 def test_what_is_set_anew_lives_twice() -> None:
     """The old value until the task that replaces it has run, the new one from then on."""
-    found = bytes_in_flight(chain((0, 0, 2)), {("a", "x"): 8, ("b", "x"): 4}, streams=False)
+    found = bytes_in_flight(
+        resolve_plan(chain((0, 0, 2))), {("a", "x"): 8, ("b", "x"): 4}, streams=False
+    )
     assert set(found.held) == {Held("x", "a", 1, 8), Held("x", "b", 3, 4)}
     assert found.total_bytes == 20
 
@@ -72,7 +75,9 @@ def test_on_a_device_with_streams_everything_counts_as_often_as_the_depth() -> N
 def test_no_interleaving_has_more_copies_and_some_has_as_many(depth: int) -> None:
     """Against trying everything: the states in which one is set on i + n, and not gone on i."""
     plan = replace(spread(), pipeline_depth=depth)
-    found = Exhaustive(compile_plan(plan, streams=False), 6, streams=False, most=10**6)
+    found = Exhaustive(
+        compile_plan(resolve_plan(plan), streams=False), 6, streams=False, most=10**6
+    )
     for end in NAMES[1:]:
         sizes = {("h2d", "x"): 8, (end, "x"): 0}
         free = [n for n in range(1, 6) if (end, 0) not in found.host_before["h2d", n]]
@@ -84,7 +89,7 @@ BIG = {("a", "raw"): 10 * MIB, ("b", "raw"): 0, ("b", "x"): 40 * MIB, ("c", "y")
 
 def problem(plan: PipelinePlan, budget_bytes: int, *, streams: bool = True) -> str:
     """The text of the one problem."""
-    (found,) = memory_problems(plan, BIG, budget_bytes, streams=streams)
+    (found,) = memory_problems(resolve_plan(plan), BIG, budget_bytes, streams=streams)
     return found.text
 
 
@@ -97,7 +102,7 @@ def test_a_smaller_depth_that_fits_is_named() -> None:
         "pipeline_depth=2 would fit"
     )
     fitting = replace(plan, pipeline_depth=2)
-    assert not list(memory_problems(fitting, BIG, 110 * MIB, streams=True))
+    assert not list(memory_problems(resolve_plan(fitting), BIG, 110 * MIB, streams=True))
 
 
 def test_a_later_stage_that_fits_is_named() -> None:
@@ -105,7 +110,7 @@ def test_a_later_stage_that_fits_is_named() -> None:
     plan = chain((0, 0, 1))
     assert problem(plan, 60 * MIB, streams=False).endswith("'b' in stage 1 would fit")
     later = replace(plan, schedule={**plan.schedule, "b": TaskSchedule(stage=1)})
-    assert not list(memory_problems(later, BIG, 60 * MIB, streams=False))
+    assert not list(memory_problems(resolve_plan(later), BIG, 60 * MIB, streams=False))
 
 
 def test_a_budget_that_nothing_fits_is_told_so() -> None:
@@ -139,5 +144,5 @@ def test_bytes_in_words(size: int, words: str) -> None:
 def test_a_stage_that_contradicts_the_order_is_not_advised() -> None:
     """In one stage the two would have to run the other way round."""
     plan = replace(chain((0, 1)), order=("b", "a"))
-    (found,) = memory_problems(plan, {("a", "x"): 10}, 15, streams=False)
+    (found,) = memory_problems(resolve_plan(plan), {("a", "x"): 10}, 15, streams=False)
     assert "neither a smaller depth nor a later stage" in found.text

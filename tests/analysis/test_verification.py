@@ -9,7 +9,6 @@ import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.analysis.races import serial_effects
 from swpipe.core.effects import Effects, Location
 from swpipe.planning import recsys14
 from swpipe.plans import clicks, sparse_dist
@@ -73,7 +72,7 @@ SPLIT = {
 
 def on_paper(plan: PipelinePlan) -> dict[str, Effects]:
     """Effects that ask for just the dependences of a plan: what each consumer reads, of each."""
-    table = dict.fromkeys(serial_effects(plan, {}), Effects())
+    table = dict.fromkeys(plan.schedule, Effects())
     for consumer, producer, distance in (
         *((*pair, 0) for pair in plan.deps),
         *plan.cross_iter_deps,

@@ -1,6 +1,6 @@
 """Print the table of costs; exit with 1 where a bar is missed.
 
-With names of sections only those are measured: ``python -m tests.bench sparse_dist soak``.
+With the names of sections, measure only those: ``python -m tests.bench sparse_dist soak``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from tests.bench import (
+    data_bound,
     dispatch,
     extras,
     interval,
+    make,
     memory,
     predict,
     predict_ranks,
@@ -23,13 +25,15 @@ from tests.bench import (
     sparse_dist,
     streams,
 )
-from tests.bench.measure import Row, sharpen_timers, table
+from tests.bench.measure import Row, report, sharpen_timers
 
 PARTS = {
     part.__name__.rpartition(".")[2]: part
     for part in (
         dispatch,
+        make,
         interval,
+        data_bound,
         predict,
         profiler,
         serial,
@@ -41,11 +45,11 @@ PARTS = {
         soak,
     )
 }
-"""By name, in the order in which they are measured."""
+"""By name, in the order of measurement."""
 
 
 def main(names: Sequence[str] = ()) -> int:
-    """Measure some sections, or all; 2 where a name is none of theirs."""
+    """Measure the named sections, or all; return 2 if a name is unknown."""
     if unknown := [name for name in names if name not in PARTS]:
         print(f"no section is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
         return 2
@@ -55,11 +59,7 @@ def main(names: Sequence[str] = ()) -> int:
     for part in (PARTS[name] for name in names or PARTS):
         print(f"measuring: {(part.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
         rows += part.rows()
-    print(table(rows))
-    missed = [row.what for row in rows if row.missed]
-    if missed:
-        print(f"\n{len(missed)} missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    return report(rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who is timed on the two-rank DLRM: TorchRec's train pipelines, and ours, under one method."""
+"""The pipelines that are timed on the two-rank DLRM: TorchRec's and swpipe's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 
 class HostStream:
-    """What TorchRec's staged pipeline wants to be given for a stream, where there is none."""
+    """Takes the place of a stream in TorchRec's staged pipeline on a CPU."""
 
     device = CPU
 

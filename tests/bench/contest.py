@@ -1,4 +1,4 @@
-"""The two-rank DLRM on each rank: contenders in turn, and what the tasks of a step take."""
+"""The two-rank DLRM on each rank: time all contenders in turn, and the tasks of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.bench.emulated_link import EmulatedLink, Exchange
 from tests.bench.measure import sharpen_timers
 
 WARM_UP = 4
-"""Steps at the beginning of each turn that do not count: other contenders ran meanwhile."""
+"""Untimed steps at the beginning of each turn."""
 
 
 @dataclass
@@ -61,11 +61,11 @@ class Runner:
 
 
 class Anatomy:
-    """What the parts of a step take, run one after the other on a link without latency.
+    """The times of the parts of a step, run serially on a link without latency.
 
-    A task's time is what it works: waits for exchanges are taken off. ``DenseForward`` is parted
-    where it waits for embeddings, ``DenseBackward`` where it sends their gradients off: what comes
-    before the first and after the second does not depend on an exchange.
+    A task's time excludes its waits for exchanges. ``DenseForward`` is split where it waits for
+    embeddings, ``DenseBackward`` where it sends their gradients: what comes before the first and
+    after the second does not depend on an exchange.
     """
 
     def __init__(self, size: Size, link: EmulatedLink) -> None:
@@ -79,7 +79,7 @@ class Anatomy:
         )
 
     def parts_ms(self, steps: int) -> dict[str, float]:
-        """Part to its mean, in ms."""
+        """The mean time of each part, in ms."""
         latency_ms, self._link.latency_ms = self._link.latency_ms, 0.0
         for _ in range(WARM_UP):
             self._pipe.progress(self._data)
@@ -109,7 +109,7 @@ class Anatomy:
 def _parted(
     task: str, span: tuple[int, int], exchanges: Sequence[Exchange]
 ) -> Iterator[tuple[str, int]]:
-    """The parts of one run of a task, and how long each of them worked."""
+    """The parts of one run of a task, each with its time without waits."""
     begin_ns, end_ns = span
     within = [e for e in exchanges if begin_ns <= e.wait_ns < end_ns]
     worked_ns = end_ns - begin_ns - sum(e.waited_ns for e in within)
@@ -131,7 +131,7 @@ def contest(
     size: Size,
     names: Sequence[str] | None = None,
 ) -> Contest:
-    """All contenders in turn, on each link, and at the end whether their numbers agree."""
+    """Time all contenders in turn on each link, then compare the parameters they trained."""
     sharpen_timers()
     found = Contest()
     with EmulatedLink() as link:
@@ -164,7 +164,7 @@ def _per_step(runner: Runner, link: EmulatedLink) -> dict[str, float]:
 
 
 def _catch_up(runners: Sequence[Runner]) -> None:
-    """All have trained on as many batches as the first, which was asked for some more."""
+    """Train the others on the batches that only the first one has seen."""
     for runner in runners[1:]:
         runner.ms(4)
 
@@ -176,7 +176,7 @@ def _runner(contender: Contender, size: Size) -> Runner:
 
 
 def on_ranks(fn: Callable[..., Any], *args: Any, deadline_s: float = 1800.0) -> list[Any]:
-    """What a function returns on each of two ranks."""
+    """Call a function on two ranks; return the result of each."""
     from tests.support.ranks import Ranks
 
     with Ranks(2, deadline_s=deadline_s) as ranks:

@@ -1,15 +1,20 @@
-"""What a task costs that does nothing: 12 tasks in 3 stages, in one thread group and in three."""
+"""What an empty task costs, beside an engine that hands over each task and one that does per group.
+
+The second is the fastest that threads can do: it hands a batch on once per thread group and period.
+A plan of empty tasks shows the engine's cost and nothing else.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench.measure import Row, Spread, interleaved, ratios
-from tests.bench.standin import StandIn
+from tests.bench.measure import Row, compared, interleaved
+from tests.bench.standin import GroupQueues, TaskQueues
 
 TASKS = 12
 WARM_UP = 50
@@ -23,13 +28,14 @@ def nothing(ctx: IterContext) -> None:
     """An empty task."""
 
 
-def plan(groups: Sequence[str], depth: int) -> PipelinePlan:
-    """A chain of 12 tasks, four per stage; ``groups`` names each task's, or each stage's."""
-    names = [f"t{i:02}" for i in range(TASKS)]
-    each = TASKS // len(groups)
+def plan(groups: Sequence[str], depth: int, tasks: int = TASKS) -> PipelinePlan:
+    """A chain of tasks in three stages; ``groups`` names the thread group of each equal part."""
+    names = [f"t{i:04}" for i in range(tasks)]
     return PipelinePlan(
         schedule={
-            PipelineTask(name, nothing): TaskSchedule(i // 4, thread_group=groups[i // each])
+            PipelineTask(name, nothing): TaskSchedule(
+                i * 3 // tasks, thread_group=groups[i * len(groups) // tasks]
+            )
             for i, name in enumerate(names)
         },
         deps=list(zip(names[1:], names, strict=False)),
@@ -37,7 +43,7 @@ def plan(groups: Sequence[str], depth: int) -> PipelinePlan:
     )
 
 
-def us_per_task(engine: Engine, iterations: int) -> float:
+def us_per_task(engine: Engine, iterations: int, tasks: int = TASKS) -> float:
     """Time per task with the pipeline full, in us."""
     data = iter(range(iterations + 2 * WARM_UP))
     for _ in range(WARM_UP):
@@ -49,32 +55,47 @@ def us_per_task(engine: Engine, iterations: int) -> float:
     with contextlib.suppress(StopIteration):
         while True:
             engine.progress(data)
-    return seconds / iterations / TASKS * 1e6
+    return seconds / iterations / tasks * 1e6
 
 
-def row(what: str, plan: PipelinePlan, bar: float | None, rounds: int, iterations: int) -> Row:
-    """swpipe beside the stand-in under one plan."""
-    with SWPipeline(plan, device="cpu") as ours, StandIn(plan, plan.tasks) as theirs:
+StandIn = Callable[[PipelinePlan, Sequence[PipelineTask]], AbstractContextManager[Engine]]
+
+
+def row(
+    what: str,
+    plan: PipelinePlan,
+    stand_in: StandIn,
+    bar: float | None,
+    rounds: int,
+    iterations: int,
+) -> Row:
+    """swpipe beside a stand-in under one plan."""
+    tasks = len(plan.tasks)
+    with SWPipeline(plan, device="cpu") as ours, stand_in(plan, plan.tasks) as theirs:
         a, b = interleaved(
-            rounds, lambda: us_per_task(ours, iterations), lambda: us_per_task(theirs, iterations)
+            rounds,
+            lambda: us_per_task(ours, iterations, tasks),
+            lambda: us_per_task(theirs, iterations, tasks),
         )
-    return Row(
-        what=what,
-        ours=f"{Spread.of(a).text()} us/task",
-        beside=f"stand-in {Spread.of(b).text()} us/task",
-        ratio=ratios(a, b),
-        bar=bar,
-    )
+    per = "task" if stand_in is TaskQueues else "group"
+    return compared(f"{tasks} empty tasks, {what}", a, b, "us/task", f"a queue item per {per}", bar)
+
+
+THREE = ("read", "copy", "default")
 
 
 def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
-    """The two rows of dispatch, and one for the worst that a plan can ask for."""
+    """Beside the queue per task, which has bars, then beside the queue per group."""
     inline = plan(["default"], depth=3)
-    threads = plan(["read", "copy", "default"], depth=5)
+    threads = plan(THREE, depth=5)
     # Eight hand-overs between threads in every period: the threads' own cost, whatever the engine.
-    mixed = plan(["read", "copy", "default"] * 4, depth=5)
+    mixed = plan(THREE * 4, depth=5)
     return [
-        row("empty tasks, all in group default", inline, 0.2, rounds, iterations),
-        row("empty tasks, 3 thread groups, depth 5", threads, 0.5, rounds, iterations),
-        row("empty tasks, next one in another group", mixed, None, rounds, iterations // 3),
+        row("all in group default", inline, TaskQueues, 0.2, rounds, iterations),
+        row("3 thread groups", threads, TaskQueues, 0.5, rounds, iterations),
+        row("next one in another group", mixed, TaskQueues, None, rounds, iterations // 3),
+        *(
+            row("3 thread groups", plan(THREE, 5, tasks), GroupQueues, None, rounds, iterations)
+            for tasks in (3, 6, 9, 12)
+        ),
     ]

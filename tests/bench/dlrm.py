@@ -60,7 +60,7 @@ TINY = Size(tables=4, rows=64, dim=8, batch=6, ids=2, bottom=(8, 8), top=(8, 1),
 
 @dataclass
 class Batch(TorchRecBatch):  # type: ignore[misc]
-    """TorchRec's, on a machine that has no streams to record on."""
+    """TorchRec's batch, without streams."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         there = super().to(device, non_blocking)
@@ -93,7 +93,7 @@ def _batch(size: Size, draws: torch.Generator) -> Batch:
 
 
 def sharded_dlrm(size: Size) -> nn.Module:
-    """The same model on every rank and at every call; its tables update themselves in backward."""
+    """The same model on every rank and call; its tables are updated in backward."""
     torch.manual_seed(0)
     tables = EmbeddingBagCollection(
         tables=[
@@ -127,7 +127,7 @@ def sharded_dlrm(size: Size) -> nn.Module:
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Adagrad for all that no fused optimizer updates."""
+    """Adagrad for all parameters that no fused optimizer updates."""
     named = in_backward_optimizer_filter(model.named_parameters())
     return torch.optim.Adagrad([parameter for _, parameter in named], lr=0.01)
 

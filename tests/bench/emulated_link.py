@@ -34,7 +34,7 @@ COLLECTIVES = (
     "reduce_scatter",
     "reduce_scatter_tensor",
 )
-"""All that TorchRec issues with a handle, and their kin."""
+"""The collectives that TorchRec issues asynchronously, and similar ones."""
 
 
 class Exchange(NamedTuple):
@@ -54,7 +54,7 @@ class Exchange(NamedTuple):
 
     @property
     def waited_ns(self) -> int:
-        """How long somebody stood."""
+        """How long the caller waited."""
         return self.done_ns - self.wait_ns
 
 
@@ -126,7 +126,7 @@ class LateWork(dist.Work):
         self._done = False
 
     def wait(self, timeout: dt.timedelta = dt.timedelta(0)) -> bool:
-        """Sleep until the real one is done and its time has come; at once when asked again."""
+        """Sleep until the collective is done and the latency over; later calls return at once."""
         if self._done:
             return True
         wait_ns = time.perf_counter_ns()
@@ -141,16 +141,16 @@ class LateWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether both are so."""
+        """Whether the real collective is done and the latency is over."""
         real = self._work is None or self._work.is_completed()
         return real and time.perf_counter_ns() >= self._due_ns
 
     def is_success(self) -> bool:
-        """Whether it completed, and well."""
+        """Whether it completed without an error."""
         return self.is_completed() and (self._work is None or self._work.is_success())
 
     def get_future(self) -> Any:
-        """Nobody's, here.
+        """Not supported.
 
         Raises:
             NotImplementedError: Always: a future would complete on time.

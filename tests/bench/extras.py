@@ -1,17 +1,17 @@
-"""What recording a trace costs, and compiling and simulating a plan takes: told, with no bar."""
+"""The costs of recording a trace, compiling a plan and simulating one; without bars."""
 
 from __future__ import annotations
 
 import random
-import time
 from itertools import pairwise
 
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.simulator import steady_interval
 from tests.bench.dispatch import plan, us_per_task
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, Spread, compared, interleaved, timed_ms
 
 
 def trace_row(rounds: int, iterations: int) -> Row:
@@ -23,12 +23,7 @@ def trace_row(rounds: int, iterations: int) -> Row:
                 return us_per_task(pipe, iterations)
 
         on, off = interleaved(rounds, traced, lambda: us_per_task(pipe, iterations))
-    return Row(
-        what="recording a trace, 3 thread groups",
-        ours=f"{Spread.of(on).text()} us/task",
-        beside=f"off {Spread.of(off).text()} us/task",
-        ratio=ratios(on, off),
-    )
+    return compared("recording a trace, 3 thread groups", on, off, "us/task", "off")
 
 
 def layered(tasks: int) -> PipelinePlan:
@@ -50,13 +45,7 @@ def layered(tasks: int) -> PipelinePlan:
 def compile_row(tasks: int, rounds: int) -> Row:
     """Time to compile a plan with streams, in ms."""
     big = layered(tasks)
-
-    def ms() -> float:
-        begin = time.perf_counter()
-        compile_plan(big, streams=True)
-        return (time.perf_counter() - begin) * 1e3
-
-    (took,) = interleaved(rounds, ms)
+    took = timed_ms(rounds, lambda: compile_plan(resolve_plan(big), streams=True))
     return Row(what=f"compiling a plan of {tasks} tasks", ours=f"{Spread.of(took).text()} ms")
 
 
@@ -73,20 +62,13 @@ def simulate_row(rounds: int) -> Row:
         cross_iter_deps=[("t10", "t13")],
     )
     costs = CostModel({name: TaskCost(50.0, device_us=300.0) for name in names})
-    program = compile_plan(chain, streams=True)
-
-    def ms() -> float:
-        begin = time.perf_counter()
-        for _ in range(10):
-            steady_interval(program, costs)
-        return (time.perf_counter() - begin) / 10 * 1e3
-
-    (took,) = interleaved(rounds, ms)
+    program = compile_plan(resolve_plan(chain), streams=True)
+    took = timed_ms(rounds, lambda: steady_interval(program, costs), repeats=10)
     return Row(what="the interval of a plan of 14 tasks", ours=f"{Spread.of(took).text()} ms")
 
 
 def rows(rounds: int = 7, iterations: int = 500) -> list[Row]:
-    """Rows that only inform."""
+    """Rows without bars."""
     return [
         trace_row(rounds, iterations),
         compile_row(14, rounds),

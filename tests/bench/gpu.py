@@ -14,25 +14,26 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests.bench.dispatch import TASKS, nothing, us_per_task
-from tests.bench.measure import Row, Spread, interleaved, table
+from tests.bench.measure import Row, Spread, interleaved, report
+from tests.bench.streams import DEPTH, plan
 
 BAR = 1.05
 DEVICE = torch.device("cuda")
 SIDE = 4096
-"""Of the square matrices; in bfloat16 one is 32 MiB."""
+"""Rows of a square matrix; in bfloat16 it takes 32 MiB."""
 
 MIB = 2**20
-DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much there is to do in an iteration."""
+    """The work of an iteration."""
 
     copy_mib: int
     products: int
@@ -68,21 +69,8 @@ class Work:
         return [PipelineTask(fn.__name__, fn) for fn in (self.copy, self.compute, self.offload)]
 
 
-def plan(group: str) -> PipelinePlan:
-    """Three streams; ``group`` is the thread that gives the copy to its stream."""
-    return PipelinePlan(
-        {
-            "copy": TaskSchedule(0, "memcpy", group),
-            "compute": TaskSchedule(1),
-            "offload": TaskSchedule(2, "offload"),
-        },
-        deps=[("compute", "copy"), ("offload", "compute")],
-        pipeline_depth=DEPTH,
-    )
-
-
 def elapsed_ms(work: Callable[[], object]) -> float:
-    """What ``work`` takes on the current stream, from an idle device, in ms."""
+    """Time of ``work`` on the current stream of an idle device, in ms."""
     begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -148,9 +136,7 @@ def interval_row(
         interval_ms(pipe, 5)
         *alone, ours = interleaved(
             rounds,
-            lambda: alone_ms(work.copy, work, 10),
-            lambda: alone_ms(work.compute, work, 10),
-            lambda: alone_ms(work.offload, work, 10),
+            *(partial(alone_ms, task.fn, work, 10) for task in work.tasks()),
             lambda: interval_ms(pipe, periods),
         )
     busiest = [max(times) for times in zip(*alone, strict=True)]
@@ -198,12 +184,7 @@ def main() -> int:
         print("tests.bench.gpu: skipped: torch finds no CUDA device on this machine")
         return 0
     print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    found = rows()
-    print(table(found))
-    missed = [row.what for row in found if row.missed]
-    if missed:
-        print(f"\n{len(missed)} missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    return report(rows())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The steady state's initiation interval over its lower bound, for tasks that block a known time.
 
-The bound is ``tests.bench.bound``'s, from what the same tasks take when a bare loop calls them in
+The bound is that of ``lower_bounds``, from what the same tasks take when a bare loop calls them in
 the same round: the times they are given, and what the machine adds to a thread that blocks alone.
 """
 
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench.bound import bound_ms
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning import lower_bounds
+from tests.bench.measure import Row, compared, interleaved
 
 BAR = 1.03
 YIELDING_S = 0.4e-3
-"""The last part of a block: a sleep alone ends 50 to 150 us late on a virtual machine."""
+"""Poll for this long at the end: a sleep ends 50 to 150 us late on a virtual machine."""
 
 
 def block(seconds: float) -> None:
@@ -127,6 +128,12 @@ CASES = (
 )
 
 
+def bound_ms(plan: PipelinePlan, ms: Mapping[str, float]) -> float:
+    """max(ResMII, RecMII): the busiest thread group, or the heaviest cycle per distance, in ms."""
+    costs = CostModel({name: TaskCost(host_us=1e3 * length) for name, length in ms.items()})
+    return lower_bounds(plan, costs, streams=False).ii_us / 1e3
+
+
 def ms_per_period(
     pipe: SWPipeline, periods: int, batches: Callable[[int], Iterable[int]] = range
 ) -> float:
@@ -163,15 +170,9 @@ def row(case: Case, rounds: int, periods: int) -> Row:
 
     with SWPipeline(case.plan, tasks, device="cpu") as pipe:
         ours, bounds = interleaved(rounds, lambda: ms_per_period(pipe, periods), bound)
-    return Row(
-        what=f"interval, {case.what}",
-        ours=f"{Spread.of(ours).text()} ms",
-        beside=f"bound {Spread.of(bounds).text()} ms",
-        ratio=ratios(ours, bounds),
-        bar=BAR,
-    )
+    return compared(f"interval, {case.what}", ours, bounds, "ms", "bound", BAR)
 
 
 def rows(rounds: int = 7, periods: int = 30) -> list[Row]:
-    """A row per plan; the worst is what counts."""
+    """A row per plan."""
     return [row(case, rounds, periods) for case in CASES]

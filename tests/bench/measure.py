@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,64 @@ def interleaved(rounds: int, *measures: Callable[[], float]) -> list[list[float]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours over theirs, round by round: what slows the machine for a while slows both."""
+    """Ours over theirs, round by round: a slow phase of the machine affects both."""
     return Spread.of(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def compared(
+    what: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    unit: str,
+    label: str,
+    bar: float | None = None,
+    *,
+    digits: int = 2,
+) -> Row:
+    """A row for two measures of the same rounds; ``label`` names the second."""
+    return Row(
+        what=what,
+        ours=f"{Spread.of(ours).text(digits)} {unit}",
+        beside=f"{label} {Spread.of(theirs).text(digits)} {unit}".lstrip(),
+        ratio=ratios(ours, theirs),
+        bar=bar,
+    )
+
+
+def off_by(predicted: Sequence[float], true: Sequence[float]) -> Spread:
+    """The greater over the smaller, round by round: 1.05 is 5% off, in either direction."""
+    ratio = ratios(predicted, true)
+    return ratio if ratio.median >= 1 else ratios(true, predicted)
+
+
+def tolerated(what: str, value: float, limit: float, unit: str, digits: int = 0) -> Row:
+    """A figure that must not pass a limit."""
+    return Row(
+        what=what,
+        ours=f"{value:+,.{digits}f} {unit}".rstrip(),
+        beside=f"tolerated {limit:,} {unit}".rstrip(),
+        ratio=Spread.of([value / limit]),
+        bar=1.0,
+    )
+
+
+def timed_ms(rounds: int, fn: Callable[[], object], repeats: int = 1) -> list[float]:
+    """How long ``fn`` takes, in ms: one mean of ``repeats`` calls per round."""
+
+    def ms() -> float:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            fn()
+        return (time.perf_counter() - begin) / repeats * 1e3
+
+    return interleaved(rounds, ms)[0]
+
+
+def resident_mib() -> float:
+    """Memory of this process, in MiB; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def sharpen_timers() -> None:
@@ -85,7 +144,7 @@ def sharpen_timers() -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows, aligned."""
+    """The rows as aligned text."""
     cells = [
         (
             row.what,
@@ -104,3 +163,12 @@ def table(rows: Sequence[Row]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def report(rows: Sequence[Row]) -> int:
+    """Print the table and the rows that missed their bars; 1 where there are any, for the shell."""
+    print(table(rows))
+    missed = [row.what for row in rows if row.missed]
+    if missed:
+        print(f"\n{len(missed)} missed: {'; '.join(missed)}")
+    return 1 if missed else 0

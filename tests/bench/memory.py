@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import gc
-import os
+import itertools
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.bench.measure import Row, Spread
+from tests.bench.measure import Row, resident_mib, tolerated
 
 PAYLOAD = 64 * 1024
 WARM_UP = 1000
 PYTHON_KIB = 64
-"""What Python objects may grow by: one context too many that stays alive would pass it."""
+"""The limit for Python objects: one leaked context is more."""
 
 RESIDENT_MIB = 8
-"""What the process may grow by: 10,000 lost payloads are 640."""
+"""The limit for the process: 10,000 leaked payloads are 640 MiB."""
 
 
 class Growth(NamedTuple):
@@ -56,51 +55,36 @@ def plan() -> PipelinePlan:
 
 
 def growth(iterations: int) -> Growth:
-    """What ``iterations`` more leave behind, with the pipeline full before and after."""
+    """Growth over ``iterations``, with nothing in flight before and after."""
     with SWPipeline(plan(), device="cpu") as pipe:
-        data = iter(range(WARM_UP + iterations))
+        data = itertools.count()
         _run(pipe, data, WARM_UP // 2)
         tracemalloc.start()
         _run(pipe, data, WARM_UP // 2)
-        python, resident = _held()
-        _run(pipe, data, iterations - pipe.plan.depth)
-        grown = Growth(
-            *(after - before for after, before in zip(_held(), (python, resident), strict=True))
-        )
+        before = _held()
+        _run(pipe, data, iterations)
+        after = _held()
         tracemalloc.stop()
-    return grown
+    return Growth(*(b - a for a, b in zip(before, after, strict=True)))
 
 
 def _run(pipe: SWPipeline, data: Iterator[int], iterations: int) -> None:
     for _ in range(iterations):
         pipe.progress(data)
+    pipe.drain()
 
 
 def _held() -> Growth:
     """KiB of Python objects, and MiB of the process, at this moment."""
     gc.collect()
-    statm = Path("/proc/self/statm")
-    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
-    resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return Growth(tracemalloc.get_traced_memory()[0] / 2**10, resident)
+    return Growth(tracemalloc.get_traced_memory()[0] / 2**10, resident_mib())
 
 
 def rows(iterations: int = 10_000) -> list[Row]:
-    """Growth over what is tolerated, of Python's objects and of the process."""
+    """Growth of Python's objects and of the process, over their limits."""
     grown = growth(iterations)
+    after = f"after {iterations:,} iterations"
     return [
-        Row(
-            what=f"Python objects after {iterations:,} iterations",
-            ours=f"{grown.python_kib:+.0f} KiB",
-            beside=f"tolerated {PYTHON_KIB} KiB",
-            ratio=Spread.of([grown.python_kib / PYTHON_KIB]),
-            bar=1.0,
-        ),
-        Row(
-            what=f"resident memory after {iterations:,} iterations",
-            ours=f"{grown.resident_mib:+.1f} MiB",
-            beside=f"tolerated {RESIDENT_MIB} MiB",
-            ratio=Spread.of([grown.resident_mib / RESIDENT_MIB]),
-            bar=1.0,
-        ),
+        tolerated(f"Python objects {after}", grown.python_kib, PYTHON_KIB, "KiB"),
+        tolerated(f"resident memory {after}", grown.resident_mib, RESIDENT_MIB, "MiB", digits=1),
     ]

@@ -1,34 +1,30 @@
 """The interval that ``simulate`` predicts from measured costs, beside the interval of the run.
 
-Tasks that block for known times must come within 5%, from costs taken one task at a time. Real work
-must come within 15%, from costs taken while the plan runs: side by side its tasks share cores and
-memory, and a worker thread's large arrays cost more to make. What costs taken one by one would have
-predicted is told beside it, with no bar.
+For tasks that block for known times, with costs measured one task at a time, the prediction must be
+within 5%. For real work, with costs measured while the plan runs, it must be within 15%: concurrent
+tasks share cores and memory, and large arrays cost more to make in a worker thread. The prediction
+from costs measured one by one is shown beside it, without a bar.
 
-Costs and run are taken anew in each round, one after the other. The ratio is that of prediction and
-run, the greater over the smaller: 1.05 is 5% off, in either direction.
+Each round measures the costs, then the run. The ratio is the greater over the smaller of the two:
+1.05 is 5% off, in either direction.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel
 from swpipe.planning import simulate
-from swpipe.plans import prefetch_plan
 from swpipe.profiler import measure_costs
+from tests.bench.data_bound import PLAN, files, loop_tasks
 from tests.bench.interval import CASES, block, ms_per_period
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, Spread, interleaved, off_by
 from tests.bench.timed_device import TimedDevice
 
 BLOCKING_BAR, REAL_BAR = 1.05, 1.15
@@ -58,7 +54,7 @@ class Work:
 
 
 def predicted_ms(pipe: SWPipeline, costs: CostModel) -> float:
-    """The interval by the simulator."""
+    """The interval that the simulator predicts."""
     return simulate(pipe.plan, costs, streams=pipe.device.has_streams).ii_us / 1e3
 
 
@@ -78,13 +74,12 @@ def row(work: Work, rounds: int, periods: int) -> Row:
             return measured_ms(pipe, work.batches, periods)
 
         predicted, measured = interleaved(rounds, predict, measure)
-    ratio = ratios(predicted, measured)
     how = "costs under the plan" if work.pipelined else "costs one by one"
     return Row(
         what=f"predicted, {work.what}, {how}",
         ours=f"predicted {Spread.of(predicted).text()} ms",
         beside=f"run {Spread.of(measured).text()} ms",
-        ratio=ratio if ratio.median >= 1 else ratios(measured, predicted),
+        ratio=off_by(predicted, measured),
         bar=work.bar,
     )
 
@@ -124,60 +119,14 @@ def streaming() -> Iterator[Work]:
         yield Work("3 streams", STREAMING, tasks, [None], BLOCKING_BAR, device=device)
 
 
-def files(folder: Path, count: int = 4, rows: int = 4096) -> list[Path]:
-    """Compressed batches on disk."""
-    rng = np.random.default_rng(0)
-    paths = [folder / f"{number}.z" for number in range(count)]
-    for path in paths:
-        path.write_bytes(zlib.compress(rng.integers(0, 9, (rows, 64), dtype=np.int32).tobytes()))
-    return paths
-
-
-def data_bound_tasks() -> list[PipelineTask]:
-    """Read, inflate, make features; then train a small network, quicker than that."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def read(ctx: IterContext) -> None:
-        ctx.packed = ctx.batch.read_bytes()
-
-    def inflate(ctx: IterContext) -> None:
-        ctx.raw = zlib.decompress(ctx.packed)
-
-    def features(ctx: IterContext) -> None:
-        counts = np.frombuffer(ctx.raw, np.int32).reshape(-1, 64)
-        logs = np.log1p(counts.astype(np.float32))
-        ctx.x = torch.from_numpy(logs - logs.mean(0))
-
-    def forward(ctx: IterContext) -> None:
-        ctx.loss = model(ctx.x).square().mean()
-
-    def backward(ctx: IterContext) -> None:
-        optimizer.zero_grad()
-        ctx.loss.backward()
-
-    def step(ctx: IterContext) -> None:
-        optimizer.step()
-
-    named = (read, inflate, features, forward, backward, step)
-    return [PipelineTask(fn.__name__, fn) for fn in named]
-
-
 def _bar(*, pipelined: bool) -> float | None:
     return REAL_BAR if pipelined else None
 
 
 def data_bound(folder: Path, *, pipelined: bool = False) -> Work:
     """A loop that waits for its data."""
-    plan = prefetch_plan(
-        ("read", "inflate", "features"),
-        ("forward", "backward", "step"),
-        carried=[("forward", "step")],
-    )
-    tasks = data_bound_tasks()
-    return Work(
-        "a data-bound loop", plan, tasks, files(folder), _bar(pipelined=pipelined), pipelined
-    )
+    bar = _bar(pipelined=pipelined)
+    return Work("a data-bound loop", PLAN, loop_tasks(), files(folder), bar, pipelined)
 
 
 def clicks(folder: Path, *, pipelined: bool = False) -> Work:
@@ -196,7 +145,7 @@ def clicks(folder: Path, *, pipelined: bool = False) -> Work:
 
 @contextlib.contextmanager
 def real() -> Iterator[list[Work]]:
-    """Real workloads, by either way to measure costs."""
+    """Real workloads, with costs measured either way."""
     with tempfile.TemporaryDirectory() as folder:
         yield [
             make(Path(folder), pipelined=pipelined)

@@ -43,7 +43,7 @@ def on_rank(rounds: int, periods: int) -> list[Row]:
 
 
 def rows(rounds: int = 5, periods: int = 30) -> list[Row]:
-    """Those of rank 0."""
+    """The rows of rank 0."""
     if find_spec("torchrec") is None:
         return [Row("predicted, two-rank DLRM", "skipped: there is no torchrec")]
     from tests.bench.contest import on_ranks

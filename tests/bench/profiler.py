@@ -1,9 +1,8 @@
-"""How true the profiler is: exposed times of tasks that block, and who needs the interpreter lock.
+"""The profiler's accuracy: exposed times of tasks that block, and needs for the interpreter lock.
 
-Exposed times must come within 5% of what the same tasks take when a bare loop calls them in the
-same round. The ratio is that of profile and truth, the greater over the smaller. Of the lock,
-Python must be told to need it all the time, and a kernel to let go of it for some of its time; that
-takes a core for the contender (``swpipe.profiler.gil``), which nobody else uses.
+Exposed times must be within 5% of the times in a bare loop in the same round. The ratio is the
+greater over the smaller of the two. The profiler must find that Python code needs the interpreter
+lock all the time and a kernel only part of it; this takes an idle core (``swpipe.profiler.gil``).
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ import torch
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe.profiler import measure_costs
 from tests.bench.interval import alone_ms, block
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, Spread, interleaved, off_by
 
 EXPOSED_BAR = 1.05
 PYTHON_MS = 4.0
 PYTHON_BAR = 1.25
-"""Its time on the CPU, and what it is told to need the lock for, the greater over the smaller."""
+"""Its CPU time and the measured need for the lock, the greater over the smaller."""
 
 KERNEL_BAR = 0.7
-"""What a kernel is told to need the lock for, over its host time."""
+"""A kernel's measured need for the lock, over its host time."""
 
 LEAST = 1e-3
-"""What a ratio is taken over where a busy machine left nothing."""
+"""The least time for a ratio, in ms; a busy machine can measure 0."""
 
 SERIAL = PipelinePlan({"read": TaskSchedule(), "train": TaskSchedule()}, deps=[("train", "read")])
 BESIDE = PipelinePlan(
@@ -58,25 +57,24 @@ def exposed_row(pipelined: bool, rounds: int, measure: int) -> Row:
             return max(LEAST, alone_ms(read, measure) - hidden_ms)
 
         measured, truth = interleaved(rounds, exposed_ms, true_ms)
-    ratio = ratios(measured, truth)
     return Row(
         what=f"exposed time, {'half hidden' if pipelined else 'serially'}",
         ours=f"{Spread.of(measured).text()} ms",
         beside=f"true {Spread.of(truth).text()} ms",
-        ratio=ratio if ratio.median >= 1 else ratios(truth, measured),
+        ratio=off_by(measured, truth),
         bar=EXPOSED_BAR,
     )
 
 
 def python(ctx: IterContext) -> None:
-    """Python that never lets go of the lock, unless asked to."""
+    """Python code that releases the lock only when another thread asks for it."""
     end_s = time.thread_time() + PYTHON_MS * 1e-3
     while time.thread_time() < end_s:
         pass
 
 
 def lock_ms(name: str, fn: Callable[[IterContext], object]) -> tuple[float, float]:
-    """The part of the task in which it is told to need the lock, and its host time."""
+    """The time in which the task is found to need the lock, and its host time, in ms."""
     tasks = [PipelineTask(name, fn)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         cost = measure_costs(pipe, [None], num_warmup=1, num_measure=5).tasks[name]
@@ -90,7 +88,7 @@ def python_row(rounds: int) -> Row:
         what="needs the interpreter lock, Python",
         ours=f"{Spread.of(needs).text()} ms",
         beside=f"true {PYTHON_MS:.2f} ms",
-        ratio=Spread.of(max(ms, PYTHON_MS) / min(ms, PYTHON_MS) for ms in needs),
+        ratio=off_by(needs, [PYTHON_MS] * rounds),
         bar=PYTHON_BAR,
     )
 

@@ -1,15 +1,16 @@
-"""What running serially adds to a bare loop that calls the same functions: tasks of 100 us.
+"""What run_serial adds to a bare loop that calls the same functions, which take 100 us each.
 
-The tasks are busy until 100 us have passed, so that what a round takes beyond that is what
-surrounds them, however fast the machine happens to run at the moment.
+A task polls the clock until 100 us have passed, so its length does not depend on the speed of the
+machine.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from tests.bench.measure import Row, Spread, interleaved, ratios
+from tests.bench.measure import Row, compared, interleaved
 
 TASK_S = 100e-6
 TASKS = 5
@@ -22,32 +23,24 @@ def busy(ctx: IterContext) -> None:
 
 
 def rows(rounds: int = 200, iterations: int = 20) -> list[Row]:
-    """One row; many short rounds, so that a machine that drifts does so under both."""
+    """One row, of many short rounds, so that a drift of the machine affects both sides."""
     tasks = [PipelineTask(f"t{i}", busy) for i in range(TASKS)]
     fns = [task.fn for task in tasks]
 
-    def bare() -> float:
-        begin = time.perf_counter()
+    def bare() -> None:
         for i in range(iterations):
             ctx = IterContext(i, i)
             for fn in fns:
                 fn(ctx)
+
+    def us(run: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        run()
         return (time.perf_counter() - begin) / iterations * 1e6
 
     with SWPipeline(PipelinePlan.serial(tasks), device="cpu") as pipe:
-
-        def ours() -> float:
-            begin = time.perf_counter()
-            pipe.run_serial(range(iterations))
-            return (time.perf_counter() - begin) / iterations * 1e6
-
-        a, b = interleaved(rounds, ours, bare)
-    return [
-        Row(
-            what=f"run_serial, {TASKS} tasks of 100 us",
-            ours=f"{Spread.of(a).text(1)} us/iteration",
-            beside=f"bare loop {Spread.of(b).text(1)} us/iteration",
-            ratio=ratios(a, b),
-            bar=1.02,
+        ours, theirs = interleaved(
+            rounds, lambda: us(lambda: pipe.run_serial(range(iterations))), lambda: us(bare)
         )
-    ]
+    what = f"run_serial, {TASKS} tasks of 100 us"
+    return [compared(what, ours, theirs, "us/iteration", "bare loop", 1.02, digits=1)]

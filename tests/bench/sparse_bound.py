@@ -6,10 +6,10 @@
              └─ EMBED_BACK ~ gradients ~ top backward ──────────────────────────────────────┘
                                               └─ bottom backward ─ FINALIZE ─ STEP ─> next bottom
 
-Exchanges (``~``) take the link's latency and no core; any number is under way at once. All the rest
-is on the rank's one thread. So no plan is quicker than the sum of the parts, nor than the cycle
-from one look-up over both exchanges of embeddings to the next; with one batch of staleness the next
-but one.
+Exchanges (``~``) take the link's latency and no core; any number can be in flight. All other parts
+run on the rank's one thread. So no plan has an interval below the sum of the parts, nor below the
+cycle from one look-up over both exchanges of embeddings to the next; with one batch of staleness,
+half of that cycle.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ NEEDS = (
     (TOP_BACK, LOSS), (BOTTOM_BACK, TOP_BACK), (GRADIENTS, TOP_BACK), (EMBED_BACK, GRADIENTS),
     (FINALIZE, BOTTOM_BACK), (STEP, FINALIZE),
 )  # fmt: skip
-"""Within an iteration: who needs whom."""
+"""(consumer, producer) within an iteration."""
 
 
 def step_on_paper(staleness: int = 0) -> PipelinePlan:
-    """The parts of a step and what they need, with the tables ``staleness`` batches behind."""
+    """The parts of a step as a plan, with the tables ``staleness`` batches behind."""
     schedule = {name: TaskSchedule() for name in WORK}
     links = {name: TaskSchedule(thread_group=f"link: {name}") for name in EXCHANGES}
     return PipelinePlan(
@@ -65,7 +65,7 @@ def step_on_paper(staleness: int = 0) -> PipelinePlan:
 
 
 def bounds(parts_ms: Mapping[str, float], latency_ms: float, staleness: int = 0) -> Bounds:
-    """What no plan can be quicker than."""
+    """The lower bounds on the interval of any plan."""
     costs = {name: TaskCost(1e3 * parts_ms[name]) for name in WORK}
     costs |= {name: TaskCost(1e3 * latency_ms) for name in EXCHANGES}
     return lower_bounds(step_on_paper(staleness), CostModel(costs), streams=False)

@@ -1,11 +1,11 @@
 """A DLRM on two ranks beside TorchRec's train pipelines, on links of several latencies.
 
-Same model, same batches, one torch thread per rank, contenders in turn within each round. At the
-end all exact ones must have trained the same parameters, bit for bit. DDP's all-reduces, which C++
-issues, go past the emulated link, for all contenders alike.
+All contenders train the same model on the same batches with one torch thread per rank, and take
+turns within each round. At the end, all exact ones must have the same parameters, bit for bit. The
+emulated link does not delay DDP's all-reduces, which C++ issues, for any contender.
 
-The best of our exact plans is held against the best of TorchRec's pipelines, and against the lower
-bound (``tests.bench.sparse_bound``); the stale one, against the best exact one.
+The best of swpipe's exact plans is compared with the best of TorchRec's pipelines and with the
+lower bound (``tests.bench.sparse_bound``); the stale plan, with the best exact one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.bench.measure import Row, Spread, ratios
+from tests.bench.measure import Row, compared
 from tests.bench.sparse_bound import bounds
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ LATENCIES = (0.0, 2.0, 5.0, 20.0)
 
 PLAIN_BAR, LINK_BAR, BOUND_BAR, STALE_BAR = 1.02, 1.0, 1.1, 0.8
 STALE_FROM = 20.0
-"""Where the stale plan has a bar."""
+"""The stale plan has a bar from this latency on."""
 
 
 def rows(rounds: int = 9, steps: int = 10, size: Size | None = None) -> list[Row]:
-    """The contenders' figures, and what they are held against."""
+    """The contenders' times, then their ratios."""
     if find_spec("torchrec") is None:
         return [Row("DLRM on two ranks", "skipped: there is no torchrec")]
     from tests.bench.contest import contest, on_ranks
@@ -61,37 +61,38 @@ def verdicts(found: Contest) -> Iterator[Row]:
     for latency, by_name in found.ms.items():
         ours = _best(by_name, [name for name in by_name if kinds[name] == "exact"])
         theirs = _best(by_name, [name for name in by_name if kinds[name] == "torchrec"])
-        yield Row(
-            what=f"L = {latency:g} ms: {ours} over {theirs}",
-            ours=f"{Spread.of(by_name[ours]).text(1)} ms",
-            beside=f"{Spread.of(by_name[theirs]).text(1)} ms",
-            ratio=ratios(by_name[ours], by_name[theirs]),
-            bar=LINK_BAR if latency else PLAIN_BAR,
+        yield _row(
+            f"L = {latency:g} ms: {ours} over {theirs}",
+            by_name[ours],
+            by_name[theirs],
+            LINK_BAR if latency else PLAIN_BAR,
         )
         yield _over_bound(found, latency, ours, 0)
         for stale in (name for name in by_name if kinds[name] == "stale"):
-            yield Row(
-                what=f"L = {latency:g} ms: {stale} over {ours}",
-                ours=f"{Spread.of(by_name[stale]).text(1)} ms",
-                beside=f"{Spread.of(by_name[ours]).text(1)} ms",
-                ratio=ratios(by_name[stale], by_name[ours]),
-                bar=STALE_BAR if latency >= STALE_FROM else None,
+            yield _row(
+                f"L = {latency:g} ms: {stale} over {ours}",
+                by_name[stale],
+                by_name[ours],
+                STALE_BAR if latency >= STALE_FROM else None,
             )
             yield _over_bound(found, latency, stale, 1)
 
 
 def _over_bound(found: Contest, latency: float, name: str, staleness: int) -> Row:
-    """Beside the bound, which is measured anew in each round."""
+    """Compare with the bound, which is measured in each round."""
     each = [bounds(parts, latency, staleness) for parts in found.parts[latency]]
     least_ms = [bound.ii_us / 1e3 for bound in each]
     by_cycle = sum(bound.rec_mii_us > bound.res_mii_us for bound in each) > len(each) / 2
-    return Row(
-        what=f"L = {latency:g} ms: {name} over its bound, {'a cycle' if by_cycle else 'the work'}",
-        ours=f"{Spread.of(found.ms[latency][name]).text(1)} ms",
-        beside=f"{Spread.of(least_ms).text(1)} ms",
-        ratio=ratios(found.ms[latency][name], least_ms),
-        bar=None if staleness else BOUND_BAR,
+    return _row(
+        f"L = {latency:g} ms: {name} over its bound, {'a cycle' if by_cycle else 'the work'}",
+        found.ms[latency][name],
+        least_ms,
+        None if staleness else BOUND_BAR,
     )
+
+
+def _row(what: str, ours: Sequence[float], theirs: Sequence[float], bar: float | None) -> Row:
+    return compared(what, ours, theirs, "ms", "", bar, digits=1)
 
 
 def _best(by_name: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""The usual way to write a pipelined engine, for swpipe to be measured beside.
+"""Two usual ways to write a pipelined engine, for swpipe to be measured beside.
+
+:class:`TaskQueues` hands over each task, and runs all plans of ``deps`` and ``cross_iter_deps``::
 
     progress() --(item per task)--> queue.Queue --> worker of the task's group
                                                       waits for the producers' Events
@@ -6,11 +8,14 @@
                                                       counts it off, under a lock
     progress() <--(Event per slot)----------------------'
 
-Every group has a worker thread, the group "default" too; each task of each iteration is one queue
-item; there is a ``threading.Event`` per task and slot. It runs plans of ``deps`` and
-``cross_iter_deps`` on the host, the same ones that swpipe runs, and gives the same results; it does
-less than swpipe does (no stall report, no torch state, no streams, no shortcut), so that a
-comparison does not flatter swpipe.
+:class:`GroupQueues` hands over once per thread group and period, the least that threads need. It
+runs plans of one thread group per stage, the last of which is the caller's::
+
+    progress() --> SimpleQueue --> worker "read" --> SimpleQueue --> worker "copy" --.
+    progress() runs the tasks of "default" <------------------- SimpleQueue <--------'
+
+Both give the same results as swpipe under the same plan. They do less (no stall report, no torch
+state, no streams, no shortcut), so the comparison does not flatter swpipe.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from swpipe.core.context import IterContext
-from swpipe.core.dependence import period_order
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask, TaskFn
 
 
@@ -37,12 +43,12 @@ class _Work(NamedTuple):
     done: list[threading.Event]  # by slot
 
 
-class StandIn:
-    """Runs tasks under a plan; use it as a context manager."""
+class TaskQueues:
+    """One ``queue.Queue`` item per task, one ``threading.Event`` per task and slot."""
 
     def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
         if plan.same_period_deps or any(s.globally_ordered for s in plan.schedule.values()):
-            raise ValueError("the stand-in runs plans of deps and cross_iter_deps only")
+            raise ValueError("TaskQueues runs plans of deps and cross_iter_deps only")
         edges = [(c, p, 0) for c, p in plan.deps] + list(plan.cross_iter_deps)
         self._depth = plan.depth
         # Slots are kept as long as a consumer may ask for them.
@@ -60,7 +66,7 @@ class StandIn:
                 waits=tuple((done[p], d) for c, p, d in edges if c == name),
                 done=done[name],
             )
-            for name in period_order(plan)
+            for name in resolve_plan(plan).period_order
         ]
         self._lock = threading.Lock()
         self._contexts: list[IterContext | None] = [None] * self._slots
@@ -70,15 +76,13 @@ class StandIn:
         self._period = 0
         self._total: int | None = None
         self._threads = [
-            threading.Thread(
-                target=self._serve, args=(items,), name=f"stand-in-{group}", daemon=True
-            )
-            for group, items in self._queues.items()
+            threading.Thread(target=self._serve, args=(items,), daemon=True)
+            for items in self._queues.values()
         ]
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> StandIn:
+    def __enter__(self) -> TaskQueues:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -145,3 +149,74 @@ class StandIn:
                 last = self._remaining[slot] == 0
             if last:
                 self._retirable[slot].set()
+
+
+class GroupQueues:
+    """One ``queue.SimpleQueue`` item per thread group and period."""
+
+    def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
+        fns = {task.name: task.fn for task in tasks}
+        stages: dict[int, tuple[str, list[TaskFn]]] = {}
+        for name in sorted(
+            resolve_plan(plan).period_order, key=lambda name: plan.schedule[name].stage
+        ):
+            entry = plan.schedule[name]
+            group, lane = stages.setdefault(entry.stage, (entry.thread_group, []))
+            if group != entry.thread_group:
+                raise ValueError("GroupQueues runs plans of one thread group per stage")
+            lane.append(fns[name])
+        groups = [group for group, _ in stages.values()]
+        if len({*groups}) < len(groups) or groups[-1] != "default" or plan.cross_iter_deps:
+            raise ValueError("GroupQueues runs chains of groups that end in default, deps only")
+        *lanes, self._last = (lane for _, lane in stages.values())
+        self._queues = [queue.SimpleQueue[Any]() for _ in groups]
+        self._depth = plan.depth
+        self._admitted = self._in_flight = 0
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane, *ends), daemon=True)
+            for lane, ends in zip(lanes, pairwise(self._queues), strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> GroupQueues:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._queues[0].put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def progress(self, iterator: Iterator[Any]) -> IterContext:
+        """Admit up to ``depth`` batches, finish the oldest."""
+        while self._in_flight < self._depth:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            self._queues[0].put(IterContext(batch, self._admitted))
+            self._admitted += 1
+            self._in_flight += 1
+        if not self._in_flight:
+            self._admitted = 0
+            raise StopIteration
+        self._in_flight -= 1
+        ctx = self._queues[-1].get()
+        if isinstance(ctx, BaseException):
+            raise ctx
+        for fn in self._last:
+            fn(ctx)
+        return ctx
+
+    def _serve(
+        self, lane: list[TaskFn], items: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]
+    ) -> None:
+        while (ctx := items.get()) is not None:
+            if not isinstance(ctx, BaseException):
+                try:
+                    for fn in lane:
+                        fn(ctx)
+                except BaseException as error:  # noqa: BLE001 - handed to the caller
+                    ctx = error
+            done.put(ctx)
+        done.put(None)

@@ -1,7 +1,7 @@
-"""How well streams stay busy: the interval over the busiest stream's time, on a device of threads.
+"""The interval over the busiest stream's time, on a device made of threads.
 
-The host pulls for 1 ms and spends 0.3 ms on each launch; the streams should not notice. On CUDA
-``tests.bench.gpu`` measures the real thing.
+A batch takes 1 ms to pull and each launch 0.3 ms of host time; the streams' work hides both.
+``tests.bench.gpu`` measures the same on CUDA.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from tests.bench.timed_device import TimedDevice
 STREAM_MS = {"copy": 7.0, "compute": 10.0, "offload": 6.0}
 PULL_S = 1e-3
 LAUNCH_S = 0.3e-3
+DEPTH = 4
 
 
 def plan(group: str) -> PipelinePlan:
-    """Three streams; ``group`` is the thread that gives the copy to its stream."""
+    """Three streams; ``group`` is the thread group that launches the copy."""
     return PipelinePlan(
         {
             "copy": TaskSchedule(0, "memcpy", group),
@@ -27,12 +28,12 @@ def plan(group: str) -> PipelinePlan:
             "offload": TaskSchedule(2, "offload"),
         },
         deps=[("compute", "copy"), ("offload", "compute")],
-        pipeline_depth=4,
+        pipeline_depth=DEPTH,
     )
 
 
 def tasks(device: TimedDevice) -> list[PipelineTask]:
-    """Each keeps the host for a moment and its stream for its time."""
+    """Each task blocks the host for a moment and its stream for its time."""
 
     def task(name: str, ms: float) -> PipelineTask:
         def fn(ctx: IterContext) -> None:
@@ -45,14 +46,14 @@ def tasks(device: TimedDevice) -> list[PipelineTask]:
 
 
 def pulled(count: int) -> Iterator[int]:
-    """Batches that take a moment to come."""
+    """Batches, each after a short wait."""
     for i in range(count):
         block(PULL_S)
         yield i
 
 
 def row(what: str, group: str, rounds: int, periods: int) -> Row:
-    """One way to submit the copy; the row informs."""
+    """One way to launch the copy; without a bar."""
     bound_ms = max(STREAM_MS.values())
     with TimedDevice() as device, SWPipeline(plan(group), tasks(device), device=device) as pipe:
         (measured,) = interleaved(rounds, lambda: ms_per_period(pipe, periods, pulled))
@@ -65,7 +66,7 @@ def row(what: str, group: str, rounds: int, periods: int) -> Row:
 
 
 def rows(rounds: int = 5, periods: int = 30) -> list[Row]:
-    """The copy given by the caller's thread, and by one of its own."""
+    """Launch the copy from the caller's thread, then from one of its own."""
     return [
         row("one thread", "default", rounds, periods),
         row("copy thread", "io", rounds, periods),

@@ -8,15 +8,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from swpipe import StreamSpec
+from swpipe.device import CpuDevice
 
 
 class TimedStream:
-    """A thread that does one thing after the other."""
+    """A thread that runs its work in order."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -36,7 +36,7 @@ class TimedStream:
 
 
 class TimedEvent:
-    """A point in a stream's work; recording it again makes it another point."""
+    """A point in a stream's work; recording it again moves it."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -65,10 +65,9 @@ class TimedEvent:
         return (end_event._at_s - self._at_s) * 1e3
 
 
-class TimedDevice:
-    """Streams that take time; a context manager, which ends them."""
+class TimedDevice(CpuDevice):
+    """A device with such streams; leaving its context ends them."""
 
-    type = name = "cpu"
     has_streams = True
 
     def __init__(self) -> None:
@@ -84,7 +83,7 @@ class TimedDevice:
             stream.close()
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Give ``work`` to the current stream and return at once."""
+        """Queue ``work`` on the current stream and return at once."""
         self.current_stream().put(work)
 
     def new_stream(self, spec: StreamSpec) -> TimedStream:
@@ -106,15 +105,6 @@ class TimedDevice:
 
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         return TimedEvent()
-
-    def holds_work(self, value: Any) -> bool:
-        return False
-
-    def hold(self, values: Iterable[Any], streams: Iterable[TimedStream]) -> None:
-        return None
-
-    def use_on_this_thread(self) -> None:
-        return None
 
     def synchronize(self) -> None:
         for stream in self._streams:

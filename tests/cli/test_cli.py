@@ -13,8 +13,9 @@ import torch
 
 from swpipe import PipelinePlan
 from swpipe.cli import main
-from swpipe.cli.options import cache_home, spread_lists
+from swpipe.cli.options import spread_lists
 from swpipe.plans.clicks import PLANS
+from swpipe.tasks.clicks_workload import cache_home
 from tests.tasks.rows import lines, row, varied_row, write_log
 
 needs_clicks = pytest.mark.skipif(
@@ -125,7 +126,7 @@ def test_the_seed_decides_the_losses(capsys: pytest.CaptureFixture[str], log: Pa
     for seed in (3, 3, 4):
         args = ("train", "--data", log, "--batch-size", 20, "--plan", "serial", "--seed", seed)
         assert run(*args) == 0
-        told.append(capsys.readouterr().out.splitlines()[2].split()[4:])
+        told.append(capsys.readouterr().out.splitlines()[2].split()[5:])
     assert told[0] == told[1] != told[2]
 
 
@@ -318,7 +319,7 @@ def test_a_job_without_its_libraries_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is missing, and what to install."""
-    for name in [name for name in sys.modules if name.startswith("swpipe.tasks.clicks")]:
+    for name in [name for name in sys.modules if f"{name}.".startswith("swpipe.tasks.clicks.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "polars", None)
     told = refused(capsys, "train")

@@ -1,48 +1,114 @@
-"""Every module has its page, every promise its test, every link its end."""
+"""The API pages show the public names, every promise has its test, every link leads somewhere."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import swpipe
 from tests.docs.pages import DOCS, PAGES, ROOT
 
 PACKAGE = ROOT / "swpipe"
 GUARANTEES = DOCS / "guide" / "guarantees.md"
 
+_AUTOMODULE = re.compile(r"automodule:: ([\w.]+)(?:\n +:exclude-members: (.*))?")
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
-
-def modules() -> set[str]:
-    """Dotted names of the package's modules, without private ones and those that only gather."""
-    paths = (path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
-    return {".".join(path.parts) for path in paths if not path.name.startswith("_")}
-
-
-def test_every_module_is_on_an_api_page() -> None:
-    """docs/api names each module once, and none that is gone."""
-    text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
-    named = re.findall(r"automodule:: ([\w.]+)", text)
-    assert sorted(named) == sorted(modules())
+NOT_OUR_WORDS = re.compile(
+    r"wardrobe|\bstroll|rehears|turnstile|\b(?:with)?in sight|playout|\bthe cast\b|"
+    r"(?-i:\bFlight\b)|\bwitness|\bthe house\b|\bwalkers?\b",
+    re.IGNORECASE,
+)
+"""Metaphors that stood for a term of ``docs/guide/glossary.md``."""
 
 
-def test_every_public_name_says_what_it_is() -> None:
-    """Each public class and function, and each public method of these classes, has a docstring."""
-    silent = []
-    for name in swpipe.__all__:
-        thing = getattr(swpipe, name)
-        if not callable(thing):
+def public_names() -> dict[str, list[str]]:
+    """Each public module that defines ``__all__``, with these names as they are listed."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if any(part.startswith("_") for part in parts):
             continue
-        members = inspect.getmembers(thing, callable) if inspect.isclass(thing) else []
-        own = [(f"{name}.{key}", member) for key, member in members if not key.startswith("_")]
-        silent += [label for label, obj in [(name, thing), *own] if not inspect.getdoc(obj)]
-    assert silent == []
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found[".".join(parts)] = ast.literal_eval(node.value)
+    return found
+
+
+PUBLIC = public_names()
+
+
+def documented_names() -> list[tuple[str, str]]:
+    """Module and name of everything that the API pages show."""
+    shown = []
+    for page in sorted((DOCS / "api").glob("*.md")):
+        for module, excluded in _AUTOMODULE.findall(page.read_text(encoding="utf-8")):
+            left_out = re.split(r", *", excluded)
+            shown += [(module, name) for name in PUBLIC[module] if name not in left_out]
+    return shown
+
+
+def value_of(module: str, name: str) -> Any:
+    """The object that a public module offers under a name."""
+    return getattr(importlib.import_module(module), name)
+
+
+def test_every_public_name_is_on_exactly_one_api_page() -> None:
+    """Each name in a public ``__all__`` is documented once, under one of its modules."""
+    shown = Counter(id(value_of(*entry)) for entry in documented_names())
+    listed = [(module, name) for module, names in PUBLIC.items() for name in names]
+    assert [entry for entry in listed if shown[id(value_of(*entry))] != 1] == []
+
+
+def test_no_private_name_is_on_an_api_page() -> None:
+    """The API pages name public modules only, and no name in their ``__all__`` is private."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    assert sorted(module for module, _ in _AUTOMODULE.findall(text)) == sorted(PUBLIC)
+    assert [name for names in PUBLIC.values() for name in names if name.startswith("_")] == []
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_sorted(module: str) -> None:
+    """``__all__`` is in the order of ``sorted``."""
+    assert PUBLIC[module] == sorted(PUBLIC[module])
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    """Public classes, functions and methods have docstrings; a protocol's speak for its classes."""
+    values = {(m, n): value_of(m, n) for m, names in PUBLIC.items() for n in names}
+    protocols = [value for value in values.values() if getattr(value, "_is_protocol", False)]
+    undocumented = []
+    for (module, name), value in values.items():
+        if not callable(value):
+            continue
+        members = inspect.getmembers(value, callable) if inspect.isclass(value) else []
+        undocumented += [
+            f"{module}.{name}.{key}"
+            for key, member in [("", value), *members]
+            if not key.startswith("_")
+            and not inspect.getdoc(member)
+            and not any(inspect.getdoc(getattr(p, key, None)) for p in protocols if hasattr(p, key))
+        ]
+    assert undocumented == []
+
+
+def test_metaphors_do_not_come_back() -> None:
+    """The code and the documentation use the terms of the glossary."""
+    files = [*PACKAGE.rglob("*.py"), *PAGES, *(DOCS / "examples").glob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        for match in NOT_OUR_WORDS.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

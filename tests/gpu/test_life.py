@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.run import Run
-from swpipe.device.device import AcceleratorDevice
+from swpipe.device import AcceleratorDevice
 from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
 
 DEPTH = 4

@@ -187,7 +187,7 @@ def test_another_current_stream_in_mid_flight_is_refused() -> None:
         pipe.progress(data)
         with (
             torch.cuda.stream(torch.cuda.Stream()),
-            pytest.raises(RuntimeError, match="another stream is current"),
+            pytest.raises(RuntimeError, match="the current stream is not the one"),
         ):
             pipe.progress(data)
         pipe.drain()

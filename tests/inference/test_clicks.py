@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, SWPipeline
-from swpipe.analysis.checks import check
+from swpipe.analysis.validation import validate
 from swpipe.core.effects import conflicts
+from swpipe.core.resolved import resolve_plan
 from swpipe.inference import Recording, record
-from swpipe.inference.orders import Orders, declared_edges, edge_of
+from swpipe.inference.orders import Edge, Orders, edge_of
 from tests.inference.looking import orders, reads, writes
 from tests.support.plans_for_tests import scattered
 from tests.tasks.rows import write_log
@@ -80,7 +81,7 @@ def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) 
     job = job_on(tmp_path)
     inferred = record(job.tasks(), next(job.batches()), device="cpu").plan()
     piped = replace(inferred, schedule=job.plan("pipelined").schedule, pipeline_depth=3)
-    check(piped, job.tasks())
+    validate(piped, job.tasks())
     serially = results(job_on(tmp_path), job.plan("serial"))
     assert all(map(torch.equal, serially, results(job, piped)))
 
@@ -112,7 +113,7 @@ def test_without_an_edge_the_plan_lacks_it(tmp_path: Path) -> None:
         task.name: replace(PLANS["serial"]().schedule[task.name], thread_group=task.name)
         for task in found.tasks
     }
-    whole = PipelinePlan(schedule, needed.deps, needed.cross_iter_deps)
+    whole = PipelinePlan(schedule, needed.deps, needed.cross_iter_deps, pipeline_depth=2)
     assert found.compare(whole).missing == ()
     for edge in needed.needed:
         plan = replace(
@@ -122,7 +123,8 @@ def test_without_an_edge_the_plan_lacks_it(tmp_path: Path) -> None:
         )
         lacking = found.compare(plan).missing
         assert edge[:3] in {one[:3] for one in lacking}
-        mended = Orders(tuple(found.effects), [*declared_edges(plan), *map(_edge, lacking)])
+        declared = [Edge(*dep[:3]) for dep in resolve_plan(plan).dependences]
+        mended = Orders(tuple(found.effects), [*declared, *map(_edge, lacking)])
         assert all(mended.implies(edge_of(conflict)) for conflict in conflicts(found.effects))
 
 

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe.analysis import verify
 from swpipe.core.effects import Effects, EffectTable, Location
-from swpipe.inference.comparison import compare, needed
+from swpipe.core.resolved import resolve_plan
+from swpipe.inference import comparison
+from swpipe.inference.comparison import Comparison, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording
 from tests.inference.looking import recorded
+from tests.support.safety import effects_of, random_pair
 
 
 def place(name: str) -> Location:
@@ -38,7 +42,12 @@ def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
         name: TaskSchedule(thread_group={"d": "default"}.get(group, group))
         for name, group in zip(CHAIN, groups, strict=True)
     }
-    return PipelinePlan(**{"schedule": schedule, **changes})
+    return PipelinePlan(**{"schedule": schedule, "pipeline_depth": 2, **changes})
+
+
+def compare(given: PipelinePlan, effects: EffectTable) -> Comparison:
+    """The plan beside the effects."""
+    return comparison.compare(resolve_plan(given), effects)
 
 
 def edges(found: Any) -> list[tuple[str, str, int]]:
@@ -98,7 +107,7 @@ def test_what_the_schedule_keeps_is_told_apart() -> None:
     together = compare(plan(), CHAIN)
     assert together.missing == ()
     assert edges(together.by_schedule) == edges(needed(CHAIN))
-    apart = compare(plan("ddde"), CHAIN)
+    apart = compare(plan("eeed"), CHAIN)
     assert edges(apart.missing) == [("step", "backward", 0), ("forward", "step", 1)]
 
 
@@ -144,11 +153,15 @@ def test_a_dependence_across_iterations_needs_a_state() -> None:
 
 
 def test_staleness_that_is_asked_for_is_granted() -> None:
-    """Forward may read parameters one step behind: two iterations back is enough."""
+    """Forward may read parameters one step behind, if it always does."""
     carried = [("forward", "step", 2), ("backward", "step", 1)]
     late = plan("abcd", deps=DEPS, cross_iter_deps=carried)
-    assert edges(compare(late, CHAIN).missing) == [("forward", "step", 1)]
-    assert compare(replace(late, stale={"M": 1}), CHAIN).missing == ()
+    late = replace(late, schedule={**late.schedule, "step": TaskSchedule(1, thread_group="d")})
+    always = replace(late, same_period_deps=[("step", "forward")])
+    assert edges(compare(always, CHAIN).missing) == [("forward", "step", 1)]
+    assert compare(replace(always, stale={"M": 1}), CHAIN).missing == ()
+    luck = compare(replace(late, stale={"M": 1}), CHAIN)
+    assert edges(luck.missing) == [("forward", "step", 1)]
 
 
 def test_a_plan_for_other_tasks_is_refused() -> None:
@@ -236,3 +249,35 @@ def test_recordings_of_other_tasks_are_not_taken_together() -> None:
     one = recording(table(load=">a", step="a>"))
     with pytest.raises(ValueError, match="a recording of step, load is of other tasks than one of"):
         one.together([recording(table(step="a>", load=">a"))])
+
+
+@pytest.mark.parametrize("order", [("load", "forward"), ("forward", "load")])
+def test_global_order_counts_as_it_does_for_verification(order: tuple[str, str]) -> None:
+    """Two globally ordered tasks in two groups take their turns in the plan's order."""
+    effects = table(load=">a", forward="a>b")
+    schedule = {
+        name: TaskSchedule(thread_group=name, globally_ordered=True) for name in ("load", "forward")
+    }
+    ordered = PipelinePlan(schedule, order=order)
+    assert missing_as_verified(ordered, effects) == (order[0] == "forward")
+
+
+def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
+    """Whether a dependence is missing; verification must say the same."""
+    missing = bool(compare(given, effects).missing)
+    try:
+        verify(given, effects=effects)
+    except PlanError:
+        assert missing
+    else:
+        assert not missing
+    return missing
+
+
+def test_comparing_and_verifying_agree_on_random_plans() -> None:
+    """On plans that are right, and on those that lost a dependence."""
+    found = {True: 0, False: 0}
+    for seed in range(150):
+        given, workload = random_pair(seed)
+        found[missing_as_verified(given, effects_of(workload))] += 1
+    assert min(found.values()) > 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.planning import Limits, recsys14
 from swpipe.planning.modulo.auto import auto_plan
 from swpipe.planning.simulation.bounds import lower_bounds
@@ -27,7 +27,7 @@ def test_the_plan_reaches_the_bound_with_little_in_flight() -> None:
     assert choice.ii_us == pytest.approx(BOUND_US, rel=1e-12)
     assert choice.in_flight <= 3
     assert choice.threads <= 2
-    check_plan(choice.plan)
+    validate(choice.plan)
     assert simulate(choice.plan, recsys14.costs()).ii_us == choice.ii_us
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from swpipe import PipelinePlan
-from swpipe.core.dependence import period_order, serial_order
+from swpipe.core.resolved import resolve_plan
 from swpipe.plans.sparse_dist import (
     DENSE,
     DENSE_BACK,
@@ -44,7 +44,7 @@ def test_each_plan_has_its_stages(name: str, stages: int) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_keeps_the_serial_order_within_an_iteration(name: str) -> None:
     """The eleven tasks, as they are numbered."""
-    assert serial_order(PLANS[name](), TASKS) == list(TASKS)
+    assert resolve_plan(PLANS[name](), TASKS).serial_order == tuple(TASKS)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -58,13 +58,13 @@ def test_what_launches_collectives_is_globally_ordered(name: str) -> None:
 @pytest.mark.parametrize("name", ["sparse_dist", "prefetch"])
 def test_exchanges_have_the_forward_to_hide_behind(name: str) -> None:
     """Sizes go out before this batch's forward and are asked for after it, before its backward."""
-    assert before(period_order(PLANS[name]()), START, DENSE, WAIT, DENSE_BACK)
+    assert before(list(resolve_plan(PLANS[name]()).period_order), START, DENSE, WAIT, DENSE_BACK)
 
 
 @pytest.mark.parametrize("tables_in_step", [True, False])
 def test_exchanges_of_embeddings_have_what_does_not_need_them(tables_in_step: bool) -> None:
     """Sizes go out while gradients travel, and come in while embeddings do, with the dense step."""
-    order = period_order(split(tables_in_step=tables_in_step))
+    order = list(resolve_plan(split(tables_in_step=tables_in_step)).period_order)
     assert before(order, DENSE, DENSE_BACK, START, EMBED_BACK, EMBED, WAIT)
     assert tables_in_step or before(order, EMBED, STEP)
 
@@ -74,7 +74,7 @@ def test_the_next_prefetch_comes_after_this_forward_and_before_its_backward(name
     """Before it, cache lines of two batches would be locked at once; after it, nothing hides it."""
     plan = PLANS[name]()
     assert plan.schedule[PREFETCH].stage == plan.schedule[DENSE].stage - 1
-    assert before(period_order(plan), DENSE, PREFETCH, DENSE_BACK)
+    assert before(list(resolve_plan(plan).period_order), DENSE, PREFETCH, DENSE_BACK)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_next_look_up_comes_once_the_tables_are_up_to_date(
     """After backward where they update themselves there, or else after the optimizers."""
     plan = split(tables_in_step=tables_in_step)
     assert plan.schedule[EMBED].stage == plan.schedule[EMBED_BACK].stage - 1
-    assert before(period_order(plan), *order)
+    assert before(list(resolve_plan(plan).period_order), *order)
 
 
 @pytest.mark.parametrize("name", PLANS)

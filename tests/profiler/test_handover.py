@@ -9,24 +9,24 @@ import pytest
 import swpipe.profiler.costing
 import swpipe.profiler.handover
 from swpipe import PipelinePlan, SWPipeline
-from swpipe._engine.waiting import Host, Signal
+from swpipe._engine.waiting import Host, ProgressCounter
 from swpipe.profiler import measure_costs
 from swpipe.profiler.handover import measure_handover_s
 from tests.profiler.sleepers import sleepers
-from tests.support.exploring import _ExploredSignal
+from tests.support.exploring import _ExploredCounter
 from tests.support.virtual_clock import TimedHost
 
 
 class SlowHost(TimedHost):
     """Threads take 15 us of virtual time to wake up."""
 
-    def signal(self) -> Signal:
-        self._signals += 1
-        return SlowSignal(self, f"signal {self._signals}")
+    def counter(self) -> ProgressCounter:
+        self._counters += 1
+        return SlowCounter(self, f"counter {self._counters}")
 
 
-class SlowSignal(_ExploredSignal):
-    """A signal of a ``SlowHost``."""
+class SlowCounter(_ExploredCounter):
+    """A counter of a ``SlowHost``."""
 
     def wait(self, count: int) -> None:
         waits = self.count < count

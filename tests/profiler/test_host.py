@@ -8,6 +8,7 @@ import pytest
 
 from swpipe import PipelinePlan, PipelineTask
 from swpipe._engine.program import Instruction, compile_plan
+from swpipe.core.resolved import resolve_plan
 from swpipe.profiler.host import HostTimes
 from tests.support.virtual_clock import TimedHost
 
@@ -23,7 +24,9 @@ def tasks_on(host: TimedHost) -> list[PipelineTask]:
 @pytest.fixture
 def instructions() -> dict[str, Instruction]:
     """What observers are told of."""
-    return compile_plan(PipelinePlan.serial(["sleep", "spin"]), streams=False).instructions
+    return compile_plan(
+        resolve_plan(PipelinePlan.serial(["sleep", "spin"])), streams=False
+    ).instructions
 
 
 def run(

@@ -141,7 +141,7 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(
         TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
     assert any(note.startswith("swpipe: while profiling with") for note in caught.value.__notes__)
     assert job.state() == before
-    assert pipe._engine.shortcuts.names == set()
+    assert pipe.shortcut_tasks == set()
     assert pipe.in_flight == 0
     job.fails_at = 10**9
     job.ran.clear()
@@ -270,7 +270,7 @@ def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipel
 def test_a_closed_pipeline_is_refused(pipe: SWPipeline) -> None:
     """With the mend."""
     pipe.close()
-    with pytest.raises(RuntimeError, match="closed: make a new one to profile"):
+    with pytest.raises(RuntimeError, match="closed: make a new one before profiling"):
         refused(pipe)
 
 

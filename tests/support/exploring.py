@@ -24,7 +24,7 @@ import random
 import threading
 from collections.abc import Callable
 
-from swpipe._engine.waiting import Cancelled, Host, HostThread, Signal
+from swpipe._engine.waiting import Cancelled, Host, HostThread, ProgressCounter
 
 
 class DeadlockError(Exception):
@@ -48,7 +48,7 @@ def _always() -> bool:
 
 
 class ExploringHost(Host):
-    """Threads and signals that run one at a time. Made on the thread that drives the pipeline.
+    """Threads and counters that run one at a time. Made on the thread that drives the pipeline.
 
     Args:
         seed: What the choices derive from.
@@ -64,12 +64,12 @@ class ExploringHost(Host):
         self._local = threading.local()
         self._local.fiber = _Fiber("caller")
         self._fibers: list[_Fiber] = [self._local.fiber]
-        self._signals = 0
+        self._counters = 0
         self.switches = 0
 
-    def signal(self) -> Signal:
-        self._signals += 1
-        return _ExploredSignal(self, f"signal {self._signals}")
+    def counter(self) -> ProgressCounter:
+        self._counters += 1
+        return _ExploredCounter(self, f"counter {self._counters}")
 
     def start(self, name: str, target: Callable[[], None]) -> HostThread:
         fiber = _Fiber(name)
@@ -128,7 +128,7 @@ class ExploringHost(Host):
                 fiber.wakes.acquire()
 
 
-class _ExploredSignal(Signal):
+class _ExploredCounter(ProgressCounter):
     __slots__ = ("_host", "_name")
 
     def __init__(self, host: ExploringHost, name: str) -> None:

@@ -14,6 +14,7 @@ from itertools import combinations
 from swpipe import PipelinePlan
 from swpipe._engine.program import compile_plan
 from swpipe.core.effects import Effects, EffectTable, Location
+from swpipe.core.resolved import resolve_plan
 from tests.support.exhaustive import Exhaustive, Run
 from tests.support.strategies import Workload, random_plan, random_workload
 
@@ -73,7 +74,7 @@ def orders(
     plan: PipelinePlan, iterations: int, *, streams: bool, most: int = 2_000
 ) -> dict[Run, frozenset[Run]]:
     """Each run of a task to those that always come before it, on the host and on the device."""
-    program = compile_plan(plan, streams=streams)
+    program = compile_plan(resolve_plan(plan), streams=streams)
     found = Exhaustive(program, iterations, streams=streams, most=most)
     if not streams:
         return found.host_before

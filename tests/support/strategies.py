@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 from hypothesis import strategies as st
 
 from swpipe import PipelinePlan, StreamSpec, TaskSchedule
-from swpipe.core.dependence import CycleError, period_order, serial_order
+from swpipe.core.dependence import CycleError
 from swpipe.core.plan import DEFAULT_GROUP
+from swpipe.core.resolved import resolve_plan
 
 T = TypeVar("T")
 
@@ -246,8 +247,7 @@ def _if_acyclic(plan: PipelinePlan, **changes: Iterable[Sequence[Any]]) -> Pipel
     old = {field.name: getattr(plan, field.name) for field in fields(plan) if field.init}
     changed = PipelinePlan(**{**old, **changes})
     try:
-        period_order(changed)
-        serial_order(changed, list(changed.schedule))
+        resolve_plan(changed)
     except CycleError:
         return plan
     return changed

@@ -13,7 +13,7 @@ from tests.support.virtual_clock import TimedDevice, TimedHost
 def test_the_clock_jumps_to_the_earliest_sleeper(seed: int) -> None:
     """Threads sleep side by side; what they do in between takes no time."""
     host, log = TimedHost(seed), []
-    done = [host.signal() for _ in range(2)]
+    done = [host.counter() for _ in range(2)]
 
     def sleeps(name: str, seconds: float, times: int, number: int) -> None:
         for _ in range(times):
@@ -25,8 +25,8 @@ def test_the_clock_jumps_to_the_earliest_sleeper(seed: int) -> None:
         host.start("a", lambda: sleeps("a", 3600.0, 2, 0)),
         host.start("b", lambda: sleeps("b", 2400.0, 2, 1)),
     ]
-    for signal in done:
-        signal.wait(1)
+    for counter in done:
+        counter.wait(1)
     assert log == [(2400.0, "b"), (3600.0, "a"), (4800.0, "b"), (7200.0, "a")]
     for thread in threads:
         thread.join()
@@ -50,8 +50,8 @@ def test_a_deadlock_is_still_found() -> None:
     """The clock does not help a thread that waits for another."""
     host = TimedHost()
     host.sleep(1.0)
-    with pytest.raises(DeadlockError, match="caller waits for signal 1 to reach 1"):
-        host.signal().wait(1)
+    with pytest.raises(DeadlockError, match="caller waits for counter 1 to reach 1"):
+        host.counter().wait(1)
 
 
 def test_a_stream_does_one_thing_after_the_other() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swpipe._engine import run as executor
-from swpipe._engine.iterations import Flight
+from swpipe._engine.iterations import InFlight
 from swpipe._engine.run import Run
 
 
@@ -18,19 +18,19 @@ def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
         def append(self, value: object) -> None:
             return None
 
-    class Careless(Flight):
+    class Careless(InFlight):
         __slots__ = ()
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.held = Forgetful()
 
-    patch.setattr(executor, "Flight", Careless)
+    patch.setattr(executor, "InFlight", Careless)
 
 
 def hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
     """A retired context goes without waiting for those who still read it."""
-    patch.setattr(Run, "_hold", lambda run, flight: None)
+    patch.setattr(Run, "_hold", lambda run, iteration: None)
 
 
 def back_pressure(patch: pytest.MonkeyPatch) -> None:

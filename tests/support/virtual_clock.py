@@ -16,9 +16,8 @@ A stream is a sum: what it is given ends after all that it was given before, and
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -30,6 +29,7 @@ import swpipe.report
 import swpipe.trace.recorder
 from swpipe import IterContext, PipelineTask, StreamSpec
 from swpipe.core.costs import CostModel
+from swpipe.device import CpuDevice
 from tests.support.exploring import ExploringHost, _Fiber
 
 
@@ -117,7 +117,7 @@ class TimedEvent:
         return (end_event.at_ns - self.at_ns) / 1e6
 
 
-class TimedDevice:
+class TimedDevice(CpuDevice):
     """Streams that take virtual time, and events that tell it.
 
     Attributes:
@@ -125,7 +125,6 @@ class TimedDevice:
         asked_ns: When the event is reached that somebody asked for last.
     """
 
-    type = name = "cpu"
     has_streams = True
 
     def __init__(self, host: TimedHost) -> None:
@@ -162,15 +161,6 @@ class TimedDevice:
 
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         return TimedEvent(self)
-
-    def holds_work(self, value: Any) -> bool:
-        return False
-
-    def hold(self, values: Iterable[Any], streams: Iterable[TimedStream]) -> None:
-        return None
-
-    def use_on_this_thread(self) -> None:
-        return None
 
     def synchronize(self) -> None:
         self.host.sleep_until(max(stream.end_ns for stream in self._streams))

@@ -20,8 +20,9 @@ from swpipe.tasks.clicks import (
 from swpipe.tasks.clicks import (
     training_tables as report,
 )
-from swpipe.tasks.clicks.compare import Comparison, Speed, alternate, compare, speed
+from swpipe.tasks.clicks.compare import Comparison, Speed, compare, speed
 from swpipe.tasks.clicks.train import Chunk, TrainRun
+from swpipe.tasks.workload import alternate
 from tests.tasks.rows import lines, row
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
@@ -190,14 +191,14 @@ def test_speed_is_told_against_what_the_task_times_allow(
 ) -> None:
     """The tasks' sum over the busiest group's; medians over the turns."""
     task_s = dict.fromkeys(PLANS["serial"]().schedule, 1.0)  # 4 tasks on io, 5 on default
-    for serial_s, pipelined_s in ((9.0, 6.0), (9.0, 5.0), (90.0, 5.0)):
+    for serial_s, pipelined_s in ((9.0, 6.0), (9.0, 5.0), (90.0, 30.0)):
         runs[0].chunks.append(Chunk(1, serial_s, task_s))
         runs[1].chunks.append(Chunk(1, pipelined_s, {}))
     result = speed(*runs)
-    assert result == Speed(ratio=1.8, allowed=1.8)
+    assert result == Speed(ratio=1.8, spread=0.75, allowed=1.8)
     assert result.reached == 1.0
     assert report.format_speed(*runs, result) == (
-        "pipelined over serial: 1.80 times as many steps per second; "
+        "pipelined over serial: 1.80 (± 0.75) times as many steps per second; "
         "the task times allow 1.80, and 100% is reached"
     )
 
@@ -209,7 +210,7 @@ def test_two_plans_with_the_same_groups_are_allowed_the_same_speed(
     task_s = dict.fromkeys(PLANS["serial"]().schedule, 1.0)
     for _ in range(2):
         runs[1].chunks.append(Chunk(1, 5.0, task_s))
-    assert speed(runs[1], runs[1]) == Speed(ratio=1.0, allowed=1.0)
+    assert speed(runs[1], runs[1]) == Speed(ratio=1.0, spread=0.0, allowed=1.0)
 
 
 def test_a_run_that_diverges_says_so(config: ClickConfig) -> None:
@@ -227,7 +228,7 @@ def test_a_run_is_told_in_a_line(runs: tuple[TrainRun, TrainRun]) -> None:
     for run in runs:
         run.advance(10)
     head, rule, *rest = report.format_runs(runs).splitlines()
-    assert head.split() == ["plan", "steps", "steps/s", "rows/s", "loss", "AUC"]
+    assert head.split() == ["plan", "steps", "steps/s", "±", "rows/s", "loss", "AUC"]
     assert set(rule) == {"-", " "}
     assert [text.split()[:2] for text in rest] == [["serial", "10"], ["pipelined", "10"]]
 

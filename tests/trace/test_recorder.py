@@ -14,12 +14,13 @@ import swpipe.trace.recorder
 from swpipe import PipelinePlan, SWPipeline
 from swpipe._engine.program import Instruction, Program, compile_plan
 from swpipe.core.plan import StreamSpec
-from swpipe.device.device import CpuDevice
+from swpipe.core.resolved import resolve_plan
+from swpipe.device import CpuDevice
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
 from tests.support.plans_for_tests import NAMES, piped, tasks
 
-PROGRAM = compile_plan(piped(), streams=False)
+PROGRAM = compile_plan(resolve_plan(piped()), streams=False)
 INSTRUCTIONS = PROGRAM.instructions
 FORWARD = INSTRUCTIONS["forward"]
 DEFAULT = Row("thread", "default")
@@ -169,10 +170,9 @@ class Event:
         return end_event.at_ms - self.at_ms
 
 
-class TimingDevice:
+class TimingDevice(CpuDevice):
     """A device whose streams keep a time of their own; ``made`` counts events that tell it."""
 
-    type = name = "cpu"
     has_streams = True
 
     def __init__(self) -> None:
@@ -197,18 +197,6 @@ class TimingDevice:
     def new_event(self, *, timing: bool = False) -> Event:
         self.made += timing
         return Event(self)
-
-    def holds_work(self, value: Any) -> bool:
-        return False
-
-    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
-        return None
-
-    def use_on_this_thread(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
 
     def work(self, ms: float) -> None:
         """Keep the current stream busy."""
@@ -277,7 +265,7 @@ def test_a_serial_run_is_on_the_callers_stream(device: TimingDevice) -> None:
 def recorded(device: TimingDevice, turns: int) -> tuple[Recorder, Program]:
     """A recorder that was told of ``turns`` turns of one task."""
     plan = PipelinePlan.serial(["a"])
-    program = compile_plan(plan, streams=True)
+    program = compile_plan(resolve_plan(plan), streams=True)
     recorder = Recorder(program, device, {})
     ins = program.instructions["a"]
     for i in range(turns):

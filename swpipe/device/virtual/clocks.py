@@ -1,4 +1,4 @@
-"""What happened before what, for certain: vector clocks of host threads, handed on by signals.
+"""What happened before what, for certain: vector clocks of host threads, handed on by counters.
 
     thread A   1 . 2 . advance(1) ............ A knows {A: 2}
                           |
@@ -17,7 +17,7 @@ Guarantees
       its end.
 
 Assumptions
-    - All that orders threads goes through the host's signals, starts and joins; a lock orders
+    - All that orders threads goes through the host's counters, starts and joins; a lock orders
       nothing.
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from swpipe._engine.waiting import Host, HostThread, Signal
+from swpipe._engine.waiting import Host, HostThread, ProgressCounter
 
 Clock: TypeAlias = dict[Hashable, int]
 """Actor to how many of its steps are known."""
@@ -87,12 +87,12 @@ class HostClocks:
         merge(self._mine()[1], clock)
 
 
-class ClockedSignal(Signal):
-    """A signal that hands clocks from its writer to those who waited."""
+class ClockedCounter(ProgressCounter):
+    """A counter that hands clocks from its writer to those who waited."""
 
     __slots__ = ("_base", "_clocks", "_known")
 
-    def __init__(self, base: Signal, clocks: HostClocks) -> None:
+    def __init__(self, base: ProgressCounter, clocks: HostClocks) -> None:
         super().__init__()
         self._base = base
         self._clocks = clocks
@@ -150,14 +150,14 @@ class ClockedThread:
 
 
 class ClockedHost(Host):
-    """Another host's threads and signals, with clocks."""
+    """Another host's threads and counters, with clocks."""
 
     def __init__(self, clocks: HostClocks, base: Host | None = None) -> None:
         self._clocks = clocks
         self._base = base or Host()
 
-    def signal(self) -> Signal:
-        return ClockedSignal(self._base.signal(), self._clocks)
+    def counter(self) -> ProgressCounter:
+        return ClockedCounter(self._base.counter(), self._clocks)
 
     def start(self, name: str, target: Callable[[], None]) -> HostThread:
         return ClockedThread(self._base, self._clocks, name, target)

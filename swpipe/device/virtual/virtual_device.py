@@ -28,7 +28,7 @@ Guarantees
     - Work runs in stream order, and never before an event that its stream waits for.
 
 Assumptions
-    - All threads and signals are those of ``VirtualDevice.host``:
+    - All threads and counters are those of ``VirtualDevice.host``:
       ``SWPipeline(..., device=device, host=device.host)``.
     - Functions given to ``launch`` get values and return the new one; they hold no buffer.
     - Runs are short: histories are kept, not pruned.
@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 from swpipe._engine.waiting import Host
 from swpipe._tensors.pytree import nodes_in, record_stream
 from swpipe.core.plan import StreamSpec
+from swpipe.device.cpu import CpuDevice
 from swpipe.device.virtual.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
 from swpipe.device.virtual.stream_queues import Item, Queues, VirtualStream
 
@@ -192,12 +193,12 @@ class VirtualEvent:
         return self._mark
 
 
-class VirtualDevice:
+class VirtualDevice(CpuDevice):
     """Streams, events and memory as drawn above.
 
     Args:
         seed: What the adversary's choices derive from.
-        host: Where threads and signals come from; the operating system if None.
+        host: Where threads and counters come from; the operating system if None.
 
     Attributes:
         host: The same with clocks: to be given to the pipeline.
@@ -208,7 +209,6 @@ class VirtualDevice:
         reused: How many buffers got memory that another had had.
     """
 
-    type = name = "cpu"
     has_streams = True
 
     def __init__(self, seed: int = 0, host: Host | None = None) -> None:
@@ -257,9 +257,6 @@ class VirtualDevice:
         """Record every buffer in ``values`` on ``streams``."""
         with self.lock:
             record_stream(tuple(values), *streams)
-
-    def use_on_this_thread(self) -> None:
-        """There is only one."""
 
     def synchronize(self) -> None:
         """Run all that there is."""

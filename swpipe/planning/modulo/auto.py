@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swpipe.analysis.checks import check_plan
-from swpipe.analysis.verification import verify
+from swpipe.analysis import verify
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import EffectTable
 from swpipe.core.errors import PlanError, Problem
@@ -90,7 +90,7 @@ def auto_plan(
     if not effort > 0:
         raise ValueError(f"effort is {effort}: it must be above 0")
     limits = limits if limits is not None else Limits()
-    check_plan(plan)
+    validate(plan)
     limits.check(plan)
     bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
     graph = loop_graph(plan, costs, limits, streams=streams)

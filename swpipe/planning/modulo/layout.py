@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple
 
 from swpipe.core.dependence import CycleError, topological
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, TaskSchedule
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.planning.modulo.loop_graph import LoopGraph
 
 EPS_US = 1e-6
@@ -192,7 +192,7 @@ def plan_of(
     """The plan; None where ``same_period_deps`` of ``base`` cannot be said in it."""
     groups = _group_names(base, layout.lanes)
     schedule = {
-        name: TaskSchedule(stage, entry.stream, groups[lane], entry.globally_ordered)
+        name: replace(entry, stage=stage, thread_group=groups[lane])
         for (name, entry), stage, lane in zip(
             base.schedule.items(), layout.stages, layout.lanes, strict=True
         )
@@ -209,16 +209,14 @@ def plan_of(
             across.append((c, p, distance))
         else:
             return None
-    return PipelinePlan(
+    return replace(
+        base,
         schedule=schedule,
         deps=within,
         cross_iter_deps=across,
         same_period_deps=same,
         order=[graph.names[v] for v in layout.order],
-        streams=base.streams,
         pipeline_depth=depth,
-        stale=base.stale,
-        tasks=base.tasks,
     )
 
 

@@ -20,8 +20,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import dependences, serial_order
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.limits import Limits
 
 LOCK = "the interpreter lock"
@@ -132,7 +132,8 @@ def loop_graph(plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams:
     names = tuple(plan.schedule)
     rows = list(costs.of(names).values())
     index = {name: v for v, name in enumerate(names)}
-    deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in dependences(plan))
+    resolved = resolve_plan(plan)
+    deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
     frozen = frozenset(index[name] for name in limits.frozen)
     host = tuple(c.host_us if streams else c.total_us for c in rows)
     device = tuple(c.device_us if streams else 0.0 for c in rows)
@@ -155,7 +156,7 @@ def loop_graph(plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams:
         deps=deps,
         frozen=frozen,
         last=_after(deps, frozen),
-        serial=tuple(index[name] for name in serial_order(plan, names)),
+        serial=tuple(index[name] for name in resolved.serial_order),
         least_stages=_least_stages(len(names), deps),
         handover_us=costs.handover_us,
     )

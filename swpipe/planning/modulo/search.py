@@ -37,6 +37,7 @@ from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel
 from swpipe.core.errors import InternalError
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.modulo.beginnings import beginning, beginnings
 from swpipe.planning.modulo.compiled import COMPILED
 from swpipe.planning.modulo.layout import Layout, Schedule, layouts, period_of, plan_of
@@ -269,7 +270,7 @@ class Search:
 
     def simulated(self, plan: PipelinePlan, enough_us: float = math.inf) -> float:
         """The interval of a plan, as the simulator has it."""
-        program = compile_plan(plan, streams=self.graph.streams)
+        program = compile_plan(resolve_plan(plan), streams=self.graph.streams)
         return steady_interval(
             program, self.costs, streams=self.graph.streams, enough_us=enough_us
         ).ii_us

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
-from swpipe.core.dependence import period_order
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.lookahead import best_assignment
 from swpipe.planning.published.lookahead_rules import Rules, too_deep, within
@@ -81,17 +81,17 @@ class Space:
     def __init__(
         self, plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams: bool
     ) -> None:
-        require(plan, costs, limits)
+        resolved = require(plan, costs, limits)
         if problems := list(too_deep(plan, limits)):
             raise PlanError(problems)
         self._plan = within(plan, limits)
         self._costs = costs
         self._limits = limits
         self._on_device = streams
-        self._roles = Roles.of(plan, limits.frozen)
-        self._rules = Rules.of(plan, costs, limits)
-        self._order = tuple(period_order(plan))
-        self._outlook = Outlook.of(plan, costs, self._roles, self._order)
+        self._roles = Roles.of(resolved, limits.frozen)
+        self._rules = Rules.of(resolved, costs, limits)
+        self._order = resolved.period_order
+        self._outlook = Outlook.of(resolved, costs, self._roles)
         self._seen: set[object] = set()
         streams_now = tuple(self._stream(entry.stream) for entry in plan.schedule.values())
         self._first = Candidate(GIVEN, streams_now, self._order)
@@ -117,7 +117,7 @@ class Space:
                     )
                 ]
             )
-        ties = tuple(period_order(replace(self._plan, order=())))
+        ties = resolve_plan(replace(self._plan, order=())).period_order
         for name in need:
             yield self._first._replace(threads=name)
             yield self._first._replace(threads=name, priority=ties)

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import dependences, lag, period_order
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.published.queue_rules import communicator_queues, interval_us, require, tickets
 
 _LOCK = ("interpreter lock", "")
@@ -63,10 +63,10 @@ def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True)
     Raises:
         PlanError: The plan cannot run, or a task has no cost.
     """
-    require(plan, costs)
-    edges = [(d.consumer, d.producer) for d in dependences(plan) if lag(plan, d) == 0]
-    edges += tickets(communicator_queues(plan, costs))
-    path = _remaining(plan, costs, edges)
+    resolved = require(plan, costs)
+    edges = [dep[:2] for dep in resolved.within_period]
+    edges += tickets(communicator_queues(resolved, costs))
+    path = _remaining(resolved, costs, edges)
     producers: dict[str, set[str]] = {name: set() for name in plan.schedule}
     for consumer, producer in edges:
         producers[consumer].add(producer)
@@ -82,12 +82,12 @@ def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True)
 
 
 def _remaining(
-    plan: PipelinePlan, costs: CostModel, edges: Sequence[tuple[str, str]]
+    resolved: ResolvedPlan, costs: CostModel, edges: Sequence[tuple[str, str]]
 ) -> dict[str, float]:
     """Each task's longest path to the end of the period, its own time counted; microseconds."""
-    path = {name: costs.tasks[name].total_us for name in plan.schedule}
+    path = {name: costs.tasks[name].total_us for name in resolved.period_order}
     # The edges lead forwards in period order, so one pass from its end has all it needs.
-    for name in reversed(period_order(plan)):
+    for name in reversed(resolved.period_order):
         after = [path[consumer] for consumer, producer in edges if producer == name]
         path[name] += max(after, default=0.0)
     return path

@@ -33,9 +33,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
-from swpipe.core.dependence import CycleError, period_order, serial_order
+from swpipe.core.dependence import CycleError
 from swpipe.core.errors import PlanError
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.lookahead_rules import (
     Rules,
@@ -95,13 +96,14 @@ def assign_lookaheads(
             admit no plan that only raises: the message says which limit, and the least that would.
     """
     limits = limits or Limits()
-    require(plan, costs, limits)
+    resolved = require(plan, costs, limits)
     if problems := [*too_deep(plan, limits), *too_many_threads(plan, limits)]:
         raise PlanError(problems)
-    rules = Rules.of(plan, costs, limits)
+    rules = Rules.of(resolved, costs, limits)
     given = within(plan, limits)
     given_us = interval_us(given, costs, streams=streams)
-    orders = dict.fromkeys(tuple(period_order(p)) for p in (plan, replace(plan, order=())))
+    free = resolve_plan(replace(plan, order=()))
+    orders = dict.fromkeys([resolved.period_order, free.period_order])
     best = Scored(given, given_us, 1)
     for order in orders:
         found = best_assignment(given, costs, rules, order, streams=streams)
@@ -139,7 +141,7 @@ def best_assignment(
     least_us = lower_bounds(plan, costs, streams=streams).ii_us
     best: Scored | None = None
     tried = 0
-    for levels in _assignments(plan, costs, rules):
+    for levels in _assignments(costs, rules):
         try:
             raised = _with(plan, levels, priority, rules)
         except CycleError:
@@ -167,9 +169,9 @@ def _with(
     return replace(raised, order=fire_order(raised, priority, rules.queues))
 
 
-def _assignments(plan: PipelinePlan, costs: CostModel, rules: Rules) -> Iterable[Mapping[str, int]]:
+def _assignments(costs: CostModel, rules: Rules) -> Iterable[Mapping[str, int]]:
     """What is worth a simulation: none twice, and the fewest iterations in flight first."""
-    ways = _ways(plan, costs, rules)
+    ways = _ways(costs, rules)
     longest = max((way.time_us for way in ways.values()), default=0.0)
     targets: list[dict[str, int]] = [{}]
     targets += [
@@ -198,14 +200,14 @@ class _Way(NamedTuple):
     base: int
 
 
-def _ways(plan: PipelinePlan, costs: CostModel, rules: Rules) -> dict[str, _Way]:
+def _ways(costs: CostModel, rules: Rules) -> dict[str, _Way]:
     """The way of each task that may be raised and that something which stays needs."""
-    consumers: dict[str, list[str]] = {name: [] for name in plan.schedule}
+    consumers: dict[str, list[str]] = {name: [] for name in rules.serial}
     for consumer, producer, distance in rules.bounds:
         if not distance and consumer != producer:
             consumers[producer].append(consumer)
     ways: dict[str, _Way] = {}
-    for name in reversed(serial_order(plan, list(plan.schedule))):
+    for name in reversed(rules.serial):
         if name in rules.stays:
             continue
         on = [_Way(0.0, rules.floor[c]) for c in consumers[name] if c in rules.stays]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
-from swpipe.core.dependence import dependences
 from swpipe.core.errors import Problem
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.queue_rules import callers_own, communicator_queues, tickets
 
@@ -49,6 +49,7 @@ class Rules:
         bounds: What ties lookaheads to each other.
         queues: The communicators' queues.
         in_flight: Iterations in flight at most.
+        serial: The tasks in serial order.
     """
 
     floor: Mapping[str, int]
@@ -57,13 +58,15 @@ class Rules:
     bounds: tuple[Bound, ...]
     queues: tuple[tuple[str, ...], ...]
     in_flight: int
+    serial: tuple[str, ...]
 
     @classmethod
-    def of(cls, plan: PipelinePlan, costs: CostModel, limits: Limits) -> Rules:
+    def of(cls, resolved: ResolvedPlan, costs: CostModel, limits: Limits) -> Rules:
         """The rules of a plan that keeps to the limits."""
+        plan = resolved.plan
         floor = lookaheads(plan)
-        queues = communicator_queues(plan, costs)
-        bounds = [Bound(*dep[:3]) for dep in dependences(plan)]
+        queues = communicator_queues(resolved, costs)
+        bounds = [Bound(*dep[:3]) for dep in resolved.dependences]
         stays = {*limits.frozen, *callers_own(plan)}
         for later, sooner in tickets(queues):
             if floor[later] <= floor[sooner]:
@@ -78,7 +81,8 @@ class Rules:
                 if cap[consumer] > cap[producer] + distance:
                     cap[consumer] = cap[producer] + distance
                     changed = True
-        return cls(floor, cap, frozenset(stays), tuple(bounds), queues, limits.in_flight)
+        most, serial = limits.in_flight, resolved.serial_order
+        return cls(floor, cap, frozenset(stays), tuple(bounds), queues, most, serial)
 
     def reach(self, target: Mapping[str, int]) -> dict[str, int]:
         """The least lookaheads that meet the targets as far as the caps let them."""

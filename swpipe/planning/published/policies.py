@@ -17,8 +17,8 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import dependences, lag, serial_order
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import ResolvedPlan, dependences_of
 from swpipe.planning.published.presets import IO, Roles
 from swpipe.planning.published.queue_rules import tickets
 
@@ -46,12 +46,9 @@ class Outlook:
     copies: frozenset[str]
 
     @classmethod
-    def of(
-        cls, plan: PipelinePlan, costs: CostModel, roles: Roles, order: Sequence[str]
-    ) -> Outlook:
-        """The outlook of a plan whose period has this order."""
-        within = [dep for dep in dependences(plan) if not dep.distance]
-        serial = serial_order(plan, list(plan.schedule))
+    def of(cls, resolved: ResolvedPlan, costs: CostModel, roles: Roles) -> Outlook:
+        """The outlook of a plan."""
+        within, serial = resolved.within_iteration, resolved.serial_order
         begin = dict.fromkeys(serial, 0.0)
         way = {name: costs.tasks[name].total_us for name in serial}
         for name in serial:
@@ -60,7 +57,8 @@ class Outlook:
         for name in reversed(serial):
             way[name] += max((way[c] for c, p, *_ in within if p == name), default=0.0)
         longest = max(way.values())
-        ordered = [n for n in order if plan.schedule[n].globally_ordered]
+        schedule = resolved.plan.schedule
+        ordered = [n for n in resolved.period_order if schedule[n].globally_ordered]
         shared = {r for n in ordered for r in costs.tasks[n].resources}
         holding = {n for n in serial if {*costs.tasks[n].resources} - shared}
         return cls(
@@ -126,7 +124,7 @@ def swaps(
         order: The order of a period.
         queues: The communicators' queues; they order tasks too.
     """
-    tied = {(d.consumer, d.producer) for d in dependences(plan) if lag(plan, d) == 0}
+    tied = {dep[:2] for dep in dependences_of(plan) if dep.lag == 0}
     tied |= {*tickets(queues)}
     for place, (sooner, later) in enumerate(pairwise(order)):
         if (later, sooner) not in tied:

@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from swpipe.core.dependence import dependences, serial_order
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.published.queue_rules import callers_own
 
 IO = "io"
@@ -53,17 +53,17 @@ class Roles:
     role: Mapping[str, str]
 
     @classmethod
-    def of(cls, plan: PipelinePlan, frozen: Iterable[str] = ()) -> Roles:
+    def of(cls, resolved: ResolvedPlan, frozen: Iterable[str] = ()) -> Roles:
         """The roles in a plan; frozen tasks are the caller's."""
+        plan = resolved.plan
         own = callers_own(plan) | {*frozen}
-        serial = serial_order(plan, list(plan.schedule))
         homes: dict[str, list[str]] = {}
-        for name in serial:
+        for name in resolved.serial_order:
             if name not in own:
                 entry = plan.schedule[name]
                 home = entry.stream if isinstance(entry.stream, str) else entry.thread_group
                 homes.setdefault(home, []).append(name)
-        after = _after(plan, serial, own)
+        after = _after(resolved, own)
         preparing = [tasks for tasks in homes.values() if after.isdisjoint(tasks)]
         role: dict[str, str] = {}
         for place, tasks in enumerate(preparing):
@@ -73,12 +73,11 @@ class Roles:
         return cls(own, MappingProxyType(frozen_homes), MappingProxyType(role))
 
 
-def _after(plan: PipelinePlan, serial: Iterable[str], own: frozenset[str]) -> set[str]:
+def _after(resolved: ResolvedPlan, own: frozenset[str]) -> set[str]:
     """The tasks that come after one of the caller's within an iteration."""
-    within = [dep for dep in dependences(plan) if not dep.distance]
     after: set[str] = set()
-    for name in serial:
-        producers = {dep.producer for dep in within if dep.consumer == name}
+    for name in resolved.serial_order:
+        producers = {dep.producer for dep in resolved.within_iteration if dep.consumer == name}
         if producers & (own | after):
             after.add(name)
     return after

@@ -18,19 +18,20 @@ from itertools import pairwise
 import torch
 
 from swpipe._engine.program import compile_plan
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
-from swpipe.core.dependence import dependences, lag, period_order, topological
+from swpipe.core.dependence import topological
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, Pair, PipelinePlan
+from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.planning.limits import Limits
 from swpipe.planning.simulation.simulator import steady_interval
 
 _UNNAMED = ""
 
 
-def require(plan: PipelinePlan, costs: CostModel, limits: Limits | None = None) -> None:
-    """Refuse what a planner cannot begin with.
+def require(plan: PipelinePlan, costs: CostModel, limits: Limits | None = None) -> ResolvedPlan:
+    """Refuse what a planner cannot begin with; resolve the rest.
 
     Args:
         plan: The plan at hand.
@@ -52,15 +53,17 @@ def require(plan: PipelinePlan, costs: CostModel, limits: Limits | None = None) 
                 for name in objects
             ]
         )
-    check_plan(plan)
+    resolved = validate(plan)
     costs.of(plan.schedule)
     if limits is not None:
         limits.check(plan)
+    return resolved
 
 
 def interval_us(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> float:
     """What ``simulate`` says of the interval, in microseconds; for plans that are known to run."""
-    return steady_interval(compile_plan(plan, streams=streams), costs, streams=streams).ii_us
+    program = compile_plan(resolve_plan(plan), streams=streams)
+    return steady_interval(program, costs, streams=streams).ii_us
 
 
 def callers_own(plan: PipelinePlan) -> frozenset[str]:
@@ -72,11 +75,11 @@ def callers_own(plan: PipelinePlan) -> frozenset[str]:
     )
 
 
-def communicator_queues(plan: PipelinePlan, costs: CostModel) -> tuple[tuple[str, ...], ...]:
+def communicator_queues(resolved: ResolvedPlan, costs: CostModel) -> tuple[tuple[str, ...], ...]:
     """Each communicator's tasks in the order of a period; those of a single task are left out."""
     queues: dict[str, list[str]] = defaultdict(list)
-    for name in period_order(plan):
-        if plan.schedule[name].globally_ordered:
+    for name in resolved.period_order:
+        if resolved.plan.schedule[name].globally_ordered:
             for communicator in costs.tasks[name].resources or (_UNNAMED,):
                 queues[communicator].append(name)
     return tuple(tuple(queue) for queue in queues.values() if len(queue) > 1)
@@ -101,6 +104,6 @@ def fire_order(
     Raises:
         CycleError: The plan's edges of lag 0 and the queues contradict each other.
     """
-    edges = [(d.consumer, d.producer) for d in dependences(plan) if lag(plan, d) == 0]
+    edges = [dep[:2] for dep in dependences_of(plan) if dep.lag == 0]
     rank = {name: (place,) for place, name in enumerate(priority)}
     return tuple(topological(rank, [*edges, *tickets(queues)]))

@@ -29,11 +29,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import Dependence, dependences
+from swpipe.core.dependence import Dependence
 from swpipe.core.drawing import stream_name
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
 from swpipe.planning.simulation.timed_graph import LOCK, host_time
 
@@ -88,11 +89,11 @@ def lower_bounds(
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: there is at least the caller's")
-    check_plan(plan)
+    resolved = validate(plan)
     known = costs.of(plan.schedule)
     taken = _taken(plan, known, streams, threads)
     busiest = max(taken, key=lambda what: taken[what])
-    cycle, words = _heaviest(plan, known, streams)
+    cycle, words = _heaviest(resolved, known, streams)
     return Bounds(
         res_mii_us=taken[busiest] / TICKS_PER_US,
         rec_mii_us=cycle.ratio_us if cycle is not None else 0.0,
@@ -154,9 +155,9 @@ def _uses(
 
 
 def _heaviest(
-    plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool
+    resolved: ResolvedPlan, costs: Mapping[str, TaskCost], streams: bool
 ) -> tuple[Cycle | None, str]:
-    deps = dependences(plan)
+    plan, deps = resolved.plan, resolved.dependences
     host = {name: host_time(cost, streams) for name, cost in costs.items()}
     best, words = _cycle_of(plan, deps, host), ""
     if best is not None:

@@ -43,14 +43,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swpipe._engine.program import ADMIT, Program, compile_plan
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.interval import Interval, interval_of
 from swpipe.planning.simulation.playout import Playout, play
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
-from swpipe.trace.perfetto import arrows_of
+from swpipe.trace.perfetto import Arrow, arrows_of
 from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
@@ -90,6 +90,7 @@ class Simulation:
         loads: Threads, then streams, then resources, then the interpreter lock.
         spans: Who runs when, in a run of ``iterations``, from fill to drain.
         iterations: How many iterations ``spans`` has.
+        arrows: What the plan declares of one iteration.
     """
 
     plan: PipelinePlan
@@ -100,10 +101,11 @@ class Simulation:
     loads: tuple[Load, ...]
     spans: tuple[Span, ...]
     iterations: int
+    arrows: tuple[Arrow, ...]
 
     def trace(self) -> Trace:
         """The timeline, to be drawn and saved like a measured one."""
-        return Trace(self.spans, arrows=arrows_of(self.plan))
+        return Trace(self.spans, arrows=self.arrows)
 
     def format(self) -> str:
         """A head line, a row per thread, stream and resource, and what limits the interval."""
@@ -145,8 +147,8 @@ def simulate(
     """
     if iterations is not None and iterations < 1:
         raise ValueError(f"iterations is {iterations}: simulate 1 or more")
-    check_plan(plan)
-    graph = timed_graph(compile_plan(plan, streams=streams), costs, streams=streams)
+    resolved = validate(plan)
+    graph = timed_graph(compile_plan(resolved, streams=streams), costs, streams=streams)
     interval = interval_of(graph)
     shown = plan.depth + 4 if iterations is None else iterations
     playout = play(graph, shown)
@@ -159,6 +161,7 @@ def simulate(
         loads=tuple(sorted(_loads(graph, interval), key=lambda load: _KINDS.index(load.kind))),
         spans=in_order(_spans(playout)),
         iterations=shown,
+        arrows=arrows_of(resolved),
     )
 
 

@@ -6,9 +6,9 @@ a GPU.
 
 import os
 
-# Polars parses on threads of its own, as many as there are cores, and torch computes on as many:
-# they would fight. One each is enough, since the plan is what brings them side by side. It has to
-# be said before Polars is first imported; a value that the user has set stands.
+# By default Polars and torch each use as many threads as there are cores, and would compete for
+# them. One thread each is enough, since the plan runs them at the same time. The variable must be
+# set before Polars is first imported; a value set by the user is kept.
 os.environ.setdefault("POLARS_MAX_THREADS", "1")
 
 from swpipe.tasks.clicks.config import ClickConfig, ModelConfig

@@ -1,7 +1,6 @@
-"""What we take from TorchRec, imported without the noise that its import makes.
+"""The names used from TorchRec, imported without its warnings.
 
-Importing TorchRec and fbgemm warns of parts of theirs that have moved; nothing of that concerns our
-user.
+Importing TorchRec and fbgemm warns about their own deprecated parts, which users cannot change.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Runs of the same job under different plans: equal by bits? And how fast, fairly measured?"""
+"""Compare runs of one job under different plans: results bit for bit, and speed."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.tasks.clicks.train import TrainRun
+from swpipe.tasks.clicks.train import TrainRun, half_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,79 +51,62 @@ def compare(a: TrainRun, b: TrainRun) -> Comparison:
     parameters = tuple(
         name for name, mine in a.job.model.named_parameters() if not torch.equal(mine, theirs[name])
     )
-    return _together(a.job.over_ranks(Comparison(next(apart, None), parameters)))
+    return _over_ranks(a.job.over_ranks(Comparison(next(apart, None), parameters)))
 
 
-def _together(found: Sequence[Comparison]) -> Comparison:
+def _over_ranks(found: Sequence[Comparison]) -> Comparison:
     """What differs on any rank."""
     first = min((one.first_loss for one in found if one.first_loss is not None), default=None)
     return Comparison(first, tuple(sorted({name for one in found for name in one.parameters})))
 
 
-def alternate(
-    runs: Sequence[TrainRun],
-    steps: int,
-    *,
-    chunk: int = 50,
-    warm_up: int = 10,
-    on_step: Callable[[], object] | None = None,
-) -> None:
-    """Advance several runs by ``steps`` each, in turns.
-
-    Turns are short and change their order, so that a machine that slows down, or that others use as
-    well, does so for all of them alike. Each turn fills its pipeline and drains it; that counts.
-
-    Args:
-        runs: Their plans may differ.
-        steps: How many for each.
-        chunk: Steps in a turn.
-        warm_up: Steps of the first turn, which is not timed.
-        on_step: Called after each step of each run.
-    """
-    for run in runs:
-        run.advance(min(warm_up, steps), on_step, timed=False)
-    for turn, done in enumerate(range(warm_up, steps, chunk)):
-        for run in runs if turn % 2 == 0 else reversed(runs):
-            run.advance(min(chunk, steps - done), on_step)
-
-
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How a plan does against another one, and how it could do at best.
+    """The speed of one plan relative to another, and the best that is possible.
 
     Attributes:
-        ratio: Steps per second over the other's.
-        allowed: What the other's task times allow: its busiest thread group's over the busiest of
-            this plan; NaN on several ranks, where tasks wait for other ranks and these times say
-            little.
+        ratio: Steps per second over the other's: the median over the turns.
+        spread: Half the range of the ratio over the turns.
+        allowed: The ratio that the task times allow: the other plan's busiest thread group over
+            this plan's; NaN on several ranks, where task times include waits for other ranks.
     """
 
     ratio: float
+    spread: float
     allowed: float
 
     @property
+    def differs(self) -> bool:
+        """The plans differ by more than the spread."""
+        return abs(self.ratio - 1) > self.spread
+
+    @property
     def reached(self) -> float:
-        """The part of what is allowed that was reached."""
+        """The ratio over the allowed one."""
         return self.ratio / self.allowed
 
 
 def speed(first: TrainRun, run: TrainRun) -> Speed:
-    """How much faster ``run`` is: medians over the turns that the two took side by side.
+    """How fast ``run`` is relative to ``first``: medians over the turns that both took.
 
-    Task times are host times, so what they allow means something on a CPU only.
+    Task times are host times, so ``allowed`` is meaningful on a CPU only.
     """
     ratios, allowed = [], []
     for ours, theirs in zip(run.timed, first.timed, strict=True):
         ratios.append(theirs.step_s / ours.step_s)
         allowed.append(_busiest_s(first.plan, theirs.task_s) / _busiest_s(run.plan, theirs.task_s))
     if not ratios:
-        return Speed(math.nan, math.nan)
+        return Speed(math.nan, math.nan, math.nan)
     alone = run.job.size == 1
-    return Speed(statistics.median(ratios), statistics.median(allowed) if alone else math.nan)
+    return Speed(
+        ratio=statistics.median(ratios),
+        spread=half_range(ratios),
+        allowed=statistics.median(allowed) if alone else math.nan,
+    )
 
 
 def _busiest_s(plan: PipelinePlan, task_s: Mapping[str, float]) -> float:
-    """What the tasks of one thread group take, of that which takes longest."""
+    """Seconds that the busiest thread group's tasks take."""
     group_s: dict[str, float] = defaultdict(float)
     for name, entry in plan.schedule.items():
         group_s[entry.thread_group] += task_s[name]

@@ -1,4 +1,4 @@
-"""What one training job consists of, as plain values."""
+"""The configuration of one training job."""
 
 from __future__ import annotations
 
@@ -49,12 +49,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClickConfig:
-    """One job: data, model, and how they meet.
-
-    Two jobs of the same config train alike, bit for bit.
+    """One job. Two jobs of the same configuration give the same results, bit for bit.
 
     Attributes:
-        data: Click logs to train on, in order; gone through again and again as steps ask for it.
+        data: Click logs to train on, in order; repeated where there are more steps than batches.
         held_out: Click logs to evaluate on.
         batch_size: Rows per step, malformed ones included.
         device: Where the model lives, in torch's words.

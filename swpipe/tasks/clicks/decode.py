@@ -1,8 +1,8 @@
-"""From bytes to typed columns; rows that do not keep to the format are set aside.
+"""From bytes to typed columns; malformed rows are left out and reported.
 
 A row is malformed when it has not 40 fields, its label is neither 0 nor 1, an integer does not
 parse, or an id is not a hexadecimal number of at most 32 bits. The search for such rows is
-vectorised, and costs a comparison of two counts when there are none.
+vectorised, and costs a comparison of two counts where there are none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RejectedRow:
 
 
 class MalformedRowError(ClickDataError):
-    """The first malformed row, where none are tolerated.
+    """The first malformed row, in strict mode.
 
     Attributes:
         row: The row.
@@ -80,7 +80,7 @@ def decode(data: bytes, ranges: Sequence[RowRange], strict: bool = False) -> Dec
     Args:
         data: The bytes of all ranges, one after the other, each ending in a line end.
         ranges: Where they came from, for reporting.
-        strict: Raise at the first malformed row instead of setting it aside.
+        strict: Raise at the first malformed row instead of leaving it out.
 
     Raises:
         MalformedRowError: ``strict``, and a row is malformed.

@@ -1,4 +1,4 @@
-"""From typed columns to tensors: ids hashed into buckets, integers tamed."""
+"""From typed columns to tensors: ids hashed into buckets, integers on a log scale."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def encode(frame: pl.DataFrame, buckets: int) -> ClickBatch:
         buckets: Buckets per id feature.
     """
     integers = pl.col(INTEGERS).cast(pl.Float32)
-    tamed = (integers.abs().log1p() * integers.sign()).fill_null(0.0)
+    scaled = (integers.abs().log1p() * integers.sign()).fill_null(0.0)
     return ClickBatch(
         labels=torch.from_numpy(frame[LABEL].cast(pl.Float32).to_numpy(writable=True)),
-        dense=torch.from_numpy(frame.select(tamed).to_numpy(order="c", writable=True)),
+        dense=torch.from_numpy(frame.select(scaled).to_numpy(order="c", writable=True)),
         ids=_bags(frame.select(IDS), buckets),
     )
 

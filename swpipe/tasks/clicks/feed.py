@@ -1,8 +1,7 @@
-"""What all click jobs share: the rows, how they become tensors, and what is watched.
+"""What all click jobs share: reading and decoding rows, and metrics.
 
-Reading, decoding and hashing are tasks of their own. On the way each deletes what it took: an
-iteration in flight holds its batch in one form only, and the thread that feeds also does the
-freeing.
+Reading, decoding and hashing are tasks of their own. Each deletes its input from the context: an
+iteration in flight holds its batch in one form only, and the thread that allocates also frees.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.device import resolve
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How the model does on rows that it was not trained on.
+    """Results on rows that the model was not trained on.
 
     Attributes:
         rows: How many.
@@ -55,9 +55,9 @@ class AnyClickJob(ABC, Generic[Model]):
         held_out: The rows to evaluate on; None where the config names none.
         model: What is trained.
         optimizer: Does so.
-        auc: Over all rows trained on, each predicted before it was learned from.
+        auc: Over all rows trained on, each predicted before the model was updated with it.
         guard: Stops training when the loss is not finite.
-        size: Over how many ranks it runs.
+        size: The number of ranks.
 
     Raises:
         ClickDataError: A data file is missing or empty.
@@ -74,6 +74,7 @@ class AnyClickJob(ABC, Generic[Model]):
         self.device = torch.device(config.device)
         self.auc = RunningAUC(self.device)
         self.guard = LossGuard(self.device)
+        self._pins_memory = resolve(self.device).pins_memory
 
     # ------------------------------------------------------------------- tasks
 
@@ -93,10 +94,10 @@ class AnyClickJob(ABC, Generic[Model]):
 
     def _on_host(self, batch: ClickBatch) -> ClickBatch:
         """Tensors in memory that the device can copy from."""
-        return batch.pin_memory() if self.device.type == "cuda" else batch
+        return batch.pin_memory() if self._pins_memory else batch
 
     def _histogram(self) -> DeclaredIO:
-        """The running AUC's state, kept and put back."""
+        """The running AUC's state, for shortcuts."""
         return DeclaredIO(self._get_histogram, self._set_histogram)
 
     def _get_histogram(self) -> torch.Tensor:
@@ -124,7 +125,7 @@ class AnyClickJob(ABC, Generic[Model]):
     # ------------------------------------------------------------------- ranks
 
     def over_ranks(self, value: T) -> list[T]:
-        """What each rank has, by rank; a job of one process is one rank."""
+        """The values of all ranks; a job in one process is one rank."""
         return [value]
 
     # -------------------------------------------------------------- evaluation
@@ -145,7 +146,7 @@ class AnyClickJob(ABC, Generic[Model]):
         return self.held_out
 
     def close(self) -> None:
-        """Let go of what the job holds beside memory."""
+        """Release what the job holds beside memory."""
 
 
 def bytes_of(spec: BatchSpec) -> bytes:

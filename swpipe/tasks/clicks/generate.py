@@ -1,8 +1,8 @@
-"""A click log made up from a planted model, for trying things out without data of one's own.
+"""A click log generated from a known model, for trials without data.
 
-Ids follow Zipf's law, as in real logs: few are seen all the time, most hardly ever. Whether a row
+Ids follow Zipf's law, as in real logs: few are frequent, most are rare. Whether a row
 was clicked is drawn from a logistic model over weights of the ids, the integers, and products of
-pairs of ids, so that there is something to learn, and a limit to how well it can be learned.
+pairs of ids, so that a model can learn it, up to a limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CHUNK = 50_000  # rows made together
 
 @dataclass(frozen=True, slots=True)
 class GeneratedLogs:
-    """Where the two parts of a made-up log lie.
+    """The two parts of a generated log.
 
     Attributes:
         train: To train on.
@@ -49,7 +49,7 @@ class GeneratedLogs:
 
 
 class PlantedModel:
-    """The hidden truth behind a made-up log.
+    """The model that clicks are drawn from.
 
     Args:
         seed: Two models of the same seed are the same.
@@ -113,13 +113,13 @@ def click_logs(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> GeneratedLogs:
-    """The made-up log in ``directory``, generated if it is not there yet.
+    """The generated log in ``directory``, written if it is not there yet.
 
-    A file appears under its name only when it is complete, so an interrupted run leaves nothing to
-    mistake for one.
+    A file gets its name only when it is complete, so an interrupted run leaves no partial
+    file under that name.
 
     Args:
-        directory: Made if need be.
+        directory: Created where it is missing.
         train_rows: Rows to train on; None for ``TRAIN_ROWS``.
         held_out_rows: Rows to evaluate on; None for ``HELD_OUT_ROWS``.
         seed: Of the planted model and of the draws.
@@ -167,7 +167,7 @@ def _zipf(count: int) -> Floats:
     """Cumulative probabilities of the ids 0 to count - 1."""
     share = np.arange(1, count + 1, dtype=np.float64) ** -_ZIPF_EXPONENT
     total: Floats = share.cumsum() / share.sum()
-    total[-1] = 1.0  # rounding must not leave a gap at the top
+    total[-1] = 1.0  # rounding must not leave a gap at the end
     return total
 
 

@@ -5,7 +5,7 @@ data: a label (0 or 1), 13 integer features (which may be negative), 26 ids in h
 header, and an empty field is a missing value.
 
 ``ClickLog`` finds the line ends of all files once. What it hands out are addresses (``BatchSpec``),
-so iterating is cheap, and reading the rows is a task like any other.
+so iterating is cheap, and reading the rows is a task.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from swpipe.tasks.workload import InputError
+
 LABEL = "label"
 INTEGERS = tuple(f"I{k}" for k in range(1, 14))
 IDS = tuple(f"C{k}" for k in range(1, 27))
 COLUMNS = (LABEL, *INTEGERS, *IDS)
 """The 40 columns, in file order, under the names the format's own documentation uses."""
 
-_BLOCK = 1 << 22  # bytes looked at together when line ends are sought
+_BLOCK = 1 << 22  # bytes that are searched for line ends at once
 
 
-class ClickDataError(ValueError):
-    """A click log that cannot be used at all: missing, empty, or changed under our hands."""
+class ClickDataError(InputError):
+    """A click log that cannot be used: missing, empty, or changed while it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class RowRange:
         if len(data) != self.length:
             raise ClickDataError(
                 f"{self.path}: the file has become shorter: bytes {self.offset} to "
-                f"{self.offset + self.length} are missing; leave it alone while it is read"
+                f"{self.offset + self.length} are missing; do not change it while it is read"
             )
         return data if data.endswith(b"\n") else data + b"\n"
 
@@ -71,8 +73,8 @@ class BatchSpec:
 
     Attributes:
         step: Number of the batch in the run, from 0.
-        epoch: How often the log has been gone through before, from 0.
-        ranges: In order; more than one where the batch goes on in the next file.
+        epoch: How many times the log was read completely before.
+        ranges: In order; more than one where the batch continues in the next file.
     """
 
     step: int
@@ -90,8 +92,8 @@ class ClickLog:
 
     Args:
         paths: The files, in order. Each is scanned once for line ends, here.
-        batch_size: Rows per batch. A batch that reaches a file's end goes on in the next file; only
-            the last batch may be shorter.
+        batch_size: Rows per batch. A batch may continue in the next file; only the last one may be
+            shorter.
 
     Raises:
         ClickDataError: No file is given, or one is missing or empty.

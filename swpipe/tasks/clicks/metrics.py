@@ -1,4 +1,4 @@
-"""What is watched while training, without making the host wait for the device at every step."""
+"""Metrics of training that do not make the host wait for the device at every step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 
 import torch
 from torch import nn
+
+from swpipe.device import on_cpu
+from swpipe.tasks.workload import TrainingFailedError
 
 
 class RunningAUC(nn.Module):
@@ -50,7 +53,7 @@ class RunningAUC(nn.Module):
         return float(won / pairs) if pairs else math.nan
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(TrainingFailedError):
     """The loss is no longer a number; training on would only spoil the model.
 
     Attributes:
@@ -68,29 +71,29 @@ class TrainingDivergedError(RuntimeError):
 class LossGuard:
     """Stops training when a loss is not finite.
 
-    On a CPU each loss is looked at. Elsewhere a look makes the host wait, so the device notes the
-    first bad step, and the host asks every ``interval`` steps and whenever ``check`` is called.
+    On a CPU each loss is checked. On a device with streams that would make the host wait, so the
+    device keeps the first bad step, and the host checks every ``interval`` steps.
 
     Args:
         device: Where losses come from.
-        interval: Steps between looks on a device other than the CPU.
+        interval: Steps between checks on a device with streams.
     """
 
     _NONE = torch.iinfo(torch.int64).max
 
     def __init__(self, device: torch.device, interval: int = 100) -> None:
-        self.interval = 1 if device.type == "cpu" else interval
         self.first_bad = torch.full((), self._NONE, dtype=torch.int64, device=device)
+        self.interval = 1 if on_cpu(self.first_bad) else interval
 
     def watch(self, loss: torch.Tensor, step: int) -> None:
-        """Note a loss.
+        """Check a loss, or keep it to be checked.
 
         Args:
             loss: A scalar.
             step: Its step, from 0.
 
         Raises:
-            TrainingDivergedError: This loss, or one since the last look, is not finite.
+            TrainingDivergedError: This loss, or one since the last check, is not finite.
         """
         here = torch.where(torch.isfinite(loss.detach()), self._NONE, step)
         self.first_bad = torch.minimum(self.first_bad, here)
@@ -98,7 +101,7 @@ class LossGuard:
             self.check()
 
     def check(self) -> None:
-        """Look now. Waits for the device.
+        """Check now. Waits for the device.
 
         Raises:
             TrainingDivergedError: A loss was not finite.

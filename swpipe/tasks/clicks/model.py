@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from swpipe.device import on_cpu
 from swpipe.tasks.clicks._torchrec import DLRM_DCN, EmbeddingBagCollection, EmbeddingBagConfig
 from swpipe.tasks.clicks.config import ModelConfig
 from swpipe.tasks.clicks.encode import ClickBatch
@@ -73,12 +74,13 @@ def click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(model: ClickModel, config: ModelConfig) -> torch.optim.Optimizer:
-    """Adagrad: each id learns at the pace at which it is seen.
+    """Adagrad: the learning rate of an id follows how often it occurs.
 
     The tables' gradients are dense: they add up in a fixed order on every device, where sparse ones
     on a GPU do not, and at these sizes they cost no more.
     """
-    on_cpu = next(model.parameters()).device.type == "cpu"
     return torch.optim.Adagrad(
-        model.parameters(), lr=config.learning_rate, fused=True if on_cpu else None
+        model.parameters(),
+        lr=config.learning_rate,
+        fused=True if on_cpu(next(model.parameters())) else None,
     )

@@ -6,13 +6,13 @@ What goes through the context, attribute by attribute::
     batch -- the eleven of swpipe.tasks.sparse_dist --> losses, loss, output (logits)
     output, batch -- auc --> (histogram)
 
-Reading, decoding and hashing are tasks ahead of the eleven rather than the iterator's work: so they
-show in breakdowns and timelines, can be shortcut, and a plan may give them a thread of their own.
+Reading, decoding and hashing are tasks before the eleven rather than the iterator's work: so they
+appear in profiles and timelines, can be shortcut, and may have a thread group of their own.
 
 Each rank trains on its own rows. Batch k of the log is step k // R of rank k % R, R being the
-number of ranks, so no row is read twice and all have equally many. Once through the data may end
-with fewer batches than ranks; those without one get a batch without rows, which counts for nothing,
-and so no row is left out either. What a step minimises is the mean over ranks of their mean loss.
+number of ranks, so no row is read twice and all have equally many. An epoch may end with fewer
+batches than ranks: ranks without a batch get one without rows, so that no row is left out. A step
+minimises the mean over ranks of their mean loss.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask
+from swpipe.device import on_cpu
 from swpipe.tasks.clicks._torchrec import (
     BinaryAUROC,
     DistributedModelParallel,
@@ -77,7 +78,7 @@ class LossOfBatch(nn.Module):
 
 
 class _Criterion(nn.Module):
-    """Apart from the model, since TorchRec traces all that holds sharded modules."""
+    """Separate from the model, since TorchRec traces modules that contain sharded ones."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         labelled = logits.squeeze(1)[: len(labels)]
@@ -116,7 +117,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         self.optimizer = torch.optim.Adagrad(
             dense.values(),
             lr=config.model.learning_rate,
-            fused=True if self.device.type == "cpu" else None,
+            fused=True if on_cpu(self.device) else None,
         )
         self.step_tasks = SparseDistTasks(
             self.model, TrainStep([self.optimizer]), device=self.device
@@ -170,7 +171,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
     # ------------------------------------------------------------------- ranks
 
     def over_ranks(self, value: T) -> list[T]:
-        """What each rank has, by rank. A collective, with no iteration in flight."""
+        """The values of all ranks. A collective, with no iteration in flight."""
         return gather(value)
 
     # -------------------------------------------------------------- evaluation
@@ -197,16 +198,19 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
                 labels.append(batch.labels.cpu())
         finally:
             rewrite.attach()
-        told = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
-        all_logits, all_labels = torch.cat([t[1] for t in told]), torch.cat([t[2] for t in told])
+        gathered = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
+        all_logits, all_labels = (
+            torch.cat([t[1] for t in gathered]),
+            torch.cat([t[2] for t in gathered]),
+        )
         rows, clicked = len(all_labels), int(all_labels.sum())
         exact = BinaryAUROC(thresholds=None, validate_args=False)
         exact.update(all_logits.sigmoid(), all_labels.long())
         auc = float(exact.compute()) if 0 < clicked < rows else math.nan
-        return Evaluation(rows, sum(t[0] for t in told) / max(rows, 1), auc)
+        return Evaluation(rows, sum(t[0] for t in gathered) / max(rows, 1), auc)
 
     def close(self) -> None:
-        """Give the model back."""
+        """Restore the model."""
         self.step_tasks.rewrite.detach()
 
 

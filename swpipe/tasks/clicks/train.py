@@ -1,4 +1,4 @@
-"""One job in training under one plan: what it has met, and how long it took."""
+"""One job in training under one plan: losses, rows and times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXAMPLES = 5  # malformed rows that are shown
 
 @dataclass
 class RowCount:
-    """Rows met in the first epoch.
+    """Rows read in the first epoch.
 
     Attributes:
         lines: All of them.
@@ -41,15 +41,15 @@ class RowCount:
     examples: list[RejectedRow] = field(default_factory=list)
 
     def add(self, spec: BatchSpec, rejected: Sequence[RejectedRow]) -> None:
-        """Count one batch; later epochs meet the same rows again and are not counted."""
+        """Count one batch; later epochs read the same rows and are not counted."""
         if spec.epoch == 0:
             self.lines += spec.rows
             self.malformed += len(rejected)
             self.examples += rejected[: _EXAMPLES - len(self.examples)]
 
     @classmethod
-    def together(cls, counts: Sequence[RowCount]) -> RowCount:
-        """What several ranks counted."""
+    def total(cls, counts: Sequence[RowCount]) -> RowCount:
+        """The counts of several ranks, added up."""
         return cls(
             sum(count.lines for count in counts),
             sum(count.malformed for count in counts),
@@ -59,13 +59,13 @@ class RowCount:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Steps run in one go, from an empty pipeline to an empty pipeline.
+    """Steps run from an empty pipeline to an empty pipeline.
 
     Attributes:
         steps: How many.
         seconds: Wall time, filling and draining included.
-        task_s: Task name to the seconds its calls took, all together.
-        timed: It counts when speed is told; warming up, for one, does not.
+        task_s: Task name to the total seconds of its calls.
+        timed: Whether it counts for the speed; warm-up does not.
     """
 
     steps: int
@@ -96,8 +96,8 @@ class TrainRun:
         steps: How many steps there are in all.
         pipe: The pipeline that runs it.
         losses: One per step so far; scalars on the job's device, of this rank's rows.
-        chunks: What was run so far.
-        rows: Rows met so far, by this rank.
+        chunks: The chunks so far.
+        rows: Rows read so far, by this rank.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TrainRun:
         self.job = make_job(config)
         self.steps = self.job.epoch_steps if steps is None else steps
         self._task_s: dict[str, float] = defaultdict(float)
-        tasks = [self._clocked(task) for task in self.job.tasks()]
+        tasks = [self._timed_task(task) for task in self.job.tasks()]
         self.pipe = SWPipeline(plan, tasks, device=config.device)
         self.losses: list[torch.Tensor] = []
         self.chunks: list[Chunk] = []
@@ -128,12 +128,12 @@ class TrainRun:
         Args:
             steps: How many.
             on_step: Called after each.
-            timed: These steps count when speed is told.
+            timed: These steps count for the speed.
 
         Raises:
             TrainingDivergedError: A loss is not finite.
             MalformedRowError: A row is malformed, and the config is strict.
-            ClickDataError: Not one good row has been met yet.
+            ClickDataError: Every row so far is malformed.
         """
         self._task_s.clear()
         before = len(self.losses)
@@ -157,7 +157,7 @@ class TrainRun:
 
     @property
     def timed(self) -> list[Chunk]:
-        """The chunks that count when speed is told; all of them where none is said to."""
+        """The chunks that count for the speed; all of them where none is timed."""
         return [chunk for chunk in self.chunks if chunk.timed] or self.chunks
 
     @property
@@ -171,6 +171,11 @@ class TrainRun:
         return 1 / statistics.median(chunk.step_s for chunk in self.timed)
 
     @property
+    def spread_per_s(self) -> float:
+        """Half the range of the steps per second over these chunks."""
+        return half_range([1 / chunk.step_s for chunk in self.timed])
+
+    @property
     def rows_per_s(self) -> float:
         """Rows per second, malformed ones included, of all ranks together."""
         return self.steps_per_s * self.job.config.batch_size * self.job.size
@@ -181,27 +186,27 @@ class TrainRun:
         return statistics.fmean(self.job.over_ranks(own))
 
     def all_rows(self) -> RowCount:
-        """Rows met so far, by all ranks together."""
-        return RowCount.together(self.job.over_ranks(self.rows))
+        """Rows read so far, by all ranks."""
+        return RowCount.total(self.job.over_ranks(self.rows))
 
     def auc(self) -> float:
         """The running AUC, over all ranks; NaN until both labels have been seen."""
         counts = torch.stack(self.job.over_ranks(self.job.auc.counts.cpu())).sum(0)
         return self.job.auc.area(counts)
 
-    def _clocked(self, task: PipelineTask) -> PipelineTask:
-        """The task, with the time of its calls added up. Only its own thread writes its sum."""
+    def _timed_task(self, task: PipelineTask) -> PipelineTask:
+        """The task, with its call times added up; only its own thread writes the sum."""
         fn, name, total = task.fn, task.name, self._task_s
 
-        def clocked(ctx: IterContext) -> None:
+        def timed(ctx: IterContext) -> None:
             begin = time.perf_counter()
             fn(ctx)
             total[name] += time.perf_counter() - begin
 
-        return PipelineTask(name, _named(clocked, fn), task.io, task.random)
+        return PipelineTask(name, _named(timed, fn), task.io, task.random)
 
     def close(self) -> None:
-        """End the pipeline's threads, and what the job holds."""
+        """Close the pipeline and the job."""
         self.pipe.close()
         self.job.close()
 
@@ -215,6 +220,11 @@ class TrainRun:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def half_range(values: Sequence[float]) -> float:
+    """Half the difference between the greatest and the least."""
+    return (max(values) - min(values)) / 2
 
 
 def _named(wrapper: TaskFn, fn: TaskFn) -> TaskFn:

@@ -1,4 +1,4 @@
-"""What came out of training, in words and tables."""
+"""The results of training, as text and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swpipe.tasks.clicks.train import RowCount, TrainRun
 
 
 def format_runs(runs: Sequence[TrainRun]) -> str:
-    """A table with a line per run: speed, loss, and AUC over the rows trained on."""
+    """A table with a line per run: speed, its spread, loss, and AUC over the rows trained on."""
     from tabulate import tabulate
 
     rows = [
@@ -19,6 +19,7 @@ def format_runs(runs: Sequence[TrainRun]) -> str:
             run.name,
             len(run.losses),
             f"{run.steps_per_s:.1f}",
+            f"{run.spread_per_s:.1f}",
             f"{run.rows_per_s:,.0f}",
             f"{run.recent_loss():.4f}",
             _auc(run.auc()),
@@ -27,14 +28,14 @@ def format_runs(runs: Sequence[TrainRun]) -> str:
     ]
     return tabulate(
         rows,
-        headers=("plan", "steps", "steps/s", "rows/s", "loss", "AUC"),
-        colalign=("left", *["right"] * 5),
+        headers=("plan", "steps", "steps/s", "±", "rows/s", "loss", "AUC"),
+        colalign=("left", *["right"] * 6),
         disable_numparse=True,
     )
 
 
 def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
-    """Whether two runs came out alike, bit for bit."""
+    """Whether two runs are equal, bit for bit."""
     names = f"{a.name} and {b.name}"
     if result.equal:
         return (
@@ -46,8 +47,8 @@ def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
         if result.first_loss is None
         else f"losses differ from step {result.first_loss} on"
     )
-    told = f"{names}: NOT EQUAL: {losses}; {len(result.parameters)} parameters differ"
-    return told + "".join(
+    text = f"{names}: NOT EQUAL: {losses}; {len(result.parameters)} parameters differ"
+    return text + "".join(
         f"; {run.name} may read {state} {count} iteration{'s' * (count > 1)} old"
         for run in (a, b)
         for state, count in run.plan.stale.items()
@@ -55,15 +56,18 @@ def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
 
 
 def format_speed(a: TrainRun, b: TrainRun, result: Speed) -> str:
-    """How much faster ``b`` is, and how much of what its plan allows that is."""
-    text = f"{b.name} over {a.name}: {result.ratio:.2f} times as many steps per second"
-    if math.isnan(result.allowed):
-        return text
-    return f"{text}; the task times allow {result.allowed:.2f}, and {result.reached:.0%} is reached"
+    """How the speed of ``b`` compares with that of ``a``, and with what its plan allows."""
+    text = (
+        f"{b.name} over {a.name}: {result.ratio:.2f} (± {result.spread:.2f}) times as many steps "
+        "per second"
+    )
+    if not math.isnan(result.allowed):
+        text += f"; the task times allow {result.allowed:.2f}, and {result.reached:.0%} is reached"
+    return text if result.differs else f"{text}; no difference beyond the spread"
 
 
 def format_rows(rows: RowCount) -> str:
-    """How many rows were met, and what was wrong with the malformed ones."""
+    """How many rows were read, and what is wrong with the malformed ones."""
     if not rows.malformed:
         return f"{rows.lines:,} rows, none malformed"
     text = f"{rows.lines:,} rows, {rows.malformed:,} of them malformed and dropped:"
@@ -74,7 +78,7 @@ def format_rows(rows: RowCount) -> str:
 
 
 def format_evaluation(result: Evaluation) -> str:
-    """How the model does on held-out rows."""
+    """Loss and AUC on held-out rows."""
     return f"held-out rows: AUC {_auc(result.auc)}, loss {result.loss:.4f}, {result.rows:,} rows"
 
 

@@ -1,7 +1,6 @@
-"""All that we take from TorchRec, much of it private, in one place that checks what it found.
+"""Everything imported from TorchRec. Much of it is private, so the version is checked first.
 
-Importing TorchRec and fbgemm warns of parts of theirs that have moved; nothing of that concerns our
-user. Private names may move with any release, so the version is checked before anything is taken.
+Deprecation warnings from importing TorchRec and fbgemm are suppressed.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import warnings
 from importlib import metadata
 
 TESTED = "1.8"
-"""The series of TorchRec releases that this was written for and tested with."""
+"""The tested series of TorchRec releases."""
 
 ANY_VERSION = "SWPIPE_ANY_TORCHREC"
-"""Set this environment variable to 1 to try another version."""
+"""Set this environment variable to 1 to allow another version."""
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package; None where there is none."""
+    """The version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -27,11 +26,10 @@ def installed_version(package: str) -> str | None:
 
 
 def check_version(found: str | None, *, any_version: bool = False) -> None:
-    """Refuse a TorchRec that this was not written for.
+    """Refuse an untested TorchRec.
 
     Raises:
-        ImportError: There is none, or another series than ``TESTED``, and ``any_version`` is not
-            set.
+        ImportError: TorchRec is missing, or its series is not ``TESTED`` without ``any_version``.
     """
     if found is None:
         raise ImportError(
@@ -40,8 +38,8 @@ def check_version(found: str | None, *, any_version: bool = False) -> None:
         )
     if not any_version and found.split(".")[:2] != TESTED.split("."):
         raise ImportError(
-            f"torchrec {found} is installed, but swpipe.tasks.sparse_dist leans on its private "
-            f"parts and was tested with {TESTED}.x only: install torchrec=={TESTED}.*, or set "
+            f"torchrec {found} is installed, but swpipe.tasks.sparse_dist uses its private parts "
+            f"and is tested with {TESTED}.x only: install torchrec=={TESTED}.*, or set "
             f"{ANY_VERSION}=1 to try this one"
         )
 
@@ -54,14 +52,7 @@ try:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        from torchrec.distributed.comm_ops import (
-            All2All_Pooled_Req,
-            All2All_Seq_Req,
-            ReduceScatter_Req,
-            ReduceScatterBase_Req,
-            ReduceScatterV_Req,
-            Variable_Batch_All2All_Pooled_Req,
-        )
+        from torchrec.distributed import comm_ops
         from torchrec.distributed.model_parallel import get_unwrapped_module
         from torchrec.distributed.train_pipeline.pipeline_context import (
             PrefetchTrainPipelineContext,
@@ -79,7 +70,10 @@ try:
             Tracer,
             _get_leaf_module_names,
         )
-        from torchrec.distributed.train_pipeline.types import ArgInfo, CallArgs
+        from torchrec.distributed.train_pipeline.types import (
+            ArgInfo,
+            CallArgs,
+        )
         from torchrec.distributed.train_pipeline.utils import (
             _override_input_dist_forwards,
             _start_data_dist,
@@ -92,7 +86,7 @@ try:
         )
 except ImportError as error:
     raise ImportError(
-        f"torchrec {VERSION} does not have what swpipe.tasks.sparse_dist takes from it ({error}): "
+        f"torchrec {VERSION} does not have what swpipe.tasks.sparse_dist imports ({error}): "
         f"install torchrec=={TESTED}.*"
     ) from error
 
@@ -101,50 +95,25 @@ override_input_dist_forwards = _override_input_dist_forwards
 start_data_dist = _start_data_dist
 
 EXCHANGES = (
-    All2All_Pooled_Req,
-    All2All_Seq_Req,
-    ReduceScatter_Req,
-    ReduceScatterBase_Req,
-    ReduceScatterV_Req,
-    Variable_Batch_All2All_Pooled_Req,
-)
-"""The autograd functions that begin an exchange of embeddings, and wait for that of gradients."""
+    comm_ops.All2All_Pooled_Req, comm_ops.All2All_Seq_Req, comm_ops.ReduceScatter_Req,
+    comm_ops.ReduceScatterBase_Req, comm_ops.ReduceScatterV_Req,
+    comm_ops.Variable_Batch_All2All_Pooled_Req,
+)  # fmt: skip
+"""Autograd functions that start an exchange of embeddings; backward waits for the gradients'."""
 
 
 def describe() -> str:
-    """What was found, in one line."""
-    fbgemm = next(
-        (
-            f"{name} {v}"
-            for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")
-            if (v := installed_version(name))
-        ),
-        "no fbgemm",
-    )
-    return f"torchrec {VERSION} (tested: {TESTED}.x), {fbgemm}"
+    """The installed versions, in one line."""
+    found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
+    fbgemm = [f"{name} {version}" for name, version in found.items() if version]
+    return f"torchrec {VERSION} (tested: {TESTED}.x), {(fbgemm or ['no fbgemm'])[0]}"
 
 
 __all__ = [
-    "EXCHANGES",
-    "ArgInfo",
-    "ArgInfoStepFactory",
-    "Awaitable",
-    "BaseForward",
-    "CallArgs",
-    "GetAttrArgInfoStep",
-    "GetItemArgInfoStep",
-    "LazyAwaitable",
-    "LazyGetItemMixin",
-    "NodeArgsHelper",
-    "PipelinedForward",
-    "PrefetchPipelinedForward",
-    "PrefetchTrainPipelineContext",
-    "ShardedModule",
-    "Tracer",
-    "check_version",
-    "describe",
-    "get_leaf_module_names",
-    "get_unwrapped_module",
-    "override_input_dist_forwards",
+    "EXCHANGES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward", "CallArgs",
+    "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
+    "NodeArgsHelper", "PipelinedForward", "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext", "ShardedModule", "Tracer", "check_version", "describe",
+    "get_leaf_module_names", "get_unwrapped_module", "override_input_dist_forwards",
     "start_data_dist",
-]
+]  # fmt: skip

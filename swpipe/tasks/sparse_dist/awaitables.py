@@ -1,14 +1,12 @@
-"""Handles of collectives that are waited for once, and whose result can be handed out again.
+"""Handles of collectives that are waited for once and return their result again.
 
-TorchRec's awaitables are one-shot: to wait a second time would issue a second collective, or find
-buffers that have been given back. A task that is replayed puts back the handle that its kept run
-had made, and those who come after it wait for that handle in every iteration. So every handle in a
-context is wrapped: whoever waits first gets the result itself; whoever comes later, a copy of its
-containers around the same numbers, detached from the first one's graph.
+TorchRec's awaitables are one-shot: a second wait would launch a second collective or use released
+buffers. A shortcut restores the same handle in every iteration, so every handle is wrapped. The
+first wait returns the result itself; later waits return the same values in copied containers,
+detached from the first result's graph.
 
-On a device with streams a result is finished on the stream on which its exchange was begun, and the
-stream that waits is made to wait for that one, as TorchRec's own forwards do: buffers of the
-exchange come from that stream's memory and go back to it.
+A result is completed on the stream on which its exchange started, which owns the memory of its
+buffers. The waiting stream then waits for that stream, as in TorchRec's forwards.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from swpipe._tensors.pytree import map_tensors
-from swpipe.device.device import Device, Stream
+from swpipe.device import Device, Stream
 from swpipe.tasks.sparse_dist._torchrec import Awaitable
 
 _PENDING = object()
@@ -29,11 +27,7 @@ _PENDING = object()
 class Replayable(Awaitable):  # type: ignore[misc]
     """An awaitable that can be waited for again.
 
-    Args:
-        awaitable: What is waited for, once.
-        device: Where its tensors lie.
-        module_context: What the wait fills in beside its result: a module's context, or None.
-        then: Makes of the result what is kept.
+    ``module_context`` is completed by the wait; ``then`` is applied to the result.
     """
 
     def __init__(
@@ -53,11 +47,11 @@ class Replayable(Awaitable):  # type: ignore[misc]
         self._stream = device.current_stream()
 
     def wait(self) -> Any:
-        """The result: itself the first time, a detached copy after that."""
+        """The result: itself the first time, then a detached copy."""
         return self.wait_with_context()[0]
 
     def wait_with_context(self) -> tuple[Any, Any]:
-        """The result, and the module's context, which is complete only then."""
+        """The result and the module's context, which the wait completes."""
         with self._lock:
             first = self._result is _PENDING
             if first:
@@ -74,13 +68,7 @@ class Replayable(Awaitable):  # type: ignore[misc]
 
 
 def fused_splits(fused: Any, contexts: Sequence[Any], device: Device) -> Replayable:
-    """The exchange of sizes of several modules; its result is one ``Replayable`` for each.
-
-    Args:
-        fused: TorchRec's awaitable.
-        contexts: The modules' contexts, in its order.
-        device: Where the tensors lie.
-    """
+    """Wrap the fused exchange of sizes; its result is one ``Replayable`` for each module."""
 
     def tensors_requests(requests: Sequence[Any]) -> tuple[Replayable, ...]:
         return tuple(
@@ -92,7 +80,7 @@ def fused_splits(fused: Any, contexts: Sequence[Any], device: Device) -> Replaya
 
 
 def use_here(device: Device, source: Stream, value: Any) -> None:
-    """Let the current stream come after ``source``, and keep the memory of ``value`` for it."""
+    """Make the current stream wait for ``source``, and hold the memory of ``value`` for it."""
     if not device.has_streams:
         return
     current = device.current_stream()

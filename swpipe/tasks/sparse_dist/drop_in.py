@@ -1,4 +1,4 @@
-"""What stands in the place of TorchRec's train pipelines: ``progress(dataloader_iter)``.
+"""A drop-in for TorchRec's train pipelines: ``progress(dataloader_iter)``.
 
     pipeline = PipelineFactory.create(
         "jagged_prefetch_sparse_dist", model=model, optimizer=optimizer, device=device
@@ -9,23 +9,22 @@
         except StopIteration:
             break
 
-Like TorchRec's, it returns the model's output (the second of ``(losses, output)``), the oldest
-batch's first; raises StopIteration when all batches are through, and again when asked again; goes
-on with another iterator's batches after those in flight when it is given one; and takes None for
-the end of the data.
+As with TorchRec, it returns the model's output (the second of ``(losses, output)``) of the oldest
+batch; raises StopIteration at the end, and on every later call; continues with another iterator
+after the batches in flight; and treats None as the end of the data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist.rewrite import RewriteReport
@@ -34,14 +33,14 @@ from swpipe.tasks.sparse_dist.tasks import SparseDistTasks
 
 
 class _Feed(Iterator[Any]):
-    """One iterator for the pipeline, whatever iterators the user gives one after the other."""
+    """One iterator for the pipeline over the iterators that the user passes one after another."""
 
     def __init__(self) -> None:
         self._source: Iterator[Any] | None = None
         self.exhausted = True
 
     def take_from(self, source: Iterator[Any]) -> None:
-        """Go on with another iterator; an exhausted one is not asked again."""
+        """Continue with another iterator; an exhausted one is not used again."""
         if source is not self._source:
             self._source = source
             self.exhausted = False
@@ -55,22 +54,20 @@ class _Feed(Iterator[Any]):
 
 
 class SparseDistPipeline:
-    """A model in training under one plan, with TorchRec's ``progress``.
+    """Trains a model under one plan, with TorchRec's ``progress``.
 
-    Use it as a context manager, or call ``close``; between two calls of ``progress`` the model may
-    be detached, evaluated, saved and attached again with batches in flight, as long as the plan
-    runs on the caller's thread, as the ready-made ones do.
+    Use it as a context manager, or call ``close``. Between two calls of ``progress`` the model may
+    be detached, evaluated and saved, if the plan uses no worker threads (ready-made ones do not).
 
     Args:
-        tasks: The step.
-        plan: How to overlap it.
-        stall_timeout_s: Seconds without any movement after which ``progress`` raises
-            ``StallError``; None to wait for ever.
-        seed: What the draws of a random model derive from; None for ``torch.initial_seed()``.
+        tasks: The tasks of the step.
+        plan: The plan.
+        stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
+        seed: Seed of the draws of a random model; None for ``torch.initial_seed()``.
 
     Attributes:
         tasks: As given.
-        pipe: The pipeline under it: for traces, shortcuts and the profiler.
+        pipe: The underlying pipeline: for traces, shortcuts and the profiler.
     """
 
     def __init__(
@@ -89,20 +86,14 @@ class SparseDistPipeline:
 
     @property
     def report(self) -> RewriteReport | None:
-        """What was pipelined and what was not; None before the first batch."""
+        """Which modules are pipelined; None before the first batch."""
         return self.tasks.rewrite.report
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Train on one batch more; the model is attached where it is not.
-
-        Args:
-            dataloader_iter: Gives the batches.
-
-        Returns:
-            The model's output for the oldest batch in flight.
+        """Attach the model, train on one more batch, and return the oldest batch's output.
 
         Raises:
-            StopIteration: All batches are through.
+            StopIteration: All batches are done.
             BaseException: As ``SWPipeline.progress``.
         """
         self.attach()
@@ -113,15 +104,14 @@ class SparseDistPipeline:
             except StopIteration:
                 if self._feed.exhausted:
                     raise
-                continue  # the run of an earlier iterator is over: begin one with this
+                continue  # the run of the previous iterator has ended: start one with this
             return output
 
     def detach(self) -> nn.Module:
-        """The model as it was before, for evaluation, a checkpoint, or other hands.
+        """Restore and return the model, for evaluation, a checkpoint or other code.
 
-        Batches in flight stay; ``attach`` or the next ``progress`` goes on with them. They have
-        been exchanged, not trained on: parameters loaded meanwhile are used for them, except in a
-        plan that has looked their embeddings up already.
+        Batches in flight are kept for ``attach`` or the next ``progress``. They use parameters that
+        are loaded meanwhile, except embeddings that the plan has already looked up.
         """
         self.tasks.rewrite.detach()
         return self.tasks.model
@@ -131,19 +121,14 @@ class SparseDistPipeline:
         self.tasks.rewrite.attach()
 
     def close(self) -> None:
-        """Drop what is in flight, and give the model back. The pipeline cannot be used any more."""
+        """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
         self.pipe.close()
         self.tasks.rewrite.detach()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 
@@ -162,17 +147,11 @@ def build(
     seed: int | None = None,
     **options: Any,
 ) -> SparseDistPipeline:
-    """A model in training under a plan.
+    """A ``SparseDistPipeline``.
 
-    Args:
-        plan: The plan, or what makes one for the tasks.
-        model: A model with sharded modules.
-        optimizer: One or several; for a step that has nothing else to it.
-        device: Where the work goes.
-        step: The step, instead of ``optimizer``.
-        stall_timeout_s: As ``SparseDistPipeline``.
-        seed: As ``SparseDistPipeline``.
-        options: As ``SparseDistTasks``: forward, find, inputs, strict, shuffler, random.
+    ``plan`` is the plan, or a function that makes one for the tasks. ``optimizer``, one or several,
+    stands for ``TrainStep(optimizer)``; give either that or ``step``. The other arguments are those
+    of ``SparseDistTasks`` and ``SparseDistPipeline``.
 
     Raises:
         ValueError: Both an optimizer and a step, or neither.
@@ -188,34 +167,20 @@ def build(
 
 
 class PipelineFactory:
-    """Pipelines by name."""
+    """A registry of pipelines by name."""
 
     _builders: ClassVar[dict[str, Builder]] = {}
 
     @classmethod
     def register(cls, name: str, builder: Builder) -> None:
-        """Let ``create`` know a name.
-
-        Args:
-            name: The name.
-            builder: Called with what ``create`` is given beside it.
-
-        Raises:
-            ValueError: The name is taken.
-        """
+        """Register a new name; ``builder`` gets the other arguments of ``create``."""
         if name in cls._builders:
-            raise ValueError(
-                f"a pipeline named {name!r} is registered already: choose another name"
-            )
+            raise ValueError(f"pipeline {name!r} is registered already: choose another name")
         cls._builders[name] = builder
 
     @classmethod
     def create(cls, name: str, **arguments: Any) -> Any:
-        """The pipeline of that name; for those made here, the arguments are those of ``build``.
-
-        Raises:
-            ValueError: No pipeline has this name.
-        """
+        """The pipeline of that name; those registered here take the arguments of ``build``."""
         if name not in cls._builders:
             raise ValueError(f"no pipeline is named {name!r}; there are {', '.join(cls.list())}")
         return cls._builders[name](**arguments)
@@ -236,18 +201,12 @@ def _semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
     return plans.semi_sync()
 
 
-def _named(plan: PipelinePlan | PlanFor) -> Builder:
-    def builder(**arguments: Any) -> SparseDistPipeline:
-        return build(plan, **arguments)
-
-    return builder
-
-
-PipelineFactory.register("jagged_sw_serial", _named(plans.serial()))
-PipelineFactory.register("jagged_sparse_dist", _named(plans.sparse_dist()))
-PipelineFactory.register("jagged_prefetch_sparse_dist", _named(plans.prefetch()))
-PipelineFactory.register(
-    "jagged_split_sparse_dist",
-    _named(lambda tasks: plans.split(tables_in_step=tasks.tables_in_step)),
-)
-PipelineFactory.register("jagged_semi_sync_sparse_dist", _named(_semi_sync))
+_PLANS: dict[str, PipelinePlan | PlanFor] = {
+    "jagged_sw_serial": plans.serial(),
+    "jagged_sparse_dist": plans.sparse_dist(),
+    "jagged_prefetch_sparse_dist": plans.prefetch(),
+    "jagged_split_sparse_dist": lambda tasks: plans.split(tables_in_step=tasks.tables_in_step),
+    "jagged_semi_sync_sparse_dist": _semi_sync,
+}
+for _name, _plan in _PLANS.items():
+    PipelineFactory.register(_name, partial(build, _plan))

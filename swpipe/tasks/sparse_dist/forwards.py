@@ -1,19 +1,15 @@
-"""What stands in for a sharded module's forward while a pipeline holds the model.
+"""Replacements for a sharded module's forward while the model is attached to a pipeline.
 
-A sharded module's forward exchanges ids, looks embeddings up and exchanges those. The first part is
-done ahead, by tasks of its own; what is left happens in one of three ways::
+A sharded module's forward exchanges ids, looks up embeddings and exchanges the embeddings. Earlier
+tasks exchange the ids. The rest runs in one of three ways::
 
                   EmbPrefetch                EmbForward               DenseForward
     pipelined     -                          model: wait, look up     -
-    prefetch      wait for ids, warm caches  model: look up           -
-    split         wait for ids, warm caches  look up                  model: wait for embeddings
+    prefetch      wait for ids, fill caches  model: look up           -
+    split         wait for ids, fill caches  look up                  model: wait for embeddings
 
-Under the split forward the graph is cut where the dense half takes an embedding (see ``seam``): the
-dense half's backward ends there, and the embedding half's backward starts from there. So each half
-has a backward task, and the exchange of embeddings has until the model asks for them.
-
-All three run on the CPU as well as on a device: which stream waits for which is the awaitables'
-affair. They are TorchRec's classes, so that TorchRec's functions take them.
+The split forward also cuts the autograd graph at the embeddings (see ``seam``), so that the dense
+part and the tables have a backward task each.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 from swpipe._tensors.pytree import map_tensors
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     Awaitable,
     LazyAwaitable,
@@ -38,7 +34,7 @@ Kind: TypeAlias = Literal["pipelined", "prefetch", "split"]
 
 
 class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
-    """Waits for the ids inside the model's forward."""
+    """Wait for the ids and look up inside the model's forward."""
 
     prefetches = False
 
@@ -46,7 +42,7 @@ class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
         super().__init__(name, args, module, context=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look the embeddings up; the arguments are those of the batch in flight already."""
+        """Look the embeddings up; the arguments are unused, the input comes from the context."""
         context: SparseDistContext = self._context
         request = _take(context.input_dist_tensors_requests, self._name)
         data, module_context = request.wait_with_context()
@@ -55,13 +51,13 @@ class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
 
 
 class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
-    """Finds the ids waited for, and the caches warm."""
+    """Look up inside the model's forward, after EmbPrefetch has waited for the ids."""
 
     prefetches = True
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
         super().__init__(name, args, module, context=None)
-        self._where = device
+        self._device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Look the embeddings up."""
@@ -70,29 +66,29 @@ class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
     def _look_up(self, context: SparseDistContext) -> Any:
         data = _take(context.module_input_post_prefetch, self._name)
         module_context = context.module_contexts_post_prefetch.pop(self._name)
-        if self._where.has_streams:
-            # What is taken out of the context here, the engine does not see at retirement.
-            self._where.hold([data, module_context], [self._where.current_stream()])
+        if self._device.has_streams:
+            # These values leave the context here, so the engine does not hold them at retirement.
+            self._device.hold([data, module_context], [self._device.current_stream()])
         return self._module.compute_and_output_dist(module_context, data)
 
 
 class SplitForward(PrefetchForward):
-    """The embedding half apart from the dense one."""
+    """Look up in a task of its own, before the dense part."""
 
     def look_up(self) -> None:
-        """The embedding half: look up, and begin the exchange of embeddings."""
+        """Look the embeddings up and start their exchange."""
         context: SparseDistContext = self._context
         output = self._look_up(context)
         context.embeddings[self._name] = _each(
-            output, lambda awaitable: Replayable(awaitable, self._where)
+            output, lambda awaitable: Replayable(awaitable, self._device)
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """For the dense half: the embeddings, waited for when they are used."""
+        """The embeddings for the dense part, waited for when they are used."""
         context: SparseDistContext = self._context
         embeddings = _take(context.embeddings, self._name)
         seam = context.seams[self._name] = Seam()
-        return _each(embeddings, lambda awaitable: _CutOff(awaitable, seam))
+        return _each(embeddings, lambda awaitable: _Cut(awaitable, seam))
 
 
 FORWARDS: dict[Kind, type[PipelinedForward] | type[PrefetchForward]] = {
@@ -102,8 +98,8 @@ FORWARDS: dict[Kind, type[PipelinedForward] | type[PrefetchForward]] = {
 }
 
 
-class _CutOff(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
-    """Embeddings as leaves of a new graph."""
+class _Cut(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
+    """Embeddings that become leaves of the dense part's graph."""
 
     def __init__(self, awaitable: Awaitable, seam: Seam) -> None:
         super().__init__()
@@ -115,7 +111,7 @@ class _CutOff(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
 
 
 def _each(output: Any, fn: Callable[[Any], Any]) -> Any:
-    """Modules that manage collisions return several awaitables; all others, one."""
+    """Apply to one awaitable, or to each: modules that manage collisions return several."""
     return tuple(map(fn, output)) if isinstance(output, tuple) else fn(output)
 
 

@@ -1,4 +1,4 @@
-"""A process group on the host, apart from those that the training step communicates in."""
+"""A process group on the host, separate from the groups of the training step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ import torch.distributed as dist
 
 
 def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of the same ranks. Making one is a collective of theirs.
-
-    Args:
-        group: Which ranks; None for all.
-        timeout_s: Seconds that a collective of the new group may take.
-    """
+    """A gloo group of the same ranks (None: all); creating it is a collective of these ranks."""
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group or dist.group.WORLD),
         timeout=dt.timedelta(seconds=timeout_s),
         backend="gloo",
         use_local_synchronization=group is not None,
     )
-    # A rank that is through closes the group when it fails at once: others, still connecting to
-    # it, would be told of a connection that was closed and not of that failure.
+    # Without it, ranks that still connect would report a closed connection if one rank fails here.
     dist.barrier(group=made)
     return made

@@ -1,15 +1,12 @@
-"""Where each sharded module's input comes from: which part of the batch, by which path.
+"""Finds each sharded module's input: the path of an attribute of the batch.
 
-Two ways to find out:
+- **trace**: torch.fx traces the forward. Sharded modules, and those that contain none, are leaves.
+  The trace shows what each sharded module is called with, and whether the model computes it.
+- **direct**: matches the batch's attributes by type with the first parameter of ``input_dist``. It
+  works with any forward, but the user guarantees that the forward passes that attribute unchanged,
+  once.
 
-- **trace**: torch.fx runs the model's forward on stand-ins, sharded modules and all that holds none
-  of them taken as leaves, and so shows what each sharded module is called with. Sound, as far as it
-  gets: an input that the model computes, rather than picks out of the batch, is seen to be one.
-- **direct**: the batch's attributes are matched by type against the first parameter of the module's
-  ``input_dist``. No tracing, so any forward will do; but whoever asks for it vouches that the
-  forward hands that attribute on as it is, once.
-
-Either way an input may be named instead: module name to the attribute's path within the batch.
+The user may also name an input: module name to the attribute's path within the batch.
 """
 
 from __future__ import annotations
@@ -39,12 +36,7 @@ from swpipe.tasks.sparse_dist.contexts import new_context
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of one module's input.
-
-    Attributes:
-        args: How to pick it out of a batch; None where that cannot be told.
-        why: Why not; empty where it can.
-    """
+    """How to get one module's input from a batch, or why that is unknown."""
 
     args: Any = None
     why: str = ""
@@ -59,12 +51,9 @@ class Found:
 def traced_inputs(
     model: nn.Module, batch: Any, sharded: Mapping[str, nn.Module]
 ) -> dict[str, Found]:
-    """What torch.fx sees each sharded module called with.
+    """What each sharded module is called with, by torch.fx; ``model`` has no wrappers.
 
-    Args:
-        model: The model without its wrappers.
-        batch: One batch; asked for its ``to_proxy`` or ``to_proxy_tuple``, as TorchRec does.
-        sharded: Name to sharded module.
+    The batch's ``to_proxy`` or ``to_proxy_tuple`` is used, as in TorchRec.
 
     Raises:
         ValueError: The forward cannot be traced.
@@ -99,7 +88,7 @@ def _of_calls(helper: Any, nodes: list[Any]) -> Found:
     if len(nodes) > 1:
         return Found(
             why=f"it is called {len(nodes)} times in one forward, but its input is exchanged once "
-            "per batch: call it once and share the result, or give each call a module of its own"
+            "per batch: call it once and share the result, or use one module per call"
         )
     (node,) = nodes
     given = len(node.args) + len(node.kwargs)
@@ -108,18 +97,13 @@ def _of_calls(helper: Any, nodes: list[Any]) -> Found:
         return Found(args)
     return Found(
         why=f"its input ({', '.join(map(str, [*node.args, *node.kwargs.values()]))}) is computed "
-        "in the forward, not picked out of the batch: compute it before the pipeline, and let the "
-        "batch carry it"
+        "in the forward, not picked out of the batch: compute it before the pipeline, as part of "
+        "the batch"
     )
 
 
 def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Found]:
-    """The one attribute of the batch whose type fits the first parameter of ``input_dist``.
-
-    Args:
-        batch: One batch.
-        sharded: Name to sharded module.
-    """
+    """The attribute of the batch whose type matches the first parameter of ``input_dist``."""
     attributes = dict(getattr(batch, "__dict__", {}))
     return {name: _match(module, attributes, batch) for name, module in sharded.items()}
 
@@ -156,7 +140,7 @@ def named_input(path: str) -> Found:
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name to sharded module, without those that lie within another one."""
+    """Name to sharded module, without those inside another one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         within = any(name.startswith(f"{outer}.") or outer == "" for outer in found)

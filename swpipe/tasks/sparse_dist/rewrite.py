@@ -1,12 +1,12 @@
-"""Take the exchange of ids out of a model's forward, and give the model back as it was.
+"""Replaces the forwards of sharded modules, so that tasks can exchange their ids earlier.
 
-    prepare(batch)   first batch: find the sharded modules and their inputs; make their forwards
-    attach()         put the forwards in                    ┐ any number of times,
-    detach()         put back what was there before         ┘ in mid-training too
+    prepare(batch)   first batch: find the modules' inputs and make the replacements
+    attach()         install the replacements        ┐ any number of times,
+    detach()         restore the original forwards   ┘ also during training
 
-The exchanges of sizes of all modules are fused into one, which takes another forward of each
-``KJTAllToAll``; a sharded module makes these when its ``input_dist`` is called for the first time,
-and so they are replaced after that (the first batch goes unfused).
+The exchanges of sizes of all modules are fused into one, by replacing the forward of each
+``KJTAllToAll``. A sharded module creates these in its first ``input_dist``, so the first batch is
+not fused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from swpipe.device.device import Device
+from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     describe,
     get_unwrapped_module,
@@ -41,18 +41,14 @@ _MISSING = object()
 
 
 class RewriteError(ValueError):
-    """The model cannot be pipelined as it is; the message names the module and the mend."""
+    """The model cannot be pipelined; the message names the module and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """What became of one sharded module.
+    """Whether a sharded module's ids are exchanged by earlier tasks.
 
-    Attributes:
-        name: Its name within the model.
-        kind: Its class.
-        pipelined: Its input is exchanged ahead.
-        inputs: Where in the batch its input comes from, or why that cannot be told.
+    ``kind`` is its class; ``inputs`` is its input within the batch, or why it is unknown.
     """
 
     name: str
@@ -68,12 +64,9 @@ class ModuleReport:
 
 @dataclass(frozen=True, slots=True)
 class RewriteReport:
-    """What was pipelined and what was not, and why.
+    """Which sharded modules are pipelined, and why the others are not.
 
-    Attributes:
-        modules: One entry per sharded module.
-        found_by: "trace" or "direct".
-        torchrec: The versions found.
+    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -86,21 +79,9 @@ class RewriteReport:
 
 
 class Rewrite:
-    """The forwards of one model's sharded modules.
+    """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
 
-    Args:
-        model: The model, in whatever wrappers.
-        device: Where the work goes.
-        kind: Which forward takes the place of the sharded modules' own.
-        find: How inputs are found.
-        inputs: Module name to the path of its input within the batch, where that is known.
-        strict: A sharded module that cannot be pipelined is an error. Otherwise it keeps its own
-            forward, and the report says so.
-
-    Attributes:
-        report: What was done; None before the first batch.
-        attached: Whether the forwards are in.
-        forwards: One per pipelined module, in the order of the model.
+    ``report`` is None before the first batch; ``forwards`` has one entry per pipelined module.
 
     Raises:
         RewriteError: The model has no sharded module.
@@ -136,14 +117,7 @@ class Rewrite:
         return tuple(self._sharded.values())
 
     def prepare(self, batch: Any) -> None:
-        """Find the modules' inputs, once, and attach.
-
-        Args:
-            batch: A batch on the device.
-
-        Raises:
-            RewriteError: A module cannot be pipelined, and ``strict`` was asked for.
-        """
+        """Find the modules' inputs with a batch on the device, once, and attach."""
         found = self._find_inputs(batch)
         self.report = RewriteReport(
             tuple(
@@ -159,7 +133,7 @@ class Rewrite:
             )
             raise RewriteError(
                 f"sharded modules that cannot be pipelined:\n{bad}\n(with strict=False such a "
-                "module keeps its own forward: right, but its exchange of ids is not hidden)"
+                "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
             )
         self.forwards = tuple(
             FORWARDS[self.kind](name, found[name].args, module, self._device)
@@ -169,7 +143,7 @@ class Rewrite:
         self.attach()
 
     def attach(self) -> None:
-        """Put the forwards in; they are those that were there before ``detach``."""
+        """Install the replacements."""
         if self.attached or self.report is None:
             return
         for forward in self.forwards:
@@ -180,18 +154,13 @@ class Rewrite:
         self.attached = True
 
     def detach(self) -> None:
-        """Put back everything that was there before; batches in flight are not touched."""
+        """Restore the model; batches in flight are kept."""
         while self._undo:
             self._undo.pop()()
         self.attached = False
 
     def start(self, batch: Any, context: SparseDistContext) -> None:
-        """Begin the exchange of one batch's ids: their sizes first.
-
-        Raises:
-            RewriteError: At the first batch, as ``prepare``.
-            RuntimeError: The model is detached.
-        """
+        """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``."""
         if self.report is None:
             self.prepare(batch)
         if not self.attached:
@@ -206,7 +175,7 @@ class Rewrite:
             self._fused = True
 
     def use(self, context: SparseDistContext) -> None:
-        """Let the forwards work on this iteration."""
+        """Make the forwards use this iteration's context."""
         for forward in self.forwards:
             forward.set_context(context)
 
@@ -217,12 +186,12 @@ class Rewrite:
             raise RewriteError(
                 f"{type(self._inner).__name__} has no sharded module, so there is nothing to "
                 "pipeline: shard its embeddings first (torchrec's DistributedModelParallel), or "
-                "use plain tasks and a prefetch_plan"
+                "use prefetch_plan with tasks of your own"
             )
         for name in self._inputs:
             if name not in self._sharded:
                 raise RewriteError(
-                    f"inputs names {name!r}, which is no sharded module of the model; those are "
+                    f"inputs names {name!r}, which is not a sharded module of the model; those are "
                     f"{', '.join(self._sharded)}"
                 )
 
@@ -249,7 +218,7 @@ class Rewrite:
         setattr(owner, name, value)
 
     def _remember(self, owner: Any, name: str) -> None:
-        """Whatever is set under the name now, ``detach`` puts back."""
+        """Let ``detach`` restore the attribute's current value."""
         before = vars(owner).get(name, _MISSING)
 
         def undo() -> None:

@@ -1,14 +1,12 @@
-"""Rows of a batch sent to the ranks that they were dealt to.
+"""Sends the rows of a batch to the ranks that a partition assigns them to.
 
-Every rank knows the whole deal, so it knows what it sends to whom and what it gets, and only rows
-that change ranks travel. Two rounds, however many tensors a batch has: the first carries, as bytes
-side by side, each row of every dense tensor and the lengths of every jagged one; after it, each
-jagged tensor's values know how many they are.
+There is one exchange for all dense tensors and all lengths of jagged tensors, packed as bytes per
+row, and one for the values of each jagged tensor.
 
     [B, ...] tensors, [B, keys] lengths ──> bytes [B, width] ──all-to-all──> the new rows
     values, weights of a jagged tensor  ──> by row, then key ──all-to-all──> by key, then row
 
-Rows arrive in the order of their ranks, and within a rank in the order that they had there.
+Rows arrive ordered by rank, and within a rank in their original order.
 """
 
 from __future__ import annotations
@@ -25,17 +23,15 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 Group: TypeAlias = "dist.ProcessGroup | None"
-"""Of torch.distributed; None is the default group."""
+"""A group of torch.distributed; None is the default group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where this rank's rows go, and how many come from where.
+    """Where this rank's rows go.
 
-    Attributes:
-        order: This rank's rows, counted from 0, in the order in which they are sent.
-        sent: How many go to each rank.
-        received: How many come from each rank.
+    ``order`` are this rank's rows, from 0, in the order in which they are sent; ``sent`` and
+    ``received`` the numbers of rows for and from each rank.
     """
 
     order: tuple[int, ...]
@@ -44,13 +40,7 @@ class Route:
 
     @classmethod
     def of(cls, shares: Sequence[Sequence[int]], rank: int) -> Route:
-        """The route of ``rank`` in a deal.
-
-        Args:
-            shares: Of each rank, the rows that it gets, ascending; row r of rank k is counted as
-                k x (rows of a rank) + r.
-            rank: Whose route.
-        """
+        """From the rows for each rank; row r of rank k is k x (rows per rank) + r."""
         size = len(shares[rank])
         first, end = rank * size, (rank + 1) * size
         mine = [[row - first for row in share if first <= row < end] for share in shares]
@@ -62,7 +52,7 @@ class Route:
 
 
 class _Jagged:
-    """A jagged tensor's lengths by row, and its values in that order; and the way back."""
+    """A jagged tensor, with its lengths as [B, keys]."""
 
     def __init__(self, value: JaggedTensor | KeyedJaggedTensor) -> None:
         self.value = value
@@ -70,7 +60,7 @@ class _Jagged:
         self.lengths = value.lengths().view(self.keys, -1).t().contiguous()
 
     def send(self, route: Route, lengths: Tensor, group: Group) -> JaggedTensor | KeyedJaggedTensor:
-        """The jagged tensor of the new rows, whose lengths have arrived as [B, keys]."""
+        """The jagged tensor of the new rows; ``lengths`` are theirs, as [B, keys]."""
         order = _index(route.order, lengths)
         sent = torch.split(self.lengths.sum(1)[order], route.sent)
         received = torch.split(lengths.sum(1), route.received)
@@ -105,17 +95,14 @@ class _Jagged:
 
 
 def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
-    """The batch of the rows that were dealt to this rank. Every rank of the group has to call it.
+    """The batch of this rank's new rows; a collective of the group.
 
-    Args:
-        batch: Tensors of B rows, ``KeyedJaggedTensor`` and ``JaggedTensor`` of B samples, alone or
-            in dataclasses, other objects with ``record_stream``, mappings, lists and tuples. It is
-            left as it is; what is neither tensor nor container is handed on.
-        route: Of this rank.
-        group: Which ranks exchange; its backend has to reach the batch's device.
+    ``batch`` has tensors of B rows, ``KeyedJaggedTensor`` and ``JaggedTensor`` of B samples, alone
+    or in dataclasses, other objects with ``record_stream``, mappings, lists and tuples. It is not
+    modified; other values are passed on. The group's backend must support its device.
 
     Raises:
-        ValueError: A tensor in the batch has another number of rows; names it.
+        ValueError: A tensor of the batch has another number of rows.
     """
     parts = list(_parts(batch, "batch", len(route.order)))
     if not parts:
@@ -158,7 +145,7 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Group
 
 
 def _segments(lengths: Tensor, order: Tensor) -> Tensor:
-    """Where the values of segments lie once the segments stand in another order."""
+    """Indices of the values of segments in a new order of the segments."""
     order = order.flatten()
     starts = (lengths.cumsum(0) - lengths)[order]
     taken = lengths[order]
@@ -171,7 +158,7 @@ def _index(rows: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
 
-# ------------------------------------------------------- tensors in a batch, and the batch anew
+# ---------------------------------------------------------------- tensors in a batch
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
@@ -192,8 +179,8 @@ def _parts(value: Any, name: str, rows: int) -> Iterator[Any]:
         if has != rows:
             raise ValueError(
                 f"{name} has {has} rows, and the batch has {rows}: a shuffler moves whole rows, so "
-                "every tensor of the batch must have one entry per row. Keep what belongs to the "
-                "batch as a whole out of it, or in a plain number"
+                "every tensor of the batch must have one entry per row. Store values of the whole "
+                "batch elsewhere, or as plain numbers"
             )
         yield value
     elif (children := _children(value)) is not None:
@@ -209,13 +196,13 @@ def _rows_of(value: Tensor | KeyedJaggedTensor | JaggedTensor, name: str) -> int
     if value.variable_stride_per_key():
         raise ValueError(
             f"{name} has another number of samples for each key, so it has no rows to move: "
-            "shuffle before samples are made unique, or without a shuffler"
+            "shuffle before samples are deduplicated, or use no shuffler"
         )
     return int(value.stride())
 
 
 def _rebuilt(value: Any, fresh: Callable[[Any], Any]) -> Any:
-    """``value`` with the parts that ``_parts`` finds, in its order, made anew."""
+    """A copy of ``value`` with the parts that ``_parts`` finds replaced, in its order."""
     if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
         return fresh(value)
     children = _children(value)

@@ -1,17 +1,17 @@
-"""Where a step's graph is cut between the embedding half and the dense half, and how it goes on.
+"""Cuts the autograd graph between the tables and the dense part, and continues the backward there.
 
-    forward    tables ─ look up ─ Req ~~~ exchange ~~~ Wait ─ output │ leaf ─ dense half ─ loss
+    forward    tables ─ look up ─ Req ~~~ exchange ~~~ Wait ─ output │ leaf ─ dense part ─ loss
 
     backward   tables <─────────── Req ~~~ exchange ~~~ Wait <──────── leaf.grad <───────── loss
-               └──── EmbBackward ────┘                 └ begun as soon as it is there ┘
+               └──── EmbBackward ────┘                 └ started as soon as possible ┘
 
-The dense half's backward leaves a gradient in each leaf. Once a module's last leaf has its own, in
-the middle of that backward, the exchange of these gradients is begun: what is left of the dense
-half's backward, and every task before ``EmbBackward``, then hides it. TorchRec's own graph waits
-for the exchange on the spot, unless the model happens to call its tables first.
+The dense backward leaves a gradient in each leaf. When a module's last leaf has its gradient, the
+exchange of these gradients starts. It overlaps the rest of the dense backward and every task before
+``EmbBackward``. TorchRec's own graph waits for the exchange at once, unless the model calls its
+tables first.
 
-A graph that reaches tables without an exchange between them (one rank, or data-parallel tables) is
-left in one piece, and so is one of whose leaves some got no gradient.
+Without an exchange (one rank, or data-parallel tables), or if some leaf has no gradient, the whole
+embedding backward runs in ``EmbBackward``.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ _EXCHANGES = frozenset(f"{cls.__name__}Backward" for cls in EXCHANGES)
 
 
 class Seam:
-    """The cut through one module's embeddings, for one batch."""
+    """The cut at one module's embeddings, for one batch."""
 
     def __init__(self) -> None:
         self._cuts: list[tuple[Tensor, Tensor]] = []
-        self._arrived = 0
-        self._under_way: tuple[tuple[Root, ...], tuple[Tensor, ...]] | None = None
+        self._gradients = 0
+        self._started: tuple[tuple[Root, ...], tuple[Tensor, ...]] | None = None
 
     def cut(self, output: Tensor) -> Tensor:
-        """The same numbers as a leaf of the dense half."""
+        """The same values as a leaf of the dense part's graph."""
         if not output.requires_grad:
             return output
         leaf = output.detach().requires_grad_()
-        leaf.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         self._cuts.append((output, leaf))
         return leaf
 
     def take(self) -> tuple[list[Root], list[Tensor]]:
-        """Where the embedding half's backward goes on, and with which gradients; given once."""
-        if self._under_way is not None:
-            roots, gradients = self._under_way
+        """The roots and gradients of the embedding backward; clears them."""
+        if self._started is not None:
+            roots, gradients = self._started
         else:
             used = [(output, leaf.grad) for output, leaf in self._cuts if leaf.grad is not None]
             roots = tuple(output for output, _ in used)
             gradients = tuple(gradient for _, gradient in used)
-        self._cuts, self._under_way = [], None
+        self._cuts, self._started = [], None
         return list(roots), list(gradients)
 
-    def _arrive(self, leaf: Tensor) -> None:
-        self._arrived += 1
-        if self._arrived == len(self._cuts):
-            self._begin()
+    def _on_gradient(self, leaf: Tensor) -> None:
+        self._gradients += 1
+        if self._gradients == len(self._cuts):
+            self._start_exchange()
 
-    def _begin(self) -> None:
+    def _start_exchange(self) -> None:
         edges = _exchanges(output.grad_fn for output, _ in self._cuts)
         if edges:
             outputs = [output for output, _ in self._cuts]
             gradients = torch.autograd.grad(outputs, edges, [leaf.grad for _, leaf in self._cuts])
-            self._under_way = (edges, gradients)
+            self._started = (edges, gradients)
 
 
-def go_on(seams: Iterable[Seam]) -> None:
-    """The embedding half's backward, of all modules together."""
+def run_embedding_backward(seams: Iterable[Seam]) -> None:
+    """Run the embedding backward of all modules together."""
     roots: list[Root] = []
     gradients: list[Tensor] = []
     for seam in seams:
@@ -84,7 +84,7 @@ def go_on(seams: Iterable[Seam]) -> None:
 
 
 def _exchanges(nodes: Iterable[Any]) -> tuple[GradientEdge, ...]:
-    """The exchanges that all ways down the graph come to; none if some way has none."""
+    """The exchanges that end all paths down the graph; none if some path has none."""
     found: dict[Any, None] = {}
     ahead = [node for node in nodes if node is not None]
     seen = set(ahead)

@@ -1,16 +1,14 @@
-"""Batch shufflers: which rank trains which rows of the global batch.
+"""Batch shufflers: balance the rows of the global batch between ranks.
 
-Where rows differ in work (sequences of unequal length, say), the rank with the heaviest batch
-keeps the others waiting in every step. A shuffler deals the rows of all ranks' batches anew, the
-same number to each rank. It works in two phases, so that tasks can put other work in between::
+If rows differ in workload (sequences of unequal length), all ranks wait for the one with the
+largest. A shuffler redistributes the rows, the same number to each rank, in two phases::
 
-    start(batch)             own workloads ──gather──> all ranks' ──partition──> a deal
-                             (this thread)   (a background thread, over a group of its own)
-    finish(batch, ticket)    rows ──all-to-all──> the rows dealt to this rank   (this thread)
+    start(batch)             own workloads ──gather──> all workloads ──partition──> route
+                             (this thread)   (a background thread, over a separate group)
+    finish(batch, ticket)    rows ──all-to-all──> the new rows of this rank   (this thread)
 
-``start`` returns at once. Its gather runs on the host, over a gloo group that nobody else uses, so
-it needs no place in the global order; ``finish`` is a collective on the group of the tasks, and
-belongs to the globally ordered ones. Every rank calls both for every batch.
+``start`` returns at once; its gather uses a separate gloo group, outside the global order.
+``finish`` must be globally ordered. Every rank calls both for every batch.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ from swpipe.tasks.sparse_dist.host_group import host_group
 from swpipe.tasks.sparse_dist.rows import Group, Route, exchange_rows
 
 Workload: TypeAlias = Callable[[Any], Tensor]
-"""A batch of B rows to [B] numbers: the work of each row, in any unit."""
+"""From a batch of B rows to their workloads, shape [B], in any unit."""
 
 
 class Shuffler(Protocol):
-    """Deals the rows of all ranks' batches anew."""
+    """Redistributes the rows of all ranks' batches."""
 
     def start(self, batch: Any) -> Any:
-        """Begin with a batch; returns at once, with a ticket for ``finish``."""
+        """Start with a batch; returns a ticket for ``finish`` at once."""
 
     def finish(self, batch: Any, ticket: Any) -> Any:
-        """The batch that this rank trains in place of ``batch``, on the same device."""
+        """The batch that this rank trains on, on the same device."""
 
     def close(self) -> None:
-        """Let go of threads and process groups."""
+        """Release threads and process groups."""
 
 
 class IdentityShuffler:
@@ -64,27 +62,21 @@ class IdentityShuffler:
 
 @dataclass(frozen=True, slots=True)
 class ShuffleTicket:
-    """A deal under way. It can be used for more than one ``finish``.
-
-    Attributes:
-        route: Where the rows of this rank go, once it is known.
-    """
+    """A pending partition; ``finish`` may use it more than once."""
 
     route: Future[Route]
 
 
 class KarmarkarKarpShuffler:
-    """Deals rows so that every rank gets as many as it had, and about equal work.
+    """Gives every rank the same number of rows and about the same workload.
 
-    For N rows on all ranks together the partition takes about N x 10 µs of host time on a thread of
-    its own: suited to batches of up to some thousand rows.
+    The partition of N rows takes about N x 10 µs on a background thread.
 
     Args:
-        workload: Takes a batch, gives the work of each of its rows. Computed where the batch lies:
-            for a batch on the host this costs no device any time.
-        group: The ranks that deal with each other; None for all. The default group's backend must
-            reach the device that batches are on when ``finish`` gets them.
-        timeout_s: Seconds that the other ranks' workloads may be late.
+        workload: From a batch to the workload of each row, computed on the batch's device.
+        group: The ranks that exchange rows; None for all. Its backend must support the device of
+            the batches that ``finish`` gets.
+        timeout_s: Seconds to wait for the other ranks' workloads.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -95,7 +87,7 @@ class KarmarkarKarpShuffler:
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "a Karmarkar-Karp shuffler needs ranks to deal rows to, and torch.distributed is "
+                "a Karmarkar-Karp shuffler exchanges rows between ranks, but torch.distributed is "
                 "not initialised: call init_process_group() first, or take IdentityShuffler"
             )
         self._workload = workload
@@ -106,7 +98,7 @@ class KarmarkarKarpShuffler:
         self._last: Future[Route] | None = None
 
     def start(self, batch: Any) -> ShuffleTicket:
-        """Begin to gather workloads and to partition, on another thread.
+        """Start to gather workloads and to partition, on another thread.
 
         Raises:
             ValueError: The workloads are not one number per row.
@@ -123,7 +115,7 @@ class KarmarkarKarpShuffler:
             copied.record()
         route: Future[Route] = Future()
         threading.Thread(
-            target=self._deal,
+            target=self._partition,
             args=(on_host, copied, self._last, route),
             name="swpipe-shuffle",
             daemon=True,
@@ -132,7 +124,7 @@ class KarmarkarKarpShuffler:
         return ShuffleTicket(route)
 
     def finish(self, batch: Any, ticket: ShuffleTicket) -> Any:
-        """Wait for the deal, and exchange rows. A collective of the group.
+        """Wait for the partition and exchange rows; a collective of the group.
 
         Raises:
             ValueError: Ranks with different numbers of rows, workloads that are not finite, or a
@@ -142,17 +134,17 @@ class KarmarkarKarpShuffler:
         return exchange_rows(batch, ticket.route.result(), self._group)
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the process group."""
+        """Wait for the pending partition and destroy the process group."""
         if self._host_group is None:
             return
         group, self._host_group = self._host_group, None
-        # A gather that waits for a rank which is gone ends by itself, and keeps the group so long.
+        # A gather that waits for a dead rank needs the group until its timeout.
         if self._last is None or not wait_for([self._last], timeout=1.0).not_done:
             dist.destroy_process_group(group)
 
     # ----------------------------------------------------------------- background
 
-    def _deal(
+    def _partition(
         self,
         work: Tensor,
         copied: torch.Event | None,
@@ -161,12 +153,12 @@ class KarmarkarKarpShuffler:
     ) -> None:
         try:
             if before is not None:
-                wait_for([before])  # gathers go in the order of the batches, on every rank
+                wait_for([before])  # gathers run in the order of the batches on every rank
             if copied is not None:
                 copied.synchronize()
             route.set_result(self._route(work))
-        except BaseException as error:  # noqa: BLE001 - handed to finish()
-            error.add_note("swpipe: while workloads were gathered and rows dealt to the ranks")
+        except BaseException as error:  # noqa: BLE001 - raised by finish()
+            error.add_note("swpipe: while workloads were gathered and rows assigned to ranks")
             route.set_exception(error)
 
     def _route(self, work: Tensor) -> Route:
@@ -174,8 +166,8 @@ class KarmarkarKarpShuffler:
         counts = [len(works) for works in gathered]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"the ranks' batches have {counts} rows: rows are dealt evenly, so every rank must "
-                "bring as many (a loader's drop_last=True does)"
+                f"the ranks' batches have {counts} rows: every rank must have the same number of "
+                "rows (a loader's drop_last=True does that)"
             )
         workloads = [work for works in gathered for work in works]
         return Route.of(balanced_partition(workloads, self._size), self._rank)

@@ -1,4 +1,4 @@
-"""The user's own training step, as parts: what makes the loss, and what becomes of the gradients.
+"""The parts of the user's training step.
 
 model -> (losses, output)
 losses -> on_losses -> one number (/ accumulate) -> scaler -> backward
@@ -19,26 +19,25 @@ from torch.nn.utils import clip_grad_norm_
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """The parts of a step. What is None is left out.
+    """The parts of a step. Parts that are None are skipped.
 
-    Tables with a fused optimizer update themselves inside backward, for every batch, whatever is
-    said here; the parts concern all other parameters.
+    Tables with a fused optimizer are updated inside backward, for every batch. The parts concern
+    all other parameters.
 
     Attributes:
         optimizers: Stepped in this order.
-        forward: Called with the batch in place of the model: must call it, and return (losses,
-            output). Losses are a tensor, of which the sum over its first dimension is taken, or a
-            dict of such, which are added up in its order.
-        on_losses: Losses to those that are differentiated: the place to all-reduce them for a log,
-            or to normalise them by a count over all ranks. It may communicate.
-        clip: Largest norm of all gradients together, or a function of the parameters that clips.
+        forward: Called with the batch instead of the model, which it must call; returns (losses,
+            output). Losses are a tensor, summed over its first dimension, or a dict of these,
+            which are added.
+        on_losses: Transforms the losses before backward, e.g. to normalise by a count over all
+            ranks. It may communicate.
+        clip: Largest norm of all gradients together, or a function that clips the parameters'.
         scaler: Scales the loss against underflow in float16.
         schedules: Stepped after the optimizers.
-        accumulate: Batches per optimizer step; the loss is divided by it, and DDP reduces gradients
-            with the last of them only. Counted by the iteration's number.
-        finalize: Called with the model between backward and the optimizers, once per optimizer
-            step: the hook for Megatron's ``finalize_model_grads([model])``. DDP needs none. It may
-            communicate.
+        accumulate: Batches per optimizer step, by iteration number. The loss is divided by it, and
+            DDP reduces gradients with the last batch only.
+        finalize: Called with the model before the optimizers, once per optimizer step, as
+            Megatron's ``finalize_model_grads([model])``. DDP needs none. It may communicate.
 
     Raises:
         ValueError: No optimizer, or ``accumulate`` below 1.
@@ -62,15 +61,15 @@ class TrainStep:
             raise ValueError(f"accumulate is {self.accumulate!r}; give batches per step, 1 or more")
 
     def begins(self, iteration: int) -> bool:
-        """Whether gradients begin anew with this iteration."""
+        """Whether this iteration starts an accumulation."""
         return iteration % self.accumulate == 0
 
     def ends(self, iteration: int) -> bool:
-        """Whether the optimizers step with this iteration."""
+        """Whether this iteration ends an accumulation."""
         return (iteration + 1) % self.accumulate == 0
 
     def parameters(self) -> list[nn.Parameter]:
-        """What optimizers update by gradients: all but tables with a fused optimizer."""
+        """The parameters that the optimizers update: all but tables with a fused optimizer."""
         unique = {
             id(parameter): parameter
             for optimizer in self.optimizers
@@ -81,7 +80,7 @@ class TrainStep:
         return list(unique.values())
 
     def total(self, losses: Any) -> Tensor:
-        """The one number that is differentiated, before scaling.
+        """The scalar loss, before scaling.
 
         Raises:
             TypeError: The losses are neither a tensor nor a dict of tensors.
@@ -89,8 +88,8 @@ class TrainStep:
         parts = list(losses.values()) if isinstance(losses, Mapping) else [losses]
         if not parts or not all(isinstance(part, Tensor) for part in parts):
             raise TypeError(
-                f"the losses are {_kinds(losses)}; give a tensor, or a dict of tensors that are "
-                "added up (TrainStep.on_losses can turn anything into that)"
+                f"the losses are {_kinds(losses)}; give a tensor or a dict of tensors "
+                "(TrainStep.on_losses can convert them)"
             )
         total: Tensor = torch.sum(parts[0], dim=0)
         for part in parts[1:]:
@@ -98,14 +97,14 @@ class TrainStep:
         return total if self.accumulate == 1 else total / self.accumulate
 
     def backward(self, loss: Tensor, iteration: int) -> None:
-        """Gradients of the loss, on top of those that are accumulated."""
+        """Accumulate the gradients of the loss."""
         if self.begins(iteration):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def update(self, iteration: int) -> None:
-        """Step everything that steps, if this iteration ends an accumulation."""
+        """Clip and step, if this iteration ends an accumulation."""
         if not self.ends(iteration):
             return
         if self.scaler is not None:
@@ -127,12 +126,12 @@ class TrainStep:
 
 
 def by_gradient(parameter: Tensor) -> bool:
-    """Whether an optimizer updates a parameter; a fused one is updated inside backward."""
+    """Whether an optimizer updates the parameter, not a fused one inside backward."""
     return parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
 
 
 def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    """Every DDP wrapper, those that TorchRec puts around data-parallel tables included."""
+    """Every DDP wrapper, including TorchRec's around data-parallel tables."""
     return (m for m in model.modules() if isinstance(m, DistributedDataParallel))
 
 

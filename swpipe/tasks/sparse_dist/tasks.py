@@ -1,35 +1,22 @@
 """The eleven tasks of a recommender's training step, on TorchRec's sharded modules.
 
-What goes through an iteration's context::
-
     ctx.batch ── H2DAndShuffle ──> ctx.batch, on the device
-              ── EmbInputDistStart ──> ctx.pipeline: sizes under way
-              ── EmbInputDistWait ──>               ids under way
-              ── EmbPrefetch ──>                    ids of this rank; caches warm
-              ── EmbForward ──>                     embeddings under way
+              ── EmbInputDistStart ──> ctx.pipeline: exchange of sizes started
+              ── EmbInputDistWait ──>               exchange of ids started
+              ── EmbPrefetch ──>                    ids of this rank; caches filled
+              ── EmbForward ──>                     exchange of embeddings started
               ── DenseForward ──> ctx.losses, ctx.output
-              ── LossPostprocess ──> ctx.loss, one number
+              ── LossPostprocess ──> ctx.loss, a scalar
               ── DenseBackward ──> gradients, those of the embeddings in ctx.pipeline
               ── EmbBackward ──> (tables)
               ── FinalizeGrads, OptimStep ──> (gradients, parameters)
 
-``ctx.pipeline`` is described in ``swpipe.tasks.sparse_dist.contexts``. Without the split forward
-EmbForward runs the whole model, DenseBackward goes through all of it, and DenseForward and
-EmbBackward have nothing to do. In evaluation mode the tasks from LossPostprocess on have nothing to
-do.
+Without the split forward, EmbForward runs the whole model, DenseBackward the whole backward, and
+DenseForward and EmbBackward do nothing. In evaluation, nothing from LossPostprocess on runs.
 
-States that outlive the iteration, as the tasks declare them:
-
-==============  ===========================================================  =====================
-state           what it is                                                   capture and restore
-==============  ===========================================================  =====================
-tables          embedding tables                                             a task that is not
-table cache     which of their rows are cached, and what is held there       run leaves these as
-dense           all other parameters                                         its last run did;
-buffers         running statistics of the dense half                         that is its replay
-optimizer       optimizer states, learning rates, scaler
-gradients       of all that optimizers step                                  kept, put back
-==============  ===========================================================  =====================
+Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
+``optimizer``, with learning rates and scaler; and ``gradients``. A shortcut restores gradients; the
+other states keep the values of the last run.
 """
 
 from __future__ import annotations
@@ -42,40 +29,39 @@ from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, Mode, PipelineTask
-from swpipe.device.device import Device, resolve
+from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
-from swpipe.tasks.sparse_dist.seam import go_on
+from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient, ddp_modules
 
 
 class SparseDistTasks:
-    """A model in training, cut into the eleven tasks.
+    """The eleven tasks of a model's training step.
 
     Args:
-        model: A model with sharded modules, in whatever wrappers.
-        step: The user's own step.
-        device: Where the work goes: None for the machine's accelerator, or else the CPU.
-        forward: "pipelined", "prefetch" or "split" (``swpipe.tasks.sparse_dist.forwards``).
-        find: How the sharded modules' inputs are found, "trace" or "direct".
-        inputs: Module name to the path of its input within the batch, where that is known.
-        strict: A sharded module that cannot be pipelined is an error.
-        shuffler: Deals the rows of all ranks' batches anew (``swpipe.tasks.sparse_dist.shuffle``):
-            begun with the batch before it is copied, finished before its ids are exchanged.
-        random: The model draws random numbers (dropout): each forward is then seeded from the
-            pipeline's seed, so that all plans draw alike.
+        model: A model with sharded modules, with or without wrappers.
+        step: The user's step.
+        device: None for the machine's accelerator, or else the CPU.
+        forward: "split" (embeddings and dense part in separate tasks), "prefetch" or "pipelined".
+        find: How the sharded modules' inputs are found: "trace" with torch.fx, or "direct" by type.
+        inputs: Module name to the path of its input within the batch, for inputs not to be found.
+        strict: A sharded module that cannot be pipelined is an error; otherwise it keeps its own
+            forward, and the report says so.
+        shuffler: Redistributes the rows of all ranks' batches.
+        random: The model draws random numbers (dropout): each forward is then seeded.
 
     Attributes:
-        rewrite: The model's replaced forwards; its ``report`` says what was pipelined.
+        rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
         tables_in_step: Some tables are updated by the optimizers rather than inside backward.
 
     Raises:
         RewriteError: The model has no sharded module.
         RuntimeError: There is no process group.
-        ValueError: A scaler, and tables that update themselves inside backward.
+        ValueError: A scaler, and tables that are updated inside backward.
     """
 
     def __init__(
@@ -108,21 +94,21 @@ class SparseDistTasks:
         self._ddp = tuple(ddp_modules(model))
         self._parameters = step.parameters()
         self._first: int | None = None
-        # The stream of the caller, which a cache must know when it is filled from another.
+        # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
         self._tables = [p for module in self.rewrite.sharded for p in module.parameters()]
         self.tables_in_step = any(map(by_gradient, self._tables))
         if step.scaler is not None and not all(map(by_gradient, self._tables)):
             raise ValueError(
-                "TrainStep.scaler scales the loss, and the tables update themselves inside "
-                "backward, with the scaled gradients: use bfloat16, which needs no scaler, or "
-                "shard the tables without a fused optimizer"
+                "TrainStep.scaler scales the loss, and the tables are updated inside backward with "
+                "the scaled gradients: use bfloat16, which needs no scaler, or shard the tables "
+                "without a fused optimizer"
             )
 
     # -------------------------------------------------------------------- tasks
 
     def copy(self, ctx: IterContext) -> None:
-        """The batch, on the device; which rows go to which rank is worked out meanwhile."""
+        """Copy the batch to the device; the shuffler starts."""
         batch = ctx.batch
         lacks = [m for m in ("to", "record_stream") if not callable(getattr(batch, m, None))]
         if lacks:
@@ -136,7 +122,7 @@ class SparseDistTasks:
         ctx.batch = batch.to(device=self._target, non_blocking=True)
 
     def start_input_dist(self, ctx: IterContext) -> None:
-        """The rows of this rank; their ids into buckets; the exchange of their numbers begins."""
+        """Finish the shuffle; start the exchange of the sizes of ids."""
         if self._shuffler is not None:
             ctx.batch = self._shuffler.finish(ctx.batch, ctx.shuffle_ticket)
             del ctx.shuffle_ticket
@@ -144,7 +130,7 @@ class SparseDistTasks:
         self.rewrite.start(ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
-        """Their numbers are known; the exchange of the ids begins."""
+        """Wait for the sizes; start the exchange of ids."""
         context: SparseDistContext = ctx.pipeline
         for module_names, splits in context.fused_splits_awaitables:
             requests, _ = splits.wait_with_context()
@@ -153,7 +139,7 @@ class SparseDistTasks:
         context.fused_splits_awaitables.clear()
 
     def prefetch(self, ctx: IterContext) -> None:
-        """The ids of this rank are here; modules with a cache warm it."""
+        """Wait for the ids; modules with a cache fill it."""
         context: SparseDistContext = ctx.pipeline
         here = self.device.current_stream()
         for forward in self.rewrite.forwards:
@@ -172,7 +158,7 @@ class SparseDistTasks:
             del context.module_contexts[name]
 
     def embedding_forward(self, ctx: IterContext) -> None:
-        """Embeddings, looked up; the exchange of them begins."""
+        """Look the embeddings up; start their exchange."""
         self._begin_forward(ctx)
         if self.rewrite.kind != "split":
             self._run_model(ctx)
@@ -181,52 +167,45 @@ class SparseDistTasks:
             forward.look_up()
 
     def dense_forward(self, ctx: IterContext) -> None:
-        """Losses and output."""
+        """Compute losses and output."""
         if self.rewrite.kind == "split":
             self._begin_forward(ctx)
             self._run_model(ctx)
 
     def postprocess_loss(self, ctx: IterContext) -> None:
-        """The number to differentiate."""
+        """Compute the scalar loss."""
         if ctx.training:
             losses = ctx.losses if self.step.on_losses is None else self.step.on_losses(ctx.losses)
             ctx.loss = self.step.total(losses)
 
     def dense_backward(self, ctx: IterContext) -> None:
-        """Gradients of the dense half, down to the embeddings; the exchange of theirs begins."""
+        """Backward down to the embeddings; start the exchange of their gradients."""
         if ctx.training:
             self.step.backward(ctx.loss, ctx.iter_idx)
 
     def embedding_backward(self, ctx: IterContext) -> None:
-        """Gradients of the embeddings back to the tables; these update themselves where fused."""
-        go_on(ctx.pipeline.seams.values())
+        """Backward of the tables, which updates those with a fused optimizer."""
+        run_embedding_backward(ctx.pipeline.seams.values())
         ctx.pipeline.seams.clear()
 
     def finalize_gradients(self, ctx: IterContext) -> None:
-        """Gradients that all ranks agree on."""
+        """Call the user's ``finalize``, which may reduce gradients between ranks."""
         if ctx.training and self.step.finalize is not None and self.step.ends(ctx.iter_idx):
             self.step.finalize(self.model)
 
     def optimizer_step(self, ctx: IterContext) -> None:
-        """Parameters, from the gradients."""
+        """Update the parameters."""
         if ctx.training:
             self.step.update(ctx.iter_idx)
 
     def tasks(self) -> tuple[PipelineTask, ...]:
-        """The eleven, in serial order."""
+        """The eleven tasks, in serial order."""
         fns = (
-            self.copy,
-            self.start_input_dist,
-            self.wait_input_dist,
-            self.prefetch,
-            self.embedding_forward,
-            self.dense_forward,
-            self.postprocess_loss,
-            self.dense_backward,
-            self.embedding_backward,
-            self.finalize_gradients,
+            self.copy, self.start_input_dist, self.wait_input_dist, self.prefetch,
+            self.embedding_forward, self.dense_forward, self.postprocess_loss,
+            self.dense_backward, self.embedding_backward, self.finalize_gradients,
             self.optimizer_step,
-        )
+        )  # fmt: skip
         drawing = {names.EMBED, names.DENSE} if self._random else frozenset()
         return tuple(
             PipelineTask(name, fn, self._io(name), random=name in drawing)
@@ -236,14 +215,14 @@ class SparseDistTasks:
     # ------------------------------------------------------------------ private
 
     def _io(self, task: str) -> list[DeclaredIO]:
-        """What a task touches outside of its iteration's context."""
+        """The states that a task uses."""
         split = self.rewrite.kind == "split"
         dense: dict[str, Mode] = {"dense": "r", "buffers": "rw"}
         tables: dict[str, Mode] = {"tables": "rw", "optimizer": "r"}
         looked_up: dict[str, Mode] = {"tables": "r", "table cache": "rw"}
         in_step: Mapping[str, Mode] = {"tables": "rw"} if self.tables_in_step else {}
-        # Which batch the replaced forwards work on: each task that runs them says so first.
-        forwards: dict[str, Mode] = {"batch at hand": "rw"}
+        # The replaced forwards use the context of one batch; each task that runs them sets it.
+        forwards: dict[str, Mode] = {"current batch": "rw"}
         touched: dict[str, Mapping[str, Mode]] = {
             names.PREFETCH: {"table cache": "rw"},
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
@@ -275,10 +254,10 @@ class SparseDistTasks:
         if self.step.accumulate > 1:
             if self._first is None and self.model.training and torch.is_grad_enabled():
                 self._first = ctx.iter_idx
-            # DDP takes its static graph from a first iteration that reduces; to reduce gradients
-            # once more than needed does not change their mean.
+            # DDP records its static graph in the first iteration, which has to reduce. An extra
+            # reduction does not change the mean.
             reduces = self.step.ends(ctx.iter_idx) or ctx.iter_idx == self._first
-            for module in self._ddp:  # what DDP's no_sync() does, for one forward
+            for module in self._ddp:  # as DDP's no_sync(), for one forward
                 module.require_backward_grad_sync = reduces
 
     def _run_model(self, ctx: IterContext) -> None:

@@ -1,23 +1,18 @@
-"""Ranks whose data ends at different steps: they stop together, or the early ones pad.
+"""Ranks whose data ends at different steps: all stop at the first end, or the shorter ones pad.
 
-A rank that runs out of batches while others go on leaves them waiting in its collectives for ever.
-Here every rank says for each step, when it pulls the batch, whether it has one; a step is begun
-only once all have said so, and all draw the same conclusion::
+A rank that runs out of batches while others continue leaves them waiting in its collectives. Here
+each rank tells the others, for each step, whether it has a batch. A step starts only when all ranks
+have answered, and all ranks decide the same::
 
     step        0    1    2    3    4
     rank 0      a    b    c    d    e      has five batches
     rank 1      p    q    r    -           has three
     "stop"      ^    ^    ^                d and e stay with rank 0
-    "pad"       ^    ^    ^    P    P      rank 1 gets what ``pad`` makes
+    "pad"       ^    ^    ^    P    P      rank 1 gets batches from ``pad``
 
-Steps are agreed ``ahead`` steps before they begin, while earlier batches are under way, so that as
-a rule nobody waits. Guarantees:
-
-- All ranks begin the same steps, and end, or fail, at the same one: each agrees on ``ahead`` steps
-  more than it has begun, whatever its own data does.
-- The agreement runs over a gloo group of its own, on the host, outside the global order.
-- A rank that dies or is silent for ``timeout_s`` is an error on every other one. So is a rank whose
-  data fails, at the step at which it does.
+Each step is agreed ``ahead`` steps in advance, over a separate gloo group, so ranks rarely wait.
+All ranks run the same steps, and end or fail at the same step. A rank that dies, does not answer
+within ``timeout_s``, or whose data fails, is an error on all others.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from swpipe.tasks.sparse_dist.host_group import host_group
 
 Ends: TypeAlias = Literal["stop", "pad"]
 Pad: TypeAlias = Callable[[Any], Any]
-"""The rank's last batch, or ``NO_BATCH`` where it had none, to a batch that counts for nothing."""
+"""From the rank's last batch, or ``NO_BATCH``, to a batch that does not count."""
 
 _GLOO_LATER_S = 60.0
 
@@ -50,31 +45,29 @@ class _NoBatch:
 
 
 NO_BATCH = _NoBatch()
-"""What a ``Pad`` gets on a rank that has had no batch; None may be one."""
+"""Passed to a ``Pad`` on a rank that has had no batch (None is a valid batch)."""
 
 
 class RankDataError(RuntimeError):
-    """Another rank's data failed, or that rank did not say in time whether it has a batch."""
+    """Another rank's data failed, or that rank died or did not answer in time."""
 
 
 def pad_with(batch: Any) -> Pad:
-    """Pad with a batch of the user's own, the same one each time."""
+    """Pad with the same given batch each time."""
     return lambda _: batch
 
 
 def pad_with_last(weight: str) -> Pad:
-    """Pad with the rank's last batch, its row weights set to zero.
+    """Pad with the rank's last batch and zero row weights.
 
-    Args:
-        weight: Name of the attribute, or key, of the batch that holds a tensor of row weights. The
-            task that computes the loss has to apply them.
+    ``weight`` is the attribute or key of the row weights, which the loss must apply.
     """
 
     def pad(last: Any) -> Any:
         if last is NO_BATCH:
             raise ValueError(
                 "this rank has no batch at all, so none to repeat at zero weight: give it some "
-                "data, or pad with a batch of your own (pad_with)"
+                "data, or pad with a given batch (pad_with)"
             )
         anew = copy.copy(last)
         if isinstance(last, dict):
@@ -87,21 +80,18 @@ def pad_with_last(weight: str) -> Pad:
 
 
 class EvenData:
-    """Gives all ranks equally many batches. Without torch.distributed there is one rank.
-
-    Making one is a collective of the group.
+    """Gives all ranks the same number of batches. Creating one is a collective of the group.
 
     Args:
-        ends: "stop": all ranks stop where the first one's data ends. "pad": all go on until the
-            last one's data ends, and those without data get batches from ``pad``.
-        pad: Where ``ends`` is "pad".
-        ahead: How many steps ahead of its beginning a step is agreed, from 0; as many batches more
-            are pulled ahead of use.
-        group: Which ranks; None for all.
-        timeout_s: Seconds that another rank may be late with its word.
+        ends: "stop": all ranks stop where the first one's data ends. "pad": all continue to the
+            end of the longest, and those without data get batches from ``pad``.
+        pad: Required with "pad".
+        ahead: How many steps in advance a step is agreed, from 0; so many batches are pulled early.
+        group: Which ranks; None for all. Without torch.distributed there is one rank.
+        timeout_s: Seconds to wait for the answer of another rank.
 
     Raises:
-        ValueError: An unknown ``ends``, ``pad`` with "stop" or none with "pad", or a negative
+        ValueError: An unknown ``ends``, ``pad`` with "stop", no ``pad`` with "pad", or a negative
             ``ahead``.
     """
 
@@ -131,19 +121,19 @@ class EvenData:
         self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-            # Ours counts from when the word is waited for, gloo's from when it was asked for:
-            # gloo's comes last, or else a silent rank would be called one that is gone.
+            # Our timeout starts with the wait, gloo's with the request. Gloo's must be later, or
+            # else a silent rank would be reported as a dead one.
             self._group = host_group(group, 2 * timeout_s + _GLOO_LATER_S)
 
     def over(self, loader: Iterable[Any]) -> EvenIterator:
-        """Iterate over this rank's data, in step with the other ranks; once per epoch, say.
+        """Iterate over this rank's data together with the other ranks, e.g. once per epoch.
 
-        All ranks have to begin their n-th one together, and to come to its end.
+        All ranks must start their n-th iterator together and run it to its end.
         """
         return EvenIterator(self, iter(loader))
 
     def close(self) -> None:
-        """Let go of the process group. All iterators must have ended, on all ranks."""
+        """Destroy the process group; all iterators must have ended on all ranks."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
@@ -155,30 +145,25 @@ class EvenData:
         if failure[0] is None:
             self.close()
 
-    def say(self, status: int) -> tuple[Tensor, dist.Work | None]:
-        """Begin to tell all ranks this one's status for the next step, and to hear theirs."""
-        words = torch.zeros(self.size, dtype=torch.int32)
-        words[self.rank] = status
+    def exchange_status(self, status: int) -> tuple[Tensor, dist.Work | None]:
+        """Start to exchange the ranks' statuses for the next step."""
+        statuses = torch.zeros(self.size, dtype=torch.int32)
+        statuses[self.rank] = status
         if self._group is None:
-            return words, None
-        return words, dist.all_reduce(words, group=self._group, async_op=True)
+            return statuses, None
+        return statuses, dist.all_reduce(statuses, group=self._group, async_op=True)
 
 
 class _Pull(NamedTuple):
     batch: Any
     error: Exception | None
     status: int
-    words: Tensor
+    statuses: Tensor
     work: dist.Work | None
 
 
 class EvenIterator:
-    """One trip over one rank's data.
-
-    Attributes:
-        steps: How many batches it has given.
-        padded: How many of them were pads.
-    """
+    """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads."""
 
     def __init__(self, data: EvenData, iterator: Iterator[Any]) -> None:
         self.steps = 0
@@ -198,8 +183,8 @@ class EvenIterator:
         """The next step's batch.
 
         Raises:
-            StopIteration: All ranks are at their end.
-            RankDataError: Another rank failed, is gone, or was silent for ``timeout_s``.
+            StopIteration: All ranks have ended.
+            RankDataError: Another rank failed, died, or did not answer within ``timeout_s``.
             Exception: What this rank's own data, or its pad, raised.
         """
         if self._over:
@@ -207,12 +192,12 @@ class EvenIterator:
         while len(self._ahead) <= self._data.ahead:
             self._ahead.append(self._pull())
         pull = self._ahead.popleft()
-        words = self._await(pull, self.steps)
-        goes_on = self._goes_on(words)
+        statuses = self._await(pull, self.steps)
+        goes_on = self._goes_on(statuses)
         failed = [
             rank
-            for rank, word in enumerate(words)
-            if word == _FAILED or (word == _CANNOT_PAD and goes_on)
+            for rank, status in enumerate(statuses)
+            if status == _FAILED or (status == _CANNOT_PAD and goes_on)
         ]
         if failed:
             self._end(pull)
@@ -227,10 +212,10 @@ class EvenIterator:
         return pull.batch
 
     def rest(self) -> Iterator[Any]:
-        """Batches of this rank's own that no step was begun for, once the end has come.
+        """This rank's unused batches, after the end.
 
         Raises:
-            RuntimeError: The end has not come yet.
+            RuntimeError: The iterator has not ended.
         """
         if not self._over:
             raise RuntimeError("steps are still to come: rest() is what is left after the last")
@@ -244,14 +229,14 @@ class EvenIterator:
         if error is None:
             try:
                 batch, status = self._own()
-            except Exception as failure:  # noqa: BLE001 - raised at its step: the others must know
+            except Exception as failure:  # noqa: BLE001 - raised at its step, on all ranks
                 error = self._failure = failure
         if status == _ENDED and self._data.pad is not None:
             try:
                 batch = self._data.pad(self._last)
-            except Exception as failure:  # noqa: BLE001 - the same, if that step comes
+            except Exception as failure:  # noqa: BLE001 - the same, if that step runs
                 error, status = failure, _CANNOT_PAD
-        return _Pull(batch, error, status, *self._data.say(status))
+        return _Pull(batch, error, status, *self._data.exchange_status(status))
 
     def _own(self) -> tuple[Any, int]:
         if not self._data_ended:
@@ -265,13 +250,13 @@ class EvenIterator:
                 return batch, _HAS
         return NO_BATCH, _ENDED
 
-    def _goes_on(self, words: list[int]) -> bool:
+    def _goes_on(self, statuses: list[int]) -> bool:
         if self._data.ends == "stop":
-            return _ENDED not in words
-        return _HAS in words
+            return _ENDED not in statuses
+        return _HAS in statuses
 
     def _end(self, pull: _Pull) -> None:
-        """Hear out what was agreed further ahead, so that nobody's word is left hanging."""
+        """Complete the agreements on later steps, so that no collective is left pending."""
         self._over = True
         self._last = NO_BATCH
         for step, later in enumerate(self._ahead, start=self.steps + 1):
@@ -280,7 +265,7 @@ class EvenIterator:
 
     def _await(self, pull: _Pull, step: int) -> list[int]:
         if pull.work is not None:
-            # Looked at in turns, so that Ctrl-C and the pipeline's watchdog come through.
+            # Poll, so that Ctrl-C and the pipeline's watchdog can interrupt.
             deadline, pause_s = time.monotonic() + self._data.timeout_s, 20e-6
             while not pull.work.is_completed():
                 if time.monotonic() > deadline:
@@ -300,5 +285,5 @@ class EvenIterator:
                     f"another rank is gone: it was to say whether it has a batch for step {step}. "
                     "See the error there"
                 ) from error
-        words: list[int] = pull.words.tolist()
-        return words
+        statuses: list[int] = pull.statuses.tolist()
+        return statuses

@@ -6,7 +6,6 @@ test, and what is found then.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from swpipe._engine import program
 from swpipe._engine import run as executor
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
 from swpipe._engine.run import LaneRunner, Run
+from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.device import virtual
 from swpipe.device.virtual import (
     EventReused,
@@ -146,10 +146,10 @@ def _sink_waits(ins: Instruction) -> Instruction:
 def _tickets(patch: pytest.MonkeyPatch) -> None:
     compile_plan = program.compile_plan
 
-    def without(plan: PipelinePlan, **options: Any) -> Program:
+    def without(resolved: ResolvedPlan, **options: Any) -> Program:
+        plan = resolved.plan
         entries = {n: replace(e, globally_ordered=False) for n, e in plan.schedule.items()}
-        fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
-        return compile_plan(PipelinePlan(**{**fields, "schedule": entries}), **options)
+        return compile_plan(resolve_plan(replace(plan, schedule=entries)), **options)
 
     patch.setattr(pipeline, "compile_plan", without)
 
@@ -172,45 +172,38 @@ def _back_pressure_between_runs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _begin_event(patch: pytest.MonkeyPatch) -> None:
-    start = Run._start
-
-    def hasty(run: Run) -> None:
-        run.engine.device.has_streams = False
-        start(run)
-        run.engine.device.has_streams = True
-
-    patch.setattr(Run, "_start", hasty)
+    patch.setattr(Run, "_order_streams_after_the_callers", lambda run: None)
 
 
 def _record_before_publish(patch: pytest.MonkeyPatch) -> None:
     """A thread's records wait until it has published that it recorded."""
     late = threading.local()
-    record, advance = virtual.VirtualEvent.record, clocks.ClockedSignal.advance
+    record, advance = virtual.VirtualEvent.record, clocks.ClockedCounter.advance
 
     def record_later(event: virtual.VirtualEvent, stream: virtual.VirtualStream) -> None:
         late.records = [*getattr(late, "records", ()), (event, stream)]
 
-    def advance_first(signal: clocks.ClockedSignal, count: int) -> None:
-        advance(signal, count)
+    def advance_first(counter: clocks.ClockedCounter, count: int) -> None:
+        advance(counter, count)
         records, late.records = getattr(late, "records", ()), ()
         for event, stream in records:
             record(event, stream)
 
     patch.setattr(virtual.VirtualEvent, "record", record_later)
-    patch.setattr(clocks.ClockedSignal, "advance", advance_first)
+    patch.setattr(clocks.ClockedCounter, "advance", advance_first)
 
 
 def _lanes_to_the_end(patch: pytest.MonkeyPatch) -> None:
     """A lane ends with its own last task, as if nobody could wait for it after that."""
-    turn = Run._turn
+    turn = Run._run_period
 
     def hasty(run: Run, lane: LaneRunner, period: int) -> None:
         turn(run, lane, period)
         last_stage = max(ins.stage for ins in lane.instructions)
-        if lane is not run.lanes[0] and period + 1 - last_stage >= run.flights.total:
-            lane.signal.advance(executor.FOREVER)
+        if lane is not run.lanes[0] and period + 1 - last_stage >= run.iterations.total:
+            lane.progress.advance(executor.FOREVER)
 
-    patch.setattr(Run, "_turn", hasty)
+    patch.setattr(Run, "_run_period", hasty)
 
 
 def _joined_streams(patch: pytest.MonkeyPatch) -> None:

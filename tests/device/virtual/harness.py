@@ -7,7 +7,6 @@ iterator ── batch, on the device or not ──> pipeline ── context ─�
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -71,7 +70,8 @@ class Bench:
             record_all_events=rng.random() < 0.2,
         )
         if observed:
-            self.pipe._engine = dataclasses.replace(self.pipe._engine, observers=lambda: (device,))
+            self._observing = self.pipe.observe(device)  # for as long as the pipeline lives
+            self._observing.__enter__()
 
     def batches(self) -> Iterator[Any]:
         """The batches: on the host, or made on the caller's stream, bare or in a container."""

@@ -141,20 +141,20 @@ def test_a_write_must_come_after_the_reads_before_it() -> None:
 def test_the_order_of_two_threads_on_one_stream_is_luck_until_they_tell() -> None:
     """Stream order counts only where the submitting thread knows of the other's submission."""
     device = VirtualDevice()
-    signal, box = device.host.signal(), []
+    counter, box = device.host.counter(), []
     on_thread(device, lambda: box.append(constant(device, 1)))
     device.launch(lambda x: x, box[0])
     assert kinds(device) == {Race}
 
     device = VirtualDevice()
-    signal, box = device.host.signal(), []
+    counter, box = device.host.counter(), []
 
     def work() -> None:
         box.append(constant(device, 1))
-        signal.advance(1)
+        counter.advance(1)
 
     on_thread(device, work)
-    signal.wait(1)
+    counter.wait(1)
     device.launch(lambda x: x, box[0])
     device.check()
 
@@ -162,15 +162,15 @@ def test_the_order_of_two_threads_on_one_stream_is_luck_until_they_tell() -> Non
 def test_a_signal_tells_no_more_than_the_count_that_was_waited_for() -> None:
     """That the writer happened to be further says nothing about the next time."""
     device = VirtualDevice()
-    signal, box = device.host.signal(), []
+    counter, box = device.host.counter(), []
 
     def work() -> None:
-        signal.advance(1)
+        counter.advance(1)
         box.append(constant(device, 1))
-        signal.advance(2)
+        counter.advance(2)
 
     on_thread(device, work)
-    signal.wait(1)
+    counter.wait(1)
     device.launch(lambda x: x, box[0])
     assert kinds(device) == {Race}
 
@@ -207,7 +207,7 @@ def test_recording_anew_must_be_known_to_come_after_the_waits() -> None:
     """Else some consumer may get the new meaning where it asked for the old one."""
     device = VirtualDevice()
     copy, _ = two_streams(device)
-    event, recorded = device.new_event(), device.host.signal()
+    event, recorded = device.new_event(), device.host.counter()
     event.record(copy)
     recorded.advance(1)
 

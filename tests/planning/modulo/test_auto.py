@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import dependences, lag
 from swpipe.core.effects import Effects, Location
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, auto_plan, lower_bounds, simulate
 from tests.planning.instances import Instance, instance
 
@@ -35,7 +35,7 @@ def test_the_interval_is_that_of_the_plan(number: int) -> None:
     """The simulator says of the plan what the planner says; none beats the bound."""
     given = instance(number)
     plan, ii_us = planned(given)
-    check_plan(plan)
+    validate(plan)
     assert simulate(plan, given.costs, streams=given.streams).ii_us == ii_us
     bounds = lower_bounds(
         given.plan, given.costs, streams=given.streams, threads=given.limits.threads
@@ -131,7 +131,7 @@ def test_limits_that_admit_no_plan_say_which_binds() -> None:
     choice = auto_plan(reaching, COSTS, limits=Limits(in_flight=3), streams=False)
     found = {name: entry.stage for name, entry in choice.plan.schedule.items()}
     assert found["work"] - found["read"] == 2
-    assert all(lag(choice.plan, dep) >= 0 for dep in dependences(choice.plan))
+    assert all(dep.lag >= 0 for dep in resolve_plan(choice.plan).dependences)
 
 
 def test_missing_costs_and_unknown_frozen_tasks_are_refused() -> None:

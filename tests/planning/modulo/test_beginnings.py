@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import Limits
 from swpipe.planning.modulo.beginnings import Rule, beginning, beginnings
@@ -24,7 +24,7 @@ def test_all_are_plans_within_the_limits(number: int, depth: int) -> None:
     assert layouts[0] == beginning(graph, depth, given.limits.threads)
     assert len(set(layouts)) == len(layouts)
     for layout in layouts:
-        check_plan(plan_at(given, graph, layout))
+        validate(plan_at(given, graph, layout))
         assert max(layout.stages) == depth - 1
         assert min(layout.stages) >= 0
         assert set(layout.lanes) <= set(range(given.limits.threads))

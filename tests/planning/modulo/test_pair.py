@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.planning import simulate
 from swpipe.planning.modulo.beginnings import beginnings
 from swpipe.planning.modulo.layout import Layout
@@ -87,7 +87,7 @@ def test_what_they_find_can_run_and_keeps_its_promise(number: int) -> None:
     assert pair.best is not None
     layout, promised_us = pair.best
     plan = plan_at(given, graph_of(given), layout)
-    check_plan(plan)
+    validate(plan)
     found = simulate(plan, given.costs, streams=given.streams)
     assert found.ii_us == pytest.approx(promised_us, rel=1e-9)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from swpipe.analysis.checks import check_plan
+from swpipe.analysis.validation import validate
 from swpipe.planning import simulate
 from swpipe.planning.modulo.beginnings import beginning
 from swpipe.planning.modulo.compiled import COMPILED
@@ -56,7 +56,7 @@ def test_every_plan_on_the_way_can_run(number: int, rehearses: bool) -> None:
     walked(given, listener, rehearses=rehearses)
     graph = graph_of(given)
     for layout in dict.fromkeys(listener.heard):
-        check_plan(plan_at(given, graph, layout))
+        validate(plan_at(given, graph, layout))
         assert sorted(layout.order) == list(range(graph.size))
         assert set(layout.stages) <= set(range(DEPTH))
         assert set(layout.lanes) <= set(range(given.limits.threads))
@@ -255,7 +255,7 @@ def test_what_a_stroll_finds_can_run_and_keeps_its_promise(number: int) -> None:
     given, walk = strolled(number)
     layout, promised_us = walk.top
     plan = plan_at(given, graph_of(given), layout)
-    check_plan(plan)
+    validate(plan)
     assert all(layout.lanes[v] == 0 for v in graph_of(given).frozen)
     found = simulate(plan, given.costs, streams=given.streams)
     assert found.ii_us == pytest.approx(promised_us, rel=1e-9)

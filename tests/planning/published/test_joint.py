@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.analysis.verification import verify
+from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import (
     JointSearch,
     Limits,
@@ -151,9 +152,10 @@ def test_every_preset_policy_and_swap_is_tried() -> None:
     near = list(space.neighbours(first))
     assert {candidate.threads for candidate in near} == {GIVEN, *PRESETS}
     order = first.candidate.priority
-    outlook = Outlook.of(plan, costs, Roles.of(plan, recsys14.FROZEN), order)
+    resolved = resolve_plan(plan)
+    outlook = Outlook.of(resolved, costs, Roles.of(resolved, recsys14.FROZEN))
     policies = {ranked(policy, outlook, order) for policy in POLICIES}
-    swapped = {*swaps(first.plan, order, communicator_queues(plan, costs))}
+    swapped = {*swaps(first.plan, order, communicator_queues(resolved, costs))}
     assert len(swapped) > 3
     assert {candidate.priority for candidate in near} == {order} | policies | swapped
 
@@ -291,7 +293,7 @@ def test_it_is_deterministic(tmp_path: Path) -> None:
     assert joint_search(case.plan, case.costs, limits=case.limits, rounds=2) == found
     code = (
         "from tests.planning.papers import paper\n"
-        "from swpipe.plans import joint_search\n"
+        "from swpipe.planning import joint_search\n"
         "case = paper(9)\n"
         "found = joint_search(case.plan, case.costs, limits=case.limits, rounds=2)\n"
         "print(found.plan.digest(), found.ii_us, found.why)\n"
@@ -322,8 +324,8 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
         assert found.ii_us <= found.given_ii_us
         assert found.plan.depth <= given.limits.in_flight
         assert len(threads_of(found)) <= given.limits.threads
-        queues = communicator_queues(given.plan, given.costs)
-        assert communicator_queues(found.plan, given.costs) == queues
+        queues = communicator_queues(resolve_plan(given.plan), given.costs)
+        assert communicator_queues(resolve_plan(found.plan), given.costs) == queues
         for name in callers_own(given.plan):
             stays = replace(given.plan.schedule[name], stage=0)
             assert replace(found.plan.schedule[name], stage=0) == stays

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
-from swpipe.analysis.verification import verify
+from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import period_order
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import list_schedule, recsys14, simulate
 from tests.planning.papers import paper
 
@@ -151,7 +151,9 @@ def test_tickets_of_a_communicator_stay() -> None:
             name: TaskCost(host_us=5, device_us=us, resources=tuple(communicators.get(name, ())))
             for name, us in times.items()
         }
-        return list(list_schedule(plan, CostModel(costs)).plan.order or period_order(plan))
+        return list(
+            list_schedule(plan, CostModel(costs)).plan.order or resolve_plan(plan).period_order
+        )
 
     assert order(a="x", b="x") == ["a", "b", "end"]
     assert order() == ["a", "b", "end"]  # none is named: they are taken to share one

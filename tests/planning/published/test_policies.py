@@ -6,7 +6,7 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import period_order
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import recsys14
 from swpipe.planning.published.policies import POLICIES, Outlook, ranked, swaps
 from swpipe.planning.published.presets import Roles
@@ -14,8 +14,9 @@ from swpipe.planning.published.queue_rules import communicator_queues, fire_orde
 
 STEP = recsys14.plan()
 COSTS = recsys14.costs()
-ORDER = period_order(STEP)
-OUTLOOK = Outlook.of(STEP, COSTS, Roles.of(STEP, recsys14.FROZEN), ORDER)
+RESOLVED = resolve_plan(STEP)
+ORDER = list(RESOLVED.period_order)
+OUTLOOK = Outlook.of(RESOLVED, COSTS, Roles.of(RESOLVED, recsys14.FROZEN))
 
 
 @pytest.mark.parametrize(
@@ -53,14 +54,15 @@ def test_ways_and_slack() -> None:
     )
     times = {"a": 10, "side": 20, "main": 50, "end": 5}
     costs = CostModel({name: TaskCost(host_us=1, device_us=us - 1) for name, us in times.items()})
-    outlook = Outlook.of(plan, costs, Roles.of(plan), period_order(plan))
+    resolved = resolve_plan(plan)
+    outlook = Outlook.of(resolved, costs, Roles.of(resolved))
     assert outlook.way_us == {"a": 65, "side": 25, "main": 55, "end": 5}
     assert outlook.slack_us == {"a": 0, "side": 30, "main": 0, "end": 0}
 
 
 def test_no_order_breaks_an_edge_or_a_queue() -> None:
     """Whatever a policy ranks first, producers precede consumers, and tickets keep their order."""
-    queues = communicator_queues(STEP, COSTS)
+    queues = communicator_queues(RESOLVED, COSTS)
     for policy in POLICIES:
         order = fire_order(STEP, ranked(policy, OUTLOOK, ORDER), queues)
         place = {name: at for at, name in enumerate(order)}

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import recsys14
 from swpipe.planning.published.presets import PRESETS, Roles, thread_map
 
 STEP = recsys14.plan()
-ROLES = Roles.of(STEP, recsys14.FROZEN)
+ROLES = Roles.of(resolve_plan(STEP), recsys14.FROZEN)
 
 
 def threads(preset: str, plan: PipelinePlan = STEP, roles: Roles = ROLES) -> dict[str, set[str]]:
@@ -62,7 +63,7 @@ def test_two_homes_are_io_and_data_dist() -> None:
         {"copy": TaskSchedule(stream="a"), "dist": TaskSchedule(stream="b"), "f": TaskSchedule()},
         deps=[("dist", "copy"), ("f", "dist")],
     )
-    assert dict(Roles.of(plan).role) == {"copy": "io", "dist": "data_dist"}
+    assert dict(Roles.of(resolve_plan(plan)).role) == {"copy": "io", "dist": "data_dist"}
 
 
 def test_between_the_first_and_the_last_all_is_data_dist() -> None:
@@ -72,7 +73,12 @@ def test_between_the_first_and_the_last_all_is_data_dist() -> None:
         {**{n: TaskSchedule(stream=n) for n in names}, "f": TaskSchedule()},
         deps=list(zip([*names[1:], "f"], names, strict=True)),
     )
-    assert list(Roles.of(plan).role.values()) == ["io", "data_dist", "data_dist", "prefetch"]
+    assert list(Roles.of(resolve_plan(plan)).role.values()) == [
+        "io",
+        "data_dist",
+        "data_dist",
+        "prefetch",
+    ]
 
 
 def test_a_thread_group_is_a_home_where_there_is_no_stream() -> None:
@@ -85,7 +91,7 @@ def test_a_thread_group_is_a_home_where_there_is_no_stream() -> None:
         },
         deps=[("copy", "read"), ("train", "copy")],
     )
-    roles = Roles.of(plan)
+    roles = Roles.of(resolve_plan(plan))
     assert dict(roles.homes) == {"reader": ("read",), "memcpy": ("copy",)}
     assert dict(roles.role) == {"read": "io", "copy": "data_dist"}
     assert threads("by_stream", plan, roles) == {"reader": {"read"}, "memcpy": {"copy"}}
@@ -102,7 +108,7 @@ def test_what_comes_after_the_callers_tasks_does_not_prepare() -> None:
         },
         deps=[("train", "copy"), ("loss", "train"), ("log", "loss")],
     )
-    roles = Roles.of(plan)
+    roles = Roles.of(resolve_plan(plan))
     assert dict(roles.role) == {"copy": "io"}
     assert threads("io_data_dist_prefetch_compute", plan, roles) == {"io": {"copy"}}
     assert threads("by_stream", plan, roles) == {"in": {"copy"}, "out": {"loss", "log"}}
@@ -110,7 +116,7 @@ def test_what_comes_after_the_callers_tasks_does_not_prepare() -> None:
 
 def test_frozen_tasks_are_on_the_callers_thread_in_every_preset() -> None:
     """Even one with a stream, and what comes after it in the same iteration prepares nothing."""
-    roles = Roles.of(STEP, ["start_input_dist"])
+    roles = Roles.of(resolve_plan(STEP), ["start_input_dist"])
     for preset in PRESETS:
         assert thread_map(preset, roles, STEP)["start_input_dist"] == "default"
     assert set(roles.role) == COPY

@@ -13,6 +13,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import RETIRE, Program, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.errors import PlanError
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
 from swpipe.planning.simulation.playout import ENDLESS, Player, play
@@ -75,7 +76,7 @@ def test_every_turn_ends_when_the_reference_says(streams: bool) -> None:
     for seed in range(150):
         rng = random.Random(seed)
         plan = random_case(seed).plan
-        program = compile_plan(plan, streams=streams)
+        program = compile_plan(resolve_plan(plan), streams=streams)
         if streams and several_lanes_share_the_callers_stream(program):
             continue
         costs = random_costs(rng, plan, handover_us=rng.choice((0.0, 2.0)))
@@ -99,7 +100,7 @@ def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
         costs = random_costs(rng, plan)
         found = simulate(plan, costs, streams=streams, iterations=160)
         assert steady_interval(
-            compile_plan(plan, streams=streams), costs, streams=streams
+            compile_plan(resolve_plan(plan), streams=streams), costs, streams=streams
         ).ii_us == pytest.approx(found.ii_us)
         if found.exact:
             begin, end = (done_us(found, i) for i in (40, 140))
@@ -165,7 +166,9 @@ def test_what_is_called_exact_repeats_for_ever(streams: bool) -> None:
         rng = random.Random(seed)
         plan = random_case(seed).plan
         costs = replace(contended_costs(rng, plan), handover_us=rng.choice((0.0, 2.0, 70.0)))
-        graph = timed_graph(compile_plan(plan, streams=streams), costs, streams=streams)
+        graph = timed_graph(
+            compile_plan(resolve_plan(plan), streams=streams), costs, streams=streams
+        )
         found = interval_of(graph)
         if not graph.contended or not found.exact:
             continue
@@ -193,7 +196,7 @@ def test_an_endless_run_begins_like_any_other() -> None:
     for seed in range(40):
         plan = random_case(seed).plan
         costs = contended_costs(random.Random(seed), plan)
-        graph = timed_graph(compile_plan(plan, streams=True), costs, streams=True)
+        graph = timed_graph(compile_plan(resolve_plan(plan), streams=True), costs, streams=True)
         if graph.contended:
             endless, played = Player(graph, ENDLESS), play(graph, 3 * graph.depth + 10)
             assert [endless.retired(i) for i in range(10)] == [played.retired(i) for i in range(10)]
@@ -419,5 +422,5 @@ def test_an_uncontended_interval_is_computed_and_not_played(
     """A planner asks thousands of times; the bench tells how long one answer takes."""
     monkeypatch.setattr(swpipe.planning.simulation.interval, "Player", None)
     costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
-    program = compile_plan(feeding(group="default"), streams=True)
+    program = compile_plan(resolve_plan(feeding(group="default")), streams=True)
     assert steady_interval(program, costs).ii_us == 350.0

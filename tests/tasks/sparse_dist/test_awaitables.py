@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swpipe.device.device import CpuDevice
+from swpipe.device import CpuDevice
 from swpipe.tasks.sparse_dist._torchrec import Awaitable
 from swpipe.tasks.sparse_dist.awaitables import Replayable, fused_splits
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import PlanError
-from swpipe.analysis.races import check_states
+from swpipe.analysis import verify
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist import (
     PipelineFactory,
@@ -215,7 +215,7 @@ def _on_streams(job: Job, forward: str) -> list[str]:
     refused = []
     for name, plan in made.items():
         try:
-            check_states(plan, tasks.tasks(), streams=True)
+            verify(plan, tasks.tasks(), streams=True)
         except PlanError as error:
             refused.append(f"{name}: {error}")
     return refused

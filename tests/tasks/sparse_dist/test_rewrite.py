@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe.device.device import CpuDevice
+from swpipe.device import CpuDevice
 from swpipe.tasks.sparse_dist import PipelineFactory, RewriteError, SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.rewrite import Rewrite
 from tests.support.ranks import Ranks

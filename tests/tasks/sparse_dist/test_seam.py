@@ -12,7 +12,7 @@ from torch.nn import functional
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.plans.sparse_dist import DENSE_BACK, EMBED, PLANS, START, WAIT
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
-from swpipe.tasks.sparse_dist.seam import Seam, go_on
+from swpipe.tasks.sparse_dist.seam import Seam, run_embedding_backward
 from tests.bench.emulated_link import EmulatedLink
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
@@ -55,7 +55,7 @@ def test_a_gradient_goes_on_from_its_leaf_to_what_made_it() -> None:
     leaf = seam.cut(table * 2)
     functional.mse_loss(leaf, torch.zeros(3), reduction="sum").backward()
     assert table.grad is None
-    go_on([seam])
+    run_embedding_backward([seam])
     assert torch.equal(table.grad, torch.full((3,), 8.0))
 
 
@@ -65,7 +65,7 @@ def test_a_leaf_that_the_loss_does_not_use_is_left_out() -> None:
     seam = Seam()
     used, _unused = seam.cut(first * 3), seam.cut(second * 3)
     used.sum().backward()
-    go_on([seam])
+    run_embedding_backward([seam])
     assert torch.equal(first.grad, torch.full((2,), 3.0))
     assert second.grad is None
 
@@ -89,7 +89,7 @@ def test_an_exchange_is_where_the_graph_stops_until_it_goes_on() -> None:
     seam.cut(All2All_Pooled_Req.apply(table * 5) * 2).sum().backward()
     assert seam._under_way is not None
     assert table.grad is None
-    go_on([seam])
+    run_embedding_backward([seam])
     assert torch.equal(table.grad, torch.full((2,), 10.0))
 
 
@@ -98,7 +98,7 @@ def test_tables_with_and_without_an_exchange_go_on_together() -> None:
     far, near = (torch.ones(2, requires_grad=True) for _ in range(2))
     seam = Seam()
     seam.cut(All2All_Pooled_Req.apply(far * 5) + near * 3).sum().backward()
-    go_on([seam])
+    run_embedding_backward([seam])
     assert torch.equal(far.grad, torch.full((2,), 5.0))
     assert torch.equal(near.grad, torch.full((2,), 3.0))
 
@@ -108,8 +108,8 @@ def test_gradients_go_on_once() -> None:
     table = torch.ones(2, requires_grad=True)
     seam = Seam()
     seam.cut(table * 1).sum().backward()
-    go_on([seam])
-    go_on([seam])
+    run_embedding_backward([seam])
+    run_embedding_backward([seam])
     assert torch.equal(table.grad, torch.ones(2))
 
 

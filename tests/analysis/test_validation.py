@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, PlanError, StreamSpec, TaskSchedule
-from swpipe.analysis.checks import check
+from swpipe.analysis.validation import validate
 from tests.support.plans_for_tests import piped, task, tasks
 
 A_B = {"a": TaskSchedule(), "b": TaskSchedule()}
@@ -17,13 +17,13 @@ A_B = {"a": TaskSchedule(), "b": TaskSchedule()}
 def refused(plan: PipelinePlan, *names: str, device: str = "cpu") -> str:
     """The text with which ``check`` refuses a plan for the named tasks."""
     with pytest.raises(PlanError) as caught:
-        check(plan, [task(name) for name in names], device)
+        validate(plan, [task(name) for name in names], device)
     return str(caught.value)
 
 
 def test_a_good_plan_passes() -> None:
     """Nothing is wrong with the plan of the example."""
-    check(piped(), tasks())
+    validate(piped(), tasks())
 
 
 def test_an_empty_plan_is_refused() -> None:
@@ -67,7 +67,9 @@ def test_a_future_read_is_refused_with_both_mends_and_marked_in_the_grid() -> No
 def test_a_dependence_over_iterations_may_look_back_over_stages() -> None:
     """A lag of 0 across iterations is fine; one less is a future read."""
     schedule = {"a": TaskSchedule(stage=0), "b": TaskSchedule(stage=1)}
-    check(PipelinePlan(schedule=schedule, cross_iter_deps=[("a", "b", 1)]), [task("a"), task("b")])
+    validate(
+        PipelinePlan(schedule=schedule, cross_iter_deps=[("a", "b", 1)]), [task("a"), task("b")]
+    )
     schedule["b"] = TaskSchedule(stage=2)
     assert "future read" in refused(
         PipelinePlan(schedule=schedule, cross_iter_deps=[("a", "b", 1)]), "a", "b"
@@ -142,8 +144,8 @@ def test_a_stream_belongs_to_the_very_device_of_the_pipeline() -> None:
     assert (
         "task 'a': its stream belongs to cuda:1, unknown to the pipeline's device (cuda:0)" in text
     )
-    check(plan, [task("a")], "cuda:1")
-    check(plan, [task("a")], "cuda")
+    validate(plan, [task("a")], "cuda:1")
+    validate(plan, [task("a")], "cuda")
 
 
 @pytest.mark.parametrize("stream", [["memcpy"], {"memcpy": 1}, 7])
@@ -159,7 +161,7 @@ def test_what_is_no_task_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"tasks has <built-in .*write PipelineTask\(name, function"
     ):
-        check(plan, [task("a"), print])  # type: ignore[list-item]
+        validate(plan, [task("a"), print])  # type: ignore[list-item]
 
 
 def test_a_thread_group_needs_a_name() -> None:

@@ -1,73 +1,77 @@
-"""Everything about a plan that can be refused before the first batch, all of it at once."""
+"""What can be refused of a plan before the first batch: everything that is wrong, at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from swpipe.core.dependence import CycleError, dependences, lag, period_order, serial_order
+from swpipe.core.dependence import Cycle, CycleError
 from swpipe.core.drawing import format_grid
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.core.task import PipelineTask
 
 
-def check(plan: PipelinePlan, tasks: Sequence[PipelineTask], device: str = "cpu") -> None:
-    """Refuse what cannot run.
+def validate(
+    plan: PipelinePlan, tasks: Sequence[PipelineTask] | None = None, device: str | None = None
+) -> ResolvedPlan:
+    """Refuse a plan that cannot run; resolve one that can.
 
     Args:
         plan: The plan.
-        tasks: The tasks that it is to run.
+        tasks: The tasks that it is to run; None for those that it has itself, if any.
         device: Name of the device that the pipeline uses, such as "cpu" or "cuda:0"; without an
-            index, any of its kind.
+            index, any of its kind. None if it is not known yet.
 
     Raises:
         PlanError: Lists all that is wrong, with the period x task grid.
     """
+    tasks = plan.tasks or None if tasks is None else tasks
     problems = [*_tasks(plan, tasks), *_entries(plan, device), *_names(plan)]
     if not problems:  # what follows needs sound entries and known names
-        problems = [*_future_reads(plan), *_cycles(plan)]
+        problems = list(_future_reads(plan))
+        try:
+            resolved = resolve_plan(plan, None if tasks is None else [task.name for task in tasks])
+        except CycleError as error:
+            problems.append(_cycle(plan, error))
     if problems:
-        raise PlanError(problems, _faulty_grid(plan, problems))
+        raise refusal(plan, problems)
+    return resolved
 
 
-def tasks_given(
-    plan: PipelinePlan, tasks: Iterable[PipelineTask] | None
-) -> tuple[PipelineTask, ...]:
-    """The tasks that a pipeline was given, or else those that its plan has.
-
-    Raises:
-        PlanError: ``plan`` is no plan, or ``tasks`` nothing that can be gone through.
-    """
-    if not isinstance(plan, PipelinePlan):
-        raise PlanError([Problem(f"the plan is {plan!r}: give a PipelinePlan, then the tasks")])
-    if tasks is not None and not isinstance(tasks, Iterable):
-        raise PlanError([Problem(f"tasks is {tasks!r}: give the tasks in a list")])
-    return plan.tasks if tasks is None else tuple(tasks)
+def refusal(plan: PipelinePlan, problems: Sequence[Problem]) -> PlanError:
+    """The error that refuses a plan, with its grid: tasks whose stage is no number have no row."""
+    rows = [n for n, e in plan.schedule.items() if type(e.stage) is int and e.stage >= 0]
+    faulty = {name for problem in problems for name in problem.tasks}
+    last = max((plan.schedule[name].stage for name in rows), default=0)
+    grid = format_grid(plan, rows, min(last, 20) + 3, faulty=faulty) if rows else ""
+    return PlanError(problems, grid)
 
 
-def _tasks(plan: PipelinePlan, tasks: Sequence[object]) -> Iterator[Problem]:
+def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Problem]:
     if not plan.schedule:
         yield Problem("the plan is empty: schedule at least one task")
+    if tasks is None:
+        return
     for task in tasks:
         if not isinstance(task, PipelineTask):
             yield Problem(
                 f"tasks has {task!r}, which is no task: write PipelineTask(name, function)"
             )
-    names = [task.name for task in tasks if isinstance(task, PipelineTask)]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            yield Problem(
-                f"task {name!r} is given {names.count(name)} times: names are unique", (name,)
-            )
+    names = Counter(task.name for task in tasks if isinstance(task, PipelineTask))
+    for name, count in names.items():
+        if count > 1:
+            yield Problem(f"task {name!r} is given {count} times: names are unique", (name,))
         if name not in plan.schedule:
             yield Problem(
                 f"task {name!r} has no schedule: add it to the plan, or leave the task out"
             )
     for name in plan.schedule:
         if name not in names:
-            known = ", ".join(names) or "none"
+            known = ", ".join(names.elements()) or "none"
             yield Problem(
                 f"the plan schedules {name!r}, which is not among the tasks ({known}): "
                 "correct the name, or take it out of the schedule",
@@ -75,7 +79,7 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object]) -> Iterator[Problem]:
             )
 
 
-def _entries(plan: PipelinePlan, device: str) -> Iterator[Problem]:
+def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
     for name, entry in plan.schedule.items():
         yield from _entry(name, entry, device)
     used = {e.stream for e in plan.schedule.values() if isinstance(e.stream, str)}
@@ -100,7 +104,7 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
         )
 
 
-def _entry(name: str, entry: TaskSchedule, device: str) -> Iterator[Problem]:
+def _entry(name: str, entry: TaskSchedule, device: str | None) -> Iterator[Problem]:
     if type(entry.stage) is not int or entry.stage < 0:
         yield Problem(
             f"task {name!r}: stage is {entry.stage!r}; stages are integers from 0", (name,)
@@ -113,7 +117,7 @@ def _entry(name: str, entry: TaskSchedule, device: str) -> Iterator[Problem]:
         )
     stream = entry.stream
     if isinstance(stream, torch.Stream):
-        if not _fits(stream.device, device):
+        if device is not None and not _fits(stream.device, device):
             yield Problem(
                 f"task {name!r}: its stream belongs to {stream.device}, unknown to the pipeline's "
                 f"device ({device}): name the stream instead, or give SWPipeline that device",
@@ -143,86 +147,35 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
                     f"(it has: {', '.join(plan.schedule)})",
                     tuple(n for n in names if n in plan.schedule),
                 )
-    for name in dict.fromkeys(plan.order):
-        if plan.order.count(name) > 1:
-            yield Problem(
-                f"order names {name!r} {plan.order.count(name)} times: once is enough", (name,)
-            )
+    for name, count in Counter(plan.order).items():
+        if count > 1:
+            yield Problem(f"order names {name!r} {count} times: once is enough", (name,))
 
 
 def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
-    for dep in dependences(plan):
-        if (periods := lag(plan, dep)) < 0:
+    for dep in dependences_of(plan):
+        if dep.lag < 0:
             s_c, s_p = plan.schedule[dep.consumer].stage, plan.schedule[dep.producer].stage
             yield Problem(
-                f"future read: {dep}: {dep.consumer!r} (stage {s_c}) runs {-periods} period(s) "
+                f"future read: {dep}: {dep.consumer!r} (stage {s_c}) runs {-dep.lag} period(s) "
                 f"before {dep.producer!r} (stage {s_p}) has: move {dep.consumer!r} to stage "
-                f"{s_c - periods} or later, or {dep.producer!r} to stage "
-                f"{max(0, s_p + periods)} or earlier",
+                f"{s_c - dep.lag} or later, or {dep.producer!r} to stage "
+                f"{max(0, s_p + dep.lag)} or earlier",
                 (dep.consumer, dep.producer),
             )
 
 
-def _cycles(plan: PipelinePlan) -> Iterator[Problem]:
-    """Cycles within an iteration (across stages too), within a period, and a contrary order."""
-    within = [d for d in dependences(plan) if d.distance == 0]
-    try:
-        serial_order(plan, list(plan.schedule))
-    except CycleError as error:
-        yield Problem(
-            f"the dependences within an iteration form a cycle: {_cycle(error)}; none of these "
-            f"tasks can be first: take out one of {'; '.join(map(str, within))}",
-            error.cycle,
-        )
-        return
-    unordered = PipelinePlan(plan.schedule, plan.deps, plan.cross_iter_deps, plan.same_period_deps)
-    try:
-        period_order(unordered)
-    except CycleError as error:
-        yield Problem(
-            f"the dependences within a period form a cycle: {_cycle(error)}; take one out, or "
-            "move a task to another stage",
-            error.cycle,
-        )
-        return
-    try:
-        period_order(plan)
-    except CycleError as error:
-        yield Problem(
-            f"order contradicts the dependences: {_cycle(error)}; swap these names in order, "
-            "or leave them out of it",
-            error.cycle,
-        )
-
-
-def _cycle(error: CycleError) -> str:
-    return " after ".join(repr(name) for name in error.cycle)
+def _cycle(plan: PipelinePlan, error: CycleError) -> Problem:
+    match error.source:
+        case Cycle.ITERATION:
+            within = [str(dep) for dep in dependences_of(plan) if dep.distance == 0]
+            mend = f"none of these tasks can be first: take out one of {'; '.join(within)}"
+        case Cycle.PERIOD:
+            mend = "take one out, or move a task to another stage"
+        case _:
+            mend = "swap these names in order, or leave them out of it"
+    return Problem(f"{error.source.value}: {error}; {mend}", error.cycle)
 
 
 def _quoted(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)
-
-
-def _faulty_grid(plan: PipelinePlan, problems: Sequence[Problem]) -> str:
-    """The grid, as far as one can be drawn: tasks whose stage is no number have no row."""
-    rows = [n for n, e in plan.schedule.items() if type(e.stage) is int and e.stage >= 0]
-    faulty = {name for problem in problems for name in problem.tasks}
-    last = max((plan.schedule[name].stage for name in rows), default=0)
-    return format_grid(plan, rows, min(last, 20) + 3, faulty=faulty) if rows else ""
-
-
-def check_plan(plan: PipelinePlan) -> None:
-    """Refuse a plan that cannot be compiled; its tasks and its device need not be at hand.
-
-    Raises:
-        PlanError: Lists all that is wrong, with the period x task grid.
-    """
-    entries = (e for e in plan.schedule.values() if isinstance(e, TaskSchedule))
-    streams = (e.stream for e in entries if isinstance(e.stream, torch.Stream))
-    device_type = next((stream.device.type for stream in streams), "cpu")
-    tasks = plan.tasks or [PipelineTask(name, _nothing) for name in plan.schedule]
-    check(plan, tasks, device_type)
-
-
-def _nothing(ctx: object) -> None:
-    return None

@@ -1,0 +1,310 @@
+"""What the user names on the command line: plans, workloads, files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import typer
+
+from swpipe._distributed.rank_checks import gather
+from swpipe.cli.launched import Rank
+from swpipe.cli.user_errors import UserError, about_plan, one_line
+from swpipe.core.costs import CostModel
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask
+from swpipe.device import resolve
+from swpipe.planning.autotuning import Loop, Tuned, autotune
+from swpipe.planning.limits import Limits
+from swpipe.tasks.workload import Job, Plans, Workload, workloads
+from swpipe.trace import Trace
+
+T = TypeVar("T")
+
+AUTO = "auto"
+"""The plan that is yet to be made."""
+
+MEASURED = 3
+"""Batches that costs are measured on and plans tried with."""
+
+# ------------------------------------------------------------------------------------- workloads
+
+
+def find_workload(name: str, rank: Rank | None = None) -> Workload:
+    """The registered workload of that name, or the user's own ``module:function``.
+
+    Raises:
+        UserError: There is none.
+    """
+    known = workloads()
+    if name not in known:
+        if ":" in name:
+            return Workload(
+                name,
+                plans={},
+                usual_plan="serial",
+                configure=lambda options: _OwnConfig(options["device"]),
+                open_job=lambda config: _OwnJob(name, rank),
+            )
+        raise UserError(f"workload {name}: name one of {', '.join(known)}, or module:function")
+    found = known[name]
+    if rank is None:
+        return found
+    if found.on_ranks is None:
+        raise UserError(f"workload {name}: it has no form for several ranks")
+    return found.on_ranks
+
+
+def configured(workload: Workload, options: Mapping[str, Any], rank: Rank | None) -> Any:
+    """The workload's configuration, on this rank's device.
+
+    On ranks, each node's first rank makes what is missing before the others look for it.
+
+    Raises:
+        UserError: The device is not there, or the rank cannot have it.
+    """
+    if options["device"] is not None:
+        _check_device(options["device"])
+    make = partial(workload.configure, options)
+    if rank is None:
+        return make()
+    config = rank.first(make)
+    return replace(config, device=rank.join(config.device or resolve(None).type))
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnConfig:
+    device: str | None
+
+
+class _OwnJob:
+    """What ``module:function`` returns: tasks in serial order, and batches.
+
+    The current directory is searched for the module, too. On several ranks the function is called
+    when there is a process group.
+
+    Raises:
+        UserError: There is no such function, or it returns something else.
+    """
+
+    def __init__(self, name: str, rank: Rank | None) -> None:
+        given = _call(name)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise UserError(f"workload {name}: it gave {given!r}; return (tasks, batches)")
+        tasks, self._batches = given
+        if not isinstance(tasks, Iterable) or not isinstance(self._batches, Iterable):
+            raise UserError(
+                f"workload {name}: return (tasks, batches), both of which can be iterated over"
+            )
+        self._tasks, self._rank = tuple(tasks), rank
+        for task in self._tasks:
+            if not isinstance(task, PipelineTask):
+                raise UserError(f"workload {name}: {task!r} among its tasks is no PipelineTask")
+
+    def tasks(self) -> tuple[PipelineTask, ...]:
+        return self._tasks
+
+    def batches(self, steps: int | None = None) -> Iterator[Any]:
+        return islice(self._batches, steps)
+
+    def over_ranks(self, value: Any) -> list[Any]:
+        return [value] if self._rank is None else gather(value)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _call(name: str) -> Any:
+    module_name, _, function_name = name.partition(":")
+    if not (module_name and function_name):
+        raise UserError(f"workload {name}: name it as module:function")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"workload {name}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"workload {name}: {module_name} has no function {function_name!r}")
+    return function()
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWorkload:
+    """A workload with a job of it.
+
+    Attributes:
+        workload: The workload.
+        job: The job.
+        device: Where the job works; None for the machine's accelerator, or else the CPU.
+    """
+
+    workload: Workload
+    job: Job
+    device: str | None
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Any], rank: Rank | None) -> OpenWorkload:
+        """Open the workload of that name.
+
+        Raises:
+            UserError: There is none, or it cannot be opened.
+        """
+        workload = find_workload(name, rank)
+        config = configured(workload, options, rank)
+        return cls(workload, workload.open_job(config), config.device)
+
+    @property
+    def plans(self) -> Plans:
+        """The ready-made plans; the serial one is always there."""
+        tasks = tuple(self.job.tasks())
+        return {"serial": lambda: PipelinePlan.serial(tasks), **self.workload.plans}
+
+    def take(self, count: int) -> list[Any]:
+        """The first few batches; on several ranks all take as many.
+
+        Raises:
+            UserError: There are fewer.
+        """
+        taken = list(self.job.batches(count))
+        if len(taken) < count:
+            raise UserError(
+                f"workload {self.workload.name}: it gives {len(taken)} batches, where {count} are "
+                "needed"
+            )
+        return taken
+
+    def loop(self, batches: int = 1) -> Loop:
+        """Its tasks and first batches, with what its usual plan says about streams and order."""
+        return Loop(tuple(self.job.tasks()), self.take(batches), **self._known())
+
+    def tune(self, limits: Limits | None = None) -> Tuned:
+        """Choose a plan for it, by trial."""
+        with about_plan(self.workload.name):
+            return autotune(
+                self.job.tasks(),
+                self.take(MEASURED),
+                limits=limits,
+                ready_made={
+                    name: make() for name, make in self.workload.plans.items() if name != "serial"
+                },
+                **self._known(),
+            )
+
+    def _known(self) -> dict[str, Any]:
+        make = self.workload.plans.get(self.workload.usual_plan)
+        schedule = {} if make is None else make().schedule
+        return {
+            "device": self.device,
+            "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
+            "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
+            "over_ranks": self.job.over_ranks,
+            "progress": lambda line: typer.echo(f"{self.workload.name}: {line}", err=True),
+        }
+
+
+# ----------------------------------------------------------------------------------------- plans
+
+
+def load_plan(name: str, plans: Plans) -> PipelinePlan:
+    """A ready-made plan by its name, or one from a file.
+
+    Raises:
+        UserError: There is none.
+    """
+    if name in plans:
+        return plans[name]()
+    if name == AUTO:
+        raise UserError(
+            "plan auto: only train makes one; elsewhere name a file that `swpipe plan auto` has "
+            f"written; here there are {', '.join(plans)}"
+        )
+    if where := _elsewhere(name, plans):
+        raise UserError(f"plan {name}: it is for {where}; here there are {', '.join(plans)}")
+    try:
+        with about_plan(name):
+            return PipelinePlan.load(name)
+    except OSError as error:
+        raise UserError(
+            f"plan {name}: {error.strerror}; name a file, or one of {', '.join(plans)}"
+        ) from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"plan {name}: {error}") from error
+
+
+def _elsewhere(name: str, plans: Plans) -> str:
+    """Which form of a workload has the plan, where it is the other form's plans that count."""
+    for work in workloads().values():
+        forms = {"in one process": work, "under torchrun": work.on_ranks}
+        for other in (place for place, form in forms.items() if form and name in form.plans):
+            if any(form and set(plans) == set(form.plans) for form in forms.values()):
+                return f"the job {other}"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def load_trace(path: Path) -> Trace:
+    """A saved timeline.
+
+    Raises:
+        UserError: There is no such file, or it is something else.
+    """
+    return _loaded(Trace.load, path)
+
+
+def load_costs(path: Path) -> CostModel:
+    """A cost model from a file.
+
+    Raises:
+        UserError: There is no such file, or it is something else.
+    """
+    return _loaded(CostModel.load, path, "costs ")
+
+
+def _loaded(load: Callable[[Path], T], path: Path, what: str = "") -> T:
+    try:
+        return load(path)
+    except OSError as error:
+        raise UserError(f"{what}{path}: {error.strerror}") from error
+    except ValueError as error:  # PlanError, broken JSON, and bytes that are no text
+        raise UserError(f"{what}{path}: {one_line(error)}") from error
+
+
+def save(what: str, path: Path | None, write: Callable[[Path], object], rank: Rank | None) -> None:
+    """Write a file where the user wants one, on the first rank only, and say where it is.
+
+    Args:
+        what: How the line begins that names the file.
+        path: Its directory is made; None writes nothing.
+        write: Writes it.
+        rank: This process as one rank of several.
+    """
+    if path is not None and (rank is None or rank.number == 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+        typer.echo(f"{what} {path}")
+
+
+def names(given: Collection[str] | None) -> tuple[str, ...]:
+    """``a,b`` and ``a`` ``b`` alike."""
+    return tuple(name for text in given or () for name in text.split(",") if name)

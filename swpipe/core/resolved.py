@@ -1,0 +1,108 @@
+"""A plan and everything that follows from it, derived once and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swpipe.core.dependence import Cycle, CycleError, Dependence, topological
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPlan:
+    """A plan, its dependences and its two orders.
+
+    Attributes:
+        plan: The plan.
+        dependences: Everything that it declares, each with distance and lag; no duplicates.
+        period_order: One order of the tasks within a period; every edge of lag 0 points backwards.
+        serial_order: The order of a serial run.
+    """
+
+    plan: PipelinePlan
+    dependences: tuple[Dependence, ...]
+    period_order: tuple[str, ...]
+    serial_order: tuple[str, ...]
+
+    @property
+    def within_iteration(self) -> tuple[Dependence, ...]:
+        """The dependences of distance 0."""
+        return tuple(dep for dep in self.dependences if dep.distance == 0)
+
+    @property
+    def within_period(self) -> tuple[Dependence, ...]:
+        """The dependences of lag 0."""
+        return tuple(dep for dep in self.dependences if dep.lag == 0)
+
+
+def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> ResolvedPlan:
+    """Derive what follows from a plan. ``swpipe.analysis.validation.validate`` checks it as well.
+
+    Args:
+        plan: The plan; its stages are numbers.
+        names: Its tasks in the order in which they were given; None for the schedule's order.
+
+    Raises:
+        KeyError: A dependence or the order has a name that the schedule does not have.
+        CycleError: The dependences within an iteration or a period form a cycle, or the plan's
+            ``order`` contradicts them.
+    """
+    deps = dependences_of(plan)
+    serial = serial_order(plan.schedule if names is None else names, deps)
+    return ResolvedPlan(plan, deps, _period_order(plan, deps), serial)
+
+
+def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tuple[str, ...]:
+    """The names as given, unless a dependence of distance 0 forbids it.
+
+    Raises:
+        CycleError: The dependences of distance 0 form a cycle.
+    """
+    names = tuple(names)
+    edges = [(dep.consumer, dep.producer) for dep in dependences if dep.distance == 0]
+    if _follows(names, edges):
+        return names
+    rank = {name: (place,) for place, name in enumerate(names)}
+    return tuple(topological(rank, edges, Cycle.ITERATION))
+
+
+def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
+    """Every dependence that a plan declares, for plans that may have no order."""
+    stage = {name: entry.stage for name, entry in plan.schedule.items()}
+    declared = [(c, p, 0, "deps") for c, p in plan.deps]
+    declared += [(c, p, d, "cross_iter_deps") for c, p, d in plan.cross_iter_deps]
+    declared += [(c, p, stage[p] - stage[c], "same_period_deps") for c, p in plan.same_period_deps]
+    unique: dict[tuple[str, str, int], Dependence] = {}
+    for c, p, d, source in declared:
+        unique.setdefault((c, p, d), Dependence(c, p, d, stage[c] - stage[p] + d, source))
+    return tuple(unique.values())
+
+
+def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tuple[str, ...]:
+    """Topological over the edges of lag 0.
+
+    Ties: ``plan.order``; worker groups before the default group, so that a collective of the next
+    batch takes its turn before this batch's backward; higher stages, so that the oldest iteration
+    is not stuck behind a newer one; declaration.
+    """
+    edges = [(dep.consumer, dep.producer) for dep in dependences if dep.lag == 0]
+    order = tuple(plan.order)
+    if len(order) == len(plan.schedule) and _follows(order, edges):
+        return order
+    rank = {
+        name: (entry.thread_group == DEFAULT_GROUP, -entry.stage, index)
+        for index, (name, entry) in enumerate(plan.schedule.items())
+    }
+    ties = [(later, sooner) for sooner, later in pairwise(order)]
+    try:
+        return tuple(topological(rank, [*edges, *ties], Cycle.ORDER))
+    except CycleError:
+        topological(rank, edges, Cycle.PERIOD)  # raises where the order is not to blame
+        raise
+
+
+def _follows(order: Sequence[str], edges: Iterable[tuple[str, str]]) -> bool:
+    place = {name: k for k, name in enumerate(order)}
+    return len(place) == len(order) and all(place[p] < place[c] for c, p in edges)

@@ -1,0 +1,98 @@
+"""CUDA, or another accelerator that torch supports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from swpipe._tensors.pytree import record_stream, tensors_in
+from swpipe.core.plan import StreamSpec
+from swpipe.device.protocol import Event, GeneratorStates, Stream
+
+
+class _CurrentStream:
+    """Makes a stream, and the device that it is on, current within the block.
+
+    A ``torch.Stream`` can do this itself, but keeps the stream that was current before in the
+    stream object, which several threads share here.
+    """
+
+    __slots__ = ("_before", "_index", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._index = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *failure: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        if self._index != self._before.device_index:
+            torch.accelerator.set_device_index(self._index)
+
+
+def plain(stream: torch.Stream) -> torch.Stream:
+    """The stream as ``torch.accelerator`` returns it; a ``torch.cuda.Stream`` has another hash."""
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
+class AcceleratorDevice:
+    """One accelerator; the current one where ``device`` has no index."""
+
+    has_streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self.type = device.type
+        self.name = str(self.device)
+        self.has_nvtx = self.pins_memory = self.type == "cuda"
+        self.autocast_types: tuple[str, ...] = ("cpu", self.type)
+        self._module = torch.get_device_module(self.type)
+
+    def new_stream(self, spec: StreamSpec) -> Stream:
+        return torch.Stream(device=self.device, priority=spec.priority)
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return _CurrentStream(stream)
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        event: Event = torch.Event(device=self.device, enable_timing=timing)
+        return event
+
+    def holds_work(self, value: Any) -> bool:
+        return any(tensor.device.type == self.type for tensor in tensors_in(value))
+
+    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
+        # The allocator keeps a block that was recorded on a stream until that stream's work is
+        # done; recording it on the stream that it was made on costs nothing.
+        record_stream(tuple(values), *streams)
+
+    def use_on_this_thread(self) -> None:
+        torch.accelerator.set_device_index(self.device.index)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def generator_states(self) -> GeneratorStates:
+        return torch.get_rng_state(), self._module.get_rng_state()
+
+    def set_generator_states(self, states: GeneratorStates) -> None:
+        torch.set_rng_state(states[0])
+        self._module.set_rng_state(states[1])
+
+    def seed_generators(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        self._module.manual_seed(seed)

@@ -1,0 +1,40 @@
+"""Which device a pipeline uses."""
+
+from __future__ import annotations
+
+import torch
+
+from swpipe.device.accelerator import AcceleratorDevice
+from swpipe.device.cpu import CpuDevice
+from swpipe.device.protocol import Device
+
+
+def resolve(device: Device | torch.device | str | None) -> Device:
+    """The device that a pipeline uses; None is the machine's accelerator, or else the CPU.
+
+    Raises:
+        ValueError: The device is neither the CPU nor this machine's accelerator.
+    """
+    if device is not None and not isinstance(device, str | torch.device):
+        if not hasattr(device, "has_streams"):
+            raise ValueError(f"device is {device!r}: give a name such as 'cpu', or a torch.device")
+        return device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    wanted = accelerator or torch.device("cpu") if device is None else _torch_device(device)
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if accelerator is None or wanted.type != accelerator.type:
+        have = accelerator.type if accelerator else "no accelerator"
+        raise ValueError(
+            f"device {str(wanted)!r} is not on this machine, which has {have}; give 'cpu'"
+        )
+    return AcceleratorDevice(wanted)
+
+
+def _torch_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device {device!r} is unknown to torch: give a name such as 'cpu' or 'cuda:0'"
+        ) from error

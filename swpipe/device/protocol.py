@@ -1,0 +1,89 @@
+"""What the rest of swpipe asks of a device, so that nothing else asks which device it is.
+
+``CpuDevice`` has no streams: a plan's streams then mean nothing, and its events are no-ops.
+``AcceleratorDevice`` is CUDA or any other accelerator that torch supports.
+``swpipe.device.virtual.VirtualDevice``, for tests, runs streams as late and in as odd an order as
+the events allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from swpipe.core.plan import StreamSpec
+
+Stream: TypeAlias = Any
+"""A device's stream; opaque to the engine, equal to itself alone."""
+
+GeneratorStates: TypeAlias = tuple[torch.Tensor, ...]
+"""States of torch's default generators: the CPU's, and the device's where it has its own."""
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: Stream) -> None:
+        """Mark the end of the work submitted to ``stream`` so far; replaces an older mark."""
+
+    def wait(self, stream: Stream) -> None:
+        """Make work submitted to ``stream`` from now on wait for the marked point."""
+
+    def query(self) -> bool:
+        """Whether the device has reached the marked point."""
+
+
+class Device(Protocol):
+    """A device that tasks submit work to.
+
+    Attributes:
+        type: The torch device type, such as "cpu" or "cuda".
+        name: The type, with the index where there is one: "cuda:0".
+        has_streams: Whether work is asynchronous, on streams ordered by events.
+        has_nvtx: Whether tools show NVTX ranges next to its work.
+        pins_memory: Whether copies to it are faster from pinned host memory.
+        autocast_types: Device types whose autocast settings tasks can depend on.
+    """
+
+    type: str
+    name: str
+    has_streams: bool
+    has_nvtx: bool
+    pins_memory: bool
+    autocast_types: tuple[str, ...]
+
+    def new_stream(self, spec: StreamSpec) -> Stream:
+        """A new stream."""
+
+    def current_stream(self) -> Stream:
+        """The stream that is current on this thread."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make ``stream`` current on this thread within the block."""
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        """A new event, not recorded yet."""
+
+    def holds_work(self, value: Any) -> bool:
+        """Whether ``value`` has tensors on this device, whose work may not be done yet."""
+
+    def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
+        """Keep the memory of ``values`` until the work submitted to ``streams`` so far is done."""
+
+    def use_on_this_thread(self) -> None:
+        """Make this the current device of the calling thread."""
+
+    def synchronize(self) -> None:
+        """Wait until all work submitted to the device is done."""
+
+    def generator_states(self) -> GeneratorStates:
+        """The states of torch's default generators."""
+
+    def set_generator_states(self, states: GeneratorStates) -> None:
+        """Restore what ``generator_states`` returned."""
+
+    def seed_generators(self, seed: int) -> None:
+        """Seed torch's default generators."""

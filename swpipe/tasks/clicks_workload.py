@@ -1,0 +1,140 @@
+"""The click job (``swpipe.tasks.clicks``) as a workload of the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swpipe.core.plan import PipelinePlan
+from swpipe.plans import clicks, sharded_clicks
+from swpipe.tasks.workload import InputError, Option, Run, Training, Workload, register
+
+if TYPE_CHECKING:
+    from swpipe.tasks.clicks.feed import AnyClickJob
+    from swpipe.tasks.clicks.train import TrainRun
+
+_TIMED = 50  # steps below which no speed is reported
+
+
+def cache_home() -> Path:
+    """Where programs keep what they can make again; source: XDG Base Directory Specification."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else Path.home() / ".cache"
+
+
+OPTIONS = (
+    Option(
+        "data",
+        list,
+        None,
+        "Click logs in the Criteo TSV format; none: a log generated from a known model.",
+    ),
+    Option("held_out", list, None, "Click logs to evaluate on."),
+    Option("batch_size", int, 2048, "Rows per step.", minimum=1),
+    Option("seed", int, 0, "Of the model, and of a generated log."),
+    Option("strict", bool, False, "The first malformed row is an error."),
+    Option("cache_dir", Path, cache_home() / "swpipe", "Where a generated log is kept."),
+)
+
+
+def configure(options: Mapping[str, Any]) -> Any:
+    """The job's configuration; with a generated log where no data is named."""
+    # Two threads, one core each: more within an operation would compete for the cores, and a sum
+    # that is split among more threads rounds otherwise.
+    torch.set_num_threads(1)
+    try:
+        from swpipe.tasks.clicks import ClickConfig
+        from swpipe.tasks.clicks.generate import click_logs
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"the click job needs {error.name}: install swpipe[clicks] and TorchRec, see README.md"
+        ) from error
+    data, held_out = options["data"], options["held_out"]
+    if data is None:
+        from tqdm import tqdm
+
+        # The bar appears only if there is something to wait for.
+        with tqdm(desc="generating a click log", unit=" rows", delay=0.3) as bar:
+            logs = click_logs(options["cache_dir"], seed=options["seed"], progress=bar.update)
+        data, held_out = [logs.train], held_out or [logs.held_out]
+    return ClickConfig(
+        data=tuple(data),
+        held_out=tuple(held_out or ()),
+        batch_size=options["batch_size"],
+        device=options["device"] or "cpu",
+        seed=options["seed"],
+        strict=options["strict"],
+    )
+
+
+def open_job(config: Any) -> AnyClickJob[Any]:
+    """The job in one process."""
+    from swpipe.tasks.clicks import ClickJob
+
+    return ClickJob(config)
+
+
+def open_sharded_job(config: Any) -> AnyClickJob[Any]:
+    """The job on all ranks of the process group.
+
+    Raises:
+        InputError: The sharded step was not written for this version of TorchRec.
+    """
+    try:
+        from swpipe.tasks.clicks.sharded import ShardedClickJob
+    except ImportError as error:
+        raise InputError(str(error)) from error
+    return ShardedClickJob(config)
+
+
+def _open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> Run:
+    from swpipe.tasks.clicks.train import TrainRun
+
+    return TrainRun(name, config, plan, steps, open_job)
+
+
+def _open_sharded_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> Run:
+    from swpipe.tasks.clicks.train import TrainRun
+
+    return TrainRun(name, config, plan, steps, open_sharded_job)
+
+
+def report(runs: Sequence[TrainRun]) -> str:
+    """Speed, loss and AUC of each run, how the others differ from the first, and the data."""
+    from swpipe.tasks.clicks import training_tables as tables
+    from swpipe.tasks.clicks.compare import compare, speed
+
+    first = runs[0]
+    parts = [tables.format_runs(runs)]
+    for other in runs[1:]:
+        if first.timed_steps >= _TIMED:
+            parts.append(tables.format_speed(first, other, speed(first, other)))
+        parts.append(tables.format_comparison(first, other, compare(first, other)))
+    if first.job.held_out is not None:
+        parts.append(tables.format_evaluation(first.job.evaluate()))
+    parts.append(f"data: {tables.format_rows(first.all_rows())}")
+    return "\n".join(parts)
+
+
+_ONE = Workload(
+    name="clicks",
+    plans=clicks.PLANS,
+    usual_plan="pipelined",
+    configure=configure,
+    open_job=open_job,
+    options=OPTIONS,
+    training=Training(_open_run, report),
+)
+_SHARDED = replace(
+    _ONE,
+    plans=sharded_clicks.PLANS,
+    usual_plan="sparse_dist",
+    open_job=open_sharded_job,
+    training=Training(_open_sharded_run, report),
+)
+register(replace(_ONE, on_ranks=_SHARDED))

@@ -1,0 +1,122 @@
+"""A field that is added to ``TaskSchedule`` survives, and counts, without anybody naming it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swpipe import PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe._distributed.agreement import differences, plan_facts
+from swpipe.inference.recording import Recording
+from swpipe.planning import Limits, recsys14
+from swpipe.planning.modulo.auto import auto_plan
+from swpipe.planning.published.joint import joint_search
+from swpipe.planning.published.list_schedule import list_schedule
+from swpipe.planning.published.lookahead import assign_lookaheads
+
+
+@dataclass(frozen=True, slots=True)
+class Extended(TaskSchedule):
+    """A schedule with a field of each kind that a file can hold."""
+
+    weight: int = 1
+    cores: tuple[int, ...] = ()
+    note: str | None = None
+
+
+@pytest.fixture(autouse=True)
+def extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library as it would be with the fields."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("swpipe.") and vars(module).get("TaskSchedule") is TaskSchedule:
+            monkeypatch.setattr(module, "TaskSchedule", Extended)
+
+
+def paper() -> PipelinePlan:
+    """The paper's plan; each task has a weight of its own."""
+    plan = recsys14.plan()
+    schedule = {
+        name: Extended(
+            entry.stage,
+            entry.stream,
+            entry.thread_group,
+            entry.globally_ordered,
+            weight=10 + number,
+            cores=(number, 2),
+            note=name,
+        )
+        for number, (name, entry) in enumerate(plan.schedule.items())
+    }
+    return replace(plan, schedule=schedule)
+
+
+def added(plan: PipelinePlan) -> dict[str, Any]:
+    """Task to what stands in the new fields."""
+    entries: Any = plan.schedule
+    return {name: (entry.weight, entry.cores, entry.note) for name, entry in entries.items()}
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_it_goes_to_a_file_and_back(tmp_path: Path, suffix: str) -> None:
+    """At any value, and at its default, where nothing is written."""
+    path = tmp_path / f"plan{suffix}"
+    paper().save(path)
+    assert PipelinePlan.load(path) == paper()
+    assert added(PipelinePlan.load(path)) == added(paper())
+    PipelinePlan({"a": Extended()}).save(path)
+    assert "weight" not in path.read_text()
+    assert PipelinePlan.load(path) == PipelinePlan({"a": Extended()})
+
+
+def test_a_file_with_another_type_is_refused() -> None:
+    """By the types that the field declares."""
+    rows: Any = {"a": {"weight": "much", "cores": 3, "note": 4}}
+    with pytest.raises(PlanError) as caught:
+        PipelinePlan.from_dict({"schedule": rows})
+    assert [problem.text for problem in caught.value.problems] == [
+        "schedule.a.weight is 'much': it must be a int",
+        "schedule.a.cores is 3: it must be a tuple",
+        "schedule.a.note is 4: it must be a str",
+    ]
+
+
+@pytest.mark.parametrize("change", [{"weight": 7}, {"cores": (9,)}, {"note": "other"}])
+def test_ranks_must_agree_on_it(change: dict[str, Any]) -> None:
+    """The digest counts it, and the difference is named."""
+    name = next(iter(paper().schedule))
+    moved = replace(paper().schedule[name], **change)
+    other = replace(paper(), schedule={**paper().schedule, name: moved})
+    assert other.digest() != paper().digest()
+    ((key, value),) = change.items()
+    assert f"{key} {value}" in differences([plan_facts(paper()), plan_facts(other)])
+    assert f"{key}={value!r}" in repr(other)
+
+
+def test_published_planners_keep_it() -> None:
+    """Lists, lookaheads and the joint search move tasks, and leave the rest as it is."""
+    costs, limits = recsys14.costs(), recsys14.limits()
+    plans = [
+        list_schedule(paper(), costs).plan,
+        assign_lookaheads(paper(), costs, limits=limits).plan,
+        joint_search(paper(), costs, limits=limits, rounds=1).plan,
+    ]
+    assert [added(plan) for plan in plans] == [added(paper())] * 3
+
+
+def test_the_planner_keeps_it() -> None:
+    """Stages and thread groups are new, the rest is the plan's."""
+    found = auto_plan(paper(), recsys14.costs(), limits=Limits(), effort=0.01).plan
+    assert found.schedule != paper().schedule
+    assert added(found) == added(paper())
+
+
+def test_new_plans_have_it() -> None:
+    """The serial plan and the inferred one, at its default."""
+    tasks = tuple(PipelineTask(name, print) for name in "ab")
+    inferred = Recording(tasks, {}, {}, {}, frozenset(), ()).plan()
+    for plan in (PipelinePlan.serial(tasks), inferred):
+        assert added(plan) == dict.fromkeys("ab", (1, (), None))

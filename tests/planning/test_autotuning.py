@@ -1,0 +1,334 @@
+"""A plan chosen by trial: the rule, the reasons, and the steps that lead to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import swpipe
+from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.effects import Effects, Location
+from swpipe.inference import Recording
+from swpipe.planning import Limits, autotuning
+from swpipe.planning.autotuning import (
+    PLANNED,
+    PLANNED_AGAIN,
+    Candidate,
+    Loop,
+    Trial,
+    autotune,
+    choose,
+    explain,
+    join_stages,
+)
+
+
+def read(ctx: IterContext) -> None:
+    """Produce what ``train`` consumes."""
+    ctx.x = ctx.batch + 1
+
+
+def train(ctx: IterContext) -> None:
+    """Consume it."""
+    ctx.y = ctx.x * 2
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan with little effort: two tasks need no more."""
+    monkeypatch.setattr(autotuning, "EFFORT", 0.1)
+
+
+TASKS = (PipelineTask("read", read), PipelineTask("train", train))
+BATCHES = [torch.ones(2), torch.zeros(2)]
+SERIAL = replace(PipelinePlan.serial(TASKS), tasks=())
+PREFETCH = PipelinePlan(
+    {"read": TaskSchedule(thread_group="io"), "train": TaskSchedule(stage=1)},
+    deps=[("train", "read")],
+    pipeline_depth=3,
+)
+UNSAFE = replace(PREFETCH, deps=())
+COSTS = CostModel({"read": TaskCost(host_us=3000), "train": TaskCost(host_us=2000)})
+
+
+def tried(name: str, *rounds_ms: float, plan: PipelinePlan = SERIAL, **fields: Any) -> Candidate:
+    """A candidate with the measurements of a trial."""
+    return Candidate(
+        name,
+        plan,
+        fields.pop("predicted_us", 1e3 * rounds_ms[0]),
+        Trial(tuple(1e3 * ms for ms in rounds_ms)),
+        **fields,
+    )
+
+
+def fake_trial(monkeypatch: pytest.MonkeyPatch, took_ms: dict[str, float]) -> list[tuple[str, ...]]:
+    """Replace the trial by these times, and return the plans of each round."""
+    rounds: list[tuple[str, ...]] = []
+
+    def try_plans(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
+        rounds.append(tuple(plans))
+        return {name: took_ms[name] / 1e3 for name in plans}
+
+    monkeypatch.setattr(autotuning, "try_plans", try_plans)
+    monkeypatch.setattr(Loop, "measure", lambda loop, plan: COSTS)
+    return rounds
+
+
+# ---------------------------------------------------------------------------------------- the rule
+
+
+@pytest.mark.parametrize(
+    ("rounds_ms", "chosen"),
+    [
+        ({"serial": (10, 10, 10), "ready": (8, 8, 8), "planned": (6, 6, 6)}, "planned"),
+        ({"serial": (10, 10, 10), "ready": (8, 8.2, 8.4), "planned": (8, 8, 8)}, "ready"),
+        ({"serial": (9, 10, 11), "ready": (9.5, 9.5, 9.5), "planned": (9.2, 9.2, 9.2)}, "serial"),
+        ({"serial": (10, 10, 10), "ready": (10.1, 10.1, 10.1), "planned": (8, 11, 14)}, "serial"),
+        ({"serial": (10, 10, 10), "ready": (12, 12, 12), "planned": (9, 9, 9)}, "planned"),
+    ],
+    ids=["gain", "ready-made-within-spread", "noisy-serial", "noisy-planned", "ready-made-slower"],
+)
+def test_a_simpler_plan_is_left_only_for_a_gain_above_the_spread(
+    rounds_ms: dict[str, Sequence[float]], chosen: str
+) -> None:
+    """Serial, then ready-made, then planned; within the spread the first one wins."""
+    candidates = [tried(name, *rounds) for name, rounds in rounds_ms.items()]
+    assert choose(candidates).name == chosen
+
+
+def test_interval_and_spread_come_from_the_rounds() -> None:
+    """The median, and half the range."""
+    trial = Trial((9.0, 12.0, 10.0))
+    assert (trial.interval_us, trial.spread_us) == (10.0, 1.5)
+
+
+# ------------------------------------------------------------------------------------- the reasons
+
+
+def test_the_gain_over_the_serial_plan_is_stated() -> None:
+    """After the planner's own reasons; a faster plan within the spread is named."""
+    serial, ready = tried("serial", 10.0), tried("ready", 8.0, 8.4, why=("Because.",))
+    faster = tried("planned", 7.9, 8.3)
+    why = explain([serial, ready, faster], ready, COSTS)
+    assert why == (
+        "Because.",
+        "It takes 18.0% less time per iteration than the serial plan.",
+        "planned is not faster by more than the spread, and less simple.",
+    )
+
+
+def test_the_serial_plan_is_explained() -> None:
+    """Nothing is faster by more than the spread."""
+    serial, planned = tried("serial", 10.0, 10.4), tried("planned", 10.1)
+    (why,) = explain([serial, planned], serial, COSTS)
+    assert why == "No plan is faster than the serial one by more than the spread of the trial."
+
+
+@pytest.mark.parametrize(
+    ("predicted_us", "trusted"), [(9_000, True), (8_900, False), (11_100, False), (10_900, True)]
+)
+def test_a_prediction_that_is_off_is_not_to_be_trusted(predicted_us: float, trusted: bool) -> None:
+    """Off by more than 10% and by more than the spread."""
+    serial = tried("serial", 10.0, predicted_us=predicted_us)
+    why = explain([serial], serial, COSTS)
+    assert any(sentence.startswith("Do not trust the prediction: ") for sentence in why) != trusted
+    noisy = tried("serial", 8.0, 10.0, 12.0, predicted_us=predicted_us)
+    assert "trust" not in " ".join(explain([noisy], noisy, COSTS))
+
+
+@pytest.mark.parametrize(("gil_us", "binds"), [(9_500, True), (8_000, False)])
+def test_processes_are_advised_where_the_interpreter_lock_limits(
+    gil_us: float, binds: bool
+) -> None:
+    """Tasks hold it for more than 90% of the interval; the one that holds it longest is named."""
+    costs = CostModel({"read": TaskCost(host_us=gil_us, gil_us=gil_us), "train": TaskCost()})
+    serial = tried("serial", 10.0)
+    text = " ".join(explain([serial], serial, costs))
+    assert ("use processes (DataLoader workers)" in text) == binds
+    assert ("read the longest" in text) == binds
+
+
+# -------------------------------------------------------------------------- tasks of one stage
+
+
+def parted(**costs_us: float) -> tuple[PipelinePlan, CostModel]:
+    """Two independent tasks in one stage and two thread groups, and one in the next stage."""
+    plan = PipelinePlan(
+        {
+            "a": TaskSchedule(thread_group="one"),
+            "b": TaskSchedule(thread_group="two"),
+            "c": TaskSchedule(stage=1),
+        },
+        deps=[("c", "a"), ("c", "b")],
+        pipeline_depth=3,
+    )
+    return plan, CostModel({name: TaskCost(host_us=us) for name, us in costs_us.items()})
+
+
+def test_tasks_of_one_stage_stay_together_where_parting_them_gains_nothing() -> None:
+    """The last stage takes longer than both of the first."""
+    plan, costs = parted(a=1000, b=1000, c=5000)
+    joined, why = join_stages(plan, costs, lambda plan: True, streams=False)
+    assert joined.schedule["a"].thread_group == joined.schedule["b"].thread_group == "one"
+    assert why == ("The tasks of stage 0 share thread group one: parting them gains nothing.",)
+
+
+def test_tasks_of_one_stage_are_parted_where_it_gains() -> None:
+    """One thread for both would take 8 ms, two take 4 ms."""
+    plan, costs = parted(a=4000, b=4000, c=1000)
+    assert join_stages(plan, costs, lambda plan: True, streams=False) == (plan, ())
+
+
+def test_tasks_are_not_joined_at_the_price_of_the_serial_numbers() -> None:
+    """A plan that is not allowed is not taken."""
+    plan, costs = parted(a=1000, b=1000, c=5000)
+    assert join_stages(plan, costs, lambda plan: False, streams=False) == (plan, ())
+
+
+# ------------------------------------------------------------------------------------- the steps
+
+
+def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The simplest first, in an order that alternates; the result has a row for each."""
+    took = {"serial": 10.0, "prefetch": 8.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0}
+    rounds = fake_trial(monkeypatch, took)
+    steps: list[str] = []
+    tuned = swpipe.autotune(
+        TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH}, progress=steps.append
+    )
+    assert [candidate.name for candidate in tuned.candidates] == list(took)
+    assert rounds[0] == tuple(reversed(took))
+    assert rounds[1] == tuple(took)
+    assert len(rounds) == 5
+    assert tuned.chosen.name == PLANNED
+    assert len(tuned.plan.thread_groups) == 2
+    assert tuned.plan.deps == (("train", "read"),)
+    assert tuned.chosen.trial.interval_us == pytest.approx(6000)
+    assert [step.split()[0] for step in steps] == ["recording", "trying"]
+    text = tuned.format()
+    assert text.startswith("6.000 ms per iteration, ")
+    assert all(f"\n{name} " in text for name in took)
+
+
+def test_a_ready_made_plan_that_is_as_fast_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned ones are no reason to leave it."""
+    fake_trial(monkeypatch, {"serial": 10.0, "prefetch": 6.0, PLANNED: 6.0, PLANNED_AGAIN: 6.1})
+    tuned = autotune(TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH})
+    assert tuned.plan == PREFETCH
+
+
+@pytest.mark.parametrize(
+    ("plan", "limits", "reason"),
+    [
+        (UNSAFE, Limits(), "it could give other numbers than the serial loop"),
+        (PREFETCH, Limits(in_flight=2), "it is above the limits"),
+        (PREFETCH, Limits(threads=1), "it is above the limits"),
+        (PREFETCH, Limits(frozen=["train"]), "the limits freeze tasks"),
+    ],
+)
+def test_a_ready_made_plan_that_may_not_run_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, plan: PipelinePlan, limits: Limits, reason: str
+) -> None:
+    """And the reason is given."""
+    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 10.0, PLANNED_AGAIN: 10.0})
+    tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, ready_made={"prefetch": plan})
+    assert f"The ready-made plan prefetch was not tried: {reason}." in tuned.why
+
+
+def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the limit, and with a reason; one thread needs none."""
+    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    tuned = autotune(TASKS, BATCHES, device="cpu")
+    assert tuned.plan.depth == 3
+    assert any("evens out" in sentence for sentence in tuned.why)
+    limited = autotune(TASKS, BATCHES, device="cpu", limits=Limits(in_flight=2))
+    assert limited.plan.depth == 2
+    alone = autotune(TASKS, BATCHES, device="cpu", limits=Limits(threads=1))
+    assert not any("evens out" in sentence for sentence in alone.why)
+
+
+def test_a_loop_is_tuned_without_a_fake() -> None:
+    """Recorded, measured, planned and tried; whatever is chosen gives the serial numbers."""
+    tuned = autotune(TASKS, BATCHES, device="cpu")
+    assert tuned.candidates[0].name == "serial"
+    assert all(len(candidate.trial.rounds_us) == 5 for candidate in tuned.candidates)
+    with swpipe.SWPipeline(tuned.plan, TASKS, device="cpu") as pipe:
+        outputs = [ctx.y for ctx in pipe.iterate(BATCHES)]
+    assert [y.tolist() for y in outputs] == [[4.0, 4.0], [2.0, 2.0]]
+
+
+def test_what_cannot_be_tuned_is_refused() -> None:
+    """No batches; a frozen task that is unknown."""
+    with pytest.raises(ValueError, match="give at least one batch"):
+        autotune(TASKS, [], device="cpu")
+    with pytest.raises(PlanError, match="'gone'"):
+        autotune(TASKS, BATCHES, device="cpu", limits=Limits(frozen=["gone"]))
+
+
+# ---------------------------------------------------------------------------------- several ranks
+
+
+def test_a_round_takes_as_long_as_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that is best here keeps another rank waiting."""
+    fake_trial(monkeypatch, {"one": 10.0, "two": 12.0})
+    there = {"one": 0.015, "two": 0.011}
+    candidates = [tried("one", 1.0), tried("two", 1.0)]
+    here = autotuning._try(Loop(TASKS, BATCHES, "cpu"), candidates)
+    assert choose(here).name == "one"
+    both = autotuning._try(
+        Loop(TASKS, BATCHES, "cpu", over_ranks=lambda own: [own, there]), candidates
+    )
+    assert [candidate.trial.interval_us for candidate in both] == pytest.approx([15e3, 12e3])
+    assert choose(both).name == "two"
+
+
+def test_what_tasks_touch_on_any_rank_counts() -> None:
+    """Here they share ctx.x; on another rank also a table."""
+    place = Location("table", persistent=True)
+
+    def ranks(own: Recording) -> list[Recording]:
+        there = {
+            "read": Effects(reads=frozenset({place})),
+            "train": Effects(writes=frozenset({place})),
+        }
+        return [own, replace(own, effects=there)]
+
+    alone = Loop(TASKS, BATCHES, "cpu")
+    assert alone.inferred_plan(alone.record()).cross_iter_deps == ()
+    together = Loop(TASKS, BATCHES, "cpu", over_ranks=ranks)
+    recording = together.record()
+    assert ("read", "train", 1) in together.inferred_plan(recording).cross_iter_deps
+    assert recording.tasks == TASKS
+
+
+def test_tasks_that_are_known_to_communicate_are_globally_ordered() -> None:
+    """Though nothing of the kind was recorded; and the plan has no tasks, so it can be sent."""
+    loop = Loop(TASKS, BATCHES, "cpu", ordered=frozenset({"train"}))
+    plan = loop.inferred_plan(loop.record())
+    assert [entry.globally_ordered for entry in plan.schedule.values()] == [False, True]
+    assert plan.tasks == ()
+
+
+def test_a_task_costs_its_mean_over_the_ranks() -> None:
+    """A wait for a late rank does not count on top of what that rank was doing."""
+    slow = CostModel({task.name: TaskCost(host_us=1e6) for task in TASKS})
+    costs = Loop(TASKS, BATCHES, "cpu", over_ranks=lambda own: [own, slow]).measure(SERIAL)
+    assert all(5e5 < cost.host_us < 9e5 for cost in costs.tasks.values())
+
+
+def test_all_ranks_use_the_plan_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own might be another one."""
+    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+
+    def ranks(own: Any) -> list[Any]:
+        return [replace(own, plan=PREFETCH), own] if isinstance(own, Candidate) else [own]
+
+    assert autotune(TASKS, BATCHES, device="cpu", over_ranks=ranks).plan == PREFETCH

@@ -1,0 +1,150 @@
+"""Packages use each other's public names, and only ``swpipe.device`` knows kinds of device."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import swpipe
+
+PACKAGE = Path(swpipe.__file__).parent
+
+OF_OTHERS = {
+    # Python's
+    "_current_frames", "_exit", "_getframe", "_replace",
+    # torch's and numpy's
+    "_C", "_bit_generator", "_buffers", "_cdata", "_engine_run_backward", "_get_default_store",
+    "_has_storage", "_indices", "_is_profiler_enabled", "_len_torch_function_stack", "_parameters",
+    "_pytree", "_values", "_version",
+    # TorchRec's
+    "_dist", "_get_leaf_module_names", "_module", "_override_input_dist_forwards", "_start_data_dist",
+}  # fmt: skip
+"""Private names of other projects for which there is no public one."""
+
+
+def modules(package: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """Each module's path under ``package``, and its syntax tree."""
+    for path in sorted(package.rglob("*.py")):
+        yield path.relative_to(package), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_private(name: str) -> bool:
+    """Whether a name has one leading underscore."""
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """The names that a module defines: functions, classes, variables, attributes of self."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            found.add(node.attr)
+    return found
+
+
+def of_self(node: ast.Attribute) -> bool:
+    """Whether the object is ``self`` or ``cls``."""
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_uses(package: Path) -> list[str]:
+    """Where a module uses a private attribute or imports a private name that is not its own."""
+    found = []
+    for path, tree in modules(package):
+        allowed = own_names(tree) | OF_OTHERS
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Attribute) and not of_self(node):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+            found += [
+                f"{path}:{getattr(node, 'lineno', '?')}: {name}"
+                for name in names
+                if is_private(name) and name not in allowed
+            ]
+    return found
+
+
+def test_no_module_uses_a_private_name_of_another() -> None:
+    """What is needed of another module has a public name there."""
+    assert private_uses(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "uses"),
+    [
+        ("pipe._engine.program", ["_engine"]),
+        ("from swpipe.pipeline import _PushedBatches", ["_PushedBatches"]),
+        ("def f(a):\n    return a._run._lock", ["_run", "_lock"]),
+        ("class A:\n    def f(self, other):\n        self._x = other._x", []),
+        ("self._engine", []),
+        ("torch._C", []),
+        ("a.__dict__", []),
+    ],
+)
+def test_a_private_use_is_found(tmp_path: Path, line: str, uses: list[str]) -> None:
+    """Attributes and imports are found; a module's own names and other projects' are not."""
+    (tmp_path / "a.py").write_text(line)
+    assert sorted(use.split(": ")[1] for use in private_uses(tmp_path)) == sorted(uses)
+
+
+def names_a_device(node: ast.AST) -> bool:
+    """Whether an expression contains the name of a kind of device."""
+    return any(
+        isinstance(part, ast.Constant)
+        and isinstance(part.value, str)
+        and part.value.partition(":")[0] in ("cpu", "cuda")
+        for part in ast.walk(node)
+    )
+
+
+def device_questions(package: Path) -> list[str]:
+    """Where a module outside ``device`` asks what kind a device is."""
+    found = []
+    for path, tree in modules(package):
+        if path.parts[0] == "device":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare):
+                asks = any(map(names_a_device, (node.left, *node.comparators)))
+            elif isinstance(node, ast.MatchValue):
+                asks = names_a_device(node.value)
+            else:
+                asks = isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")
+            if asks:
+                found.append(f"{path}:{getattr(node, 'lineno', '?')}")
+    return found
+
+
+def test_only_devices_know_their_kind() -> None:
+    """Elsewhere nothing is compared with "cpu" or "cuda": a device has an attribute for it."""
+    assert device_questions(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'device.type == "cpu"',
+        '"cuda" != x',
+        'x in ("cpu", "meta")',
+        'x == "cuda:0"',
+        "tensor.is_cuda",
+        "torch.cuda.synchronize()",
+        'match x:\n    case "cpu":\n        pass',
+    ],
+)
+def test_a_device_question_is_found(tmp_path: Path, line: str) -> None:
+    """Each way to ask is found, and only outside ``device``."""
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "cpu.py").write_text(line)
+    assert device_questions(tmp_path) == []
+    (tmp_path / "a.py").write_text(line)
+    assert len(device_questions(tmp_path)) == 1
