@@ -1,7 +1,7 @@
-"""Copies of tensors in host memory, to be put back into the same tensors.
+"""Copies of tensors in host memory, to be restored into the same tensors.
 
-A tensor comes back with its identity, its memory and its bits, and as the leaf that it was: with
-its ``requires_grad`` and its gradient, or without one.
+A restored tensor has its old identity, memory and values; a leaf also has its old
+``requires_grad`` and gradient.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from swpipe.device import on_cpu
 
-ALL = slice(None)
-UNMADE = (UninitializedBuffer, UninitializedParameter)
+UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
 
 
 class SavedTensors:
-    """Copies of tensors, each once."""
+    """Copies of tensors; each tensor is saved once."""
 
     def __init__(self) -> None:
         self._saved: dict[int, _SavedTensor] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Save a tensor, and its gradient if it has one; of a ShardedTensor, the local shards."""
+        """Save a tensor and its gradient, if any; of a ShardedTensor, the local shards."""
         if hasattr(tensor, "local_shards"):
             for shard in tensor.local_shards():
                 self.add(shard.tensor)
-        elif id(tensor) not in self._saved and not isinstance(tensor, UNMADE):
+        elif id(tensor) not in self._saved and not isinstance(tensor, UNINITIALIZED):
             self._saved[id(tensor)] = _SavedTensor(tensor)
             if tensor.is_leaf and tensor.grad is not None:
                 self.add(tensor.grad)
 
     def restore(self) -> None:
-        """Put all of them back."""
+        """Restore all of them."""
         for saved in self._saved.values():
             saved.restore()
 
@@ -48,19 +47,19 @@ class _SavedTensor:
         self._leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
-        # Shares memory with the tensor, and still does when someone gives the tensor other memory.
-        # (A sparse tensor has none of its own: there it is the tensor itself.)
+        # References the original memory, also after the tensor gets other memory through ``.data``.
+        # (For a sparse tensor it is the tensor itself.)
         self._memory = tensor.detach() if tensor.layout is torch.strided else tensor
         self._copies = [(part, _to_host(part)) for part in _parts(self._memory)]
 
     def restore(self) -> None:
-        with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
-            self._restore()
-
-    def _restore(self) -> None:
         tensor, memory = self._tensor, self._memory
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            self._restore(tensor, memory)
+
+    def _restore(self, tensor: Tensor, memory: Tensor) -> None:
         if self._leaf:
-            if tensor.grad_fn is not None:  # someone made it part of a graph
+            if tensor.grad_fn is not None:  # an in-place operation made it part of a graph
                 tensor.detach_()
             tensor.requires_grad_(self._requires_grad)
         if not _same_memory(tensor, memory):
@@ -74,31 +73,26 @@ class _SavedTensor:
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
     if tensor.layout is not torch.strided or _inner_names(tensor):
         return True
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
-        memory.data_ptr(),
-        memory.shape,
-        memory.stride(),
-        memory.dtype,
-    )
+    a, b = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, memory))
+    return a == b
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Tensors with the memory of ``tensor``, each element of it once."""
+    """Tensors that cover the memory of ``tensor``, with each element once."""
     if inner := _inner_names(tensor):
         for name in inner:
             yield from _parts(getattr(tensor, name))
     elif tensor.layout is not torch.strided:
         yield tensor
     elif not tensor.is_meta:
-        # Of an expanded dimension all elements are one.
+        # All elements along an expanded dimension are the same one.
         dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-        yield tensor[
-            tuple(slice(0, 1) if size > 1 and not step else ALL for size, step in dimensions)
-        ]
+        first, everything = slice(0, 1), slice(None)
+        yield tensor[tuple(first if n > 1 and not step else everything for n, step in dimensions)]
 
 
 def _inner_names(tensor: Any) -> Sequence[str]:
-    """Attributes of a wrapper, such as a DTensor, that hold the tensors that it is made of."""
+    """Attributes of a wrapper, such as a DTensor, that hold its inner tensors."""
     return tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
 
 

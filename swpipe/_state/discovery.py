@@ -1,14 +1,13 @@
-"""Find what the tasks change outside the context: models, optimizers, generators.
+"""Find the objects that the tasks change outside the context: models, optimizers, generators.
 
-A task's function says what it can reach::
+The search starts at the tasks' functions and follows::
 
     bound method  ->  self                           partial  ->  function, arguments
-    function      ->  closure, defaults, the globals it names (through functions of the user's own)
-    object        ->  its attributes, and theirs     list, tuple, set, dict  ->  its items
+    function      ->  closure, defaults, and the globals it names (also via the user's functions)
+    object        ->  its attributes                 list, tuple, set, dict  ->  its items
 
-What counts as state is in ``has_state``. The search goes through at most two objects' attributes
-and looks, without running any code of theirs, into nothing that belongs to torch or the standard
-library.
+``has_state`` defines what counts as state. The search follows the attributes of at most two objects
+in a row, runs no code of the objects, and does not enter torch or the standard library.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ import torch
 from swpipe.core.task import PipelineTask
 
 MAX_HOPS = 2
-"""How many objects the search may go through by their attributes."""
+"""How many times in a row the search may follow an attribute."""
 
 MAX_ITEMS = 1000
-"""Containers that hold more are data, not state."""
+"""Larger containers are data, not state."""
 
 FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
 
 WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
-"""Put back whole. In other objects the search goes on: their state_dict may not tell all."""
+"""Restored as a whole. Other objects are searched: their state_dict may be incomplete."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Values without parts. Equal ones may be one object, so each is met on all its paths."""
+"""Values without parts. Equal values may be one object, so these are found on all their paths."""
 
 
 class Found(NamedTuple):
-    """Something within reach.
+    """An object that the search found.
 
     Attributes:
-        path: How it was reached: ``"self.model"``.
+        path: The path to it, such as ``"self.model"``.
         owner: The object.
     """
 
@@ -56,36 +55,31 @@ class Found(NamedTuple):
 
 
 def has_state(value: Any) -> bool:
-    """Whether ``value`` is worth putting back.
+    """Whether ``value`` has state to restore.
 
-    It has ``state_dict`` and ``load_state_dict``, or is a generator of random numbers, or a
-    tensor of its own that requires grad.
+    This is an object with ``state_dict`` and ``load_state_dict``, a generator of random numbers,
+    or a leaf tensor that requires grad.
     """
     if isinstance(value, torch.Tensor):
         return value.requires_grad and value.is_leaf
-    return has_state_dict(value) or isinstance(value, random.Random) or is_generator(value)
+    return has_state_dict(value) or is_generator(value)
 
 
 def has_state_dict(value: Any) -> bool:
-    """Whether ``value`` is an object with state_dict and load_state_dict."""
-    cls = type(value)
-    return callable(getattr(cls, "state_dict", None)) and callable(
-        getattr(cls, "load_state_dict", None)
-    )
+    """Whether the class of ``value`` has ``state_dict`` and ``load_state_dict``."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(type(value), name, None)) for name in names)
 
 
 def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a generator of torch's or numpy's."""
-    if isinstance(value, torch.Generator):
-        return True
-    numpy_random = sys.modules.get("numpy.random")
-    return numpy_random is not None and isinstance(
-        value, (numpy_random.Generator, numpy_random.RandomState)
-    )
+    """Whether ``value`` is a random generator of torch, Python or numpy."""
+    numpy = sys.modules.get("numpy.random")
+    types = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *types))
 
 
 def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
-    """Everything with state that the tasks' functions, and those of their io, can reach."""
+    """Every object with state that the functions of the tasks and of their io can reach."""
     found = [one for one in find_all(tasks) if has_state(one.owner)]
     inside: set[int] = set()
     for module in (one.owner for one in found if isinstance(one.owner, torch.nn.Module)):
@@ -95,10 +89,11 @@ def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
 
 
 def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
-    """Whatever the tasks' functions, and those of their io, can reach, nearest first.
+    """Every object that the functions of the tasks and of their io can reach, nearest first.
 
-    Each object comes once, on its shortest path. What is ``WHOLE`` is not looked into. Last comes
-    what only the memory of declared states leads to, and does not belong to a module found before.
+    Each object is yielded once, on its shortest path; objects of the types in ``WHOLE`` are not
+    searched. Last come objects that only the memory of declared states leads to, except for
+    parameters and buffers of modules found before.
     """
     tasks = tuple(tasks)
     declared = [io for task in tasks for io in task.io]
@@ -114,15 +109,17 @@ def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
             modules.append(found.owner)
     for module in modules:
         seen |= {id(one): one for one in (*module.parameters(), *module.buffers())}
-    told = [_Step(io.state, io.memory, 0) for io in declared if io.state and io.memory is not None]
-    yield from _walk(told, seen)
+    memory = [
+        _Step(io.state, io.memory, 0) for io in declared if io.state and io.memory is not None
+    ]
+    yield from _walk(memory, seen)
 
 
 def given_state(state: Any) -> tuple[Found, ...]:
-    """What a user named: one object with state, several, or several by name.
+    """The objects that the user gave: one, several, or a mapping with names.
 
     Raises:
-        TypeError: One of them has none that could be put back.
+        TypeError: One of them has no state that can be restored.
     """
     if isinstance(state, torch.Tensor) or has_state(state):
         named: Iterable[tuple[str, Any]] = [("state", state)]
@@ -134,7 +131,7 @@ def given_state(state: Any) -> tuple[Found, ...]:
     for one in found:
         if not (isinstance(one.owner, torch.Tensor) or has_state(one.owner)):
             raise TypeError(
-                f"{one} cannot be put back: give modules, optimizers, generators, tensors, or "
+                f"{one} cannot be restored: give modules, optimizers, generators, tensors, or "
                 "objects with state_dict and load_state_dict"
             )
     return found
@@ -150,16 +147,15 @@ class _Step(NamedTuple):
         return _Step(path, value, self.hops + hops)
 
 
-def _walk(ahead: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
-    """Go through all within reach, nearest first: each object is met on its shortest path.
+def _walk(start: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
+    """Breadth-first search: each object is found on its shortest path.
 
     Args:
-        ahead: Where to begin.
-        seen: Objects met before, by their ids. It keeps them: some are made on the way, and ids are
-            used again.
+        start: Where to start.
+        seen: Objects found before, by id. It keeps them alive, so that ids are not reused.
     """
-    while ahead:
-        near, far = deque(ahead), list[_Step]()
+    while start:
+        near, far = deque(start), list[_Step]()
         while near:
             step = near.popleft()
             if isinstance(step.value, PLAIN):
@@ -173,7 +169,7 @@ def _walk(ahead: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
                 continue
             for child in _children(step):
                 (far if child.hops > step.hops else near).append(child)
-        ahead = far
+        start = far
 
 
 def _children(step: _Step) -> Iterator[_Step]:
@@ -205,7 +201,7 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield step.to(name, cell.cell_contents)
-        except ValueError:  # a cell that nothing was put into yet
+        except ValueError:  # the cell is still empty
             continue
     yield from (step.to("default", value) for value in function.__defaults__ or ())
     yield from (step.to(name, value) for name, value in (function.__kwdefaults__ or {}).items())
@@ -221,7 +217,7 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Names of globals and attributes that code, and the functions defined in it, mention."""
+    """Names of globals and attributes in the code, and in functions defined in it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

@@ -1,16 +1,16 @@
-"""Save the state of models, optimizers and generators, and put it back bit for bit.
+"""Save the state of models, optimizers and generators, and restore it bit for bit.
 
-What is put back is the same objects: tensors keep their identity and their memory, so that whoever
-holds one (an optimizer its parameters, a view its base) goes on holding the right one.
+State is restored into the same objects: tensors keep their identity and memory, so references to
+them stay valid (an optimizer's to its parameters, a view's to its base).
 
-- modules: parameters, buffers and other tensors among the attributes, their ``.grad`` (its absence
-  too), ``requires_grad``, the training flags, extra state;
-- optimizers: parameters and the state of each, and the options of the groups;
-- generators: torch's, Python's and numpy's own ones, and those that were found;
-- anything else by ``state_dict`` and ``load_state_dict``.
+- modules: parameters, buffers and other tensors among the attributes, their ``.grad`` or its
+  absence, ``requires_grad``, the training flags, extra state;
+- optimizers: parameters, their state, and the options of the groups;
+- generators: the default ones of torch, Python and numpy, and those that were found;
+- other objects: through ``state_dict`` and ``load_state_dict``.
 
-Copies lie in host memory, so that a model that fills its device can be profiled. Parameters and
-buffers that a module makes at its first batch cannot be put back, and stay as that makes them.
+Copies are in host memory, so that a model that fills its device can be profiled. Lazy parameters
+and buffers that are initialized after the snapshot keep their values.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -31,22 +32,22 @@ from swpipe._tensors.pytree import nodes_in, tensors_in
 from swpipe.device import Device
 
 Restore: TypeAlias = Callable[[], object]
-"""Puts back what was saved when it was made; can be called again and again."""
+"""Restores what was saved when it was created; can be called repeatedly."""
 
 
 class Snapshot:
-    """The state of some owners, and of all default generators, at one moment."""
+    """The state of some objects, and of all default generators, at one moment."""
 
     def __init__(self, owners: Iterable[Found], device: Device) -> None:
         self._device = device
         device.synchronize()
         tensors = SavedTensors()
-        # Tensors last: their memory is filled when the objects are in their places again.
+        # Tensors after the containers and modules that hold them.
         self._restores = [*(_save(found, tensors) for found in owners), tensors.restore]
         self._restores += [_save_generators(device)]
 
     def restore(self) -> None:
-        """Put everything back; once the device is done with what uses it now."""
+        """Restore everything, after the device has finished its current work."""
         self._device.synchronize()
         for restore in self._restores:
             restore()
@@ -56,7 +57,7 @@ def _save(found: Found, tensors: SavedTensors) -> Restore:
     owner = found.owner
     if isinstance(owner, Tensor):
         tensors.add(owner)
-        return _nothing
+        return lambda: None
     if isinstance(owner, torch.nn.Module):
         return _save_module(owner, tensors)
     if isinstance(owner, torch.optim.Optimizer):
@@ -66,37 +67,23 @@ def _save(found: Found, tensors: SavedTensors) -> Restore:
     return _save_generator(owner)
 
 
-def _nothing() -> None:
-    return None
-
-
-# ------------------------------------------------------------------------------------- objects
-
-
 def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
     restores: list[Restore] = []
-    training = []
-    for module in _modules_in(root):
-        training.append((module, module.training))
-        # Those without tensors stay as they are, whatever they become: hooks, counters, flags.
+    modules = list(_modules_in(root))
+    for module in modules:
+        # Attributes without tensors (hooks, counters, flags) are not restored.
         held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
-        restores.append(_save_attributes(module, held))
+        restores.append(partial(vars(module).update, held))
         restores.append(_save_registered(module, tensors))
         restores.append(_save_containers(held, tensors))
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             restores.append(_save_extra_state(module))
-
-    def restore() -> None:
-        for put_back in restores:
-            put_back()
-        for module, flag in training:
-            module.training = flag
-
-    return restore
+    restores += [partial(setattr, module, "training", module.training) for module in modules]
+    return lambda: [restore() for restore in restores]
 
 
 def _modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """``root`` and all modules below it, those in plain lists and dicts too."""
+    """``root`` and all modules below it, including those in plain lists and dicts."""
     seen = {id(root)}
     ahead = [root]
     while ahead:
@@ -114,15 +101,8 @@ def _holds_tensors(value: Any) -> bool:
     return next(tensors_in(value), None) is not None
 
 
-def _save_attributes(owner: Any, attributes: dict[str, Any]) -> Restore:
-    def restore() -> None:
-        vars(owner).update(attributes)
-
-    return restore
-
-
 def _save_registered(module: torch.nn.Module, tensors: SavedTensors) -> Restore:
-    """Parameters and buffers; what is registered later stays, as the flag does that says it is."""
+    """Save parameters and buffers; those registered later stay."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     for tensor in tensors_in((parameters, buffers)):
         tensors.add(tensor)
@@ -144,8 +124,8 @@ def _save_state_dict(found: Found) -> Restore:
         state = copy.deepcopy(found.owner.state_dict())
     except Exception as error:
         error.add_note(
-            f"swpipe: while saving the state of {found} to put it back later. Where it need not "
-            "be put back, name what must be: state=[model, optimizer]"
+            f"swpipe: while saving the state of {found} to restore it later. If it need not be "
+            "restored, name what has to be: state=[model, optimizer]"
         )
         raise
     return lambda: found.owner.load_state_dict(copy.deepcopy(state))
@@ -172,36 +152,21 @@ def _save_containers(value: Any, tensors: SavedTensors) -> Restore:
     return restore
 
 
-# ---------------------------------------------------------------------------------- generators
-
-
 def _save_generator(owner: Any) -> Restore:
     if isinstance(owner, torch.Generator):
-        torch_state = owner.get_state()
-        return lambda: owner.set_state(torch_state)
+        return partial(owner.set_state, owner.get_state())
     if isinstance(owner, random.Random):
-        state = owner.getstate()
-        return lambda: owner.setstate(state)
+        return partial(owner.setstate, owner.getstate())
     bits = owner.bit_generator if hasattr(owner, "bit_generator") else owner._bit_generator
-    numpy_state = copy.deepcopy(bits.state)
-
-    def restore() -> None:
-        bits.state = numpy_state
-
-    return restore
+    return partial(setattr, bits, "state", copy.deepcopy(bits.state))
 
 
 def _save_generators(device: Device) -> Restore:
-    """Those that everyone shares: torch's, host and device, Python's, and numpy's if loaded."""
-    torchs = device.generator_states()
-    python = random.getstate()
-    numpy = sys.modules.get("numpy.random")
-    array = None if numpy is None else numpy.get_state()
-
-    def restore() -> None:
-        device.set_generator_states(torchs)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(array)
-
-    return restore
+    """Save the default generators of torch (CPU and device), Python, and numpy if it is loaded."""
+    restores: list[Restore] = [
+        partial(device.set_generator_states, device.generator_states()),
+        partial(random.setstate, random.getstate()),
+    ]
+    if numpy := sys.modules.get("numpy.random"):
+        restores.append(partial(numpy.set_state, numpy.get_state()))
+    return lambda: [restore() for restore in restores]

@@ -1,155 +1,112 @@
-"""How to look into a container and how to make one like it around other children.
+"""Open containers, and make new ones like them with other children.
 
-Every type is of one kind: a tensor, a leaf, or a container of a kind below.
-``swpipe._tensors.pytree``, which
-tells what types are opened, walks over values by these alone.
+Every type has a kind: a tensor, a leaf, or one of the kinds of container below.
+``swpipe._tensors.pytree`` lists the types that are opened, and walks over values.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import methodcaller
 from types import NoneType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+Items = Callable[[Any], Iterable[Any]]
 
-class Kind:
-    """How to open and remake the containers of some types; as itself, a kind that has no children.
+
+def _none(value: Any) -> tuple[()]:
+    return ()
+
+
+class Kind(NamedTuple):
+    """How to open and remake the containers of some types; without children, a leaf or a tensor.
+
+    A container that may contain itself is remade by ``fill``: an empty one is made before the
+    children are known. The others are remade at once, by ``make``.
 
     Attributes:
-        fills: A container is remade by filling an empty one (and so may hold itself), rather than
-            at once from its children.
+        children: The items of a container, one level deep.
+        keys: The names of the children; empty if the children are identified by their order.
+        empty: A container of the same type, for ``fill``.
+        fill: ``fill(new, value, children)`` makes ``new`` like ``value``, with these children.
+        make: ``make(value, old, children)`` returns a container like ``value``, with ``children``
+            in place of the ``old`` ones.
     """
 
-    fills = False
-
-    def keys(self, value: Any) -> Iterable[Any]:
-        """What names the children; nothing where their order does."""
-        return ()
-
-    def children(self, value: Any) -> Iterable[Any]:
-        """What the container holds, one level deep."""
-        return ()
-
-    def empty(self, value: Any) -> Any:
-        """A container of the same type, for ``fill``."""
-        return copy.copy(value)
-
-    def fill(self, new: Any, value: Any, children: Sequence[Any]) -> None:
-        """Make ``new`` like ``value``, but with these children."""
-        raise NotImplementedError
-
-    def make(self, value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
-        """A container like ``value``, but with ``children`` for the ``old`` ones."""
-        raise NotImplementedError
+    children: Items = _none
+    keys: Items = _none
+    empty: Callable[[Any], Any] = copy.copy
+    fill: Callable[[Any, Any, Sequence[Any]], None] | None = None
+    make: Callable[[Any, Sequence[Any], Sequence[Any]], Any] | None = None
 
 
-class _Mapping(Kind):
-    fills = True
-
-    def keys(self, value: Any) -> Iterable[Any]:
-        keys: Iterable[Any] = value.keys()
-        return keys
-
-    def children(self, value: Any) -> Iterable[Any]:
-        children: Iterable[Any] = value.values()
-        return children
-
-    def fill(self, new: Any, value: Any, children: Sequence[Any]) -> None:
-        for key, child in zip(value.keys(), children, strict=True):
-            new[key] = child
+def _fill_mapping(new: Any, value: Any, children: Sequence[Any]) -> None:
+    for key, child in zip(value.keys(), children, strict=True):
+        new[key] = child
 
 
-class _Items(Kind):
-    def children(self, value: Iterable[Any]) -> Iterable[Any]:
-        return value
+def _fill_sequence(new: Any, value: Any, children: Sequence[Any]) -> None:
+    new.clear()
+    new.extend(children)
 
 
-class _List(_Items):
-    """Lists and deques."""
-
-    fills = True
-
-    def fill(self, new: Any, value: Any, children: Sequence[Any]) -> None:
-        new.clear()
-        new.extend(children)
+def _fill_set(new: Any, value: Any, children: Sequence[Any]) -> None:
+    new.clear()
+    new.update(children)
 
 
-class _Set(_Items):
-    fills = True
+def _immutable(base: Any) -> Kind:
+    """Tuples or frozensets, and their subclasses."""
 
-    def fill(self, new: Any, value: Any, children: Sequence[Any]) -> None:
-        new.clear()
-        new.update(children)
-
-
-class _Fixed(_Items):
-    """Tuples and frozensets."""
-
-    def __init__(self, base: Any) -> None:
-        self.base = base
-
-    def make(self, value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
+    def make(value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
         if all(a is b for a, b in zip(old, children, strict=True)):
             return value
-        # Past the subclass's own __new__: what a named tuple takes there is its own affair.
-        new = self.base.__new__(type(value), children)
+        # Not the subclass's own __new__: a named tuple's takes other arguments.
+        new = base.__new__(type(value), children)
         if attributes := getattr(value, "__dict__", None):
             new.__dict__.update(attributes)
         return new
 
-
-class _Registered(Kind):
-    """A node that torch's pytree knows."""
-
-    def __init__(self, definition: pytree.NodeDef) -> None:
-        self.definition = definition
-
-    def children(self, value: Any) -> Iterable[Any]:
-        return self.definition.flatten_fn(value)[0]
-
-    def make(self, value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
-        _, context = self.definition.flatten_fn(value)
-        return self.definition.unflatten_fn(list(children), context)
+    return Kind(iter, make=make)
 
 
-class _Attributes(Kind):
-    """Objects taken for their attributes, those in slots included."""
+def _registered(definition: pytree.NodeDef) -> Kind:
+    """A node registered with torch's pytree."""
 
-    fills = True
+    def make(value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
+        return definition.unflatten_fn(list(children), definition.flatten_fn(value)[1])
 
-    def __init__(self, cls: type) -> None:
-        self.slots = tuple(_slots_of(cls))
+    return Kind(lambda value: definition.flatten_fn(value)[0], make=make)
 
-    def _named(self, value: Any) -> dict[str, Any]:
-        named = dict(getattr(value, "__dict__", ()))
-        named |= {slot: getattr(value, slot) for slot in self.slots if hasattr(value, slot)}
-        return named
 
-    def keys(self, value: Any) -> Iterable[Any]:
-        return self._named(value).keys()
+def _by_attributes(cls: Any) -> Kind:
+    """Objects whose children are their attributes, including those in slots."""
+    slots = tuple(_slots_of(cls))
 
-    def children(self, value: Any) -> Iterable[Any]:
-        return self._named(value).values()
+    def named(value: Any) -> dict[str, Any]:
+        found = dict(getattr(value, "__dict__", ()))
+        return found | {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
 
-    def empty(self, value: Any) -> Any:
-        cls: Any = type(value)
+    def empty(value: Any) -> Any:
         try:
-            return object.__new__(cls)  # nothing of the class's own runs, __init__ least of all
-        except TypeError:  # a class built on one that is written in C
+            return object.__new__(cls)  # runs no code of the class, and not __init__
+        except TypeError:  # a subclass of a class written in C
             return cls.__new__(cls)
 
-    def fill(self, new: Any, value: Any, children: Sequence[Any]) -> None:
-        for name, child in zip(self._named(value), children, strict=True):
-            if name in self.slots:
-                object.__setattr__(new, name, child)  # past a frozen dataclass's guard
+    def fill(new: Any, value: Any, children: Sequence[Any]) -> None:
+        for name, child in zip(named(value), children, strict=True):
+            if name in slots:
+                object.__setattr__(new, name, child)  # frozen dataclasses raise in setattr
             else:
                 vars(new)[name] = child
+
+    return Kind(lambda value: named(value).values(), named, empty, fill)
 
 
 def _slots_of(cls: type) -> Iterator[str]:
@@ -163,29 +120,20 @@ def _slots_of(cls: type) -> Iterator[str]:
 
 
 LEAF, TENSOR = Kind(), Kind()
-_MAPPING, _LIST, _SET = _Mapping(), _List(), _Set()
-_TUPLE, _FROZENSET = _Fixed(tuple), _Fixed(frozenset)
+_MAPPING = Kind(methodcaller("values"), methodcaller("keys"), fill=_fill_mapping)
+_SEQUENCE = Kind(iter, fill=_fill_sequence)
 
 KINDS: dict[type, Kind] = {
     **dict.fromkeys((dict, OrderedDict, defaultdict), _MAPPING),
-    **dict.fromkeys((list, deque), _LIST),
+    **dict.fromkeys((list, deque), _SEQUENCE),
     **dict.fromkeys((bool, int, float, complex, str, bytes, NoneType, range, slice), LEAF),
     **dict.fromkeys((torch.Size, torch.device, torch.dtype), LEAF),
-    set: _SET,
-    tuple: _TUPLE,
-    frozenset: _FROZENSET,
-    Tensor: TENSOR,
-    torch.nn.Parameter: TENSOR,
+    **dict.fromkeys((Tensor, torch.nn.Parameter), TENSOR),
+    set: Kind(iter, fill=_fill_set),
+    tuple: _immutable(tuple),
+    frozenset: _immutable(frozenset),
 }
-"""What is known so far. Types found to be leaves are not kept: they may yet be registered."""
-
-_BUILTINS: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
-    (dict, _MAPPING),
-    ((list, deque), _LIST),
-    (set, _SET),
-    (tuple, _TUPLE),
-    (frozenset, _FROZENSET),
-)
+"""The kinds of types seen so far. Unknown leaves are not added: they may be registered later."""
 
 
 def kind_of(cls: type) -> Kind:
@@ -199,7 +147,7 @@ def kind_of(cls: type) -> Kind:
 
 
 def has_record_stream(cls: type) -> bool:
-    """Whether objects of ``cls`` can tell their tensors of a stream that uses them."""
+    """Whether objects of ``cls`` have a ``record_stream`` method."""
     return callable(getattr(cls, "record_stream", None))
 
 
@@ -208,15 +156,16 @@ def _classify(cls: type) -> Kind:
         return TENSOR
     if issubclass(cls, torch.nn.Module):
         return LEAF
-    builtin = next((kind for base, kind in _BUILTINS if issubclass(cls, base)), None)
-    by_attributes = (
+    builtin = next(
+        (b for b in (dict, list, deque, set, tuple, frozenset) if issubclass(cls, b)), None
+    )
+    if builtin is None and (
         has_record_stream(cls)
         or hasattr(cls, "__dataclass_fields__")
         or hasattr(cls, "__attrs_attrs__")
         or issubclass(cls, SimpleNamespace | UserDict | UserList)
-    )
-    if by_attributes and builtin is None:
-        return _Attributes(cls)
+    ):
+        return _by_attributes(cls)
     if cls in pytree.SUPPORTED_NODES:
-        return _Registered(pytree.SUPPORTED_NODES[cls])
-    return builtin or LEAF
+        return _registered(pytree.SUPPORTED_NODES[cls])
+    return LEAF if builtin is None else KINDS[builtin]

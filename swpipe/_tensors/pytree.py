@@ -1,18 +1,19 @@
-"""Find the tensors in a value, however deep they lie, and build the value anew around others.
+"""Find the tensors in a nested value, and rebuild the value with other tensors.
 
 What is opened:
 
-- list, tuple (named ones too), dict, set, frozenset, deque, and their subclasses;
-- instances of dataclasses and attrs classes, of ``SimpleNamespace``, ``UserDict`` and ``UserList``:
+- list, tuple (also named), dict, set, frozenset, deque, and their subclasses;
+- instances of dataclasses and attrs classes, of ``SimpleNamespace``, ``UserDict`` and ``UserList``,
   by their attributes;
-- objects with a ``record_stream`` method, such as torchrec's ``KeyedJaggedTensor``: by attributes
-  too, so that what they keep beside their tensors (keys, strides, lazily computed lists) survives;
+- objects with a ``record_stream`` method, such as torchrec's ``KeyedJaggedTensor``, also by their
+  attributes, so that what they store beside tensors (keys, strides, cached lists) is kept;
 - nodes registered with ``torch.utils._pytree``.
 
-Everything else is a leaf, taken as it is: modules, arrays, iterators, objects of plain classes. A
-class of your own is opened as a dataclass, or with a ``record_stream`` method, or once registered.
+Everything else is a leaf: modules, arrays, iterators, objects of plain classes. To have your own
+class opened, make it a dataclass, give it a ``record_stream`` method, or register it.
 
-Cycles are safe. Dictionary keys are not searched. Nesting may be as deep as Python's recursion.
+Unlike torch's pytree functions, these handle cycles and keep shared objects shared. Dictionary
+keys are not searched. The nesting depth is limited by Python's recursion limit.
 """
 
 from __future__ import annotations
@@ -30,80 +31,81 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A container as it was at one moment.
+    """The contents of a container at one moment.
 
     Attributes:
         value: The container itself.
-        keys: What names its children (dictionary keys, attribute names); empty where order does.
-        children: What it held, one level deep.
+        keys: Names of its children (dictionary keys, attribute names); empty for sequences.
+        children: Its items, one level deep.
     """
 
     value: Any
     keys: tuple[Any, ...]
     children: tuple[Any, ...]
 
+    @classmethod
+    def of(cls, container: Any) -> Node:
+        """The contents now."""
+        kind = kind_of(type(container))
+        return cls(container, tuple(kind.keys(container)), tuple(kind.children(container)))
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in ``value``, each once, in the order in which a reader would meet them."""
+    """Every tensor in ``value``, each once, in depth-first order."""
     found: list[Tensor] = []
     _collect(value, {}, found, [])
     return iter(found)
 
 
 def map_tensors(value: T, fn: Callable[[Tensor], Any]) -> T:
-    """``value`` with every tensor replaced by what ``fn`` makes of it.
+    """Return ``value`` with every tensor replaced by ``fn(tensor)``.
 
-    ``fn`` is called once per tensor, and what was shared within ``value`` is shared within the
-    result. Containers that can be modified are always new; leaves, and tuples and frozensets in
-    which nothing changed, are the same objects.
+    ``fn`` is called once per tensor, and objects shared within ``value`` are shared within the
+    result. Mutable containers are always new; leaves, and tuples and frozensets in which nothing
+    changed, are the same objects.
     """
     result: T = _rebuild(value, fn, {})
     return result
 
 
 def nodes_in(value: Any) -> Iterator[Node]:
-    """Every container in ``value``, itself included, each once, the outer before the inner."""
+    """Every container in ``value``, itself included, each once, outer before inner."""
     seen: dict[int, Any] = {}
-    ahead = [value]
-    while ahead:
-        value = ahead.pop()
+    stack = [value]
+    while stack:
+        value = stack.pop()
         kind = kind_of(type(value))
         if kind is LEAF or kind is TENSOR or id(value) in seen:
             continue
         seen[id(value)] = value
-        node = open_node(value)
+        node = Node.of(value)
         yield node
-        ahead.extend(reversed(node.children))
+        stack.extend(reversed(node.children))
 
 
-def open_node(container: Any) -> Node:
-    """A container as it is now."""
-    kind = kind_of(type(container))
-    return Node(container, tuple(kind.keys(container)), tuple(kind.children(container)))
+def grad_or_none(tensor: Tensor) -> Tensor | None:
+    """``tensor.grad``, without torch's warning for tensors that cannot have one."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def record_stream(value: Any, *streams: Any) -> None:
-    """Let no memory of ``value`` be used anew before what each of ``streams`` was given is done.
+    """Keep the memory of ``value`` from being reused before the current work of ``streams`` ends.
 
-    Calls ``Tensor.record_stream`` for every tensor in ``value`` that lies on an accelerator, for
-    its ``.grad`` too, and an object's own ``record_stream`` where no tensor is seen in it.
+    Calls ``Tensor.record_stream`` for every tensor in ``value`` on an accelerator, and for its
+    ``.grad``; and an object's own ``record_stream`` if no tensor is found in the object.
     """
     found: list[Tensor] = []
-    blind: list[Any] = []
-    _collect(value, {}, found, blind)
+    opaque: list[Any] = []
+    _collect(value, {}, found, opaque)
     found += [t.grad for t in found if t.requires_grad and t.is_leaf and t.grad is not None]
-    for tensor in found:
-        if not (tensor.is_cpu or tensor.is_meta):
-            for part in parts_of(tensor):
-                for stream in streams:
-                    part.record_stream(stream)
-    for owner in blind:
+    parts = [p for t in found if not (t.is_cpu or t.is_meta) for p in parts_of(t)]
+    for owner in (*parts, *opaque):
         for stream in streams:
             owner.record_stream(stream)
 
 
 def parts_of(tensor: Any) -> Iterator[Tensor]:
-    """The tensors with memory of their own that ``tensor`` is made of; itself as a rule."""
+    """The tensors with memory of their own that ``tensor`` consists of; usually itself."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from parts_of(getattr(tensor, name))
@@ -117,14 +119,17 @@ def parts_of(tensor: Any) -> Iterator[Tensor]:
         yield tensor
 
 
-# The two walks. Both hold what they have seen, not only its id: a registered node may make its
-# children on the spot, and the id of one that is gone is given to the next.
+# Both traversals keep references to the objects they have seen, not only ids: the flatten function
+# of a registered node may create its children, and the id of a freed object can be used again.
 
 
 def _collect(
-    value: Any, seen: dict[int, tuple[Any, bool]], found: list[Tensor], blind: list[Any]
+    value: Any, seen: dict[int, tuple[Any, bool]], found: list[Tensor], opaque: list[Any]
 ) -> bool:
-    """Gather tensors, and objects that must record for themselves; whether a tensor was met."""
+    """Append tensors, and objects whose own ``record_stream`` is needed.
+
+    Returns whether ``value`` contains a tensor.
+    """
     cls = type(value)
     kind = KINDS.get(cls) or kind_of(cls)
     if kind is LEAF:
@@ -138,11 +143,11 @@ def _collect(
         return True
     met = False
     for child in kind.children(value):
-        if _collect(child, seen, found, blind):
+        if _collect(child, seen, found, opaque):
             met = True
     seen[id(value)] = (value, met)
     if not met and has_record_stream(cls):
-        blind.append(value)
+        opaque.append(value)
     return met
 
 
@@ -156,17 +161,17 @@ def _rebuild(value: Any, fn: Callable[[Tensor], Any], memo: dict[int, tuple[Any,
         return known[1]
     if kind is TENSOR:
         new = fn(value)
-    elif kind.fills:
+    elif kind.fill is not None:
         new = kind.empty(value)
-        # Noted before its children are built: one of them may hold the container itself.
+        # Stored before its children are built: one of them may contain the container itself.
         memo[id(value)] = (value, new)
         kind.fill(new, value, [_rebuild(child, fn, memo) for child in kind.children(value)])
     else:
         old = tuple(kind.children(value))
         children = tuple(_rebuild(child, fn, memo) for child in old)
         known = memo.get(id(value))
-        if known is not None:  # built meanwhile, on the way round a cycle
+        if known is not None:  # built in the meantime, through a cycle
             return known[1]
-        new = kind.make(value, old, children)
+        new = kind.make(value, old, children) if kind.make else value
     memo[id(value)] = (value, new)
     return new

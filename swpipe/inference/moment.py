@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from swpipe._tensors.pytree import Node, nodes_in, open_node, tensors_in
+from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.declared import by_declaration
@@ -19,7 +19,7 @@ from swpipe.inference.generators import states
 from swpipe.inference.recorded_context import RecordedContext, attributes
 from swpipe.inference.slots import Slot, reached_by
 from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
-from swpipe.shortcut.changes import grad_of, same_node
+from swpipe.shortcut.changes import same_node
 
 
 class Entry(NamedTuple):
@@ -70,7 +70,7 @@ class _State(NamedTuple):
             frozenset(storages.of(tensor)),
             _version(tensor),
             tensor.requires_grad,
-            grad_of(tensor),
+            grad_or_none(tensor),
         )
 
 
@@ -147,7 +147,7 @@ class Moment:
             yield Entry("container", id(node.value))
         for tensor in (part for one in tensors_in(value) for part in unsharded(one)):
             # A parameter's gradient is in a slot too, and not the context's.
-            grad = None if id(tensor) in known else grad_of(tensor)
+            grad = None if id(tensor) in known else grad_or_none(tensor)
             for one in (tensor,) if grad is None else (tensor, grad):
                 if id(one) not in known:
                     self._tensors.setdefault(id(one), _State.of(one, storages))
@@ -156,11 +156,12 @@ class Moment:
 
     def _modified(self) -> Iterator[Entry]:
         for number, node in self._nodes.items():
-            if not same_node(node, open_node(node.value)):
+            if not same_node(node, Node.of(node.value)):
                 yield Entry("container", number)
         for number, state in self._tensors.items():
             tensor = state.tensor
-            if tensor.requires_grad != state.requires_grad or grad_of(tensor) is not state.grad:
+            same_grad = grad_or_none(tensor) is state.grad
+            if tensor.requires_grad != state.requires_grad or not same_grad:
                 yield Entry("tensor", number)
 
     def _states(self) -> Iterator[_State]:

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from swpipe._state.discovery import PLAIN, Found, find_all, is_generator
-from swpipe._tensors.pytree import nodes_in, tensors_in
+from swpipe._tensors.pytree import grad_or_none, nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.inference.storages import unsharded
-from swpipe.shortcut.changes import grad_of
 
 
 class Slot(NamedTuple):
@@ -105,7 +104,7 @@ def _add(reached: Reached, names_of: dict[int, str], slots: Iterable[tuple[Slot,
             continue
         names_of[id(tensor)] = slot.name
         reached.tensors[slot] = tensor
-        grad = grad_of(tensor)
+        grad = grad_or_none(tensor)
         if grad is not None and id(grad) not in names_of:
             names_of[id(grad)] = f"{slot.name}.grad"
             reached.tensors[Slot(f"{slot.name}.grad", slot.root, "gradients")] = grad

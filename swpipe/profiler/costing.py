@@ -1,23 +1,23 @@
-"""A cost model from a pipeline: what its tasks take on this machine, on these batches.
+"""Cost models: what the tasks of a pipeline take on this machine, on these batches.
 
-    serially        host times, CPU times, device times; then again beside a thread that wants the
-                    interpreter lock (``swpipe.profiler.lock``)
+    serial          host, CPU and device times; then, beside a thread that competes for the
+                    interpreter lock (``swpipe.profiler.gil``), the time each task holds that lock
     pipelined=True  host and device times while the plan runs
+    both            the time of a hand-over between two threads (``swpipe.profiler.handover``)
 
-Serially each task has the machine to itself. Under a plan, tasks that run side by side share cores,
-caches and memory bandwidth, and a worker thread gets its memory from elsewhere than the caller's
-(large arrays may take several times as long to make there). No sum of lone tasks tells that: where
-it matters, measure under the plan or one like it. The costs then hold for plans that put the same
-tasks side by side. Under the plan a task's time includes what it waits for the interpreter lock, so
-its ``gil_us`` is 0 then.
+In a serial measurement each task has the machine to itself. Under a plan, tasks that run at the
+same time share cores, caches and memory bandwidth, and memory allocation on a worker thread may be
+several times slower for large arrays. Serial times do not show this: where it matters, measure
+under the plan or a similar one. The costs then hold for plans that run the same tasks at the same
+time. Under the plan, host times include waiting for the interpreter lock, so ``gil_us`` is 0.
 
-Times are means over the runs on a batch, then over batches: the interval between iterations is made
-of slow runs too, which a median leaves out. ``gil_us`` is the least of several runs, as
-``swpipe.profiler.lock`` tells, and not above the task's CPU time.
+Times are means over the runs on a batch, then over batches: slow runs are part of the initiation
+interval, and a median would ignore them. ``gil_us`` is the minimum of several runs, capped at the
+task's CPU time.
 
-A device time is the time between two events around what the task gave to its stream. Where the
-host gives it work more slowly than the device does it, that includes the device's idle moments: it
-is then about the host time, and more than the device is really busy.
+A device time is the time between two events, before and after the work that the task queued on its
+stream. If the host queues work more slowly than the device executes it, this includes idle time of
+the device: it is then close to the host time and higher than the time the device is busy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from swpipe._engine.waiting import Host
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
+from swpipe.profiler.gil import GilContender, GilTimes
+from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.lock import LockTimes, Rival
-from swpipe.profiler.measure import Bench
+from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts
 
@@ -52,21 +54,24 @@ def measure_costs(
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
 ) -> CostModel:
-    """Measure what each task of a pipeline costs, and put everything back as it was.
+    """Measure what each task of a pipeline costs, and restore all state afterwards.
 
     Args:
-        pipe: The pipeline; idle. Under torch.distributed do the same on all ranks.
-        batches: At least one; each is fed over and over, and counts alike.
-        num_warmup: Iterations on each batch that do not count.
-        num_measure: Iterations on each batch that do.
-        pipelined: Measure while the plan runs, or else one task at a time.
-        lock: Measure ``gil_us`` too; for a serial measurement only. It takes a few times as long as
-            the rest. Where False, ``gil_us`` is 0: threads do not hinder each other in Python.
-        state: What to put back, as for ``TaskProfiler``; None looks for it.
+        pipe: The pipeline; idle. Under torch.distributed, call this on all ranks.
+        batches: At least one. Each is fed repeatedly, and all have the same weight.
+        num_warmup: Iterations on each batch that are not timed.
+        num_measure: Iterations on each batch that are timed.
+        pipelined: Measure while the plan runs, instead of one task at a time.
+        lock: Measure ``gil_us`` too, in a serial measurement. This takes a few times as long as
+            the rest. If False, ``gil_us`` is 0: the model assumes that Python threads do not
+            compete for the interpreter lock.
+        state: What to restore, as for ``TaskProfiler``; found automatically if None.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
 
     Returns:
-        Costs with no resources but threads and streams: ``with_resources`` adds others.
+        Costs in microseconds, without resources; ``with_resources`` adds them. ``handover_us`` is
+        the time from a thread's signal to the start of the thread that waits for it, measured
+        between two threads while nothing else runs.
 
     Raises:
         ValueError: There are no batches, or a number is too small.
@@ -82,23 +87,24 @@ def measure_costs(
     snapshot = Snapshot(profiler.owners(), pipe.device)
     found: list[CostModel] = []
     for batch in batches:
-        bench = Bench(pipe, batch, copy, num_warmup, num_measure, pipelined)
+        timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined)
         try:
             with pipe.borrow():
-                bench.window()  # for nothing: what the first iterations make is there from now on
-                found.append(CostModel(_costs(bench, lock=lock and not pipelined)))
+                timer.window()  # not used: the first iterations allocate and compile
+                found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
         finally:
             snapshot.restore()
-    return CostModel.mean(found)
+    handover_us = _US * measure_handover_s(Host())
+    return replace(CostModel.mean(found), handover_us=handover_us)
 
 
 def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[str]]) -> CostModel:
-    """The same costs, and what only one task at a time can use.
+    """Add resources, each of which only one task at a time can use.
 
     Args:
         costs: The model.
-        resources: Task to what it uses on top of what it has: a communicator, a direction of the
-            copy engine, a disk.
+        resources: Task to the resources to add: a communicator, a direction of the copy engine, a
+            disk.
 
     Raises:
         PlanError: A task has no cost.
@@ -112,36 +118,35 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
     return CostModel(tasks, costs.handover_us)
 
 
-def _costs(bench: Bench, *, lock: bool) -> dict[str, TaskCost]:
-    """On one batch."""
-    times = HostTimes(task.name for task in bench.pipe.tasks)
-    bench.host_window(times)
-    locked_s = _locked_s(bench) if lock else {}
-    device_s = _device_s(bench) if bench.pipe.device.has_streams else {}
+def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
+    times = HostTimes(task.name for task in timer.pipe.tasks)
+    timer.host_window(times)
+    gil_s = _gil_s(timer) if lock else {}
+    device_s = _device_s(timer) if timer.pipe.device.has_streams else {}
     cpu_s = times.cpu_s
     return {
         name: TaskCost(
             host_us=_US * mean_s,
-            gil_us=_US * min(mean_s, cpu_s[name], locked_s.get(name, 0.0)),
+            gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),
             device_us=_US * device_s.get(name, 0.0),
         )
         for name, mean_s in times.mean_s.items()
     }
 
 
-def _locked_s(bench: Bench) -> dict[str, float]:
-    with Rival() as rival:
-        times = LockTimes(rival)
-        with bench.pipe.observe(times):
-            bench.window()
+def _gil_s(timer: WindowTimer) -> dict[str, float]:
+    with GilContender() as contender:
+        times = GilTimes(contender)
+        with timer.pipe.observe(times):
+            timer.window()
     return {name: min(runs) for name, runs in times.runs.items()}
 
 
-def _device_s(bench: Bench) -> dict[str, float]:
-    """From the spans on streams of a trace; none where the device's events tell no time."""
-    first = bench.pipe.next_iteration + bench.num_warmup
-    with bench.pipe.trace() as trace:
-        bench.window()
+def _device_s(timer: WindowTimer) -> dict[str, float]:
+    """From the stream spans of a trace; empty if the device's events have no timing."""
+    first = timer.pipe.next_iteration + timer.num_warmup
+    with timer.pipe.trace() as trace:
+        timer.window()
     runs: dict[str, list[int]] = defaultdict(list)
     for span in trace.spans:
         if span.row.kind == "stream" and span.iteration >= first:

@@ -1,24 +1,22 @@
-"""From the times of iterations to exposed times with error bars.
+"""Exposed times with error bars, from the times of iterations.
 
-What was measured is a table of windows: a few iterations in a row, all with the same task
-shortcut, or none. A window's figure is the median of its samples, so that an iteration that the
-operating system broke off does not count::
+The measurements form a table of windows. A window is a few iterations in a row, with one task
+shortcut, or none. Its value is the median of its samples, so that single outliers do not count::
 
     round     baseline   read   decode   forward        each round in another order
       1         10.1      8.0     6.1      9.9
-      2         10.4      8.4     6.3     10.3          the machine drifts: a row shifts as a whole
+      2         10.4      8.4     6.3     10.3          the machine drifts: the whole row shifts
       3         10.2      8.1     6.1     10.0
 
-A task's exposed time is baseline minus its own column, taken row by row, and the median of that:
-what moves a whole row cancels out.
+The exposed time of a task is the median over the rows of baseline minus the task's column. What
+shifts a whole row cancels out.
 
-The error bar is the largest of three, each right where the others are blind:
+The error bar is the maximum of three, since each can miss what another one shows:
 
-- rows and columns taken out, what is left is the noise of one window. All columns share in
-  telling it, so that three rounds are enough (a randomised block design; Student's factor at
-  99%);
-- the task's own differences, row by row: a task whose time is noisier than the others';
-- the samples within the windows: all that is known when there is one round only.
+- the noise of one window: the residuals after subtracting row and column means. All columns
+  contribute, so three rounds are enough (a randomised block design; Student's factor at 99%);
+- the differences of the task itself, row by row, for a task that is noisier than the others;
+- the samples within the windows: the only information if there is one round.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 STUDENT_99 = (10.0, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
-"""Two-sided 99% points of Student's distribution for 1, 2, ... degrees of freedom; then 3 for all.
+"""Two-sided 99% points of Student's distribution for 1, 2, ... degrees of freedom; then ``SIGMAS``.
 
-For one degree it would be 64, which tells nothing: the samples within the windows help out there.
+The first would be 64, a useless bound: the samples within the windows give a better one there.
 """
 
 SIGMAS = 3.0
 MEDIAN_OVER_MEAN = 1.2533
-"""Standard error of a median over that of a mean, for normal noise: the root of pi / 2."""
+"""Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2)."""
 SIGMA_OVER_MAD = 1.4826
 """Standard deviation over median absolute deviation, for normal noise."""
 
@@ -51,11 +49,11 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """All windows of one kind.
+    """All windows with the same task shortcut.
 
     Attributes:
-        windows: One per round; the seconds per iteration that were sampled in it.
-        overlap: How many neighbouring samples share their iterations; 1 where each has its own.
+        windows: One per round; its samples in seconds per iteration.
+        overlap: How many iterations a sample spans: neighbouring samples share all but one.
     """
 
     windows: Sequence[Sequence[float]]
@@ -63,12 +61,12 @@ class Column:
 
     @property
     def medians(self) -> list[float]:
-        """One figure per window, in seconds."""
+        """The median of each window, in seconds."""
         return [median(window) for window in self.windows]
 
     @property
     def error_s(self) -> float:
-        """Standard error of the column's median, by the samples within its windows alone."""
+        """Standard error of the column's median, from the samples within its windows alone."""
         deviations = [
             abs(sample - middle)
             for window, middle in zip(self.windows, self.medians, strict=True)
@@ -81,8 +79,8 @@ class Column:
         return MEDIAN_OVER_MEAN * sigma * math.sqrt(self.overlap / count)
 
 
-def level(column: Column) -> Estimate:
-    """The time of an iteration."""
+def iteration_time(column: Column) -> Estimate:
+    """The time of an iteration, in the median over the rounds."""
     medians = column.medians
     spread_s = SIGMAS * column.error_s
     if len(medians) > 1:
@@ -91,8 +89,8 @@ def level(column: Column) -> Estimate:
     return Estimate(median(medians), spread_s)
 
 
-def differences(baseline: Column, columns: Mapping[str, Column]) -> dict[str, Estimate]:
-    """How much shorter an iteration is in each column than in the baseline, signed."""
+def time_saved(baseline: Column, columns: Mapping[str, Column]) -> dict[str, Estimate]:
+    """How much shorter an iteration is in each column than in the baseline; may be negative."""
     rounds = len(baseline.windows)
     table = [baseline.medians, *(column.medians for column in columns.values())]
     shared_s = _window_noise_s(table) * MEDIAN_OVER_MEAN * math.sqrt(2 / rounds)
@@ -107,7 +105,7 @@ def differences(baseline: Column, columns: Mapping[str, Column]) -> dict[str, Es
 
 
 def _window_noise_s(table: Sequence[Sequence[float]]) -> float:
-    """Noise of one window, by a columns x rounds table, times Student's factor."""
+    """The noise of one window times Student's factor; ``table`` is columns x rounds."""
     rounds = len(table[0])
     if rounds < 2 or len(table) < 2:
         return 0.0

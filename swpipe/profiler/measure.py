@@ -1,15 +1,14 @@
-"""Time windows of iterations on a pipeline that is set aside for it.
+"""Time windows of iterations.
 
-A window, under the plan (times are taken at the bars)::
+A window under the plan; times are taken at the bars::
 
     fill + warm-up                 measured                    drain
     progress() progress() ... | progress() | progress() | ... | drain()
 
-Serially an iteration is timed on its own, from an idle device to an idle device. Under the plan a
-single ``progress()`` tells little: threads that run ahead may make one long and the next short.
-So a sample spans as many iterations as the pipeline is deep. On an accelerator the times are
-those at which the device is done with an iteration, taken by events: nothing is waited for inside
-a window.
+In a serial window each iteration is timed on its own, from idle device to idle device. Under the
+plan the time of a single ``progress()`` varies, because threads run ahead. So a sample spans as
+many iterations as the pipeline is deep. If the device has timing events, the times are those at
+which the device finishes an iteration, so nothing waits within a window.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ from swpipe.trace.recorder import TimedEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """Measures windows of one batch, fed over and over.
+class WindowTimer:
+    """Times windows in which every iteration gets the same batch.
 
     Attributes:
-        pipe: Idle, and set aside.
+        pipe: The pipeline; idle, and borrowed for profiling.
         batch: What every iteration gets.
-        copy: Makes a batch for each iteration instead, ahead of the window.
-        warmup: Iterations ahead of a window's first sample; at least 1, in which a shortcut task
-            is cached.
+        copy: Makes the batches of a window from ``batch``, before the window.
+        warmup: Iterations before the first sample; at least 1, in which a shortcut task is cached.
         measure: Iterations that are timed.
-        pipelined: Under the plan; or else serially.
+        pipelined: Run under the plan, instead of serially.
     """
 
     pipe: SWPipeline
@@ -59,7 +57,7 @@ class Bench:
             return self._pipelined() if self.pipelined else self._serial()
 
     def host_window(self, times: HostTimes) -> None:
-        """A window in which every task is timed on its thread; warm-up and drain do not count."""
+        """Run a window and time every task on its thread; warm-up and drain do not count."""
         first = self.pipe.next_iteration
         with self.pipe.observe(times):
             self.window()
@@ -69,7 +67,7 @@ class Bench:
     @property
     def num_warmup(self) -> int:
         """Iterations of a window that are not timed."""
-        # Before the pipeline has come round once, some of its turns are still the prologue's.
+        # The first ``depth`` periods may still be in the prologue.
         least = self.pipe.plan.depth if self.pipelined else 1
         return max(self.warmup, least)
 
@@ -106,7 +104,7 @@ class Bench:
 
 
 class _Marks:
-    """When iterations were done: by the host's clock, or by the device's where it has one."""
+    """The times at which iterations finish, by timing events of the device or by the host clock."""
 
     def __init__(self, pipe: SWPipeline) -> None:
         self._device = pipe.device
@@ -117,7 +115,7 @@ class _Marks:
         self._events: list[Any] = []
 
     def set(self) -> None:
-        """The caller's stream waits for the iteration that was just handed out: mark that."""
+        """Mark the end of the retired iteration, which the caller's stream waits for."""
         if self._on_device:
             event = self._device.new_event(timing=True)
             event.record(self._device.current_stream())
@@ -126,7 +124,7 @@ class _Marks:
             self._at_s.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """All marks, from any origin."""
+        """All marks, relative to any origin."""
         if not self._on_device:
             return self._at_s
         self._device.synchronize()

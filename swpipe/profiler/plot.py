@@ -1,48 +1,58 @@
-"""Results as a bar chart."""
+"""A bar chart of times per task."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from swpipe.profiler.result import ProfileResult
+
+class Bars(NamedTuple):
+    """The bars of one color.
+
+    Attributes:
+        label: The text in the legend.
+        value_s: Task to the length of its bar, in seconds; tasks that are missing have no bar.
+        error_s: Task to the half-width of its error bar, in seconds.
+    """
+
+    label: str
+    value_s: Mapping[str, float]
+    error_s: Mapping[str, float]
 
 
-def bar_chart(results: Sequence[ProfileResult], path: str | Path) -> None:
-    """Draw one group of horizontal bars per task, one bar per result, with error bars.
-
-    Args:
-        results: At least one.
-        path: The file to write; its ending tells the format.
+def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
+    """Draw one group of horizontal bars per task; the suffix of ``path`` selects the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: No results.
+        ValueError: ``series`` is empty.
     """
-    if not results:
+    if not series:
         raise ValueError("there is nothing to draw: no batches were profiled")
     try:
-        from matplotlib.figure import Figure  # no pyplot: no global state, no display
+        from matplotlib.figure import Figure  # not pyplot: no global state, no display
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "drawing needs matplotlib: install it with pip install 'swpipe[plot]'", name=error.name
         ) from error
 
-    tasks = list(dict.fromkeys(name for result in results for name in result.tasks))
-    height = 0.8 / len(results)
-    figure = Figure(figsize=(8, 1.4 + 0.45 * len(tasks) * max(1.0, 0.6 * len(results))))
+    tasks = list(dict.fromkeys(name for bars in series for name in bars.value_s))
+    height = 0.8 / len(series)
+    figure = Figure(figsize=(8, 1.4 + 0.45 * len(tasks) * max(1.0, 0.6 * len(series))))
     axes = figure.subplots()
-    for index, result in enumerate(results):
-        exposed_ms = [1e3 * result.exposed_s.get(name, 0.0) for name in tasks]
-        spread_ms = [1e3 * result.spread_s.get(name, 0.0) for name in tasks]
+    for index, (label, value_s, error_s) in enumerate(series):
+        value_ms = [1e3 * value_s.get(name, 0.0) for name in tasks]
+        error_ms = [1e3 * error_s.get(name, 0.0) for name in tasks]
+        offset = (index - (len(series) - 1) / 2) * height
         axes.barh(
-            [place + (index - (len(results) - 1) / 2) * height for place in range(len(tasks))],
-            exposed_ms,
+            [place + offset for place in range(len(tasks))],
+            value_ms,
             height=0.9 * height,
-            # Exposed time is never negative, so neither is the lower end of its bar.
-            xerr=[[min(e, s) for e, s in zip(exposed_ms, spread_ms, strict=True)], spread_ms],
+            # Exposed time is never negative, so the error bar does not go below 0.
+            xerr=[list(map(min, value_ms, error_ms)), error_ms],
             error_kw={"elinewidth": 1, "capsize": 2},
-            label=f"{result.batch}, {result.mode}: {1e3 * result.baseline_s:.1f} ms per iteration",
+            label=label,
         )
     axes.set_yticks(range(len(tasks)), tasks)
     axes.invert_yaxis()  # the first task on top

@@ -1,4 +1,4 @@
-"""The profiler that users hold: it has windows measured, and leaves everything as it was."""
+"""``TaskProfiler``: measures exposed times and restores all state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from swpipe._state.discovery import Found, find_state, given_state
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.estimate import differences, level
-from swpipe.profiler.measure import Bench
+from swpipe.profiler.estimate import iteration_time, time_saved
+from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
 
@@ -18,21 +18,21 @@ from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
 class TaskProfiler:
     """Measures the exposed time of a pipeline's tasks.
 
-    A task is shortcut, so that its outputs come back without its work, and what an iteration gets
-    shorter by is its exposed time. Windows with and without shortcuts take turns, in an order that
-    changes from round to round.
+    The exposed time of a task is how much shorter an iteration is when the task is shortcut: its
+    outputs are replayed and its work is skipped. Windows with and without shortcuts alternate, in
+    an order that changes from round to round.
 
-    Whatever profiling trained is put back afterwards, also when it fails: models, optimizers,
-    whatever else has ``state_dict`` and ``load_state_dict``, and the generators of torch, Python
-    and numpy. Results say whose state that was.
+    State that profiling changed is restored afterwards, also on failure: models, optimizers,
+    other objects with ``state_dict`` and ``load_state_dict``, and the random generators of torch,
+    Python and numpy. The results list these objects.
 
     Args:
-        pipe: The pipeline; idle whenever a profile is taken. Under torch.distributed take the same
+        pipe: The pipeline; idle while a profile is taken. Under torch.distributed, take the same
             profiles on all ranks.
-        state: What to put back: an object or several, each a module, an optimizer, something else
+        state: What to restore: one object or several, each a module, an optimizer, another object
             with ``state_dict`` and ``load_state_dict``, a generator, or a tensor that requires
-            grad. None looks for such objects in all that the tasks' functions can reach; where
-            those hide them (in a C extension, or many objects deep), name them.
+            grad. If None, the profiler searches what the tasks' functions can reach; objects in a
+            C extension, or many attributes away, have to be given.
 
     Raises:
         TypeError: Something in ``state`` is none of these.
@@ -55,7 +55,7 @@ class TaskProfiler:
         label: str = "batch 0",
         copy: Callable[[Any], Any] | None = None,
     ) -> ProfileResult:
-        """Profile on one batch; ``profile_many`` tells of the arguments and of what is raised."""
+        """Profile on one batch. For arguments and errors see ``profile_many``."""
         return self.profile_many(
             [batch],
             num_warmup,
@@ -83,22 +83,20 @@ class TaskProfiler:
     ) -> ProfileResults:
         """Profile on several batches, each from the same state.
 
-        Iterations get numbers from the pipeline's next one on, which is its next one again
-        afterwards.
+        Iteration numbers continue from the pipeline's next one, which is restored afterwards.
 
         Args:
             batches: At least one. Every iteration gets the batch itself.
-            num_warmup: Iterations ahead of each window that are not timed; the first caches what
-                the shortcut task produces, so there is at least that one, and under the plan at
-                least ``depth``.
+            num_warmup: Iterations before each window that are not timed. At least 1, in which the
+                output of the shortcut task is cached; under the plan at least ``depth``.
             num_measure: Iterations timed in each window.
-            num_rounds: Windows of each kind. More make the error bars shorter, and surer.
-            pipelined: Measure the steady state under the plan; or else iterations one by one.
+            num_rounds: Windows per task. More make the error bars smaller and more reliable.
+            pipelined: Measure the steady state under the plan, instead of serial iterations.
             tasks: Which tasks to measure; None for all.
             verbose: Show a progress bar.
-            labels: What to call each batch; "batch 0" and so on where None.
-            copy: Makes a batch that may be modified, for tasks that do that to the batch in
-                place. It is called for all iterations of a window ahead of the window.
+            labels: A name for each batch; by default "batch 0", "batch 1" and so on.
+            copy: Makes a batch that may be modified, for tasks that modify it in place. It is
+                called for all iterations of a window before the window starts.
 
         Returns:
             One result per batch.
@@ -118,17 +116,17 @@ class TaskProfiler:
         results = []
         with _progress_bar(len(batches) * counts.windows(len(names)), show=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
-                bench = Bench(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
+                timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
                 try:
                     with self.pipe.borrow():
-                        measured = measure(bench, names, num_rounds, bar.update)
+                        measured = measure(timer, names, num_rounds, bar.update)
                 finally:
                     snapshot.restore()
-                results.append(_result(label, bench, counts, measured, owners, left_out))
+                results.append(_result(label, timer, counts, measured, owners, left_out))
         return ProfileResults(results)
 
     def owners(self) -> tuple[Found, ...]:
-        """Whose state is put back."""
+        """The objects whose state is restored."""
         return tuple(find_state(self.pipe.tasks)) if self._state is None else self._state
 
     def _names(
@@ -157,7 +155,7 @@ class TaskProfiler:
 
 def _result(
     label: str,
-    bench: Bench,
+    timer: WindowTimer,
     counts: Counts,
     measured: Measured,
     owners: Sequence[Found],
@@ -165,11 +163,11 @@ def _result(
 ) -> ProfileResult:
     columns = dict(measured.columns)
     baseline = columns.pop(BASELINE)
-    step = level(baseline)
-    saved = differences(baseline, columns)
+    step = iteration_time(baseline)
+    saved = time_saved(baseline, columns)
     return ProfileResult(
         batch=label,
-        mode="pipelined" if bench.pipelined else "serial",
+        mode="pipelined" if timer.pipelined else "serial",
         baseline_s=step.value_s,
         baseline_spread_s=step.spread_s,
         exposed_s={name: max(0.0, estimate.value_s) for name, estimate in saved.items()},

@@ -1,44 +1,84 @@
-"""What a profile found, as data: it prints, goes to JSON and back, and draws itself."""
+"""The results of a profile: data that prints as a table, saves as JSON, and draws a bar chart."""
 
 from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO, overload
 
+from swpipe.profiler.plot import Bars, bar_chart
+
 Mode = Literal["serial", "pipelined"]
 
-BLOCKS_FROM_S = 1e-4
-BLOCKS_FROM_SHARE = 0.25
+MIN_BLOCKED_S = 1e-4
+MIN_BLOCKED_SHARE = 0.25
+
+_EXPOSED = ("exposed ms", "spread ms", "% of baseline")
+
+
+class _Report(ABC):
+    """What one result and several results have in common."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def format_report(self) -> str:
+        """The table that ``print_report`` prints."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """JSON text; ``from_json`` returns an equal object."""
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: ``text`` is something else.
+        """
+
+    def print_report(self, file: TextIO | None = None) -> None:
+        """Print one row per task; to standard output by default."""
+        (sys.stdout if file is None else file).write(self.format_report() + "\n")
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileResult:
+class ProfileResult(_Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
     Attributes:
-        batch: The batch's label.
+        batch: The label of the batch.
         mode: ``"serial"``, or ``"pipelined"`` for a measurement under the plan.
-        baseline_s: Wall time of an iteration with all tasks running.
-        baseline_spread_s: Half-width of its error bar.
-        exposed_s: Task to the wall time that is saved when it costs nothing; never negative.
-        raw_s: The same as it was measured, with its sign.
-        spread_s: Half-width of its error bar: the truth lies within ``raw_s`` plus or minus this,
-            and a task that costs nothing reads zero within it, practically always.
-        host_s: How long the task holds the thread that it runs on.
-        blocked_s: The part of that in which the thread was off the CPU: asleep, waiting for a
-            file, a lock or a device, or pushed aside by other work. A thread that waits in a busy
-            loop (as CUDA's do by default) counts as on the CPU: compare ``host_s``.
+        baseline_s: Wall time of an iteration in which all tasks run.
+        baseline_spread_s: Half-width of the error bar of ``baseline_s``.
+        exposed_s: Task to the wall time saved if it cost nothing; never negative.
+        raw_s: The same difference as measured, with its sign.
+        spread_s: Half-width of the error bar of ``raw_s``, for about 99% confidence.
+        host_s: How long the task occupies the thread it runs on.
+        blocked_s: The part of ``host_s`` in which the thread is off the CPU: it sleeps, waits for
+            a file, a lock or a device, or is preempted. A thread that waits in a busy loop (the
+            default in CUDA) is on the CPU: compare ``host_s``.
         num_warmup: Iterations before each window that were not timed.
-        num_measure: Iterations in each window.
+        num_measure: Iterations timed in each window.
         num_rounds: Windows behind each figure.
-        put_back: Whose state was saved before and put back after profiling: where it was found,
-            and its type.
-        already_shortcut: Tasks that were shortcut when profiling began. They stayed so, cost
-            nothing, and were not measured.
+        put_back: The objects whose state was saved before profiling and restored after it: where
+            each was found, and its type.
+        already_shortcut: Tasks that were shortcut when profiling started. They stayed shortcut
+            and were not measured.
     """
 
     batch: str
@@ -58,61 +98,52 @@ class ProfileResult:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks that were measured, in serial order."""
+        """The measured tasks, in serial order."""
         return tuple(self.exposed_s)
 
     @property
     def blocking(self) -> tuple[str, ...]:
-        """Tasks that block the host: off the CPU for a quarter of their time, and 0.1 ms.
+        """Tasks that block the host: off the CPU for 25% of their time and at least 0.1 ms.
 
         The longest come first.
         """
         found = [
             name
             for name, blocked_s in self.blocked_s.items()
-            if blocked_s >= max(BLOCKS_FROM_S, BLOCKS_FROM_SHARE * self.host_s[name])
+            if blocked_s >= max(MIN_BLOCKED_S, MIN_BLOCKED_SHARE * self.host_s[name])
         ]
         return tuple(sorted(found, key=lambda name: -self.blocked_s[name]))
 
     def format_report(self) -> str:
-        """The table that ``print_report`` prints."""
-        from swpipe.profiler.tables import format_one
-
-        return format_one(self)
-
-    def print_report(self, file: TextIO | None = None) -> None:
-        """Print one row per task: exposed time with its spread, host and blocked time."""
-        _print(self.format_report(), file)
+        """A summary line, a table with one row per task and a sum, and notes."""
+        rows = [
+            (name, *self._exposed_cells(names), *(_sum_ms(s, names) for s in self._host_times))
+            for name, names in [*((name, [name]) for name in self.tasks), ("SUM", self.tasks)]
+        ]
+        table = _table(("task", *_EXPOSED, "host ms", "blocked ms"), rows)
+        return "\n".join([self._summary(), table, *self._notes()])
 
     def plot(self, path: str | Path) -> None:
-        """Draw a bar chart with error bars into a file; the ending tells the format.
+        """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        from swpipe.profiler.plot import bar_chart
-
-        bar_chart((self,), path)
+        bar_chart([self._bars()], path)
 
     def to_json(self) -> str:
-        """JSON text that ``from_json`` reads back unchanged."""
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """A result from what ``to_json`` wrote.
-
-        Raises:
-            ValueError: The text is no JSON object with exactly the attributes of a result.
-        """
         return cls.from_dict(json.loads(text))
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """A result from plain data, as ``json.loads`` gives it.
+        """A result from plain data, as ``json.loads`` returns it.
 
         Raises:
-            ValueError: Not exactly the attributes of a result.
+            ValueError: The keys are not exactly the attributes of a result.
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
@@ -121,17 +152,39 @@ class ProfileResult:
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
         return cls(**{**data, **lists})
 
-    def save(self, path: str | Path) -> None:
-        """Write JSON to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+    @property
+    def _host_times(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        return self.host_s, self.blocked_s
 
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+    def _exposed_cells(self, names: Sequence[str]) -> tuple[str, str, str]:
+        """The cells below ``_EXPOSED`` for one task, or for the sum of several.
+
+        Spreads are added, not combined as independent errors: all tasks share one baseline.
+        """
+        exposed_s = sum(self.exposed_s[name] for name in names)
+        share = exposed_s / self.baseline_s if self.baseline_s else 0.0
+        return _ms(exposed_s), _sum_ms(self.spread_s, names), f"{100 * share:.1f}"
+
+    def _summary(self) -> str:
+        return (
+            f"{self.batch}, {self.mode}: {_ms(self.baseline_s)} ± "
+            f"{_ms(self.baseline_spread_s)} ms per iteration "
+            f"({self.num_rounds} rounds of {self.num_measure})"
+        )
+
+    def _notes(self, on_batch: str = "") -> Iterator[str]:
+        blocking = [f"{name} ({_ms(self.blocked_s[name])} ms)" for name in self.blocking]
+        yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
+        if self.already_shortcut:
+            yield f"shortcut already, so not measured: {', '.join(self.already_shortcut)}"
+        yield f"put back: {', '.join(self.put_back) or 'generators only; no other state was found'}"
+
+    def _bars(self) -> Bars:
+        label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
+        return Bars(label, self.exposed_s, self.spread_s)
 
 
-class ProfileResults(Sequence[ProfileResult]):
+class ProfileResults(_Report, Sequence[ProfileResult]):
     """The results of several batches, in the order of the batches."""
 
     def __init__(self, results: Iterable[ProfileResult]) -> None:
@@ -151,9 +204,6 @@ class ProfileResults(Sequence[ProfileResult]):
     def __len__(self) -> int:
         return len(self._results)
 
-    def __iter__(self) -> Iterator[ProfileResult]:
-        return iter(self._results)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ProfileResults) and self._results == other._results
 
@@ -163,50 +213,55 @@ class ProfileResults(Sequence[ProfileResult]):
         return f"ProfileResults({list(self._results)!r})"
 
     def format_report(self) -> str:
-        """The table that ``print_report`` prints."""
-        from swpipe.profiler.tables import format_side_by_side
-
-        return format_side_by_side(self._results)
-
-    def print_report(self, file: TextIO | None = None) -> None:
-        """Print one row per task and, side by side, the columns of each batch."""
-        _print(self.format_report(), file)
+        """One summary line per batch, and a table with one row per task and columns per batch."""
+        if not self._results:
+            return "no batches were profiled"
+        tasks = dict.fromkeys(name for result in self for name in result.tasks)
+        headers = ["task"]
+        for result in self:
+            headers += [f"{result.batch}\n{_EXPOSED[0]}", *(f"\n{title}" for title in _EXPOSED[1:])]
+        rows = []
+        for name, names in [*((name, [name]) for name in tasks), ("SUM", None)]:
+            row = [name]
+            for result in self:
+                measured = result.tasks if names is None else names
+                row += (
+                    result._exposed_cells(measured) if {*measured} <= {*result.tasks} else [""] * 3
+                )
+            rows.append(row)
+        notes = dict.fromkeys(note for r in self for note in r._notes(f" on {r.batch}"))
+        return "\n".join([*(result._summary() for result in self), _table(headers, rows), *notes])
 
     def plot(self, path: str | Path) -> None:
-        """Draw a bar chart, a bar per batch at each task, into a file; the ending tells the format.
+        """Draw a bar chart with one bar per task and batch; the suffix selects the format.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
+            ValueError: There are no results.
         """
-        from swpipe.profiler.plot import bar_chart
-
-        bar_chart(self._results, path)
+        bar_chart([result._bars() for result in self], path)
 
     def to_json(self) -> str:
-        """JSON text that ``from_json`` reads back unchanged: a list of results."""
-        return json.dumps([asdict(result) for result in self._results], indent=2)
+        return json.dumps([asdict(result) for result in self], indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Results from what ``to_json`` wrote.
-
-        Raises:
-            ValueError: The text is no JSON list of results.
-        """
         data = json.loads(text)
         if not isinstance(data, list):
             raise ValueError(f"profile results are a JSON list, not {type(data).__name__}")
         return cls(ProfileResult.from_dict(entry) for entry in data)
 
-    def save(self, path: str | Path) -> None:
-        """Write JSON to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    from tabulate import tabulate
+
+    align = ("left", *("right",) * (len(headers) - 1))
+    return tabulate(rows, headers=list(headers), disable_numparse=True, colalign=align)
 
 
-def _print(text: str, file: TextIO | None) -> None:
-    (sys.stdout if file is None else file).write(text + "\n")
+def _sum_ms(seconds: Mapping[str, float], names: Iterable[str]) -> str:
+    return _ms(sum(seconds[name] for name in names))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}"

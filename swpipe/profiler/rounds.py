@@ -1,12 +1,12 @@
-"""Rounds of windows: every kind of window once per round, in another order each time.
+"""Measure in rounds: each window once per round, in an order that changes.
 
     round 1    read      baseline  host   decode
-    round 2    decode    host   baseline  read          the one before, backwards
+    round 2    decode    host   baseline  read          round 1 in reverse
     round 3    baseline  read  decode     host
     ...
 
-A machine that gets slower or faster as time goes on favours no task: what one round does to a
-pair of windows, the next undoes. The order is the same in every run, and so on every rank.
+If the machine gets slower or faster over time, this affects all tasks alike: a reversed round
+cancels the drift of the one before. The order is the same in every run, and so on every rank.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import NamedTuple
 
 from swpipe.profiler.estimate import Column
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import Bench
+from swpipe.profiler.measure import WindowTimer
 
 BASELINE = "<baseline>"
-"""The window in which nothing is shortcut."""
+"""The window in which no task is shortcut."""
 
 HOST = "<host>"
-"""A window like the baseline's, in which each task is timed on its thread."""
+"""A baseline window in which each task is also timed on its thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much to measure.
+    """The numbers of iterations and rounds.
 
     Raises:
         ValueError: A number is too small.
@@ -51,7 +51,7 @@ class Counts:
             )
 
     def windows(self, tasks: int) -> int:
-        """How many windows there are in all, for so many tasks."""
+        """The number of windows in all rounds, for this number of tasks."""
         return self.num_rounds * (tasks + 2)
 
 
@@ -59,8 +59,8 @@ class Measured(NamedTuple):
     """What was measured on one batch.
 
     Attributes:
-        columns: ``BASELINE``, and each task, to their windows.
-        times: What the tasks did on their threads.
+        columns: ``BASELINE`` and each task to their windows.
+        times: The times of the tasks on their threads.
     """
 
     columns: dict[str, Column]
@@ -68,7 +68,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    bench: Bench, names: Sequence[str], num_rounds: int, tick: Callable[[], object]
+    timer: WindowTimer, names: Sequence[str], num_rounds: int, tick: Callable[[], object]
 ) -> Measured:
     """Measure all windows, and call ``tick`` after each.
 
@@ -77,30 +77,30 @@ def measure(
     """
     windows: dict[str, list[list[float]]] = {name: [] for name in (BASELINE, *names)}
     times = HostTimes(names)
-    bench.window()  # for nothing: what the first iterations make and load is there from now on
-    for order in orders((BASELINE, HOST, *names), num_rounds):
+    timer.window()  # not used: the first iterations allocate and compile
+    for order in window_orders((BASELINE, HOST, *names), num_rounds):
         for kind in order:
             try:
                 if kind == HOST:
-                    bench.host_window(times)
+                    timer.host_window(times)
                 elif kind == BASELINE:
-                    windows[kind].append(bench.window())
+                    windows[kind].append(timer.window())
                 else:
-                    with bench.pipe.shortcut(kind):
-                        windows[kind].append(bench.window())
+                    with timer.pipe.shortcut(kind):
+                        windows[kind].append(timer.window())
             except BaseException as error:
                 what = f"with task {kind!r} shortcut" if kind in names else "without a shortcut"
                 error.add_note(f"swpipe: while profiling {what}")
                 raise
             tick()
-    columns = {name: Column(rounds, bench.overlap) for name, rounds in windows.items()}
+    columns = {name: Column(rounds, timer.overlap) for name, rounds in windows.items()}
     return Measured(columns, times)
 
 
-def orders(kinds: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
-    """The order of the windows in each round: by chance, every other one the last one backwards."""
-    chance = random.Random(0)
+def window_orders(kinds: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
+    """The order of the windows in each round: random, then its reverse, then random again."""
+    rng = random.Random(0)
     order: list[str] = []
     for number in range(num_rounds):
-        order = order[::-1] if number % 2 else chance.sample(kinds, len(kinds))
+        order = order[::-1] if number % 2 else rng.sample(kinds, len(kinds))
         yield order

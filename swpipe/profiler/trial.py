@@ -1,8 +1,8 @@
-"""Plans side by side: what an iteration takes under each, on the same tasks and batches.
+"""Compare plans by running them: the time of an iteration under each, on the same batches.
 
-A cost model holds within some percent; where plans are nearer to each other than that, only running
-them tells which is the fastest. Windows under the plans take turns, in an order that changes from
-round to round, so that a drifting machine favours none.
+A cost model is accurate to some percent. If plans are closer than that, only running them shows
+which one is fastest. The plans alternate, in an order that changes from round to round, so that a
+drifting machine favours none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.measure import Bench
+from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts
 
@@ -35,16 +35,16 @@ def try_plans(
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
 ) -> dict[str, float]:
-    """Measure plans in turns, a round for each batch, and put everything back as it was.
+    """Measure plans alternately, one round per batch, and restore all state afterwards.
 
     Args:
-        tasks: What the plans run.
+        tasks: The tasks that the plans schedule.
         plans: Name to plan.
         batches: At least one; in its round each iteration gets the batch itself.
-        num_warmup: Iterations ahead of each window that are not timed.
-        num_measure: Iterations that are.
+        num_warmup: Iterations before each window that are not timed.
+        num_measure: Iterations timed in each window.
         device: As for ``SWPipeline``.
-        state: What to put back, as for ``TaskProfiler``; None looks for it.
+        state: What to restore, as for ``TaskProfiler``; found automatically if None.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
 
     Returns:
@@ -70,10 +70,10 @@ def try_plans(
         order = list(pipes)
         for turn, batch in enumerate(batches):
             for name in order if turn % 2 else reversed(order):
-                bench = Bench(pipes[name], batch, copy, num_warmup, num_measure, True)
+                timer = WindowTimer(pipes[name], batch, copy, num_warmup, num_measure, True)
                 try:
                     with pipes[name].borrow():
-                        samples[name] += bench.window()
+                        samples[name] += timer.window()
                 finally:
                     snapshot.restore()
     return {name: median(each) for name, each in samples.items()}

@@ -1,4 +1,4 @@
-"""Replay what a task produced instead of running it, with autograd kept connected."""
+"""Replay a task's outputs instead of running it, with autograd kept connected."""
 
 from swpipe.shortcut.shortcuts import Shortcuts
 

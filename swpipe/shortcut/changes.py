@@ -1,24 +1,25 @@
 """What a task did to its context: attributes added, rebound, deleted, or modified in place.
 
-An attribute counts as modified in place when, anywhere inside it,
+An attribute is modified in place if, anywhere inside it,
 
 - a container holds other objects, or holds them under other names;
-- a tensor's version counter has moved (views and ``detach()`` share it, ``.data`` does not), it
-  requires grad where it did not, or its ``.grad`` is another one or was modified;
-- a tensor on the host without a version counter (made in inference mode) holds other numbers. On
-  a device it may be under way on another stream, and is not looked at.
+- a tensor has another version counter (shared with views and ``detach()``, not with ``.data``),
+  started to require grad, or has another or a modified ``.grad``;
+- a CPU tensor without a version counter (made in inference mode) has other values. On a device
+  another stream may be writing it, so it is not compared.
 
-Not seen: what happens inside leaves (see ``swpipe._tensors.pytree``): arrays, objects of plain
-classes.
+Not detected: changes inside leaves (see ``swpipe._tensors.pytree``), such as arrays and objects of
+plain classes.
 
-Not counted: the content of parameters, which belongs to their module; what an object with a
-``record_stream`` method works out when asked, and keeps in a private attribute that was None; and
-attributes that only other threads set or deleted (``swpipe.shortcut.bindings``). What other threads
-modify in place meanwhile cannot be told apart: tasks that run at the same time let each other's be.
+Not counted: values of parameters, which belong to their module; what an object with a
+``record_stream`` method computes lazily into a private attribute that was None; and attributes that
+only other threads set or deleted (``swpipe.shortcut.writes``). In-place changes by other threads
+cannot be told apart: tasks that run at the same time must not modify each other's objects.
 """
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from swpipe._tensors.containers import has_record_stream
-from swpipe._tensors.pytree import Node, nodes_in, open_node, parts_of, tensors_in
-from swpipe.shortcut.bindings import Bindings
+from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, parts_of, tensors_in
+from swpipe.shortcut.writes import AttributeWrites
 
 
 class Changes(NamedTuple):
@@ -35,41 +36,41 @@ class Changes(NamedTuple):
 
     Attributes:
         produced: Added, rebound or modified in place.
-        deleted: Gone.
+        deleted: Removed.
     """
 
     produced: tuple[str, ...]
     deleted: tuple[str, ...]
 
 
-class Watch:
-    """Watches what happens to a context within a ``with`` block, on the thread that enters it.
+class ContextWatch:
+    """Finds what the thread that enters a ``with`` block changes on a context within it.
 
     Attributes:
-        before: The attributes at its beginning.
-        changes: What was done to them; set at its end.
+        before: The attributes at the start of the block.
+        changes: The changes; set at the end of the block.
     """
 
     changes: Changes
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
-        self._bindings = Bindings(ctx)
+        self._writes = AttributeWrites(ctx)
         self.before: dict[str, Any] = {}
         self._contents: dict[str, _Content] = {}
 
-    def __enter__(self) -> Watch:
-        self._bindings.__enter__()
-        # Copied at one stroke: other threads may set attributes at any moment.
+    def __enter__(self) -> ContextWatch:
+        self._writes.__enter__()
+        # One atomic copy: other threads may set attributes at any time.
         self.before = dict(vars(self._ctx))
-        # The values are held on to: of an object that is gone, the id might come back with another.
+        # The values are referenced, so that no new object can have the id of one of them.
         self._contents = {name: _Content(value) for name, value in self.before.items()}
         return self
 
     def __exit__(self, *failure: object) -> None:
         after = dict(vars(self._ctx))
-        self._bindings.__exit__()
-        before, foreign = self._contents, self._bindings.only_by_others
+        self._writes.__exit__()
+        before, foreign = self._contents, self._writes.only_by_others
         produced = tuple(
             name
             for name, value in after.items()
@@ -81,69 +82,53 @@ class Watch:
 
 
 class _Content:
-    """All that is in a value: its containers with what they hold, and its tensors' state."""
+    """The contents of all containers in a value, and the state of all tensors."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self._nodes = tuple(nodes_in(value))
         self._tensors = tuple(
-            _TensorState.of(tensor)
+            (tensor, _TensorState.of(tensor), _inference_copy(tensor))
             for tensor in tensors_in(value)
             if not isinstance(tensor, Parameter)
         )
 
     def modified(self) -> bool:
-        return any(not same_node(node, open_node(node.value)) for node in self._nodes) or any(
-            state.moved() for state in self._tensors
+        return any(not same_node(node, Node.of(node.value)) for node in self._nodes) or any(
+            not state.same(_TensorState.of(tensor))
+            or (copy is not None and not _same_bits(tensor, copy))
+            for tensor, state, copy in self._tensors
         )
 
 
 class _TensorState(NamedTuple):
-    tensor: Tensor
     version: int | None
     requires_grad: bool
     grad: Tensor | None
     grad_version: int | None
-    content: Tensor | None
 
     @classmethod
     def of(cls, tensor: Tensor) -> _TensorState:
-        grad = grad_of(tensor)
-        version = _version(tensor)
-        return cls(
-            tensor,
-            version,
-            tensor.requires_grad,
-            grad,
-            None if grad is None else _version(grad),
-            tensor.clone() if version is None and tensor.is_cpu else None,
-        )
+        grad = grad_or_none(tensor)
+        grad_version = None if grad is None else _version(grad)
+        return cls(_version(tensor), tensor.requires_grad, grad, grad_version)
 
-    def moved(self) -> bool:
-        grad = grad_of(self.tensor)
-        if (
-            _version(self.tensor) != self.version
-            or self.tensor.requires_grad != self.requires_grad
-            or grad is not self.grad
-        ):
-            return True
-        if grad is not None and _version(grad) != self.grad_version:
-            return True
-        return self.content is not None and not _same_bits(self.tensor, self.content)
-
-
-def grad_of(tensor: Tensor) -> Tensor | None:
-    """A tensor's ``.grad``, without the warning that torch gives where there can be none."""
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    def same(self, other: _TensorState) -> bool:
+        return self.grad is other.grad and self._replace(grad=None) == other._replace(grad=None)
 
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _inference_copy(tensor: Tensor) -> Tensor | None:
+    """A copy of a CPU tensor that has no version counter."""
+    return tensor.clone() if tensor.is_cpu and tensor.is_inference() else None
+
+
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and all(
-        x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))  # bytes: NaN is the same as NaN
+        x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))  # as bytes, NaN equals NaN
         for x, y in zip(parts_of(a), parts_of(b), strict=True)
     )
 
@@ -153,27 +138,18 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def same_node(before: Node, now: Node) -> bool:
-    """Whether a container holds what it held, but for what it works out lazily when asked."""
-    if has_record_stream(type(now.value)):
-        before, now = _without_lazy(before, now)
-    return _all_same(before.keys, now.keys) and _all_same(before.children, now.children)
+    """Whether a container holds the same objects, apart from lazily computed attributes."""
+    lazy = _lazy_keys(before, now) if has_record_stream(type(now.value)) else set()
+    return _ids(before, lazy) == _ids(now, lazy)
 
 
-def _all_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
+def _ids(node: Node, ignored: set[Any]) -> list[tuple[int, int]]:
+    """The ids of keys and children, in order; sequences have no keys."""
+    items = zip_longest(node.keys, node.children)
+    return [(id(key), id(child)) for key, child in items if key not in ignored]
 
 
-def _without_lazy(before: Node, now: Node) -> tuple[Node, Node]:
-    """Both nodes less the private attributes that the first has not, or has as None."""
-    known = dict(zip(before.keys, before.children, strict=True))
-    lazy = {key for key in now.keys if key.startswith("_") and known.get(key) is None}
-
-    def kept(node: Node) -> Node:
-        items = [
-            (key, child)
-            for key, child in zip(node.keys, node.children, strict=True)
-            if key not in lazy
-        ]
-        return Node(node.value, tuple(key for key, _ in items), tuple(child for _, child in items))
-
-    return kept(before), kept(now)
+def _lazy_keys(before: Node, now: Node) -> set[Any]:
+    """Private attributes that did not exist before, or were None."""
+    known = dict(zip(before.keys, before.children, strict=False))
+    return {key for key in now.keys if key.startswith("_") and known.get(key) is None}

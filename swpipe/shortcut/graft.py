@@ -1,14 +1,14 @@
-"""Put kept tensors into the autograd graph, in the place of those that a task would have made.
+"""Insert cached tensors into the autograd graph, in place of those the task would have computed.
 
-As it would have been, and as it is::
+With the task running, and with cached tensors instead::
 
     upstream ----> task ----> output ----> downstream
 
     upstream <---- zeros ----+
                         _GraftGrad <---- gradient ---- downstream
-    kept tensor <- gradient -+
+    cached tensor <- gradient -+
 
-Upstream parameters so stay in the graph: their gradients are zeros, not None.
+So upstream parameters stay in the graph: their gradients are zeros, not None.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.autograd.graph import Node, get_gradient_edge
 from swpipe._tensors.pytree import tensors_in
 
 Edge: TypeAlias = tuple[Node, int]
-"""Where a tensor hangs in the autograd graph: a node, and which of its outputs."""
+"""A tensor's position in the autograd graph: a node, and the index of one of its outputs."""
 
 
 class _GraftGrad(torch.autograd.Function):
-    """Forward: kept tensors, unchanged. Backward: their gradients as they come, and the zeros.
+    """Forward: the cached tensors. Backward: their gradients, and zeros for upstream tensors.
 
-    The arguments are the zeros (one per upstream tensor), the number of kept tensors, the kept
-    tensors and the upstream tensors. The zeros go out even when only some of the outputs are used.
+    The arguments are the zeros (one per upstream tensor), the number of cached tensors, the cached
+    tensors and the upstream tensors. Zeros are returned even if only some outputs are used.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class _GraftGrad(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         graft.zeros = zeros
         graft.set_materialize_grads(False)
-        # Not the inputs themselves: autograd would take the outputs for views and bar in-place use.
+        # Not the inputs themselves: autograd treats those as views and forbids in-place changes.
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
@@ -47,17 +47,17 @@ class _GraftGrad(torch.autograd.Function):
         return (None, None, *gradients, *graft.zeros)
 
 
-def graft(
-    kept: Sequence[Tensor], upstream: Sequence[Tensor], zeros: Sequence[Tensor]
+def connect(
+    cached: Sequence[Tensor], upstream: Sequence[Tensor], zeros: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """``kept``, without a copy, as outputs of a graph that goes on to ``upstream``.
+    """Return ``cached``, without a copy, as outputs of a graph that leads to ``upstream``.
 
     Args:
-        kept: Tensors that do not require grad, of a floating or complex type.
-        upstream: Tensors that require grad; there may be none.
-        zeros: One per upstream tensor, of its shape, type and device; not written to.
+        cached: Tensors of a floating or complex type that do not require grad.
+        upstream: Tensors that require grad; may be empty.
+        zeros: One per upstream tensor, of its shape, dtype and device; not written to.
     """
-    leaves = [tensor.detach().requires_grad_() for tensor in kept]
+    leaves = [tensor.detach().requires_grad_() for tensor in cached]
     apply: Any = _GraftGrad.apply
     outputs: tuple[Tensor, ...] = apply(tuple(zeros), len(leaves), *leaves, *upstream)
     return outputs
@@ -68,23 +68,23 @@ class _Zero(NamedTuple):
     version: int
 
 
-class Zeros:
-    """Zero gradients, made once and handed out again for as long as they fit."""
+class ZeroGradients:
+    """Zero gradients, reused while they match the tensors they are for."""
 
     def __init__(self) -> None:
         self._kept: list[_Zero] = []
         self._stream: Any = None
 
     def like(self, upstream: Sequence[Tensor], stream: Any) -> tuple[Tensor, ...]:
-        """Zeros of the shapes, types and devices of ``upstream``.
+        """Zeros of the shapes, dtypes and devices of ``upstream``.
 
         Args:
-            upstream: The tensors whose gradients they are to be.
-            stream: The current stream. Zeros made on another, which may be late, are made anew.
+            upstream: The tensors that get them as gradients.
+            stream: The current stream. Zeros made on another stream are not reused.
         """
         old = self._kept if stream == self._stream else []
         self._kept = [
-            old[k] if k < len(old) and _fits(old[k], tensor) else _fresh(tensor)
+            old[k] if k < len(old) and _matches(old[k], tensor) else _fresh(tensor)
             for k, tensor in enumerate(upstream)
         ]
         self._stream = stream
@@ -96,7 +96,7 @@ def _fresh(tensor: Tensor) -> _Zero:
     return _Zero(zero, zero._version)
 
 
-def _fits(zero: _Zero, tensor: Tensor) -> bool:
+def _matches(zero: _Zero, tensor: Tensor) -> bool:
     return (
         type(zero.tensor) is Tensor
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -104,13 +104,13 @@ def _fits(zero: _Zero, tensor: Tensor) -> bool:
         and zero.tensor.shape == tensor.shape
         and zero.tensor.dtype == tensor.dtype
         and zero.tensor.device == tensor.device
-        # A hook may have modified the gradient that it was given.
+        # Changes if a hook modified the gradient in place.
         and zero.tensor._version == zero.version
     )
 
 
-def edges_of(attributes: Mapping[str, Any]) -> dict[Edge, str]:
-    """Where the tensors in ``attributes`` that require grad hang; the attribute of each."""
+def gradient_edges(attributes: Mapping[str, Any]) -> dict[Edge, str]:
+    """The edges of the tensors in ``attributes`` that require grad, with the attribute of each."""
     edges: dict[Edge, str] = {}
     for name, value in attributes.items():
         for tensor in tensors_in(value):
@@ -119,18 +119,18 @@ def edges_of(attributes: Mapping[str, Any]) -> dict[Edge, str]:
     return edges
 
 
-def reached(outputs: Iterable[Tensor], edges: Mapping[Edge, str]) -> frozenset[str]:
-    """The attributes that the graph of ``outputs`` comes to first, on any path backwards."""
+def nearest_attributes(outputs: Iterable[Tensor], edges: Mapping[Edge, str]) -> frozenset[str]:
+    """The attributes found first on each path backwards through the graph of ``outputs``."""
     names: set[str] = set()
-    passed: set[Node] = set()
-    ahead = [_edge_of(tensor) for tensor in outputs if tensor.requires_grad]
-    while ahead:
-        edge = ahead.pop()
+    visited: set[Node] = set()
+    stack = [_edge_of(tensor) for tensor in outputs if tensor.requires_grad]
+    while stack:
+        edge = stack.pop()
         if edge in edges:
             names.add(edges[edge])
-        elif edge[0] not in passed:
-            passed.add(edge[0])
-            ahead += [(node, index) for node, index in edge[0].next_functions if node is not None]
+        elif edge[0] not in visited:
+            visited.add(edge[0])
+            stack += [(node, index) for node, index in edge[0].next_functions if node is not None]
     return frozenset(names)
 
 

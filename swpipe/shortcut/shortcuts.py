@@ -1,99 +1,94 @@
-"""Replay what a task produced instead of running it.
+"""Replay the outputs of a task instead of running it.
 
 A task runs in one of three modes::
 
-    not enabled          enabled, first run              enabled, from then on
+    not enabled          enabled, first run              enabled, later runs
     (normal)             (caching)                       (replay)
 
-    task.fn(ctx)         watch ctx                       check that the cache is whole
+    task.fn(ctx)         watch ctx                       check that the cache is unmodified
                          task.fn(ctx)                    delete what the task deleted
-                         keep what changed, and          put back what it produced,
-                         what each io captures           grafted into autograd; restore each io
+                         cache what changed, and         restore what it produced, connected to
+                         what each io captures           the autograd graph; restore each io
 
 Guarantees
-    - A replay leaves the context as the cached run left it: attributes added, rebound, deleted or
-      modified in place (``swpipe.shortcut.changes`` tells how that is seen), with tensors in any
-      nesting (``swpipe._tensors.pytree``), and what each ``DeclaredIO`` captured. What they shared
-      is shared
-      again. What other tasks do to the context in the meantime stays theirs.
-    - It copies no tensor: what it puts back shares memory with the cache. Should someone modify
-      that in place, the next replay refuses and names the attribute. Only ``.grad`` is copied,
-      since autograd itself adds to it in place.
-    - Containers are built anew each time. Parameters, and all that is no tensor, come back as the
-      very objects that they were.
-    - A tensor that was the result of a graph comes back as one (``swpipe.shortcut.graft``): the
-      upstream attributes that it was computed from get zero gradients. One that was a leaf and
-      required grad comes back as such a leaf. Grad mode on and off have caches of their own; with
-      it off, nothing is grafted.
-    - Only the task's function is skipped. Order, streams and events are the engine's affair.
+    - A replay leaves the context as the cached run did: attributes added, rebound, deleted or
+      modified in place (as ``swpipe.shortcut.changes`` detects it), with tensors in any nesting
+      (``swpipe._tensors.pytree``), and the captures of each ``DeclaredIO``. Objects that were
+      shared among them are shared again. Changes that other tasks make meanwhile are not included.
+    - No tensor is copied: restored tensors share memory with the cache. If the cache is modified
+      in place, the next replay raises and names the attribute. Only ``.grad`` is copied, since
+      autograd accumulates into it in place.
+    - Containers are built anew each time. Parameters and non-tensors are the same objects.
+    - A tensor computed by autograd is restored with a graph (``swpipe.shortcut.graft``) that gives
+      zero gradients to the upstream attributes it was computed from. A leaf that required grad is
+      restored as such a leaf. Grad mode on and off have separate caches.
+    - Only the task's function is skipped. Order, streams and events stay as they are.
 
 Assumptions
     - Two runs of one task never overlap. Runs of different tasks may, and tasks may be enabled and
-      disabled meanwhile: runs look up a set and a dict, which Python keeps whole with its lock and
-      without.
-    - Nobody relies on one tensor being a view of another, or the very one that an upstream
-      attribute holds: each tensor that a task produced is kept by itself.
-    - What a task changes outside the context, and in objects that ``swpipe._tensors.pytree`` takes
-    for leaves,
-      is declared as its io.
+      disabled meanwhile: runs only look up a set and a dict, which is atomic in Python, also
+      without the interpreter lock.
+    - No code relies on one produced tensor being a view of another, or being the same object as an
+      upstream attribute: each tensor is cached separately.
+    - What a task changes outside the context, and in leaves of ``swpipe._tensors.pytree``, is
+      declared as its io.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from enum import Enum, auto
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from swpipe._tensors.pytree import map_tensors, tensors_in
+from swpipe._tensors.pytree import grad_or_none, map_tensors, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import CpuDevice, Device
-from swpipe.shortcut.changes import Watch, grad_of
-from swpipe.shortcut.graft import Zeros, edges_of, graft, reached
+from swpipe.shortcut.changes import ContextWatch
+from swpipe.shortcut.graft import ZeroGradients, connect, gradient_edges, nearest_attributes
 
 
 class Shortcuts:
-    """Which tasks are replayed, and what each of them has in its cache.
+    """The tasks that are replayed, and their caches.
 
     Attributes:
-        names: Tasks that are to go through ``run``; the same set object throughout.
+        names: Tasks to run through ``run``; always the same set object.
     """
 
     def __init__(self, device: Device | None = None) -> None:
         self.names: set[str] = set()
         self._device: Device = CpuDevice() if device is None else device
-        # Task name to its caches, one for each grad mode. Each enabling has a dict of its own: a
-        # run that began before the task was disabled leaves its cache in the old one, and is lost.
+        # Task to grad mode to cache. Each ``enable`` creates a new inner dict: a run that started
+        # before ``disable`` stores its cache in the old one, where it is never read.
         self._caches: dict[str, dict[bool, _Cache]] = {}
         self._lock = threading.Lock()  # names and caches change together
 
     def enable(self, task_names: Iterable[str]) -> None:
-        """Let tasks be cached on their next run and replayed after it; existing caches stay."""
+        """Cache tasks on their next run and replay them afterwards; existing caches stay."""
         with self._lock:
             for name in task_names:
                 self._caches.setdefault(name, {})
                 self.names.add(name)
 
     def disable(self, task_names: Iterable[str]) -> None:
-        """Let tasks run as usual again from their next run on, and drop their caches."""
+        """Run tasks normally from their next run on, and drop their caches."""
         with self._lock:
             for name in task_names:
                 self.names.discard(name)
                 self._caches.pop(name, None)
 
     def run(self, task: PipelineTask, ctx: Any) -> None:
-        """Run a task and keep what it produces, or put back what it produced before.
+        """Run a task and cache what it produces, or replay its cache.
 
         Args:
-            task: The task; one that has been disabled meanwhile just runs.
-            ctx: The iteration's context: anything with a ``__dict__``.
+            task: The task. If it was disabled in the meantime, it runs normally.
+            ctx: The iteration's context: any object with a ``__dict__``.
 
         Raises:
-            RuntimeError: Someone modified the cache in place, or something cannot be kept.
+            RuntimeError: The cache was modified in place, or an output cannot be cached.
         """
         caches = self._caches.get(task.name)
         if caches is None:
@@ -102,53 +97,42 @@ class Shortcuts:
         grad_mode = torch.is_grad_enabled()
         cache = caches.get(grad_mode)
         if cache is None:
-            caches[grad_mode] = _run_and_keep(task, ctx, self._device)
+            caches[grad_mode] = _run_and_cache(task, ctx, self._device)
         else:
             cache.replay(task, ctx)
 
 
-class _Role(Enum):
-    """What a kept tensor was to autograd."""
-
-    PLAIN = auto()
-    LEAF = auto()
-    GRAFTED = auto()
-
-
-class _Kept(NamedTuple):
-    """What is remembered of a tensor, beside the cached values that hold its clone.
-
-    That a tensor is replayed is told by its clone's identity alone, so no value of a user's can be
-    mistaken for an entry of the cache.
+class _Cached(NamedTuple):
+    """A cached tensor. Entries are found by the identity of the clone, never by value.
 
     Attributes:
-        tensor: The detached clone.
+        clone: A detached clone, which stands for the tensor in the cached values.
         version: The clone's version counter when it was made.
-        role: What the tensor was to autograd.
+        leaf: The tensor was a leaf that required grad.
+        computed: The tensor required grad and was computed by autograd.
         grad: A clone of the tensor's ``.grad``.
-        retains_grad: The tensor was told to keep its gradient though it is no leaf.
-        where: The attribute or io that it was found in, for messages.
+        retains_grad: ``retain_grad()`` was called on the tensor.
+        place: The attribute or io that contained it, for messages.
     """
 
-    tensor: Tensor
+    clone: Tensor
     version: int
-    role: _Role
+    leaf: bool
+    computed: bool
     grad: Tensor | None
     retains_grad: bool
-    where: str
+    place: str
 
     @classmethod
-    def of(cls, tensor: Tensor, where: str) -> _Kept:
-        """A tensor as it is now."""
-        role = _Role.PLAIN
-        if tensor.requires_grad:
-            role = _Role.LEAF if tensor.is_leaf else _Role.GRAFTED
-        grad = grad_of(tensor)
-        # Outside of inference mode, so that the clone has a version counter.
+    def of(cls, tensor: Tensor, place: str) -> _Cached:
+        leaf = tensor.requires_grad and tensor.is_leaf
+        computed = tensor.requires_grad and not tensor.is_leaf
+        grad = grad_or_none(tensor)
+        # Outside inference mode, so that the clone has a version counter.
         with torch.inference_mode(False), torch.no_grad():
             clone = tensor.detach().clone()
             grad = None if grad is None else grad.detach().clone()
-        return cls(clone, clone._version, role, grad, tensor.retains_grad, where)
+        return cls(clone, clone._version, leaf, computed, grad, tensor.retains_grad, place)
 
 
 class _Values(NamedTuple):
@@ -163,54 +147,44 @@ class _Values(NamedTuple):
     states: list[Any]
 
     def places(self) -> Iterator[tuple[str, Any]]:
-        """Each value, with the words for where it is."""
+        """Each value, with its place in words."""
         for name, value in self.attributes.items():
             yield f"ctx.{name}", value
         for index, state in enumerate(self.states):
             yield f"the state of io[{index}]", state
 
 
-def _run_and_keep(task: PipelineTask, ctx: Any, device: Device) -> _Cache:
-    with Watch(ctx) as watch:
-        edges = edges_of(watch.before) if torch.is_grad_enabled() else {}
+def _run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> _Cache:
+    with ContextWatch(ctx) as watch:
+        edges = gradient_edges(watch.before) if torch.is_grad_enabled() else {}
         task.fn(ctx)
     produced, deleted = watch.changes
-    values = _Values({name: vars(ctx)[name] for name in produced}, _capture(task))
-    inputs = reached((t for t in tensors_in(values) if not t.is_leaf), edges)
+    states = [_call_io(task, index, "capture", io.capture) for index, io in enumerate(task.io)]
+    values = _Values({name: vars(ctx)[name] for name in produced}, states)
+    inputs = nearest_attributes((t for t in tensors_in(values) if not t.is_leaf), edges)
     return _Cache(task.name, values, deleted, inputs, device)
 
 
-def _capture(task: PipelineTask) -> list[Any]:
-    states = []
-    for index, io in enumerate(task.io):
-        try:
-            states.append(None if io.capture is None else io.capture())
-        except Exception as error:
-            error.add_note(f"swpipe: in the capture of io[{index}] of task {task.name!r}")
-            raise
-    return states
-
-
-def _restore(task: PipelineTask, states: list[Any]) -> None:
-    for index, (io, state) in enumerate(zip(task.io, states, strict=True)):
-        if io.restore is None:
-            continue
-        try:
-            io.restore(state)
-        except Exception as error:
-            error.add_note(f"swpipe: in the restore of io[{index}] of task {task.name!r}")
-            raise
+def _call_io(
+    task: PipelineTask, index: int, name: str, fn: Callable[..., Any] | None, *args: Any
+) -> Any:
+    """Call the capture or restore of one io, if it has one."""
+    try:
+        return None if fn is None else fn(*args)
+    except Exception as error:
+        error.add_note(f"swpipe: in the {name} of io[{index}] of task {task.name!r}")
+        raise
 
 
 class _Cache:
-    """What one run of a task produced, ready to be put back.
+    """The outputs of one run of a task.
 
     Args:
         task: The task's name.
-        live: What it produced; nothing of it is kept but parameters and what is no tensor.
+        live: What it produced. Tensors other than parameters are cloned.
         deleted: Names of attributes that it deleted.
         inputs: Names of attributes whose tensors the outputs were computed from.
-        device: Where streams come from.
+        device: The device that the task runs on.
     """
 
     def __init__(
@@ -224,77 +198,78 @@ class _Cache:
         self._deleted = deleted
         self._inputs = sorted(inputs)
         self._device = device
-        self._zeros = Zeros()
-        self._kept: dict[int, _Kept] = {}
-        where = {id(t): place for place, value in live.places() for t in tensors_in(value)}
+        self._zeros = ZeroGradients()
+        self._cached: dict[int, _Cached] = {}
+        places = {id(t): place for place, value in live.places() for t in tensors_in(value)}
 
-        def keep(tensor: Tensor) -> Tensor:
+        def cache(tensor: Tensor) -> Tensor:
             if isinstance(tensor, Parameter):
                 return tensor
-            kept = _Kept.of(tensor, where.get(id(tensor), ""))
-            self._kept[id(kept.tensor)] = kept
-            return kept.tensor
+            cached = _Cached.of(tensor, places.get(id(tensor), ""))
+            self._cached[id(cached.clone)] = cached
+            return cached.clone
 
-        self._values = map_tensors(live, keep)
-        self._check_found(task)
+        self._values = map_tensors(live, cache)
+        self._check_replayable(task)
         self._stream = device.current_stream()
         self._ready = device.new_event() if device.has_streams else None
         if self._ready is not None:
             self._ready.record(self._stream)
 
     def replay(self, task: PipelineTask, ctx: Any) -> None:
-        """Put everything back."""
-        self._check_whole(task.name)
+        """Leave ``ctx`` as the cached run did."""
+        self._check_unmodified(task.name)
         stream = self._device.current_stream()
         if self._ready is not None and stream != self._stream:
-            self._ready.wait(stream)  # a run under another plan made the cache on another stream
-        fresh = self._fresh(vars(ctx), stream)
+            self._ready.wait(stream)  # the cache was made under another plan, on another stream
+        fresh = self._new_tensors(vars(ctx), stream)
         values = map_tensors(self._values, lambda tensor: fresh.get(id(tensor), tensor))
         for name in self._deleted:
             if name in vars(ctx):
                 delattr(ctx, name)
         for name, value in values.attributes.items():
             setattr(ctx, name, value)
-        _restore(task, values.states)
+        for index, (io, state) in enumerate(zip(task.io, values.states, strict=True)):
+            _call_io(task, index, "restore", io.restore, state)
 
-    def _fresh(self, attributes: dict[str, Any], stream: Any) -> dict[int, Tensor]:
-        """For each clone, by id, the tensor to put back."""
-        fresh = {key: kept.tensor.detach() for key, kept in self._kept.items()}
-        grafted = [key for key, kept in self._kept.items() if kept.role is _Role.GRAFTED]
-        if grafted:  # with grad mode off there are no inputs, and autograd lets them pass plain
+    def _new_tensors(self, attributes: dict[str, Any], stream: Any) -> dict[int, Tensor]:
+        """The tensor to restore for each clone, by the id of the clone."""
+        fresh = {key: cached.clone.detach() for key, cached in self._cached.items()}
+        computed = [key for key, cached in self._cached.items() if cached.computed]
+        if computed:  # with grad mode off there are no inputs, and autograd ignores the graph
             inputs = [attributes.get(name) for name in self._inputs]
             upstream = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-            outputs = graft(
-                [fresh[key] for key in grafted], upstream, self._zeros.like(upstream, stream)
+            outputs = connect(
+                [fresh[key] for key in computed], upstream, self._zeros.like(upstream, stream)
             )
-            fresh |= zip(grafted, outputs, strict=True)
-        for key, kept in self._kept.items():
+            fresh |= zip(computed, outputs, strict=True)
+        for key, cached in self._cached.items():
             tensor = fresh[key]
-            if kept.role is _Role.LEAF:
+            if cached.leaf:
                 tensor.requires_grad_()
-            if kept.retains_grad and tensor.requires_grad:
+            if cached.retains_grad and tensor.requires_grad:
                 tensor.retain_grad()
-            if kept.grad is not None:
-                tensor.grad = kept.grad.clone()
+            if cached.grad is not None:
+                tensor.grad = cached.grad.clone()
         return fresh
 
-    def _check_found(self, task: str) -> None:
-        """Every clone must be found again in the cached values, or it could not be put back."""
+    def _check_replayable(self, task: str) -> None:
+        """Every clone must be in the cached values, or it could not be restored."""
         for place, value in self._values.places():
             for tensor in tensors_in(value):
-                if id(tensor) not in self._kept and not isinstance(tensor, Parameter):
+                if id(tensor) not in self._cached and not isinstance(tensor, Parameter):
                     raise RuntimeError(
-                        f"task {task!r} cannot be replayed: {place} holds a container that makes "
-                        "tensors of its own when it is built anew, so those put into it are lost. "
+                        f"task {task!r} cannot be replayed: {place} holds a container that creates "
+                        "its own tensors when it is rebuilt, so the cached tensors are lost. "
                         "Use a dataclass, or keep it out of the context and declare it as io"
                     )
 
-    def _check_whole(self, task: str) -> None:
-        for kept in self._kept.values():
-            if kept.tensor._version != kept.version:
+    def _check_unmodified(self, task: str) -> None:
+        for cached in self._cached.values():
+            if cached.clone._version != cached.version:
                 raise RuntimeError(
-                    f"task {task!r} cannot be replayed: {kept.where} was modified in place after "
-                    "it was put back, and what is put back shares memory with the cache. Clone it "
-                    "before modifying it, or shortcut the task that modifies it too; "
+                    f"task {task!r} cannot be replayed: {cached.place} was modified in place after "
+                    "it was restored, and it shares memory with the cache. Clone it before "
+                    "modifying it, or shortcut the task that modifies it too; "
                     f"disable_shortcut({task!r}) drops the cache"
                 )

@@ -1,4 +1,4 @@
-"""Who ran when: recording, figures, Perfetto JSON, and pictures for files and terminals."""
+"""Traces of what ran when: recording, statistics, Perfetto files, and pictures."""
 
 from swpipe.trace.span import Row, Span
 from swpipe.trace.trace import TaskTimes, Trace, format_stacked, plot_stacked

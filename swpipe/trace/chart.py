@@ -1,10 +1,10 @@
-"""A timeline drawn with characters, for a terminal.
+"""Draw timelines with characters, for a terminal.
 
     io       ▌read 0████▌read 1▓▓▓▓░░░░░░▌read 2████
     default  ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓▓
              0 ms       10         20         30
 
-A cell shows what its row did for most of the cell's time: much shorter turns are not seen.
+A cell shows what its row did for most of the cell's time; much shorter spans are not visible.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from swpipe.trace.span import Row, Span, extent_ns, from_zero, in_order, rows_of
+from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
 START, FILLS, WAIT, BESIDE, IDLE = "▌", "█▓", "░", "·", " "
 GAP = "  "
-FEWEST_CELLS = 20
-SHORTEST_NAME = 2
-"""Least letters of a task's name that are worth printing."""
-TICK_CELLS = 8
-"""Least distance between two marks of the time axis."""
+MIN_CELLS = 20
+MIN_NAME = 2
+"""Task names are shortened to no fewer letters than this."""
+MIN_TICK_CELLS = 8
+"""Least distance between two ticks of the time axis."""
 
 
 class _Scale(NamedTuple):
@@ -35,56 +35,38 @@ class _Scale(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """What a cell may show; the later of two that cover it equally wins."""
+    """What a cell may show. If two cover it equally, the later one is shown."""
 
     sign: str
     span: Span | None = None
 
 
-_IDLE = _Item(IDLE)
-
-
 def label(row: Row) -> str:
-    """How a row is called in print."""
+    """The printed name of a row."""
     return row.name if row.kind == "thread" else f"stream {row.name}"
 
 
-def chart(spans: Sequence[Span], width: int = 100, *, beside: Sequence[Span] = ()) -> str:
-    """Draw spans, one line per row, over a time axis in milliseconds.
+def chart(panels: Sequence[Panel], width: int = 100) -> str:
+    """Draw timelines below each other, each from 0, on one scale.
 
     Args:
-        spans: What to draw, measured or predicted.
-        width: Columns that a line may have.
-        beside: What ran in the same time and matters less.
+        panels: The timelines; each has one line per row.
+        width: The number of columns.
 
     Raises:
-        ValueError: There is no span, or ``width`` leaves no room.
+        ValueError: A panel has no span, or ``width`` is too small.
     """
-    return charts([("", spans, beside)], width)
-
-
-def charts(panels: Sequence[tuple[str, Sequence[Span], Sequence[Span]]], width: int = 100) -> str:
-    """Draw timelines one above the other, each from 0 on, all to the same scale.
-
-    Args:
-        panels: Of each its heading ("" for none), its spans, and what is beside.
-        width: Columns that a line may have.
-
-    Raises:
-        ValueError: A panel has no span, or ``width`` leaves no room.
-    """
-    moved = [(heading, *from_zero(spans, beside)) for heading, spans, beside in panels]
-    margin = max(len(label(row)) for _, spans, _ in moved for row in rows_of(spans))
+    panels = [panel.from_zero() for panel in panels]
+    margin = max(len(label(row)) for panel in panels for row in rows_of(panel.spans))
     cells = width - margin - len(GAP)
-    if cells < FEWEST_CELLS:
-        least = width - cells + FEWEST_CELLS
+    if cells < MIN_CELLS:
+        least = width - cells + MIN_CELLS
         raise ValueError(f"width {width} is too narrow: these rows need {least} columns")
-    length_ns = max(extent_ns(spans)[1] for _, spans, _ in moved)
+    length_ns = max(extent_ns(panel.spans)[1] for panel in panels)
     scale = _Scale(max(1, length_ns) / cells, cells)
     lines: list[str] = []
-    for heading, spans, beside in moved:
-        if heading:
-            lines.append(heading)
+    for heading, spans, beside in panels:
+        lines += [heading] if heading else []
         for row in rows_of(spans):
             line = _line(
                 [span for span in spans if span.row == row],
@@ -118,7 +100,7 @@ def _cover(
 
 
 def _most(cover: dict[_Item, float], cell_ns: float) -> _Item:
-    best, best_ns = _IDLE, cell_ns - sum(cover.values())
+    best, best_ns = _Item(IDLE), cell_ns - sum(cover.values())
     for item, covered_ns in cover.items():
         if covered_ns >= best_ns:
             best, best_ns = item, covered_ns
@@ -131,7 +113,7 @@ def _box(item: _Item, cells: int) -> str:
     task, iteration = item.span.task, item.span.iteration
     room = cells - len(START)
     number = f" {iteration}"
-    if room >= SHORTEST_NAME + len(number):
+    if room >= MIN_NAME + len(number):
         text = task[: room - len(number)] + number
     else:
         text = number.strip() if room >= len(number) - 1 else ""
@@ -139,9 +121,9 @@ def _box(item: _Item, cells: int) -> str:
 
 
 def _axis(scale: _Scale) -> str:
-    """Marks at round milliseconds; the first names the unit."""
+    """Ticks at round milliseconds; the first one has the unit."""
     ms_per_cell = scale.cell_ns / 1e6
-    least = TICK_CELLS * ms_per_cell
+    least = MIN_TICK_CELLS * ms_per_cell
     power = 10.0 ** math.floor(math.log10(least))
     step_ms = next((power * n for n in (1, 2, 5) if power * n >= least), 10 * power)
     places = max(0, -math.floor(math.log10(step_ms)))

@@ -1,12 +1,12 @@
-"""A timeline as the JSON that chrome://tracing and the Perfetto UI open, and back.
+"""Write and read timelines as JSON for chrome://tracing and the Perfetto UI.
 
     process 1 "thread groups"   one track per group: tasks, and the waits before them
     process 2 "streams"         one track per stream
-    arrows                      from a task to the one that needs it, on another thread
+    arrows                      from a task to a task on another thread that depends on it
 
 Each task is a complete event (``"ph": "X"``) with its iteration and wait in ``args``. ``ts`` and
-``dur`` are microseconds, as the format has them, with three decimals: spans come back to the
-nanosecond. "Trace Event Format" (Nick Duca and Dan Sinclair, Google, 2016) describes it.
+``dur`` are microseconds with three decimals, so spans keep their nanoseconds. The format is "Trace
+Event Format" (Nick Duca and Dan Sinclair, Google, 2016).
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from swpipe.core.resolved import ResolvedPlan
 from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
-"""Kind of row to number and name of its process."""
+"""Kind of row to the number and name of its process."""
 
 Event = dict[str, Any]
 
 
 class Arrow(NamedTuple):
-    """``consumer`` comes after ``producer`` of the same iteration."""
+    """``consumer`` depends on ``producer`` of the same iteration."""
 
     producer: str
     consumer: str
 
 
 class Document(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     spans: tuple[Span, ...]
     arrows: tuple[Arrow, ...]
 
 
 def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
-    """What a plan declares of one iteration: along it a batch goes from row to row."""
+    """The dependences of a plan within one iteration."""
     return tuple(Arrow(dep.producer, dep.consumer) for dep in resolved.within_iteration)
 
 
 def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
     """Write the file."""
     document = {
-        "traceEvents": [*_tracks(spans), *_turns(spans), *_flows(spans, arrows)],
+        "traceEvents": [*_tracks(spans), *_tasks(spans), *_flows(spans, arrows)],
         "displayTimeUnit": "ms",
         "otherData": {"producer": "swpipe", "arrows": arrows},
     }
@@ -87,16 +87,9 @@ def load(path: Path) -> Document:
 
 
 def _span(event: Event, row: Row) -> Span:
-    start_ns = _ns(event["ts"])
+    start_ns, end_ns = _ns(event["ts"]), _ns(event["ts"]) + _ns(event["dur"])
     args = event["args"]
-    return Span(
-        event["name"],
-        args["iteration"],
-        row,
-        start_ns,
-        start_ns + _ns(event["dur"]),
-        _ns(args["wait_us"]),
-    )
+    return Span(event["name"], args["iteration"], row, start_ns, end_ns, _ns(args["wait_us"]))
 
 
 def _us(ns: int) -> float:
@@ -108,7 +101,7 @@ def _ns(us: float) -> int:
 
 
 def _places(spans: Iterable[Span]) -> dict[Row, Event]:
-    """Process and track of every row."""
+    """The process and track of every row."""
     return {
         row: {"pid": PROCESSES[row.kind][0], "tid": tid}
         for tid, row in enumerate(rows_of(spans), start=1)
@@ -117,54 +110,42 @@ def _places(spans: Iterable[Span]) -> dict[Row, Event]:
 
 def _tracks(spans: Sequence[Span]) -> Iterator[Event]:
     places = _places(spans)
-    for number, name in sorted({PROCESSES[row.kind] for row in places}):
-        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
-        sort_index = {"sort_index": number}
-        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": sort_index}
-    for row, place in places.items():
-        sort_index = {"sort_index": place["tid"]}
-        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": row.name}}
-        yield {"ph": "M", "name": "thread_sort_index", **place, "args": sort_index}
+    kinds = sorted({PROCESSES[row.kind] for row in places})
+    tracks = [("process", {"pid": number}, name, number) for number, name in kinds]
+    tracks += [("thread", place, row.name, place["tid"]) for row, place in places.items()]
+    for what, place, name, index in tracks:
+        yield {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}
+        yield {"ph": "M", "name": f"{what}_sort_index", **place, "args": {"sort_index": index}}
 
 
-def _turns(spans: Sequence[Span]) -> Iterator[Event]:
+def _tasks(spans: Sequence[Span]) -> Iterator[Event]:
     places = _places(spans)
     for span in spans:
         if span.wait_ns:
-            yield {
-                "ph": "X",
-                "cat": "wait",
-                "name": "wait",
-                **places[span.row],
-                "ts": _us(span.start_ns - span.wait_ns),
-                "dur": _us(span.wait_ns),
-                "args": {"before": span.task, "iteration": span.iteration},
-            }
-        yield {
-            "ph": "X",
-            "cat": "task",
-            "name": span.task,
-            **places[span.row],
-            "ts": _us(span.start_ns),
-            "dur": _us(span.duration_ns),
-            "args": {"iteration": span.iteration, "wait_us": _us(span.wait_ns)},
-        }
+            times = {"ts": _us(span.start_ns - span.wait_ns), "dur": _us(span.wait_ns)}
+            args = {"before": span.task, "iteration": span.iteration}
+            wait = {"ph": "X", "cat": "wait", "name": "wait", "args": args}
+            yield {**wait, **times, **places[span.row]}
+        times = {"ts": _us(span.start_ns), "dur": _us(span.duration_ns)}
+        args = {"iteration": span.iteration, "wait_us": _us(span.wait_ns)}
+        task = {"ph": "X", "cat": "task", "name": span.task, "args": args}
+        yield {**task, **times, **places[span.row]}
 
 
 def _flows(spans: Sequence[Span], arrows: Iterable[Arrow]) -> Iterator[Event]:
     places = _places(spans)
-    turns = {(span.task, span.iteration): span for span in spans if span.row.kind == "thread"}
+    runs = {(span.task, span.iteration): span for span in spans if span.row.kind == "thread"}
     iterations = sorted({span.iteration for span in spans})
     ends = [
-        (turns[producer, i], turns[consumer, i])
+        (runs[producer, i], runs[consumer, i])
         for producer, consumer in arrows
         for i in iterations
-        if (producer, i) in turns and (consumer, i) in turns
+        if (producer, i) in runs and (consumer, i) in runs
     ]
     for number, (before, after) in enumerate(ends, start=1):
         if before.row != after.row and before.end_ns <= after.start_ns:
             flow = {"cat": "dependence", "name": "dependence", "id": number}
-            # An arrow belongs to the slice that is open at its time: it leaves just before the end.
-            leaves_ns = max(before.start_ns, before.end_ns - 1)
-            yield {"ph": "s", **flow, **places[before.row], "ts": _us(leaves_ns)}
+            # An arrow starts at the slice that is open at its time, so 1 ns before the end.
+            start_ns = max(before.start_ns, before.end_ns - 1)
+            yield {"ph": "s", **flow, **places[before.row], "ts": _us(start_ns)}
             yield {"ph": "f", "bp": "e", **flow, **places[after.row], "ts": _us(after.start_ns)}

@@ -1,19 +1,19 @@
-"""Record who runs when: the observer behind a trace.
+"""The observer behind a trace: records when each task runs.
 
-    lane's thread      arrive ......... start ======= stop
+    thread             arrive ......... start ======= stop
                              wait_ns           span
     its stream                            o ~~~~~~~~~~~~~~~ o
                                        event    span      event
 
 Guarantees
-    - A span is kept if its start and its stop both came before ``finish``; later ones are dropped.
-    - Every thread writes to a log of its own. The recorder's lock guards the list of logs, and each
-      log's lock the log against ``finish``: nothing rests on the interpreter lock.
-    - Events are taken from a pool that is filled again as the device gets done: a trace of any
-      length holds about as many as are under way.
+    - A span is recorded if its start and its stop both come before ``finish``.
+    - Every thread writes to its own log. The recorder's lock protects the list of logs, and each
+      log's lock protects the log from ``finish``; none of this needs the interpreter lock.
+    - Events are reused once the device has reached them, so the number of events is limited by the
+      work in flight, not by the length of the trace.
 
-A lane asks who observes once per turn. Of a turn that is under way when recording begins nothing is
-told, or its later part: ``start`` without ``arrive`` is taken as no wait.
+If recording starts while a task runs, the recorder may see only a part of its calls: ``start``
+without ``arrive`` counts as no wait, and ``stop`` without ``start`` is ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swpipe.trace.span import OWN, Row, Span, in_order
 
 @runtime_checkable
 class TimedEvent(Protocol):
-    """An event that also knows when the device reached it."""
+    """An event with the time at which the device reached it."""
 
     def record(self, stream: Stream) -> None: ...
 
@@ -41,16 +41,16 @@ class TimedEvent(Protocol):
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to ``end_event``, both reached."""
+        """Milliseconds from this event to ``end_event``, if the device has reached both."""
 
 
 class Recorder:
     """Observes a pipeline until ``finish``.
 
     Args:
-        program: Names the lanes of the instructions that it is told of.
-        device: Where it has streams and its events tell times, streams are recorded as well.
-        streams: The plan's streams, by what the plan calls them.
+        program: Maps the lanes of instructions to thread groups.
+        device: If it has streams and timing events, streams are recorded too.
+        streams: The plan's streams, by their names in the plan.
     """
 
     def __init__(self, program: Program, device: Device, streams: Mapping[Any, Stream]) -> None:
@@ -83,12 +83,12 @@ class Recorder:
                 return
             row, origin_ns = self._rows[ins.lane], self._origin_ns
             start_ns, end_ns = start_ns - origin_ns, end_ns - origin_ns
-            log.turns.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
+            log.runs.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
             if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
 
     def finish(self) -> tuple[Span, ...]:
-        """End the recording, wait for the device work recorded, and give all spans, in order."""
+        """End the recording, wait for the recorded device work, and return all spans, in order."""
         with self._lock:
             self._finished = True
             logs = tuple(self._logs)
@@ -96,7 +96,7 @@ class Recorder:
         for log in logs:
             with log.lock:
                 log.closed = True
-                spans += (Span(*turn) for turn in log.turns)
+                spans += (Span(*run) for run in log.runs)
                 if log.streams is not None:
                     spans += log.streams.finish()
         return in_order(spans)
@@ -112,15 +112,15 @@ class Recorder:
 
 
 class _Log:
-    """What one thread has to tell."""
+    """The records of one thread."""
 
-    __slots__ = ("arrived", "closed", "lock", "start_ns", "streams", "turns", "wait_ns")
+    __slots__ = ("arrived", "closed", "lock", "runs", "start_ns", "streams", "wait_ns")
 
     def __init__(self, clock: DeviceClock | None, *, closed: bool) -> None:
         self.lock = threading.Lock()
         self.closed = closed
-        # Spans to be: a span takes longer to make, and tasks run on while this one is written down.
-        self.turns: list[tuple[str, int, Row, int, int, int]] = []
+        # The arguments of spans: a tuple is faster to create than a span.
+        self.runs: list[tuple[str, int, Row, int, int, int]] = []
         self.streams = None if clock is None else _StreamLog(clock)
         self.arrived: tuple[str, int, int] = ("", -1, 0)
         self.start_ns: int | None = None
@@ -128,13 +128,13 @@ class _Log:
 
 
 class DeviceClock:
-    """Says when the device reached an event, in the host's time.
+    """Converts events to the time of the host clock at which the device reached them.
 
     Args:
-        device: Has streams, and events that tell times.
-        streams: The plan's streams, by what the plan calls them.
+        device: A device with streams and timing events.
+        streams: The plan's streams, by their names in the plan.
         base: An event of the device.
-        origin_ns: What times count from, as ``time.perf_counter_ns`` tells it.
+        origin_ns: The ``time.perf_counter_ns`` that is time 0.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class DeviceClock:
         self.device = device
         self._names = {stream: stream_name(ref) for ref, stream in streams.items()}
         self._base = base
-        # Nothing is in the base event's way, so the device reaches it between these two looks.
+        # The device is idle, so it reaches the base event between these two clock reads.
         device.synchronize()
         before_ns = time.perf_counter_ns()
         base.record(device.current_stream())
@@ -154,18 +154,18 @@ class DeviceClock:
     def of(
         cls, device: Device, streams: Mapping[Any, Stream], origin_ns: int
     ) -> DeviceClock | None:
-        """The device's clock; None where it has none to tell."""
+        """The clock of a device; None if it has no streams or no timing events."""
         if not device.has_streams:
             return None
         base = device.new_event(timing=True)
         return cls(device, streams, base, origin_ns) if isinstance(base, TimedEvent) else None
 
     def row(self, stream: Stream) -> Row:
-        """A stream's row; streams that the plan does not name are the caller's."""
+        """The row of a stream; a stream without a name in the plan is the caller's."""
         return Row("stream", self._names.get(stream) or stream_name(None))
 
     def time_ns(self, event: TimedEvent) -> int:
-        """When the device reached ``event``, which it must have."""
+        """When the device reached ``event``, which it must have reached."""
         return self._base_ns + round(self._base.elapsed_time(event) * 1e6)
 
 
@@ -178,12 +178,12 @@ class _Pair(NamedTuple):
 
 
 class _StreamLog:
-    """What one thread gave to streams: pairs of events, made into spans once the device is done."""
+    """One thread's work on streams: pairs of events, converted to spans once both are reached."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
         self._spans: list[Span] = []
-        self._under_way: deque[_Pair] = deque()
+        self._in_flight: deque[_Pair] = deque()
         self._pool: list[TimedEvent] = []
         self._open: TimedEvent | None = None
 
@@ -195,15 +195,15 @@ class _StreamLog:
         if start is None:
             return
         row = self._clock.row(self._clock.device.current_stream())
-        self._under_way.append(_Pair(task, iteration, row, start, self._mark()))
-        # Two at most, so that no task pays for a backlog; it shrinks all the same.
+        self._in_flight.append(_Pair(task, iteration, row, start, self._mark()))
+        # At most two, to bound the cost for this task; the backlog still shrinks.
         for _ in range(2):
-            if self._under_way and self._under_way[0].end.query():
+            if self._in_flight and self._in_flight[0].end.query():
                 self._resolve()
 
     def finish(self) -> list[Span]:
-        while self._under_way:
-            self._under_way[0].end.synchronize()
+        while self._in_flight:
+            self._in_flight[0].end.synchronize()
             self._resolve()
         return self._spans
 
@@ -214,9 +214,9 @@ class _StreamLog:
         return event  # type: ignore[no-any-return]
 
     def _resolve(self) -> None:
-        task, iteration, row, start, end = self._under_way.popleft()
+        task, iteration, row, start, end = self._in_flight.popleft()
         start_ns = self._clock.time_ns(start)
-        # Far from the base event single precision blurs times; the pair's own distance stays sharp.
+        # Times far from the base event are rounded to single precision; the duration is not.
         end_ns = start_ns + round(start.elapsed_time(end) * 1e6)
         self._spans.append(Span(task, iteration, row, start_ns, end_ns))
         self._pool += (start, end)

@@ -1,4 +1,4 @@
-"""Spans: which task ran on which iteration, where, from when to when; measured or predicted."""
+"""Spans: which task ran on which iteration, where and when; measured or predicted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from swpipe._engine.program import ADMIT, RETIRE
 Kind: TypeAlias = Literal["thread", "stream"]
 
 OWN = (ADMIT, RETIRE)
-"""The turns that are swpipe's own."""
+"""The tasks that swpipe adds."""
 
 
 class Row(NamedTuple):
-    """One line of a timeline: a thread group, or a stream of the device."""
+    """One line of a timeline: a thread group or a stream."""
 
     kind: Kind
     name: str
@@ -23,18 +23,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task's turn on one iteration.
+    """One run of a task on one iteration.
 
     Times are nanoseconds from an origin that all spans of a timeline share.
 
     Attributes:
-        task: The task's name; ``<admit>`` and ``<retire>`` are swpipe's own.
+        task: The task's name; swpipe itself adds ``<admit>`` and ``<retire>``.
         iteration: From 0.
-        row: Where it ran. A task that gives work to a device has a span on its thread, and another
-            on its stream.
-        start_ns: When the task's function was called, or its work on the stream began.
-        end_ns: When it returned, or its work on the stream was done.
-        wait_ns: How long the thread had stood at this turn before it began; 0 on streams.
+        row: Where it ran. A task that queues device work has one span on its thread and one on its
+            stream.
+        start_ns: When the task's function was called, or its work on the stream started.
+        end_ns: When the function returned, or the work on the stream was done.
+        wait_ns: How long the thread waited before the start; 0 on streams.
     """
 
     task: str
@@ -46,17 +46,17 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """From start to end."""
+        """The time from start to end."""
         return self.end_ns - self.start_ns
 
 
 def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans by start, then by end, then by row; what remains equal keeps its order."""
+    """Spans sorted by start, end and row."""
     return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns, span.row)))
 
 
 def extent_ns(spans: Iterable[Span]) -> tuple[int, int]:
-    """The first start and the last end; waiting before the first start does not count.
+    """The first start and the last end, without the wait before the first start.
 
     Raises:
         ValueError: There is no span.
@@ -68,7 +68,7 @@ def extent_ns(spans: Iterable[Span]) -> tuple[int, int]:
 
 
 def rows_of(spans: Iterable[Span]) -> tuple[Row, ...]:
-    """The rows as a batch passes through them: threads, then streams, each by its first task."""
+    """The rows in the order a batch passes through them: threads, then streams, by first task."""
     first: dict[Row, tuple[bool, bool, int]] = {}
     for span in spans:
         rank = (span.row.kind == "stream", span.task in OWN, span.start_ns)
@@ -76,17 +76,28 @@ def rows_of(spans: Iterable[Span]) -> tuple[Row, ...]:
     return tuple(sorted(first, key=lambda row: (first[row], row)))
 
 
-def from_zero(
-    spans: Sequence[Span], beside: Sequence[Span] = ()
-) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Both moved in time alike, so that the first start among ``spans`` is at 0.
+class Panel(NamedTuple):
+    """One of several timelines that are drawn below each other.
 
-    Raises:
-        ValueError: There is no span.
+    Attributes:
+        heading: A line above the timeline; none if empty.
+        spans: The spans to draw, measured or predicted.
+        beside: Spans of other iterations in the same time; drawn in grey.
     """
-    begin_ns, _ = extent_ns(spans)
 
-    def moved(span: Span) -> Span:
-        return replace(span, start_ns=span.start_ns - begin_ns, end_ns=span.end_ns - begin_ns)
+    heading: str
+    spans: Sequence[Span]
+    beside: Sequence[Span] = ()
 
-    return tuple(map(moved, spans)), tuple(map(moved, beside))
+    def from_zero(self) -> Panel:
+        """The panel, moved in time so that its first span starts at 0.
+
+        Raises:
+            ValueError: There are no spans.
+        """
+        begin_ns, _ = extent_ns(self.spans)
+
+        def moved(span: Span) -> Span:
+            return replace(span, start_ns=span.start_ns - begin_ns, end_ns=span.end_ns - begin_ns)
+
+        return Panel(self.heading, [*map(moved, self.spans)], [*map(moved, self.beside)])

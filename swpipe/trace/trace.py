@@ -1,4 +1,4 @@
-"""What really ran when: spans per thread group and stream, summed up, saved and drawn."""
+"""Traces: when each task ran on which thread group and stream; statistics, files, pictures."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from statistics import fmean, median
 
 from swpipe._engine.program import RETIRE
 from swpipe.trace import perfetto, timeline
-from swpipe.trace.chart import chart, charts, label
+from swpipe.trace.chart import chart, label
 from swpipe.trace.perfetto import Arrow
-from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
-from swpipe.trace.timeline import Panel
+from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes:
-    """How long one task took on one row.
+    """The mean times of one task on one row.
 
     Attributes:
         task: Its name.
-        row: The thread group that ran it, or the stream that its work was on.
-        runs: How many spans these are the means of.
-        mean_s: Seconds from start to end. On a thread: how long the task blocks the host.
-        mean_wait_s: Seconds that the thread stood before it began; 0 on streams.
+        row: The thread group that ran it, or the stream of its device work.
+        runs: The number of spans.
+        mean_s: Seconds from start to end; on a thread, the time the task blocks the host.
+        mean_wait_s: Seconds that the thread waited before the start; 0 on streams.
     """
 
     task: str
@@ -38,15 +37,15 @@ class TaskTimes:
 
 
 class Trace:
-    """A record of who ran when, as ``SWPipeline.trace`` and ``Trace.load`` give it.
+    """A record of when each task ran, from ``SWPipeline.trace`` or ``Trace.load``.
 
     Args:
-        spans: What ran.
-        beside: What ran in the same time and is no part of the record; drawn in grey.
-        arrows: Which task needs which of the same iteration; saved with the spans.
+        spans: The recorded spans.
+        beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
+        arrows: Dependences within an iteration; saved with the spans.
 
     Attributes:
-        spans: What ran, by start. While a pipeline records, none: they come when the block ends.
+        spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
         beside: As given, by start.
         arrows: As given.
     """
@@ -67,10 +66,10 @@ class Trace:
         return f"<swpipe.Trace of {len(self.spans)} spans in {iterations} iterations>"
 
     def window(self, first_iteration: int, last_iteration: int) -> Trace:
-        """The trace of some iterations, both ends included; what others did meanwhile is beside.
+        """The trace of some iterations, both ends included. Others in that time become ``beside``.
 
         Raises:
-            ValueError: No span is of these iterations.
+            ValueError: There is no span of these iterations.
         """
         wanted = [s for s in self.spans if first_iteration <= s.iteration <= last_iteration]
         if not wanted:
@@ -84,13 +83,11 @@ class Trace:
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
         return Trace(wanted, beside=beside, arrows=self.arrows)
 
-    # ---------------------------------------------------------------- in figures
-
     @property
     def initiation_interval_s(self) -> float | None:
-        """Median seconds from one iteration's end to the next one's; None with fewer than two.
+        """Median seconds between the ends of successive iterations; None with fewer than two.
 
-        An iteration ends with its ``<retire>``, or, run serially, with its last task.
+        An iteration ends with its ``<retire>``, or in a serial run with its last task.
         """
         retired = [span.end_ns for span in self.spans if span.task == RETIRE]
         if not retired:
@@ -102,9 +99,9 @@ class Trace:
         return median(steps) / 1e9 if steps else None
 
     def busy(self) -> dict[Row, float]:
-        """The part of the trace's time in which each row was at work, from 0 to 1.
+        """The fraction of time in which each row was busy, from the first start to the last end.
 
-        Of the time from the first start to the last end; what is beside counts in as well.
+        Spans in ``beside`` count too.
 
         Raises:
             ValueError: The trace is empty.
@@ -113,7 +110,7 @@ class Trace:
         worked: dict[Row, int] = dict.fromkeys(rows_of(self.spans), 0)
         reached = dict.fromkeys(worked, begin_ns)
         for span in in_order((*self.spans, *self.beside)):
-            if span.row in worked:  # spans of one stream may overlap: no moment counts twice
+            if span.row in worked:  # spans of one stream may overlap, and overlaps count once
                 start_ns = max(span.start_ns, reached[span.row])
                 stop_ns = min(span.end_ns, end_ns)
                 worked[span.row] += max(0, stop_ns - start_ns)
@@ -121,10 +118,10 @@ class Trace:
         return {row: time_ns / max(1, end_ns - begin_ns) for row, time_ns in worked.items()}
 
     def task_times(self) -> tuple[TaskTimes, ...]:
-        """Means per row and task, in the order of the rows and of the tasks within them."""
-        turns: dict[tuple[Row, str], list[Span]] = defaultdict(list)
+        """The mean times per row and task, sorted by row."""
+        runs: dict[tuple[Row, str], list[Span]] = defaultdict(list)
         for span in self.spans:
-            turns[span.row, span.task].append(span)
+            runs[span.row, span.task].append(span)
         rows = rows_of(self.spans)
         return tuple(
             TaskTimes(
@@ -134,7 +131,7 @@ class Trace:
                 fmean(span.duration_ns for span in spans) / 1e9,
                 fmean(span.wait_ns for span in spans) / 1e9,
             )
-            for (row, task), spans in sorted(turns.items(), key=lambda item: rows.index(item[0][0]))
+            for (row, task), spans in sorted(runs.items(), key=lambda item: rows.index(item[0][0]))
         )
 
     def format_summary(self) -> str:
@@ -164,66 +161,67 @@ class Trace:
             return table
         return f"{table}\ninitiation interval: {interval_s * 1e3:.3f} ms (median)"
 
-    # --------------------------------------------------------------- to look at
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON for chrome://tracing and the Perfetto UI; without what is beside."""
+        """Write JSON for chrome://tracing and the Perfetto UI, without the spans in ``beside``."""
         perfetto.save(Path(path), self.spans, self.arrows)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read what ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
         Raises:
-            ValueError: The file is something else.
+            ValueError: The file has another format.
         """
         document = perfetto.load(Path(path))
         return cls(document.spans, arrows=document.arrows)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draw the trace into a picture: PNG, SVG or PDF, by the file's suffix.
+        """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.
 
         Raises:
             ValueError: The trace is empty.
-            ImportError: matplotlib is not installed; it comes with ``swpipe[plot]``.
+            ImportError: matplotlib is not installed; see ``swpipe[plot]``.
         """
-        timeline.plot([Panel("", self.spans, self.beside)], path, title=title)
+        timeline.plot(_panels({"": self}), path, title=title)
 
     def format(self, width: int = 100) -> str:
         """Draw the trace for a terminal of ``width`` columns.
 
         Raises:
-            ValueError: The trace is empty, or ``width`` leaves no room for the rows.
+            ValueError: The trace is empty, or ``width`` is too small.
         """
-        return chart(self.spans, width, beside=self.beside)
+        return chart(_panels({"": self}), width)
 
 
 def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:
-    """Draw several traces for a terminal, one above the other and to one scale.
+    """Draw several traces for a terminal, below each other on one scale.
 
     Args:
-        traces: Heading to trace, from the top: what was predicted, say, and what was measured.
-        width: Columns that a line may have.
+        traces: Heading to trace, from the top; for example a predicted and a measured one.
+        width: The number of columns.
 
     Raises:
-        ValueError: A trace is empty, or ``width`` leaves no room for the rows.
+        ValueError: A trace is empty, or ``width`` is too small.
     """
-    return charts([(head, trace.spans, trace.beside) for head, trace in traces.items()], width)
+    return chart(_panels(traces), width)
 
 
 def plot_stacked(
     traces: Mapping[str, Trace], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draw several traces into a picture, one above the other and to one scale.
+    """Draw several traces into a picture, below each other on one scale.
 
     Args:
         traces: Heading to trace, from the top.
-        path: The file to write: PNG, SVG or PDF, by its suffix.
-        title: A line above it.
+        path: The file to write; its suffix selects PNG, SVG or PDF.
+        title: A line above the traces.
 
     Raises:
         ValueError: A trace is empty.
-        ImportError: matplotlib is not installed; it comes with ``swpipe[plot]``.
+        ImportError: matplotlib is not installed; see ``swpipe[plot]``.
     """
-    panels = [Panel(head, trace.spans, trace.beside) for head, trace in traces.items()]
-    timeline.plot(panels, path, title=title)
+    timeline.plot(_panels(traces), path, title=title)
+
+
+def _panels(traces: Mapping[str, Trace]) -> list[Panel]:
+    return [Panel(heading, trace.spans, trace.beside) for heading, trace in traces.items()]

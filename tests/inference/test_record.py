@@ -37,7 +37,7 @@ def test_iterations_are_counted_in_whole_numbers(iterations: Any) -> None:
 
 def test_what_has_no_state_cannot_be_put_back() -> None:
     """As for the profiler."""
-    with pytest.raises(TypeError, match="cannot be put back"):
+    with pytest.raises(TypeError, match="cannot be restored"):
         record([PipelineTask("a", nothing)], None, state=[object()])
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import swpipe.profiler.costing
-import swpipe.profiler.lock
+import swpipe.profiler.gil
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.errors import PlanError
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
-from swpipe.profiler.lock import SWITCH_S, Rival
+from swpipe.profiler.gil import SWITCH_S, GilContender
 from tests.profiler.sleepers import overlapped, sleepers
 from tests.support.virtual_clock import TimedDevice, TimedHost, tell_time
 
@@ -41,12 +41,12 @@ def us_of(costs: CostModel, field: str) -> dict[str, float]:
     return {name: getattr(cost, field) for name, cost in costs.tasks.items()}
 
 
-class KnownRival:
+class FakeContender:
     """Had the lock for as long as tasks say that they let go of it."""
 
-    had_s = 0.0
+    held_s = 0.0
 
-    def __enter__(self) -> KnownRival:
+    def __enter__(self) -> FakeContender:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -57,17 +57,17 @@ def test_what_a_task_took_and_the_rival_did_not_get_is_what_it_needs_the_lock_fo
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python all of its time; a kernel what it does not let go; nobody more than its CPU time."""
-    rival = KnownRival()
-    monkeypatch.setattr(swpipe.profiler.costing, "Rival", lambda: rival)
-    monkeypatch.setattr(swpipe.profiler.lock, "time", host)
+    contender = FakeContender()
+    monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
+    monkeypatch.setattr(swpipe.profiler.gil, "time", host)
 
     def kernel(ctx: IterContext) -> None:
         host.compute(4e-3)
-        rival.had_s += 3e-3
+        contender.held_s += 3e-3
 
     def read(ctx: IterContext) -> None:
         host.compute(1e-3)
-        host.sleep(4e-3)  # and the rival, robbed of its core, gets nothing
+        host.sleep(4e-3)  # and the contender, robbed of its core, gets nothing
 
     tasks = [
         PipelineTask("python", lambda ctx: host.compute(4e-3)),
@@ -80,14 +80,14 @@ def test_what_a_task_took_and_the_rival_did_not_get_is_what_it_needs_the_lock_fo
 
 
 def test_the_least_of_several_runs_counts(host: TimedHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others took the rival's core, it got less."""
-    rival = KnownRival()
-    monkeypatch.setattr(swpipe.profiler.costing, "Rival", lambda: rival)
-    monkeypatch.setattr(swpipe.profiler.lock, "time", host)
+    """Where others took the contender's core, it got less."""
+    contender = FakeContender()
+    monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
+    monkeypatch.setattr(swpipe.profiler.gil, "time", host)
 
     def kernel(ctx: IterContext) -> None:
         host.compute(4e-3)
-        rival.had_s += 3e-3 if ctx.iter_idx == 3 else 1e-3
+        contender.held_s += 3e-3 if ctx.iter_idx == 3 else 1e-3
 
     tasks = [PipelineTask("kernel", kernel)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
@@ -97,17 +97,17 @@ def test_the_least_of_several_runs_counts(host: TimedHost, monkeypatch: pytest.M
 
 def test_the_rival_counts_only_while_it_holds_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its clock goes on in small steps then; a long one was spent asking for the lock."""
-    rival = Rival()
+    contender = GilContender()
     looks = iter([float(n) for n in range(51)] + [100.0, 101.0, 109.0, 110.5])
 
     def thread_time() -> float:
         now_s = next(looks)
-        rival._over = now_s == 110.5
+        contender._stopped = now_s == 110.5
         return now_s
 
     monkeypatch.setattr(time, "thread_time", thread_time)
-    rival._want()
-    assert rival.had_s == 1.0 + 1.5
+    contender._compete()
+    assert contender.held_s == 1.0 + 1.5
 
 
 def test_the_lock_is_measured_when_asked_for_and_serially_only(host: TimedHost) -> None:
@@ -214,9 +214,9 @@ def test_it_is_put_back_when_a_task_fails_as_well() -> None:
 
 
 def test_the_switch_interval_is_put_back() -> None:
-    """The rival shortens it for as long as it is about."""
+    """The contender shortens it for as long as it is about."""
     usual = sys.getswitchinterval()
-    with Rival():
+    with GilContender():
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     assert sys.getswitchinterval() == usual
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swpipe.profiler.estimate import Column, Estimate, differences, level
+from swpipe.profiler.estimate import Column, Estimate, iteration_time, time_saved
 
 
 def windows(*medians: float) -> Column:
@@ -16,25 +16,25 @@ def windows(*medians: float) -> Column:
 
 def test_a_window_counts_by_its_median() -> None:
     """One iteration that the machine broke off does not move the level."""
-    assert level(Column([[10.0, 10.0, 95.0], [10.0, 10.0, 10.0]])).value_s == 10.0
+    assert iteration_time(Column([[10.0, 10.0, 95.0], [10.0, 10.0, 10.0]])).value_s == 10.0
 
 
 def test_exposed_is_baseline_minus_the_tasks_own_level() -> None:
     """What an iteration gets shorter by is the value, and longer by a negative one."""
-    found = differences(windows(10, 10, 10), {"read": windows(6, 6, 6), "nop": windows(11, 11, 11)})
+    found = time_saved(windows(10, 10, 10), {"read": windows(6, 6, 6), "nop": windows(11, 11, 11)})
     assert found == {"read": Estimate(4.0, 0.0), "nop": Estimate(-1.0, 0.0)}
 
 
 def test_what_moves_a_whole_round_cancels_out() -> None:
     """A machine at half its speed during one round fakes neither a value nor a spread."""
-    found = differences(windows(10, 15, 10), {"read": windows(6, 11, 6)})
+    found = time_saved(windows(10, 15, 10), {"read": windows(6, 11, 6)})
     assert found["read"] == Estimate(pytest.approx(4.0), pytest.approx(0.0, abs=1e-9))
 
 
 def test_noise_of_other_columns_shows_in_the_spread() -> None:
     """Three windows that happen to agree are not taken for certain where the rest disagree."""
     quiet, noisy = windows(6, 6, 6), windows(6, 9, 7)
-    found = differences(windows(10, 10, 10), {"quiet": quiet, "noisy": noisy})
+    found = time_saved(windows(10, 10, 10), {"quiet": quiet, "noisy": noisy})
     assert found["quiet"].spread_s > 1.0
 
 
@@ -42,15 +42,15 @@ def test_a_noisy_task_has_the_longer_spread() -> None:
     """Each task's own differences count besides what all columns share."""
     steady = {f"steady {i}": windows(*[6.0] * 9) for i in range(9)}
     noisy = windows(6, 9, 6, 3, 6, 9, 6, 3, 6)
-    found = differences(windows(*[10.0] * 9), {"noisy": noisy, **steady})
+    found = time_saved(windows(*[10.0] * 9), {"noisy": noisy, **steady})
     assert found["noisy"].spread_s > 2 * found["steady 0"].spread_s
 
 
 def test_one_round_has_a_spread_from_its_samples() -> None:
     """With a single window each, the samples within the windows tell the error."""
     column = Column([[1.0, 2.0, 3.0, 4.0, 5.0]])
-    assert differences(column, {"read": column})["read"].spread_s > 1.0
-    assert level(column).spread_s > 1.0
+    assert time_saved(column, {"read": column})["read"].spread_s > 1.0
+    assert iteration_time(column).spread_s > 1.0
 
 
 def test_samples_that_share_iterations_count_less() -> None:
@@ -79,6 +79,6 @@ def test_a_task_that_costs_nothing_reads_zero_within_its_spread(rounds: int, tas
             for column in columns.values():
                 column.append(window(drift))
         baseline, *others = [Column(rows) for rows in columns.values()]
-        found = differences(baseline, {str(i): column for i, column in enumerate(others)})
+        found = time_saved(baseline, {str(i): column for i, column in enumerate(others)})
         missed += sum(max(0.0, value) > spread for value, spread in found.values())
     assert missed <= 0.01 * 200 * tasks

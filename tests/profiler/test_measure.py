@@ -13,7 +13,7 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import Bench, _Marks
+from swpipe.profiler.measure import WindowTimer, _Marks
 from tests.profiler.sleepers import overlapped
 
 SEEN: list[tuple[int, Any, bool]] = []
@@ -40,15 +40,15 @@ def pipe() -> Iterator[SWPipeline]:
         yield pipe
 
 
-def bench(pipe: SWPipeline, **changes: Any) -> Bench:
-    """A bench that measures five iterations after two."""
+def timer(pipe: SWPipeline, **changes: Any) -> WindowTimer:
+    """Times five iterations after two."""
     values = {"batch": "b", "copy": None, "warmup": 2, "measure": 5, "pipelined": False}
-    return Bench(pipe, **{**values, **changes})
+    return WindowTimer(pipe, **{**values, **changes})
 
 
 def test_a_serial_window_has_a_sample_per_iteration(pipe: SWPipeline) -> None:
     """Warm-up runs and is not timed."""
-    samples = bench(pipe).window()
+    samples = timer(pipe).window()
     assert len(samples) == 5
     assert [i for i, _, _ in SEEN] == list(range(7))
 
@@ -57,7 +57,7 @@ def test_a_pipelined_window_has_a_sample_per_stretch_of_the_pipelines_depth(
     pipe: SWPipeline,
 ) -> None:
     """Warm-up, what is measured and what fills the pipeline go through; nothing is left in it."""
-    window = bench(pipe, pipelined=True)
+    window = timer(pipe, pipelined=True)
     assert window.overlap == 2
     assert len(window.window()) == 4
     assert [i for i, _, _ in SEEN] == list(range(8))
@@ -66,16 +66,16 @@ def test_a_pipelined_window_has_a_sample_per_stretch_of_the_pipelines_depth(
 
 def test_the_pipeline_comes_round_before_anything_is_timed(pipe: SWPipeline) -> None:
     """However short a warm-up is asked for: a shortcut task is cached, the prologue is over."""
-    bench(pipe, warmup=0).window()
+    timer(pipe, warmup=0).window()
     assert len(SEEN) == 1 + 5
     SEEN.clear()
-    bench(pipe, warmup=0, pipelined=True).window()
+    timer(pipe, warmup=0, pipelined=True).window()
     assert len(SEEN) == 2 + 5 + 1
 
 
 def test_a_single_measured_iteration_under_the_plan(pipe: SWPipeline) -> None:
     """Fewer iterations than the pipeline is deep still make a sample."""
-    assert len(bench(pipe, measure=1, pipelined=True).window()) == 1
+    assert len(timer(pipe, measure=1, pipelined=True).window()) == 1
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -84,7 +84,7 @@ def test_every_iteration_gets_a_copy_where_one_is_asked_for(
 ) -> None:
     """Tasks may then modify the batch in place."""
     original = [1, 2]
-    bench(pipe, batch=original, copy=list, pipelined=pipelined).window()
+    timer(pipe, batch=original, copy=list, pipelined=pipelined).window()
     batches = [batch for _, batch, _ in SEEN]
     assert all(batch == original for batch in batches)
     assert len({id(batch) for batch in (original, *batches)}) == 1 + len(batches)
@@ -95,7 +95,7 @@ def test_garbage_is_not_collected_within_a_window(pipe: SWPipeline, was_on: bool
     """A collection in one window and not in the other would be taken for a task's cost."""
     (gc.enable if was_on else gc.disable)()
     try:
-        bench(pipe).window()
+        timer(pipe).window()
         assert gc.isenabled() is was_on
     finally:
         gc.enable()
@@ -106,7 +106,7 @@ def test_garbage_is_not_collected_within_a_window(pipe: SWPipeline, was_on: bool
 def test_tasks_are_timed_on_their_threads(pipe: SWPipeline, pipelined: bool) -> None:
     """Every measured iteration, and none of the warm-up and the drain."""
     times = HostTimes(["see", "act"])
-    bench(pipe, pipelined=pipelined).host_window(times)
+    timer(pipe, pipelined=pipelined).host_window(times)
     pipe.run_one_serial_iter("after")
     SEEN.pop()
     kept = {name: [turn.iteration for turn in turns] for name, turns in times._kept.items()}
@@ -122,7 +122,7 @@ def test_a_lent_pipeline_comes_back_as_it_was(pipe: SWPipeline) -> None:
         pipe.run(["z"])
         SEEN.clear()
         with pipe.borrow():
-            bench(pipe, pipelined=True).window()
+            timer(pipe, pipelined=True).window()
             pipe.enable_shortcut("see")
             pipe.disable_shortcut("act")
         shortcuts = pipe._engine.shortcuts
@@ -220,14 +220,14 @@ def test_serial_iterations_are_timed_from_idle_to_idle(
     log: list[str] = []
     monkeypatch.setattr(pipe.device, "synchronize", lambda: log.append("wait"), raising=False)
     monkeypatch.setattr(time, "perf_counter", lambda: log.append("clock") or 0.0)
-    bench(pipe, warmup=0, measure=1).window()
+    timer(pipe, warmup=0, measure=1).window()
     assert log == ["wait", "clock", "wait", "clock"] * 2
 
 
 def test_windows_run_plain_torch(pipe: SWPipeline) -> None:
     """Grad mode and the like are the caller's."""
     with torch.no_grad():
-        bench(pipe).window()
+        timer(pipe).window()
         assert not torch.is_grad_enabled()
 
 
@@ -235,5 +235,5 @@ def test_a_serial_plan_can_be_measured_under_the_plan() -> None:
     """Depth one: nothing to fill and nothing to drain."""
     SEEN.clear()
     with SWPipeline(PipelinePlan.serial(TASKS), TASKS) as pipe:
-        assert len(bench(pipe, pipelined=True).window()) == 5
+        assert len(timer(pipe, pipelined=True).window()) == 5
     assert len(SEEN) == 7

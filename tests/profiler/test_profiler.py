@@ -219,7 +219,7 @@ def test_state_can_be_named(job: Job, pipe: SWPipeline) -> None:
 
 def test_state_that_cannot_be_put_back_is_refused(pipe: SWPipeline) -> None:
     """Before anything runs."""
-    with pytest.raises(TypeError, match=r"state\[1\] \(dict\) cannot be put back: give modules"):
+    with pytest.raises(TypeError, match=r"state\[1\] \(dict\) cannot be restored: give modules"):
         TaskProfiler(pipe, state=[torch.ones(1), {}])
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.rounds import BASELINE, Counts, measure, orders
+from swpipe.profiler.rounds import BASELINE, Counts, measure, window_orders
 
 KINDS = ("<baseline>", "<host>", "read", "forward", "step")
 
 
 def test_every_kind_of_window_comes_once_per_round() -> None:
     """No figure has fewer windows than another."""
-    assert [sorted(order) for order in orders(KINDS, 5)] == [sorted(KINDS)] * 5
+    assert [sorted(order) for order in window_orders(KINDS, 5)] == [sorted(KINDS)] * 5
 
 
 def test_every_other_round_is_the_last_one_backwards() -> None:
     """Whatever comes early in one round comes late in the next: a drift cancels out."""
-    first, second, third, fourth = orders(KINDS, 4)
+    first, second, third, fourth = window_orders(KINDS, 4)
     assert second == first[::-1]
     assert fourth == third[::-1]
     assert third != first
@@ -29,7 +29,7 @@ def test_every_other_round_is_the_last_one_backwards() -> None:
 
 def test_the_order_is_the_same_on_every_rank() -> None:
     """Collectives inside of tasks would not meet otherwise."""
-    assert list(orders(KINDS, 6)) == list(orders(KINDS, 6))
+    assert list(window_orders(KINDS, 6)) == list(window_orders(KINDS, 6))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_too_little_is_refused(counts: tuple[int, int, int], says: str) -> None:
         Counts(*counts)
 
 
-class FakeBench:
+class FakeTimer:
     """Notes its windows; each takes as long as windows were measured before it."""
 
     overlap = 3
@@ -82,18 +82,18 @@ class FakeBench:
 
 def test_each_window_is_measured_with_its_task_shortcut() -> None:
     """The columns hold the windows of their own task, one per round; one goes ahead for nothing."""
-    bench, ticks = FakeBench(), []
-    found = measure(bench, ["read", "step"], 3, lambda: ticks.append(1))  # type: ignore[arg-type]
+    timer, ticks = FakeTimer(), []
+    found = measure(timer, ["read", "step"], 3, lambda: ticks.append(1))  # type: ignore[arg-type]
     at = {
         name: [int(window[0]) for window in column.windows]
         for name, column in found.columns.items()
     }
     assert list(at) == [BASELINE, "read", "step"]
-    assert [bench.log[i] for i in at["read"]] == ["read"] * 3
-    assert [bench.log[i] for i in at["step"]] == ["step"] * 3
-    assert [bench.log[i] for i in at[BASELINE]] == [""] * 3
+    assert [timer.log[i] for i in at["read"]] == ["read"] * 3
+    assert [timer.log[i] for i in at["step"]] == ["step"] * 3
+    assert [timer.log[i] for i in at[BASELINE]] == [""] * 3
     assert 0 not in [i for places in at.values() for i in places]
-    assert len(bench.log) == 1 + 3 * 4
+    assert len(timer.log) == 1 + 3 * 4
     assert len(ticks) == 3 * 4 == Counts(0, 2, 3).windows(2)
     assert {column.overlap for column in found.columns.values()} == {3}
 
@@ -103,7 +103,7 @@ def test_a_failure_tells_what_was_being_measured() -> None:
     notes = []
     for fails_at in range(1, 4):
         with pytest.raises(ZeroDivisionError) as caught:
-            measure(FakeBench(fails_at), ["read"], 1, list)  # type: ignore[arg-type]
+            measure(FakeTimer(fails_at), ["read"], 1, list)  # type: ignore[arg-type]
         notes += caught.value.__notes__
     assert sorted(notes) == [
         "swpipe: while profiling with task 'read' shortcut",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.shortcut.changes import Changes, Watch
+from swpipe.shortcut.changes import Changes, ContextWatch
 
 
 @dataclass
@@ -56,7 +56,7 @@ def context() -> SimpleNamespace:
 
 def changes(task: Callable[[Any], object], ctx: Any = None) -> Changes:
     ctx = context() if ctx is None else ctx
-    with Watch(ctx) as watch:
+    with ContextWatch(ctx) as watch:
         task(ctx)
     return watch.changes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.shortcut.graft import Zeros, edges_of, graft, reached
+from swpipe.shortcut.graft import ZeroGradients, connect, gradient_edges, nearest_attributes
 
 
 def x(value: float = 1.0) -> Tensor:
@@ -25,7 +25,7 @@ def leaves_under(output: Tensor) -> list[Tensor]:
 def test_values_pass_unchanged_and_without_a_copy() -> None:
     """What comes out shares memory with what was kept."""
     kept = x(5)
-    (output,) = graft([kept], [], [])
+    (output,) = connect([kept], [], [])
     assert torch.equal(output, x(5))
     assert output.data_ptr() == kept.data_ptr()
     assert not kept.requires_grad
@@ -33,7 +33,7 @@ def test_values_pass_unchanged_and_without_a_copy() -> None:
 
 def test_gradients_go_on_to_the_kept_tensor() -> None:
     """The incoming gradient arrives at the leaf under the output, unchanged."""
-    (output,) = graft([x(5)], [], [])
+    (output,) = connect([x(5)], [], [])
     (output * 3).sum().backward()
     assert output.grad_fn is not None
     (leaf,) = leaves_under(output)
@@ -45,7 +45,7 @@ def test_upstream_gets_zeros() -> None:
     """Every upstream tensor gets a gradient of zeros, and so do the parameters behind it."""
     first, second = weight(), weight()
     upstream = [first * 2, second * 3]
-    (output,) = graft([x(5)], upstream, Zeros().like(upstream, None))
+    (output,) = connect([x(5)], upstream, ZeroGradients().like(upstream, None))
     output.sum().backward()
     for parameter in (first, second):
         assert parameter.grad is not None
@@ -55,7 +55,7 @@ def test_upstream_gets_zeros() -> None:
 def test_upstream_gets_zeros_when_one_output_of_several_is_used() -> None:
     """An output that nobody uses neither fails nor gets a gradient."""
     parameter = weight()
-    used, unused = graft([x(5), x(6)], [parameter], Zeros().like([parameter], None))
+    used, unused = connect([x(5), x(6)], [parameter], ZeroGradients().like([parameter], None))
     used.sum().backward()
     assert unused.requires_grad
     assert [leaf.grad is None for leaf in leaves_under(used)] == [False, True, False]
@@ -68,7 +68,7 @@ def test_types_and_shapes_may_differ() -> None:
     parameter = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
     upstream = [parameter * 2]
     kept = [x().half(), x().double(), x().to(torch.complex64)]
-    outputs = graft(kept, upstream, Zeros().like(upstream, None))
+    outputs = connect(kept, upstream, ZeroGradients().like(upstream, None))
     assert [output.dtype for output in outputs] == [torch.half, torch.double, torch.complex64]
     sum(output.abs().sum().double() for output in outputs).backward()  # type: ignore[union-attr]
     assert parameter.grad is not None
@@ -80,7 +80,7 @@ def test_an_output_may_be_modified_in_place() -> None:
     """As the task's own output might; autograd does not take it for a view."""
     parameter = weight()
     upstream = [parameter * 2]
-    (output,) = graft([x(5)], upstream, Zeros().like(upstream, None))
+    (output,) = connect([x(5)], upstream, ZeroGradients().like(upstream, None))
     output.mul_(2).sum().backward()
     assert parameter.grad is not None
 
@@ -89,7 +89,7 @@ def test_backward_twice_through_a_retained_graph_gives_zeros_twice() -> None:
     """The zeros are not used up by the first backward."""
     parameter = weight()
     upstream = [parameter * 2]
-    (output,) = graft([x(5)], upstream, Zeros().like(upstream, None))
+    (output,) = connect([x(5)], upstream, ZeroGradients().like(upstream, None))
     output.sum().backward(retain_graph=True)
     output.sum().backward()
     assert parameter.grad is not None
@@ -101,7 +101,7 @@ def test_backward_twice_through_a_retained_graph_gives_zeros_twice() -> None:
 
 def test_zeros_are_made_once() -> None:
     """For as long as shape, type and device agree, the same tensors are handed out."""
-    zeros = Zeros()
+    zeros = ZeroGradients()
     first = zeros.like([weight(), weight()], None)
     assert list(map(id, zeros.like([weight(), weight()], None))) == list(map(id, first))
 
@@ -112,7 +112,7 @@ def test_zeros_are_made_once() -> None:
 )
 def test_zeros_that_do_not_fit_are_made_anew(other: Tensor) -> None:
     """Another shape, type, device or layout gets zeros of its own."""
-    zeros = Zeros()
+    zeros = ZeroGradients()
     (first,) = zeros.like([x()], None)
     (second,) = zeros.like([other], None)
     assert second is not first
@@ -126,7 +126,7 @@ def test_zeros_of_tensor_subclasses_are_made_each_time() -> None:
     class Special(Tensor):
         pass
 
-    zeros = Zeros()
+    zeros = ZeroGradients()
     special = x().as_subclass(Special)
     (first,) = zeros.like([special], None)
     (second,) = zeros.like([special], None)
@@ -139,7 +139,7 @@ def test_zeros_of_tensor_subclasses_are_made_each_time() -> None:
 
 def test_zeros_from_another_stream_are_made_anew() -> None:
     """The stream that they were made on may be late."""
-    zeros = Zeros()
+    zeros = ZeroGradients()
     (first,) = zeros.like([x()], "stream a")
     (second,) = zeros.like([x()], "stream b")
     assert second is not first
@@ -147,7 +147,7 @@ def test_zeros_from_another_stream_are_made_anew() -> None:
 
 def test_zeros_that_a_hook_modified_are_made_anew() -> None:
     """A gradient hook that writes into the gradient spoils it for that backward only."""
-    zeros = Zeros()
+    zeros = ZeroGradients()
     for _ in range(2):
         parameter = weight()
         inner = parameter * 1
@@ -155,15 +155,15 @@ def test_zeros_that_a_hook_modified_are_made_anew() -> None:
         inner.register_hook(lambda gradient: gradient.add_(7))
         given = zeros.like(upstream, None)
         assert not given[0].any()
-        graft([x()], upstream, given)[0].sum().backward()
+        connect([x()], upstream, given)[0].sum().backward()
 
 
 def test_gradients_do_not_share_memory_with_the_zeros() -> None:
     """An optimizer that modifies .grad in place leaves the zeros as they are."""
     parameter = weight()
-    zeros = Zeros()
+    zeros = ZeroGradients()
     (given,) = zeros.like([parameter], None)
-    graft([x()], [parameter], [given])[0].sum().backward()
+    connect([x()], [parameter], [given])[0].sum().backward()
     assert parameter.grad is not None
     assert parameter.grad.data_ptr() != given.data_ptr()
 
@@ -174,18 +174,18 @@ def test_gradients_do_not_share_memory_with_the_zeros() -> None:
 def test_only_what_outputs_were_computed_from_is_reached() -> None:
     """A tensor that the task did not use is not; one that it detached is not either."""
     used, unused, cut = weight() * 2, weight() * 2, weight() * 2
-    edges = edges_of({"used": [used], "unused": unused, "cut": cut, "plain": x()})
+    edges = gradient_edges({"used": [used], "unused": unused, "cut": cut, "plain": x()})
     output = (used + cut.detach()).sum()
-    assert reached([output], edges) == {"used"}
+    assert nearest_attributes([output], edges) == {"used"}
 
 
 def test_the_search_ends_at_what_is_reached_first() -> None:
     """Behind an attribute lies what it came from; that is reached through it."""
     early = weight() * 2
     late = early * 3
-    edges = edges_of({"early": early, "late": late})
-    assert reached([late.exp()], edges) == {"late"}
-    assert reached([late.exp() + early], edges) == {"early", "late"}
+    edges = gradient_edges({"early": early, "late": late})
+    assert nearest_attributes([late.exp()], edges) == {"late"}
+    assert nearest_attributes([late.exp() + early], edges) == {"early", "late"}
 
 
 def test_leaves_views_and_one_of_several_results_are_reached() -> None:
@@ -193,11 +193,11 @@ def test_leaves_views_and_one_of_several_results_are_reached() -> None:
     leaf, whole = weight(), torch.ones(4, requires_grad=True) * 2
     left, right = whole.split(2)
     modified = weight() * 2
-    edges = edges_of({"leaf": leaf, "left": left, "right": right, "modified": modified})
-    assert reached([leaf.view(3, 1).sum()], edges) == {"leaf"}
-    assert reached([right.sum()], edges) == {"right"}
+    edges = gradient_edges({"leaf": leaf, "left": left, "right": right, "modified": modified})
+    assert nearest_attributes([leaf.view(3, 1).sum()], edges) == {"leaf"}
+    assert nearest_attributes([right.sum()], edges) == {"right"}
     modified.mul_(2)
-    assert reached([modified], edges) == {"modified"}
+    assert nearest_attributes([modified], edges) == {"modified"}
 
 
 def test_a_graph_with_many_paths_is_searched_once() -> None:
@@ -205,11 +205,11 @@ def test_a_graph_with_many_paths_is_searched_once() -> None:
     total = upstream = weight() * 2
     for _ in range(60):
         total = total + total
-    assert reached([total], edges_of({"upstream": upstream})) == {"upstream"}
+    assert nearest_attributes([total], gradient_edges({"upstream": upstream})) == {"upstream"}
 
 
 def test_an_upstream_tensor_handed_on_as_it_is_is_reached() -> None:
     """An output may be an input."""
     upstream = weight() * 2
-    assert reached([upstream], edges_of({"upstream": upstream})) == {"upstream"}
-    assert reached([x()], edges_of({"upstream": upstream})) == frozenset()
+    assert nearest_attributes([upstream], gradient_edges({"upstream": upstream})) == {"upstream"}
+    assert nearest_attributes([x()], gradient_edges({"upstream": upstream})) == frozenset()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from swpipe.trace import Trace, format_stacked
 from swpipe.trace.chart import chart
-from swpipe.trace.span import Row, Span
+from swpipe.trace.span import Panel, Row, Span
 
 MS = 1_000_000
 IO = Row("thread", "io")
@@ -32,15 +34,20 @@ PIPELINE = [
 ]
 
 
+def drawn(spans: list[Span], width: int = 100, beside: Sequence[Span] = ()) -> str:
+    """The chart of one timeline."""
+    return chart([Panel("", spans, beside)], width)
+
+
 def line(spans: list[Span], cells: int = 20, beside: list[Span] | None = None) -> str:
     """The one row's cells, of a chart with one row called ``io``."""
-    first, *_ = chart(spans, len("io  ") + cells, beside=beside or []).splitlines()
+    first, *_ = drawn(spans, len("io  ") + cells, beside or []).splitlines()
     return first.removeprefix("io  ")
 
 
 def test_a_chart_has_a_line_per_row_and_a_time_axis() -> None:
     """Threads come first, in the order in which a batch passes through them, then streams."""
-    assert chart(PIPELINE, 60).splitlines() == [
+    assert drawn(PIPELINE, 60).splitlines() == [
         "io             ▌read 0████▌read 1▓▓▓▓░░░░░░▌read 2████",
         "default        ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓   ▌2██",
         "stream memcpy       ▌0█",
@@ -51,7 +58,7 @@ def test_a_chart_has_a_line_per_row_and_a_time_axis() -> None:
 def test_swpipes_own_turns_do_not_put_their_row_first() -> None:
     """Every batch begins with ``<admit>`` on the default row; the way through the rows does not."""
     spans = [span("<admit>", 0, 0, 1, row=DEFAULT), *PIPELINE[:4]]
-    assert [text[:7] for text in chart(spans).splitlines()] == ["io     ", "default", " " * 7]
+    assert [text[:7] for text in drawn(spans).splitlines()] == ["io     ", "default", " " * 7]
 
 
 def test_iterations_alternate_in_shade() -> None:
@@ -105,26 +112,26 @@ def test_what_is_beside_may_reach_out_of_the_chart() -> None:
 )
 def test_the_axis_has_round_milliseconds(end_ms: float, axis: str) -> None:
     """Marks are 1, 2 or 5 times a power of ten, as many as have room."""
-    assert chart([span("a", 0, 0, end_ms)], 24).splitlines()[-1] == "    " + axis
+    assert drawn([span("a", 0, 0, end_ms)], 24).splitlines()[-1] == "    " + axis
 
 
 def test_too_narrow_a_chart_is_refused() -> None:
     """The error tells the least width."""
     with pytest.raises(ValueError, match="width 30 is too narrow: these rows need 35 columns"):
-        chart(PIPELINE, 30)
-    assert max(map(len, chart(PIPELINE, 35).splitlines())) <= 35
+        drawn(PIPELINE, 30)
+    assert max(map(len, drawn(PIPELINE, 35).splitlines())) <= 35
 
 
 def test_an_empty_chart_is_refused() -> None:
     """There is no time to draw."""
     with pytest.raises(ValueError, match="there are no spans"):
-        chart([])
+        drawn([])
 
 
 def test_a_trace_draws_itself_with_what_is_beside() -> None:
     """``format`` is the chart of the trace's spans."""
     window = Trace(PIPELINE).window(0, 0)
-    assert window.format(60) == chart(window.spans, 60, beside=window.beside)
+    assert window.format(60) == drawn(list(window.spans), 60, window.beside)
     assert "·" in window.format(60)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from swpipe import Trace
 from swpipe.trace import plot_stacked
-from swpipe.trace.span import Row, Span
-from swpipe.trace.timeline import COLOURS, Panel, plot
+from swpipe.trace.span import Panel, Row, Span
+from swpipe.trace.timeline import COLORS, plot
 
 MS = 1_000_000
 IO = Row("thread", "io")
@@ -86,9 +86,9 @@ def test_kinds_of_rows_have_headings_where_there_are_both(tmp_path: Path) -> Non
 def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
     """On every row; the legend tells which, as long as no colour stands for two."""
     source = svg(tmp_path, [*READS, *TRAINS])
-    assert [colour for colour in COLOURS if colour.lower() in source] == list(COLOURS[:4])
+    assert [colour for colour in COLORS if colour.lower() in source] == list(COLORS[:4])
     assert "iteration 3" in texts(source)
-    many = [Span("read", i, IO, i * MS, (i + 1) * MS) for i in range(len(COLOURS) + 1)]
+    many = [Span("read", i, IO, i * MS, (i + 1) * MS) for i in range(len(COLORS) + 1)]
     assert "iteration 0" not in texts(svg(tmp_path, many))
 
 

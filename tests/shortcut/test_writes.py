@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from swpipe.core.context import IterContext
-from swpipe.shortcut.bindings import Bindings
+from swpipe.shortcut.writes import AttributeWrites
 
 
 def context() -> IterContext:
@@ -33,7 +33,7 @@ def test_what_other_threads_set_and_delete_is_noted() -> None:
         ctx.theirs = ctx.both = 1
         del ctx.old
 
-    with Bindings(ctx) as bindings:
+    with AttributeWrites(ctx) as bindings:
         ctx.own = ctx.both = 2
         elsewhere(act)
     names = ("theirs", "old", "own", "both", "batch")
@@ -43,7 +43,7 @@ def test_what_other_threads_set_and_delete_is_noted() -> None:
 def test_a_context_behaves_as_ever_while_it_is_watched() -> None:
     """It is an IterContext by name and kind, attributes come and go, and the error still helps."""
     ctx = context()
-    with Bindings(ctx):
+    with AttributeWrites(ctx):
         assert isinstance(ctx, IterContext)
         assert type(ctx).__name__ == "IterContext"
         ctx.new = 1
@@ -58,7 +58,7 @@ def test_a_context_behaves_as_ever_while_it_is_watched() -> None:
 def test_its_class_comes_back_when_the_last_watcher_leaves() -> None:
     """Also after a failure; two may watch one context, in any order of leaving."""
     ctx = context()
-    first, second = Bindings(ctx), Bindings(ctx)
+    first, second = AttributeWrites(ctx), AttributeWrites(ctx)
     with first:
         second.__enter__()
     ctx.late = 1
@@ -66,7 +66,7 @@ def test_its_class_comes_back_when_the_last_watcher_leaves() -> None:
     second.__exit__()
     assert type(ctx) is IterContext
     assert not first.only_by_others("late")
-    with pytest.raises(KeyError), Bindings(ctx):
+    with pytest.raises(KeyError), AttributeWrites(ctx):
         raise KeyError
     assert type(ctx) is IterContext
 
@@ -74,18 +74,18 @@ def test_its_class_comes_back_when_the_last_watcher_leaves() -> None:
 def test_two_threads_that_watch_one_context_have_notes_of_their_own() -> None:
     """What is the one's own is the other's foreign."""
     ctx = context()
-    notes: list[Bindings] = []
+    notes: list[AttributeWrites] = []
     inside, go_on = threading.Event(), threading.Event()
 
     def watch() -> None:
-        with Bindings(ctx) as bindings:
+        with AttributeWrites(ctx) as bindings:
             notes.append(bindings)
             ctx.a = 1
             inside.set()
             assert go_on.wait(10)
 
     thread = threading.Thread(target=watch)
-    with Bindings(ctx) as bindings:
+    with AttributeWrites(ctx) as bindings:
         thread.start()
         assert inside.wait(10)
         ctx.b = 2
@@ -98,7 +98,7 @@ def test_two_threads_that_watch_one_context_have_notes_of_their_own() -> None:
 def test_a_context_whose_class_cannot_change_is_let_be() -> None:
     """It works as ever; only nothing is noted."""
     ctx = SimpleNamespace()
-    with Bindings(ctx) as bindings:
+    with AttributeWrites(ctx) as bindings:
         elsewhere(lambda: setattr(ctx, "theirs", 1))
     assert type(ctx) is SimpleNamespace
     assert not bindings.only_by_others("theirs")
@@ -106,8 +106,8 @@ def test_a_context_whose_class_cannot_change_is_let_be() -> None:
 
 def test_nothing_is_left_of_a_watch() -> None:
     """No watcher stays behind for the next object that gets the context's id."""
-    from swpipe.shortcut import bindings as module
+    from swpipe.shortcut import writes as module
 
-    with Bindings(context()):
+    with AttributeWrites(context()):
         pass
     assert module._WATCHERS == {}

@@ -1,0 +1,78 @@
+"""The time of a hand-over between two threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import swpipe.profiler.costing
+import swpipe.profiler.handover
+from swpipe import PipelinePlan, SWPipeline
+from swpipe._engine.waiting import Host, ProgressCounter
+from swpipe.profiler import measure_costs
+from swpipe.profiler.handover import measure_handover_s
+from tests.profiler.sleepers import sleepers
+from tests.support.exploring import _ExploredCounter
+from tests.support.virtual_clock import TimedHost
+
+
+class SlowHost(TimedHost):
+    """Threads take 15 us of virtual time to wake up."""
+
+    def counter(self) -> ProgressCounter:
+        self._counters += 1
+        return SlowCounter(self, f"counter {self._counters}")
+
+
+class SlowCounter(_ExploredCounter):
+    """A counter of a ``SlowHost``."""
+
+    def wait(self, count: int) -> None:
+        waits = self.count < count
+        super().wait(count)
+        if waits:
+            self._host.sleep(15e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_handover_takes_half_a_round_trip(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two threads wakes up once per round trip."""
+    host = SlowHost(seed)
+    monkeypatch.setattr(swpipe.profiler.handover, "time", host)
+    assert measure_handover_s(host) == pytest.approx(15e-6)
+
+
+def test_no_thread_stays_after_the_measurement() -> None:
+    """With the threads of the operating system; the time is positive."""
+    threads = threading.active_count()
+    assert measure_handover_s(Host()) > 0
+    assert threading.active_count() == threads
+
+
+def test_the_thread_ends_when_the_measurement_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C reaches the caller, and the other thread does not wait forever."""
+    threads = threading.active_count()
+
+    class Interrupted:
+        def perf_counter(self) -> float:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(swpipe.profiler.handover, "time", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        measure_handover_s(Host())
+    assert threading.active_count() == threads
+
+
+def test_the_cost_model_has_the_time_of_a_handover(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In microseconds, for a serial measurement and for one under the plan."""
+    monkeypatch.setattr(swpipe.profiler.costing, "measure_handover_s", lambda host: 12e-6)
+    tasks = sleepers(host, read=1)
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        for pipelined in (False, True):
+            costs = measure_costs(pipe, [None], 1, 2, pipelined)
+            assert costs.handover_us == pytest.approx(12.0)
