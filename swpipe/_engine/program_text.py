@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -73,25 +72,6 @@ def _quoted(name: str) -> str:
 # ----------------------------------------------------------------------------------------- parsing
 
 
-class _Wait(NamedTuple):
-    lane: str
-    producer: str
-    lag: int
-
-
-@dataclass(slots=True)
-class _Read:
-    """An instruction as it was read: the places that it waits for are not known yet."""
-
-    task: str = ""
-    stage: int = 0
-    stream: str | None = None
-    waits: list[_Wait] = field(default_factory=list)
-    events: list[EventWait] = field(default_factory=list)
-    record: bool = False
-    publish: bool = False
-
-
 def parse_program(text: str) -> Program:
     """The program that a text describes.
 
@@ -101,73 +81,74 @@ def parse_program(text: str) -> Program:
     lines = text.strip().split("\n")
     if (head := _HEAD.fullmatch(lines[0])) is None or not lines[1:]:
         raise ValueError(f"line 1: {lines[0]!r}: write 'depth N, ring N', then the order")
-    order = _names(lines[1])
-    read = [_lane(number, line) for number, line in enumerate(lines[2:], start=3)]
-    place = {
-        (group, each.task): (lane, position)
-        for lane, (group, instructions) in enumerate(read)
-        for position, each in enumerate(instructions)
-    }
-
-    def instruction(each: _Read, lane: int, position: int) -> Instruction:
-        for group, producer, _ in each.waits:
-            if (group, producer) not in place:
-                raise ValueError(f"{each.task!r} waits for {producer!r}, which {group!r} lacks")
-        waits = [HostWait(*place[w.lane, w.producer], w.lag, w.producer) for w in each.waits]
-        return Instruction(
-            each.task,
-            each.stage,
-            lane,
-            position,
-            each.stream,
-            tuple(waits),
-            tuple(each.events),
-            each.record,
-            each.publish,
-        )
-
-    lanes = [
-        Lane(group, tuple(instruction(each, lane, k) for k, each in enumerate(instructions)))
-        for lane, (group, instructions) in enumerate(read)
-    ]
-    return Program(tuple(lanes), int(head[1]), int(head[2]), order)
+    if not re.fullmatch(rf"order: (?:{_NAME})(?:, (?:{_NAME}))*", lines[1]):
+        raise ValueError(f"line 2: {lines[1]!r}: write 'order: ' and the tasks")
+    order = map(_name, re.findall(_NAME, lines[1].removeprefix("order: ")))
+    read = [_Line(number, line) for number, line in enumerate(lines[2:], start=3)]
+    lane_of = {line.group: lane for lane, line in enumerate(read)}
+    lanes = tuple(Lane(line.group, line.instructions(lane_of, read)) for line in read)
+    return Program(lanes, int(head[1]), int(head[2]), tuple(order))
 
 
-def _names(line: str) -> tuple[str, ...]:
-    if not re.fullmatch(rf"order: (?:{_NAME})(?:, (?:{_NAME}))*", line):
-        raise ValueError(f"line 2: {line!r}: write 'order: ' and the tasks")
-    return tuple(map(_name, re.findall(_NAME, line.removeprefix("order: "))))
+class _Line:
+    """One lane's line. Where other lanes stand is not known until all lines are read."""
 
+    def __init__(self, number: int, line: str) -> None:
+        group = _GROUP.match(line)
+        if group is None:
+            raise ValueError(f"line {number}: {line!r}: begin with the thread group and a colon")
+        self.group = _name(group[1])
+        self._items: list[re.Match[str]] = []
+        at = group.end()
+        while at < len(line):
+            item = _ITEM.match(line, at)
+            if item is None:
+                where = f"line {number}, column {at + 1}"
+                raise ValueError(f"{where}: cannot read {line[at : at + 40]!r}")
+            self._items.append(item)
+            at = item.end()
+            if at < len(line) and not line.startswith(" -> ", at):
+                raise ValueError(f"line {number}, column {at + 1}: write ' -> ' between two items")
+            at += len(" -> ")
+        if not self._items or not self._items[-1]["task"]:
+            raise ValueError(f"line {number}: the lane ends without an instruction")
+        self.tasks = [_name(item["task"]) for item in self._items if item["task"]]
 
-def _lane(number: int, line: str) -> tuple[str, list[_Read]]:
-    """The group and the instructions of one line."""
-    group = _GROUP.match(line)
-    if group is None:
-        raise ValueError(f"line {number}: {line!r}: begin with the thread group and a colon")
-    at, done, each = group.end(), [], _Read()
-    while at < len(line):
-        item = _ITEM.match(line, at)
-        if item is None:
-            raise ValueError(f"line {number}, column {at + 1}: cannot read {line[at : at + 40]!r}")
-        if item["lane"]:
-            wait = _Wait(_name(item["lane"]), _name(item["producer"]), int(item["lag"] or 0))
-            each.waits.append(wait)
-        elif item["source"]:
-            each.events.append(EventWait(_name(item["source"]), int(item["distance"] or 0)))
-        else:
-            each.task, each.stage = _name(item["task"]), int(item["stage"])
-            each.stream = _name(item["stream"]) if item["stream"] else None
-            each.record, each.publish = bool(item["record"]), bool(item["publish"])
-            done.append(each)
-            each = _Read()
-        at = item.end()
-        if line.startswith(" -> ", at) and at + 4 < len(line):
-            at += 4
-        elif at < len(line):
-            raise ValueError(f"line {number}, column {at + 1}: write ' -> ' between two items")
-    if each.waits or each.events or not done:
-        raise ValueError(f"line {number}: the lane ends without an instruction")
-    return _name(group[1]), done
+    def instructions(
+        self, lane_of: Mapping[str, int], lines: Sequence[_Line]
+    ) -> tuple[Instruction, ...]:
+        """The instructions of this lane, with the places of those that it waits for."""
+        done: list[Instruction] = []
+        waits: list[HostWait] = []
+        events: list[EventWait] = []
+        for item in self._items:
+            if item["lane"]:
+                group, producer = _name(item["lane"]), _name(item["producer"])
+                lane = lane_of.get(group)
+                if lane is None or producer not in lines[lane].tasks:
+                    raise ValueError(
+                        f"{self.group!r} waits for {producer!r}, which {group!r} lacks"
+                    )
+                position = lines[lane].tasks.index(producer)
+                waits.append(HostWait(lane, position, int(item["lag"] or 0), producer))
+            elif item["source"]:
+                events.append(EventWait(_name(item["source"]), int(item["distance"] or 0)))
+            else:
+                done.append(
+                    Instruction(
+                        task=_name(item["task"]),
+                        stage=int(item["stage"]),
+                        lane=lane_of[self.group],
+                        position=len(done),
+                        stream=_name(item["stream"]) if item["stream"] else None,
+                        host_waits=tuple(waits),
+                        event_waits=tuple(events),
+                        record=bool(item["record"]),
+                        publish=bool(item["publish"]),
+                    )
+                )
+                waits, events = [], []
+        return tuple(done)
 
 
 def _name(text: str) -> str:

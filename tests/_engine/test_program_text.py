@@ -131,7 +131,10 @@ def test_a_stream_object_is_shown_but_not_read() -> None:
         ("depth 1, ring 1\norder: a\nio: a@0, b@0", "line 3, column 8: write ' -> '"),
         ("depth 1, ring 1\norder: a\nio: run(a)", "line 3, column 5: cannot read 'run\\(a\\)'"),
         ("depth 1, ring 1\norder: a\nio: event(a)", "line 3: the lane ends without an instruc"),
-        ("depth 1, ring 1\norder: a\nio: wait(io.b) -> a@0", "'a' waits for 'b', which 'io' lacks"),
+        (
+            "depth 1, ring 1\norder: a\nio: wait(io.b) -> a@0",
+            "'io' waits for 'b', which 'io' lacks",
+        ),
     ],
 )
 def test_a_text_that_is_no_program_is_refused(text: str, said: str) -> None:
