@@ -23,6 +23,7 @@ from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
+from swpipe._engine.program_text import format_program
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.run import Run
 from swpipe._engine.serial import SerialLane
@@ -407,6 +408,16 @@ class SWPipeline:
     def format_stage_analysis(self) -> str:
         """Each stage's tasks, where they run and what they wait for."""
         return format_stages(self._resolved)
+
+    def format_program(self, *, streams: bool | None = None) -> str:
+        """What each thread group does in a period, and what it waits for; a line per group.
+
+        Args:
+            streams: Show the program for a device with streams, or for one without; None for the
+                pipeline's own device.
+        """
+        streams = self.device.has_streams if streams is None else streams
+        return format_program(compile_plan(self._resolved, streams=streams))
 
     # ------------------------------------------------------------------- ending
 
