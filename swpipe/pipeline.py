@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -130,10 +129,15 @@ class SWPipeline:
         """How many iterations have been pulled and not been handed out."""
         return len(self._drained) + (0 if self._run is None else self._run.in_flight)
 
+    @property
+    def next_iteration(self) -> int:
+        """The number of the next iteration, where none is in flight."""
+        return self._next_iteration
+
     def fill_pipeline(self, iterator: Iterator[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
-        Optional: the first ``progress`` does it where this was not called.
+        Optional: otherwise the first ``progress`` does it.
 
         Raises:
             RuntimeError: Iterations are in flight already, or the pipeline is closed or in use.
@@ -145,8 +149,7 @@ class SWPipeline:
                     f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
                     "progress() with the iterator that it was filled from, or drain() first"
                 )
-            run = self._begin(iterator)
-            self._prepare(run)
+            run = self._prepared(iterator)
             while run.period < self._engine.program.depth - 1 and not run.finished:
                 self._advance(run)
 
@@ -170,59 +173,46 @@ class SWPipeline:
                 was complete when another failed is handed out first; the next call raises.
         """
         with self._access:
-            if self._run is None and self._ended_before(iterator):
+            # If it called the iterator again instead, one that restarts would never end.
+            ended, self._ended = self._ended, None
+            if self._run is None and ended is iterator:
                 raise StopIteration
-            run = self._run or self._begin(iterator)
-            if run.iterator is self._pushed:
-                raise RuntimeError(
-                    f"{run.in_flight} pushed batches are in flight: call flush() to get them, "
-                    "before giving progress() an iterator"
-                )
-            if run.iterator is not iterator:
-                raise RuntimeError(
-                    f"{run.in_flight} iterations of another iterator are in flight: finish it, or "
-                    "call drain() to get them, before giving progress() a new one"
-                )
-            self._prepare(run)
-            return self._next(run)
+            return self._next(self._prepared(iterator))
 
     def push(self, batch: Any) -> IterContext | None:
         """Admit one batch and run one period: ``progress`` for callers without an iterator.
 
         Returns:
-            The context of the oldest iteration, or None while the prologue fills the pipeline:
-            the first ``depth - 1`` calls.
+            The context of the oldest iteration; None from the first ``depth - 1`` calls, which fill
+            the pipeline.
 
         Raises:
-            RuntimeError: Misuse: closed, in use by another thread, or iterations of an iterator
-                given to ``progress`` are in flight.
-            BaseException: As for ``progress``. A batch whose call raises is not run.
+            RuntimeError: Misuse, as for ``progress``.
+            BaseException: As for ``progress``. The batch of a call that raises is dropped.
         """
         with self._access:
-            run = self._run or self._begin(self._pushed)
-            self._check_pushing(run)
-            self._prepare(run)
-            self._pushed.batches.append(batch)
+            run = self._prepared(self._pushed)
+            self._pushed.batches = (batch,)
             try:
                 return self._advance(run)
             finally:
-                self._pushed.batches.clear()
+                self._pushed.batches = ()
 
     def flush(self) -> list[IterContext]:
         """Finish the pushed batches that are in flight, and hand them out, oldest first.
 
         Raises:
-            RuntimeError: Iterations of an iterator given to ``progress`` are in flight.
+            RuntimeError: Iterations of an iterator are in flight.
             BaseException: As for ``drain``.
         """
         if self._run is not None:
-            self._check_pushing(self._run)
+            self._check_source(self._run, self._pushed)
         return self.drain()
 
     def drain(self) -> list[IterContext]:
         """Stop admitting; finish what is in flight, and hand it out, oldest first.
 
-        The iterator keeps its other batches. With nothing in flight, the list is empty.
+        The iterator keeps its other batches.
 
         Raises:
             BaseException: As for ``progress``. Contexts that were complete before are not lost: the
@@ -232,7 +222,7 @@ class SWPipeline:
             run = self._run
             if run is not None:
                 run.stop_admitting()
-                self._prepare(run)
+                self._prepared(run.iterator)
                 while not run.over:
                     self._drained.append(self._next(run))
                 self._forget(run)
@@ -252,9 +242,8 @@ class SWPipeline:
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
-        return run_to_end(
-            self.iterate(loader), self.device, loader, "pipelined" if verbose else None
-        )
+        label = "pipelined" if verbose else None
+        return run_to_end(self.iterate(loader), self.device, loader, label)
 
     # ------------------------------------------------------------------- serial
 
@@ -275,16 +264,10 @@ class SWPipeline:
             return ctx
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
-        """Run all of ``loader`` serially; the same numbers as ``run`` gives."""
+        """Run all of ``loader`` serially; gives the same numbers as ``run``."""
         label = "serial" if verbose else None
-        return run_to_end(self._iterate_serially(loader), self.device, loader, label)
-
-    def _iterate_serially(self, loader: Iterable[Any]) -> Iterator[IterContext]:
-        for batch in loader:
-            ctx = self.run_one_serial_iter(batch)
-            del batch
-            yield ctx
-            del ctx
+        contexts = map(self.run_one_serial_iter, loader)
+        return run_to_end(contexts, self.device, loader, label)
 
     # ----------------------------------------------------------------- shortcut
 
@@ -310,11 +293,6 @@ class SWPipeline:
         """Run tasks as usual again, and drop their caches; without arguments, of all tasks."""
         self._engine.shortcuts.disable(self.task_names(*(tasks or self.tasks)))
 
-    @property
-    def shortcut_tasks(self) -> frozenset[str]:
-        """Names of the tasks that are shortcut."""
-        return frozenset(self._engine.shortcuts.names)
-
     @contextmanager
     def shortcut(self, *tasks: TaskRef) -> Iterator[None]:
         """Shortcut tasks within the block."""
@@ -324,6 +302,11 @@ class SWPipeline:
         finally:
             if tasks:
                 self.disable_shortcut(*tasks)
+
+    @property
+    def shortcut_tasks(self) -> frozenset[str]:
+        """Names of the tasks that are shortcut."""
+        return frozenset(self._engine.shortcuts.names)
 
     def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
         """The names of some of this pipeline's tasks.
@@ -340,7 +323,7 @@ class SWPipeline:
                 )
         return names
 
-    # ---------------------------------------------------------------- observing
+    # -------------------------------------------------------- observing, measuring
 
     def observe(self, observer: Observer) -> AbstractContextManager[None]:
         """Call ``observer`` around every task that runs within the block; several may observe."""
@@ -356,11 +339,6 @@ class SWPipeline:
                 yield trace
         finally:
             trace.spans = recorder.finish()
-
-    @property
-    def next_iteration(self) -> int:
-        """The number of the next iteration."""
-        return self._next_iteration
 
     def check_idle(self, purpose: str) -> None:
         """Refuse a call for which the pipeline must be idle.
@@ -380,9 +358,8 @@ class SWPipeline:
     def borrow(self) -> Iterator[None]:
         """Use an idle pipeline for measurements; afterwards it is as it was, also on failure.
 
-        Within the block it has shortcut caches of its own: tasks that are shortcut are cached anew,
-        and the caches from before stay untouched. Iterations are counted from the same number
-        again afterwards.
+        Within the block, tasks that are shortcut are cached anew, and the caches from before stay
+        untouched. ``next_iteration`` is restored.
 
         Raises:
             RuntimeError: The pipeline is closed, or iterations are in flight.
@@ -395,9 +372,7 @@ class SWPipeline:
         try:
             yield
         except BaseException:
-            # The first failure is the one to raise; if draining fails as well, nothing is left in
-            # flight.
-            with suppress(Exception):
+            with suppress(Exception):  # the first failure is the one to raise
                 self.drain()
             raise
         finally:
@@ -425,27 +400,33 @@ class SWPipeline:
         if run is not None:
             run.end()
         self._drained.clear()
-        self._end_watch()
+        self._stop_watchdog()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ private
 
-    def _check_pushing(self, run: Run) -> None:
-        if run.iterator is not self._pushed:
+    def _prepared(self, iterator: Iterator[Any]) -> Run:
+        """The run over this iterator, ready to be advanced by the calling thread."""
+        run = self._run or self._begin(iterator)
+        self._check_source(run, iterator)
+        if run.iterations.caller_stream != self.device.current_stream():
             raise RuntimeError(
-                f"{run.in_flight} iterations of an iterator are in flight: finish it with "
-                "progress(), or call drain() to get them, before pushing"
+                "the current stream is not the one under which the pipeline was filled: make that "
+                "stream current, or call drain() before switching"
             )
+        if len(run.lanes) > 1:
+            state = TorchState.of_this_thread(self.device.autocast_types)
+            if state != run.state:  # workers compare by identity
+                run.state = state
+            run.variables = copy_context()
+        if self._watchdog is not None:
+            self._watchdog.drive_from_here()
+        return run
 
     def _begin(self, iterator: Iterator[Any]) -> Run:
         if not hasattr(iterator, "__next__"):
@@ -466,19 +447,19 @@ class SWPipeline:
             raise RuntimeError("the pipeline was closed by another thread during this call")
         return run
 
-    def _prepare(self, run: Run) -> None:
-        if run.iterations.caller_stream != self.device.current_stream():
-            raise RuntimeError(
-                "the current stream is not the one under which the pipeline was filled: make that "
-                "stream current, or call drain() before switching"
-            )
-        if len(run.lanes) > 1:
-            state = TorchState.of_this_thread(self.device.autocast_types)
-            if state != run.state:  # workers compare by identity
-                run.state = state
-            run.variables = copy_context()
-        if self._watchdog is not None:
-            self._watchdog.drive_from_here()
+    def _check_source(self, run: Run, iterator: Iterator[Any]) -> None:
+        if run.iterator is iterator:
+            return
+        source, end = "of another iterator", "finish it, or call drain()"
+        if run.iterator is self._pushed:
+            source, end = "of pushed batches", "call flush()"
+        raise RuntimeError(
+            f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
+            f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
+        )
+
+    def _answer_others(self) -> None:
+        answer_check(Begun(self._number, self._periods))
 
     def _next(self, run: Run) -> IterContext:
         while not run.over:
@@ -487,9 +468,6 @@ class SWPipeline:
                 return ctx
         self._ended = None
         raise StopIteration
-
-    def _answer_others(self) -> None:
-        answer_check(Begun(self._number, self._periods))
 
     def _advance(self, run: Run) -> IterContext | None:
         self._periods += 1
@@ -503,35 +481,27 @@ class SWPipeline:
             self._forget(run)
         return ctx
 
-    def _ended_before(self, iterator: Iterator[Any]) -> bool:
-        """Whether the iterator has ended and StopIteration has not been raised for it yet.
-
-        If ``progress`` called the iterator again instead, one that restarts would never end.
-        """
-        ended, self._ended = self._ended, None
-        return ended is iterator
-
     def _forget(self, run: Run) -> None:
         run.end()
         self._next_iteration = run.iterations.first + run.admitted
         self._run = None
         self._ended = run.iterator if run.data_ended and run.retired else None
-        self._end_watch()
+        self._stop_watchdog()
 
-    def _end_watch(self) -> None:
+    def _stop_watchdog(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
 
 
 class _PushedBatches:
-    """An iterator over the batches given to ``push``."""
+    """The iterator over the batches given to ``push``."""
 
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
+    batches: Sequence[Any] = ()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        return self.batches.pop()
+        batch, self.batches = self.batches[0], ()
+        return batch

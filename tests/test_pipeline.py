@@ -343,11 +343,13 @@ def test_pushing_and_progress_do_not_mix_in_mid_flight() -> None:
     with SWPipeline(piped(), tasks()) as pipe:
         pipe.fill_pipeline(data)
         for call in (lambda: pipe.push(0), pipe.flush):
-            with pytest.raises(RuntimeError, match="2 iterations of an iterator.*drain"):
+            with pytest.raises(RuntimeError, match="2 iterations of another iterator.*drain"):
                 call()
         assert [ctx.batch for ctx in pipe.drain()] == [0, 1]
         pipe.push("a")
-        with pytest.raises(RuntimeError, match="1 pushed batches are in flight.*flush"):
+        with pytest.raises(
+            RuntimeError, match="1 iterations of pushed batches are in flight.*flush"
+        ):
             pipe.progress(data)
         with pytest.raises(RuntimeError, match="in flight"):
             pipe.fill_pipeline(data)
