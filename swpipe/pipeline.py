@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Self
 
@@ -19,13 +18,12 @@ from swpipe._distributed.rank_checks import (
     tell_failure,
 )
 from swpipe._engine.exclusive import ExclusiveAccess
-from swpipe._engine.iterations import Engine
+from swpipe._engine.iterations import Engine, PushedBatches, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.run import Run
 from swpipe._engine.serial import SerialLane
-from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import Watchdog, checked_timeout
 from swpipe.analysis.checks import check, tasks_given
@@ -33,9 +31,9 @@ from swpipe.analysis.races import check_states
 from swpipe.core.context import IterContext
 from swpipe.core.dependence import period_order, serial_order
 from swpipe.core.drawing import format_grid, format_stages
-from swpipe.core.plan import PipelinePlan, StreamSpec
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
-from swpipe.device import Device, plain, resolve
+from swpipe.device import Device, resolve
 from swpipe.report import RunReport, run_to_end
 from swpipe.shortcut import Shortcuts
 from swpipe.trace import Trace
@@ -46,7 +44,7 @@ from swpipe.trace.recorder import Recorder
 class SWPipeline:
     """Runs tasks under a plan.
 
-    Use it as a context manager, or call ``close``.
+    Use it as a context manager, or call ``close``. One thread at a time may call it.
 
     Args:
         plan: How to overlap.
@@ -97,7 +95,7 @@ class SWPipeline:
             ),
             tasks=by_name,
             device=self.device,
-            streams=self._make_streams(),
+            streams=make_streams(plan, self.device),
             host=host or Host(),
             shortcuts=Shortcuts(self.device),
             seeds=TaskSeeds(seed, self.device),
@@ -108,21 +106,10 @@ class SWPipeline:
         self._ended: Iterator[Any] | None = None
         self._drained: list[IterContext] = []  # not handed out: drain() failed after that
         self._next_iteration = 0
-        self._pushed = _PushedBatches()
+        self._pushed = PushedBatches()
         self._number = 0  # among the pipelines that were compared across ranks
         self._periods = 0  # begun, in all runs
         self._access = ExclusiveAccess()
-
-    def _make_streams(self) -> dict[Any, Any]:
-        used = dict.fromkeys(s.stream for s in self.plan.schedule.values() if s.stream is not None)
-        return {
-            ref: plain(ref)
-            if isinstance(ref, torch.Stream)
-            else self.device.new_stream(self.plan.streams.get(ref, StreamSpec()))
-            for ref in used
-        }
-
-    # ---------------------------------------------------------------- pipelined
 
     @property
     def in_flight(self) -> int:
@@ -137,11 +124,7 @@ class SWPipeline:
     def fill_pipeline(self, iterator: Iterator[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
-        Optional: otherwise the first ``progress`` does it.
-
-        Raises:
-            RuntimeError: Iterations are in flight already, or the pipeline is closed or in use.
-            BaseException: Whatever a task or the iterator raised.
+        Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises.
         """
         with self._access:
             if self._run is not None:
@@ -165,8 +148,8 @@ class SWPipeline:
 
         Raises:
             StopIteration: All batches of the iterator have been handed out.
-            RuntimeError: Misuse: closed, in use by another thread, or another iterator while
-                iterations are in flight.
+            RuntimeError: The pipeline is closed, or in use by another thread, or iterations of
+                another iterator are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
             BaseException: Whatever a task or the iterator raised first, with a note of where. What
                 was in flight is dropped, and the pipeline can be filled again. An iteration that
@@ -187,7 +170,6 @@ class SWPipeline:
             the pipeline.
 
         Raises:
-            RuntimeError: Misuse, as for ``progress``.
             BaseException: As for ``progress``. The batch of a call that raises is dropped.
         """
         with self._access:
@@ -199,12 +181,7 @@ class SWPipeline:
                 self._pushed.batches = ()
 
     def flush(self) -> list[IterContext]:
-        """Finish the pushed batches that are in flight, and hand them out, oldest first.
-
-        Raises:
-            RuntimeError: Iterations of an iterator are in flight.
-            BaseException: As for ``drain``.
-        """
+        """``drain`` for pushed batches; iterations of an iterator are refused."""
         if self._run is not None:
             self._check_source(self._run, self._pushed)
         return self.drain()
@@ -245,8 +222,6 @@ class SWPipeline:
         label = "pipelined" if verbose else None
         return run_to_end(self.iterate(loader), self.device, loader, label)
 
-    # ------------------------------------------------------------------- serial
-
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> IterContext:
         """Run every task on one batch, one by one, on this thread and the caller's stream.
 
@@ -268,8 +243,6 @@ class SWPipeline:
         label = "serial" if verbose else None
         contexts = map(self.run_one_serial_iter, loader)
         return run_to_end(contexts, self.device, loader, label)
-
-    # ----------------------------------------------------------------- shortcut
 
     def enable_shortcut(self, *tasks: TaskRef) -> None:
         """Cache what each task's next run produces; replay that afterwards instead of running it.
@@ -309,21 +282,13 @@ class SWPipeline:
         return frozenset(self._engine.shortcuts.names)
 
     def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
-        """The names of some of this pipeline's tasks.
-
-        Raises:
-            ValueError: A task that this pipeline does not have.
-        """
+        """The names of some tasks; ValueError for one that this pipeline does not have."""
         names = names_of(tasks)
         for name in names:
             if name not in self._engine.tasks:
-                raise ValueError(
-                    f"this pipeline has no task {name!r}; "
-                    f"it has {', '.join(t.name for t in self.tasks)}"
-                )
+                known = ", ".join(task.name for task in self.tasks)
+                raise ValueError(f"this pipeline has no task {name!r}; it has {known}")
         return names
-
-    # -------------------------------------------------------- observing, measuring
 
     def observe(self, observer: Observer) -> AbstractContextManager[None]:
         """Call ``observer`` around every task that runs within the block; several may observe."""
@@ -341,11 +306,7 @@ class SWPipeline:
             trace.spans = recorder.finish()
 
     def check_idle(self, purpose: str) -> None:
-        """Refuse a call for which the pipeline must be idle.
-
-        Raises:
-            RuntimeError: The pipeline is closed, or iterations are in flight.
-        """
+        """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
         if self.closed:
             raise RuntimeError(f"the pipeline is closed: make a new one before {purpose}")
         if self._run is not None:
@@ -360,9 +321,6 @@ class SWPipeline:
 
         Within the block, tasks that are shortcut are cached anew, and the caches from before stay
         untouched. ``next_iteration`` is restored.
-
-        Raises:
-            RuntimeError: The pipeline is closed, or iterations are in flight.
         """
         self.check_idle("borrowing it")
         engine, next_iteration = self._engine, self._next_iteration
@@ -386,8 +344,6 @@ class SWPipeline:
         """Each stage's tasks, where they run and what they wait for."""
         return format_stages(self.plan, period_order(self.plan))
 
-    # ------------------------------------------------------------------- ending
-
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
@@ -408,22 +364,11 @@ class SWPipeline:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ private
-
     def _prepared(self, iterator: Iterator[Any]) -> Run:
         """The run over this iterator, ready to be advanced by the calling thread."""
         run = self._run or self._begin(iterator)
         self._check_source(run, iterator)
-        if run.iterations.caller_stream != self.device.current_stream():
-            raise RuntimeError(
-                "the current stream is not the one under which the pipeline was filled: make that "
-                "stream current, or call drain() before switching"
-            )
-        if len(run.lanes) > 1:
-            state = TorchState.of_this_thread(self.device.autocast_types)
-            if state != run.state:  # workers compare by identity
-                run.state = state
-            run.variables = copy_context()
+        run.read_callers_settings()
         if self._watchdog is not None:
             self._watchdog.drive_from_here()
         return run
@@ -439,9 +384,8 @@ class SWPipeline:
             self._check_ranks = False
         run = self._run = Run(self._engine, iterator, self._next_iteration)
         if self._stall_timeout_s is not None:
-            self._watchdog = Watchdog(
-                run, self._stall_timeout_s, self._answer_others if self._number else None
-            )
+            on_idle = self._answer_others if self._number else None
+            self._watchdog = Watchdog(run, self._stall_timeout_s, on_idle)
         if self._access.closed:
             self.close()
             raise RuntimeError("the pipeline was closed by another thread during this call")
@@ -492,16 +436,3 @@ class SWPipeline:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-
-
-class _PushedBatches:
-    """The iterator over the batches given to ``push``."""
-
-    batches: Sequence[Any] = ()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        batch, self.batches = self.batches[0], ()
-        return batch

@@ -58,7 +58,7 @@ def test_work_of_one_stream_runs_in_order(seed: int) -> None:
 
 
 def test_some_streams_run_nothing_unless_forced() -> None:
-    """An adversary who is never late would find nothing."""
+    """A scheduler that never runs work late would find nothing."""
     late = 0
     for seed in SEEDS:
         device, ran = VirtualDevice(seed), []
