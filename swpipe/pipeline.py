@@ -182,8 +182,8 @@ class SWPipeline:
 
     def flush(self) -> list[IterContext]:
         """``drain`` for pushed batches; iterations of an iterator are refused."""
-        if self._run is not None:
-            self._check_source(self._run, self._pushed)
+        if self._run is not None and self._run.iterator is not self._pushed:
+            raise self._mixed(self._run, self._pushed)
         return self.drain()
 
     def drain(self) -> list[IterContext]:
@@ -367,7 +367,8 @@ class SWPipeline:
     def _prepared(self, iterator: Iterator[Any]) -> Run:
         """The run over this iterator, ready to be advanced by the calling thread."""
         run = self._run or self._begin(iterator)
-        self._check_source(run, iterator)
+        if run.iterator is not iterator:
+            raise self._mixed(run, iterator)
         run.read_callers_settings()
         if self._watchdog is not None:
             self._watchdog.drive_from_here()
@@ -391,13 +392,11 @@ class SWPipeline:
             raise RuntimeError("the pipeline was closed by another thread during this call")
         return run
 
-    def _check_source(self, run: Run, iterator: Iterator[Any]) -> None:
-        if run.iterator is iterator:
-            return
+    def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
         source, end = "of another iterator", "finish it, or call drain()"
         if run.iterator is self._pushed:
             source, end = "of pushed batches", "call flush()"
-        raise RuntimeError(
+        return RuntimeError(
             f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
             f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
         )

@@ -49,6 +49,7 @@ def run_to_end(
         for ctx in contexts:
             del ctx  # the loop's variable would keep it through the next iteration
             iterations += 1
-            bar.update()
+            if label is not None:
+                bar.update()
     device.synchronize()
     return RunReport(iterations, time.perf_counter() - begin)

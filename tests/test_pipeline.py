@@ -1,4 +1,4 @@
-"""The driver: every batch once and in order, however the data ends, and misuse told plainly."""
+"""The driver: every batch once and in order, however the data ends; misuse is refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_progress_says_stop_as_often_as_it_is_asked(plan: PipelinePlan) -> None:
                 pipe.progress(data)
 
 
-def test_an_iterator_that_begins_anew_after_its_end_still_ends(plan: PipelinePlan) -> None:
+def test_an_iterator_that_restarts_after_its_end_still_ends(plan: PipelinePlan) -> None:
     """Some loaders reset themselves; asked once too often, they once made a run endless."""
 
     class Resetting:
@@ -129,7 +129,7 @@ def test_draining_hands_out_what_is_in_flight_and_leaves_the_rest(plan: Pipeline
 
 
 def test_a_retired_context_is_the_users_alone(plan: PipelinePlan) -> None:
-    """Once the user lets go of it, nothing holds a context any more."""
+    """Once the user drops a context, nothing refers to it."""
     data = iter(range(20))
     with SWPipeline(plan, tasks()) as pipe:
         for _ in range(4):
@@ -454,7 +454,7 @@ def test_another_iterator_in_mid_flight_is_refused() -> None:
 
 
 def test_what_is_no_iterator_is_refused() -> None:
-    """A list would start anew at each call."""
+    """A list would start again at each call."""
     with (
         SWPipeline(piped(), tasks()) as pipe,
         pytest.raises(TypeError, match=r"an iterator, not list: pass iter\(loader\)"),
@@ -463,13 +463,13 @@ def test_what_is_no_iterator_is_refused() -> None:
 
 
 def test_a_second_thread_cannot_drive() -> None:
-    """While one thread is inside ``progress``, another is told so."""
-    inside, told = threading.Event(), threading.Event()
+    """While one thread is inside ``progress``, another gets an error."""
+    inside, refused = threading.Event(), threading.Event()
     refusals: list[BaseException] = []
 
     def forward(_: IterContext) -> None:
         inside.set()
-        await_event(told, "the refusal")
+        await_event(refused, "the refusal")
 
     with SWPipeline(piped(), tasks(forward=forward)) as pipe:
 
@@ -479,7 +479,7 @@ def test_a_second_thread_cannot_drive() -> None:
                 pipe.progress(iter([1]))
             except RuntimeError as error:
                 refusals.append(error)
-            told.set()
+            refused.set()
 
         intruder = threading.Thread(target=intrude)
         intruder.start()
@@ -539,7 +539,7 @@ def test_tasks_come_in_a_list(given: Any) -> None:
         SWPipeline(piped(), given)
 
 
-def test_plan_and_tasks_in_the_wrong_order_are_told() -> None:
+def test_plan_and_tasks_in_the_wrong_order_are_refused() -> None:
     """The plan comes first."""
     with pytest.raises(PlanError, match=r"the plan is \[.*\]: give a PipelinePlan, then the tasks"):
         SWPipeline(tasks(), piped())  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ class _Op(NamedTuple):
 
 
 class LaneRunner:
-    """A lane that runs. ``period`` and ``position`` say where it is, for errors and the watchdog."""
+    """A lane that runs; ``period`` and ``position`` say where it is."""
 
     def __init__(self, lane: Lane, progress: ProgressCounter) -> None:
         self.group = lane.group
