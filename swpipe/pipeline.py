@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import copy_context
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -20,21 +18,21 @@ from swpipe._distributed.rank_checks import (
     tell_failure,
 )
 from swpipe._engine.exclusive import ExclusiveAccess
-from swpipe._engine.iterations import Engine
+from swpipe._engine.iterations import Engine, PushedBatches, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
+from swpipe._engine.program_text import format_program
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.run import Run
 from swpipe._engine.serial import SerialLane
-from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import Watchdog, checked_timeout
 from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import IterContext
 from swpipe.core.drawing import format_grid, format_stages
-from swpipe.core.plan import PipelinePlan, StreamSpec
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
-from swpipe.device import Device, plain, resolve
+from swpipe.device import Device, resolve
 from swpipe.report import RunReport, run_to_end
 from swpipe.shortcut import Shortcuts
 from swpipe.trace import Trace
@@ -45,7 +43,7 @@ from swpipe.trace.recorder import Recorder
 class SWPipeline:
     """Runs tasks under a plan.
 
-    Use it as a context manager, or call ``close``.
+    Use it as a context manager, or call ``close``. One thread at a time may call it.
 
     Args:
         plan: How to overlap.
@@ -95,7 +93,7 @@ class SWPipeline:
             program=compile_plan(resolved, streams=streams, record_all=record_all_events),
             tasks=by_name,
             device=self.device,
-            streams=self._make_streams(),
+            streams=make_streams(plan, self.device),
             host=host or Host(),
             shortcuts=Shortcuts(self.device),
             seeds=TaskSeeds(seed, self.device),
@@ -106,35 +104,25 @@ class SWPipeline:
         self._ended: Iterator[Any] | None = None
         self._drained: list[IterContext] = []  # not handed out: drain() failed after that
         self._next_iteration = 0
-        self._pushed = _PushedBatches()
+        self._pushed = PushedBatches()
         self._number = 0  # among the pipelines that were compared across ranks
         self._periods = 0  # begun, in all runs
         self._access = ExclusiveAccess()
-
-    def _make_streams(self) -> dict[Any, Any]:
-        used = dict.fromkeys(s.stream for s in self.plan.schedule.values() if s.stream is not None)
-        return {
-            ref: plain(ref)
-            if isinstance(ref, torch.Stream)
-            else self.device.new_stream(self.plan.streams.get(ref, StreamSpec()))
-            for ref in used
-        }
-
-    # ---------------------------------------------------------------- pipelined
 
     @property
     def in_flight(self) -> int:
         """How many iterations have been pulled and not been handed out."""
         return len(self._drained) + (0 if self._run is None else self._run.in_flight)
 
+    @property
+    def next_iteration(self) -> int:
+        """The number of the next iteration, where none is in flight."""
+        return self._next_iteration
+
     def fill_pipeline(self, iterator: Iterator[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
-        Optional: the first ``progress`` does it where this was not called.
-
-        Raises:
-            RuntimeError: Iterations are in flight already, or the pipeline is closed or in use.
-            BaseException: Whatever a task or the iterator raised.
+        Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises.
         """
         with self._access:
             if self._run is not None:
@@ -142,8 +130,7 @@ class SWPipeline:
                     f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
                     "progress() with the iterator that it was filled from, or drain() first"
                 )
-            run = self._begin(iterator)
-            self._prepare(run)
+            run = self._prepared(iterator)
             while run.period < self._engine.program.depth - 1 and not run.finished:
                 self._advance(run)
 
@@ -159,67 +146,48 @@ class SWPipeline:
 
         Raises:
             StopIteration: All batches of the iterator have been handed out.
-            RuntimeError: Misuse: closed, in use by another thread, or another iterator while
-                iterations are in flight.
+            RuntimeError: The pipeline is closed, or in use by another thread, or iterations of
+                another iterator are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
             BaseException: Whatever a task or the iterator raised first, with a note of where. What
                 was in flight is dropped, and the pipeline can be filled again. An iteration that
                 was complete when another failed is handed out first; the next call raises.
         """
         with self._access:
-            if self._run is None and self._ended_before(iterator):
+            # If it called the iterator again instead, one that restarts would never end.
+            ended, self._ended = self._ended, None
+            if self._run is None and ended is iterator:
                 raise StopIteration
-            run = self._run or self._begin(iterator)
-            if run.iterator is self._pushed:
-                raise RuntimeError(
-                    f"{run.in_flight} pushed batches are in flight: call flush() to get them, "
-                    "before giving progress() an iterator"
-                )
-            if run.iterator is not iterator:
-                raise RuntimeError(
-                    f"{run.in_flight} iterations of another iterator are in flight: finish it, or "
-                    "call drain() to get them, before giving progress() a new one"
-                )
-            self._prepare(run)
-            return self._next(run)
+            return self._next(self._prepared(iterator))
 
     def push(self, batch: Any) -> IterContext | None:
         """Admit one batch and run one period: ``progress`` for callers without an iterator.
 
         Returns:
-            The context of the oldest iteration, or None while the prologue fills the pipeline:
-            the first ``depth - 1`` calls.
+            The context of the oldest iteration; None from the first ``depth - 1`` calls, which fill
+            the pipeline.
 
         Raises:
-            RuntimeError: Misuse: closed, in use by another thread, or iterations of an iterator
-                given to ``progress`` are in flight.
-            BaseException: As for ``progress``. A batch whose call raises is not run.
+            BaseException: As for ``progress``. The batch of a call that raises is dropped.
         """
         with self._access:
-            run = self._run or self._begin(self._pushed)
-            self._check_pushing(run)
-            self._prepare(run)
-            self._pushed.batches.append(batch)
+            run = self._prepared(self._pushed)
+            self._pushed.batches = (batch,)
             try:
                 return self._advance(run)
             finally:
-                self._pushed.batches.clear()
+                self._pushed.batches = ()
 
     def flush(self) -> list[IterContext]:
-        """Finish the pushed batches that are in flight, and hand them out, oldest first.
-
-        Raises:
-            RuntimeError: Iterations of an iterator given to ``progress`` are in flight.
-            BaseException: As for ``drain``.
-        """
-        if self._run is not None:
-            self._check_pushing(self._run)
+        """``drain`` for pushed batches; iterations of an iterator are refused."""
+        if self._run is not None and self._run.iterator is not self._pushed:
+            raise self._mixed(self._run, self._pushed)
         return self.drain()
 
     def drain(self) -> list[IterContext]:
         """Stop admitting; finish what is in flight, and hand it out, oldest first.
 
-        The iterator keeps its other batches. With nothing in flight, the list is empty.
+        The iterator keeps its other batches.
 
         Raises:
             BaseException: As for ``progress``. Contexts that were complete before are not lost: the
@@ -229,7 +197,7 @@ class SWPipeline:
             run = self._run
             if run is not None:
                 run.stop_admitting()
-                self._prepare(run)
+                self._prepared(run.iterator)
                 while not run.over:
                     self._drained.append(self._next(run))
                 self._forget(run)
@@ -249,11 +217,8 @@ class SWPipeline:
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
-        return run_to_end(
-            self.iterate(loader), self.device, loader, "pipelined" if verbose else None
-        )
-
-    # ------------------------------------------------------------------- serial
+        label = "pipelined" if verbose else None
+        return run_to_end(self.iterate(loader), self.device, loader, label)
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> IterContext:
         """Run every task on one batch, one by one, on this thread and the caller's stream.
@@ -272,18 +237,10 @@ class SWPipeline:
             return ctx
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
-        """Run all of ``loader`` serially; the same numbers as ``run`` gives."""
+        """Run all of ``loader`` serially; gives the same numbers as ``run``."""
         label = "serial" if verbose else None
-        return run_to_end(self._iterate_serially(loader), self.device, loader, label)
-
-    def _iterate_serially(self, loader: Iterable[Any]) -> Iterator[IterContext]:
-        for batch in loader:
-            ctx = self.run_one_serial_iter(batch)
-            del batch
-            yield ctx
-            del ctx
-
-    # ----------------------------------------------------------------- shortcut
+        contexts = map(self.run_one_serial_iter, loader)
+        return run_to_end(contexts, self.device, loader, label)
 
     def enable_shortcut(self, *tasks: TaskRef) -> None:
         """Cache what each task's next run produces; replay that afterwards instead of running it.
@@ -307,11 +264,6 @@ class SWPipeline:
         """Run tasks as usual again, and drop their caches; without arguments, of all tasks."""
         self._engine.shortcuts.disable(self.task_names(*(tasks or self.tasks)))
 
-    @property
-    def shortcut_tasks(self) -> frozenset[str]:
-        """Names of the tasks that are shortcut."""
-        return frozenset(self._engine.shortcuts.names)
-
     @contextmanager
     def shortcut(self, *tasks: TaskRef) -> Iterator[None]:
         """Shortcut tasks within the block."""
@@ -322,22 +274,19 @@ class SWPipeline:
             if tasks:
                 self.disable_shortcut(*tasks)
 
-    def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
-        """The names of some of this pipeline's tasks.
+    @property
+    def shortcut_tasks(self) -> frozenset[str]:
+        """Names of the tasks that are shortcut."""
+        return frozenset(self._engine.shortcuts.names)
 
-        Raises:
-            ValueError: A task that this pipeline does not have.
-        """
+    def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
+        """The names of some tasks; ValueError for one that this pipeline does not have."""
         names = names_of(tasks)
         for name in names:
             if name not in self._engine.tasks:
-                raise ValueError(
-                    f"this pipeline has no task {name!r}; "
-                    f"it has {', '.join(t.name for t in self.tasks)}"
-                )
+                known = ", ".join(task.name for task in self.tasks)
+                raise ValueError(f"this pipeline has no task {name!r}; it has {known}")
         return names
-
-    # ---------------------------------------------------------------- observing
 
     def observe(self, observer: Observer) -> AbstractContextManager[None]:
         """Call ``observer`` around every task that runs within the block; several may observe."""
@@ -354,17 +303,8 @@ class SWPipeline:
         finally:
             trace.spans = recorder.finish()
 
-    @property
-    def next_iteration(self) -> int:
-        """The number of the next iteration."""
-        return self._next_iteration
-
     def check_idle(self, purpose: str) -> None:
-        """Refuse a call for which the pipeline must be idle.
-
-        Raises:
-            RuntimeError: The pipeline is closed, or iterations are in flight.
-        """
+        """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
         if self.closed:
             raise RuntimeError(f"the pipeline is closed: make a new one before {purpose}")
         if self._run is not None:
@@ -377,12 +317,8 @@ class SWPipeline:
     def borrow(self) -> Iterator[None]:
         """Use an idle pipeline for measurements; afterwards it is as it was, also on failure.
 
-        Within the block it has shortcut caches of its own: tasks that are shortcut are cached anew,
-        and the caches from before stay untouched. Iterations are counted from the same number
-        again afterwards.
-
-        Raises:
-            RuntimeError: The pipeline is closed, or iterations are in flight.
+        Within the block, tasks that are shortcut are cached anew, and the caches from before stay
+        untouched. ``next_iteration`` is restored.
         """
         self.check_idle("borrowing it")
         engine, next_iteration = self._engine, self._next_iteration
@@ -392,9 +328,7 @@ class SWPipeline:
         try:
             yield
         except BaseException:
-            # The first failure is the one to raise; if draining fails as well, nothing is left in
-            # flight.
-            with suppress(Exception):
+            with suppress(Exception):  # the first failure is the one to raise
                 self.drain()
             raise
         finally:
@@ -408,7 +342,15 @@ class SWPipeline:
         """Each stage's tasks, where they run and what they wait for."""
         return format_stages(self._resolved)
 
-    # ------------------------------------------------------------------- ending
+    def format_program(self, *, streams: bool | None = None) -> str:
+        """What each thread group does in a period, and what it waits for; a line per group.
+
+        Args:
+            streams: Show the program for a device with streams, or for one without; None for the
+                pipeline's own device.
+        """
+        streams = self.device.has_streams if streams is None else streams
+        return format_program(compile_plan(self._resolved, streams=streams))
 
     @property
     def closed(self) -> bool:
@@ -422,27 +364,23 @@ class SWPipeline:
         if run is not None:
             run.end()
         self._drained.clear()
-        self._end_watch()
+        self._stop_watchdog()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ private
-
-    def _check_pushing(self, run: Run) -> None:
-        if run.iterator is not self._pushed:
-            raise RuntimeError(
-                f"{run.in_flight} iterations of an iterator are in flight: finish it with "
-                "progress(), or call drain() to get them, before pushing"
-            )
+    def _prepared(self, iterator: Iterator[Any]) -> Run:
+        """The run over this iterator, ready to be advanced by the calling thread."""
+        run = self._run or self._begin(iterator)
+        if run.iterator is not iterator:
+            raise self._mixed(run, iterator)
+        run.read_callers_settings()
+        if self._watchdog is not None:
+            self._watchdog.drive_from_here()
+        return run
 
     def _begin(self, iterator: Iterator[Any]) -> Run:
         if not hasattr(iterator, "__next__"):
@@ -455,27 +393,24 @@ class SWPipeline:
             self._check_ranks = False
         run = self._run = Run(self._engine, iterator, self._next_iteration)
         if self._stall_timeout_s is not None:
-            self._watchdog = Watchdog(
-                run, self._stall_timeout_s, self._answer_others if self._number else None
-            )
+            on_idle = self._answer_others if self._number else None
+            self._watchdog = Watchdog(run, self._stall_timeout_s, on_idle)
         if self._access.closed:
             self.close()
             raise RuntimeError("the pipeline was closed by another thread during this call")
         return run
 
-    def _prepare(self, run: Run) -> None:
-        if run.iterations.caller_stream != self.device.current_stream():
-            raise RuntimeError(
-                "the current stream is not the one under which the pipeline was filled: make that "
-                "stream current, or call drain() before switching"
-            )
-        if len(run.lanes) > 1:
-            state = TorchState.of_this_thread(self.device.autocast_types)
-            if state != run.state:  # workers compare by identity
-                run.state = state
-            run.variables = copy_context()
-        if self._watchdog is not None:
-            self._watchdog.drive_from_here()
+    def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
+        source, end = "of another iterator", "finish it, or call drain()"
+        if run.iterator is self._pushed:
+            source, end = "of pushed batches", "call flush()"
+        return RuntimeError(
+            f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
+            f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
+        )
+
+    def _answer_others(self) -> None:
+        answer_check(Begun(self._number, self._periods))
 
     def _next(self, run: Run) -> IterContext:
         while not run.over:
@@ -484,9 +419,6 @@ class SWPipeline:
                 return ctx
         self._ended = None
         raise StopIteration
-
-    def _answer_others(self) -> None:
-        answer_check(Begun(self._number, self._periods))
 
     def _advance(self, run: Run) -> IterContext | None:
         self._periods += 1
@@ -500,35 +432,14 @@ class SWPipeline:
             self._forget(run)
         return ctx
 
-    def _ended_before(self, iterator: Iterator[Any]) -> bool:
-        """Whether the iterator has ended and StopIteration has not been raised for it yet.
-
-        If ``progress`` called the iterator again instead, one that restarts would never end.
-        """
-        ended, self._ended = self._ended, None
-        return ended is iterator
-
     def _forget(self, run: Run) -> None:
         run.end()
         self._next_iteration = run.iterations.first + run.admitted
         self._run = None
         self._ended = run.iterator if run.data_ended and run.retired else None
-        self._end_watch()
+        self._stop_watchdog()
 
-    def _end_watch(self) -> None:
+    def _stop_watchdog(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-
-
-class _PushedBatches:
-    """An iterator over the batches given to ``push``."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        return self.batches.pop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ class RunReport:
     """What ``run`` and ``run_serial`` did.
 
     Attributes:
-        iterations: How many iterations went through all tasks.
+        iterations: How many iterations completed.
         seconds: Wall time from the first pull to the end of the device's work.
     """
 
@@ -33,28 +32,24 @@ class RunReport:
 def run_to_end(
     contexts: Iterator[IterContext], device: Device, loader: Iterable[Any], label: str | None
 ) -> RunReport:
-    """Ask for one context after the other until there are no more.
+    """Iterate over ``contexts``, then wait for the device.
 
     Args:
-        contexts: Each asked for runs an iteration.
-        device: Waited for at the end.
+        contexts: Each one requested runs an iteration.
+        device: The device that the tasks use.
         loader: Where the batches come from; its length, if it has one, is the progress bar's.
-        label: What the progress bar is called; None for no bar.
+        label: The progress bar's label; None for no bar.
     """
-    iterations = 0
-    begin = time.perf_counter()
-    with nullcontext() if label is None else _progress_bar(loader, label) as bar:
-        for ctx in contexts:
-            iterations += 1
-            if bar is not None:
-                bar.update()
-            del ctx  # the loop's variable would keep it through the next iteration
-    device.synchronize()
-    return RunReport(iterations, time.perf_counter() - begin)
-
-
-def _progress_bar(loader: Iterable[Any], label: str) -> Any:
     from tqdm import tqdm
 
     total = len(loader) if isinstance(loader, Sized) else None
-    return tqdm(total=total, desc=label, unit="step")
+    iterations = 0
+    with tqdm(desc=label, total=total, unit="step", disable=label is None) as bar:
+        begin = time.perf_counter()
+        for ctx in contexts:
+            del ctx  # the loop's variable would keep it through the next iteration
+            iterations += 1
+            if label is not None:
+                bar.update()
+    device.synchronize()
+    return RunReport(iterations, time.perf_counter() - begin)

@@ -20,7 +20,8 @@ OF_OTHERS = {
     "_has_storage", "_indices", "_is_profiler_enabled", "_len_torch_function_stack", "_parameters",
     "_pytree", "_values", "_version",
     # TorchRec's
-    "_dist", "_get_leaf_module_names", "_module", "_override_input_dist_forwards", "_start_data_dist",
+    "_dist", "_get_leaf_module_names", "_module", "_override_input_dist_forwards",
+    "_start_data_dist",
 }  # fmt: skip
 """Private names of other projects for which there is no public one."""
 

@@ -1,4 +1,4 @@
-"""The driver: every batch once and in order, however the data ends, and misuse told plainly."""
+"""The driver: every batch once and in order, however the data ends; misuse is refused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe import (
+    IterContext,
+    Observer,
+    PipelinePlan,
+    PipelineTask,
+    PlanError,
+    SWPipeline,
+    TaskSchedule,
+)
 from swpipe.device import AcceleratorDevice
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
@@ -66,7 +74,7 @@ def test_progress_says_stop_as_often_as_it_is_asked(plan: PipelinePlan) -> None:
                 pipe.progress(data)
 
 
-def test_an_iterator_that_begins_anew_after_its_end_still_ends(plan: PipelinePlan) -> None:
+def test_an_iterator_that_restarts_after_its_end_still_ends(plan: PipelinePlan) -> None:
     """Some loaders reset themselves; asked once too often, they once made a run endless."""
 
     class Resetting:
@@ -121,7 +129,7 @@ def test_draining_hands_out_what_is_in_flight_and_leaves_the_rest(plan: Pipeline
 
 
 def test_a_retired_context_is_the_users_alone(plan: PipelinePlan) -> None:
-    """Once the user lets go of it, nothing holds a context any more."""
+    """Once the user drops a context, nothing refers to it."""
     data = iter(range(20))
     with SWPipeline(plan, tasks()) as pipe:
         for _ in range(4):
@@ -247,6 +255,161 @@ def test_a_missing_attribute_is_explained() -> None:
         pipe.run(range(3))
 
 
+# -------------------------------------------------------------------------------------------- push
+
+
+def push_all(pipe: SWPipeline, batches: Iterable[Any]) -> list[IterContext]:
+    """Push all batches, then flush; what came out, in order."""
+    pushed = [pipe.push(batch) for batch in batches]
+    return [ctx for ctx in pushed if ctx is not None] + pipe.flush()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 20])
+def test_each_pushed_batch_comes_out_once_in_order(plan: PipelinePlan, count: int) -> None:
+    """None is one like any other; the next batches count iterations on."""
+    batches = [None, *range(1, count)][:count]
+    with SWPipeline(plan, tasks()) as pipe:
+        for first in (0, count):
+            contexts = push_all(pipe, batches)
+            assert [ctx.batch for ctx in contexts] == batches
+            assert [ctx.iter_idx for ctx in contexts] == list(range(first, first + count))
+            assert all(getattr(ctx, name) == ctx.batch for ctx in contexts for name in NAMES)
+
+
+def test_push_returns_none_while_the_prologue_fills(plan: PipelinePlan) -> None:
+    """That is for ``depth - 1`` calls; then each call returns the oldest context."""
+    with SWPipeline(plan, tasks()) as pipe:
+        out = [pipe.push(batch) for batch in range(9)]
+        assert pipe.in_flight == plan.depth - 1
+    assert out[: plan.depth - 1] == [None] * (plan.depth - 1)
+    assert [ctx.batch for ctx in out if ctx] == list(range(9 - plan.depth + 1))
+
+
+def test_a_batch_pushed_is_held_by_its_iteration_alone(plan: PipelinePlan) -> None:
+    """Once its context is dropped, nothing refers to it."""
+
+    class Batch:
+        pass
+
+    alive: weakref.WeakSet[Batch] = weakref.WeakSet()
+    with SWPipeline(plan, tasks()) as pipe:
+        for _ in range(9):
+            batch = Batch()
+            alive.add(batch)
+            pipe.push(batch)
+            del batch
+            assert len(alive) < plan.depth
+
+
+def test_random_numbers_are_those_of_progress() -> None:
+    """Pushed batches have the same seeds as those of an iterator."""
+
+    def draw(ctx: IterContext) -> None:
+        ctx.drawn = torch.rand(3).tolist()
+
+    mine = [PipelineTask("h2d", draw, random=True), *tasks()[1:]]
+    with SWPipeline(piped(), mine, seed=3) as pipe:
+        pushed = [ctx.drawn for ctx in push_all(pipe, range(5))]
+    with SWPipeline(piped(), mine, seed=3) as pipe:
+        assert pushed == [ctx.drawn for ctx in pipe.iterate(range(5))]
+
+
+@pytest.mark.parametrize("name", ["h2d", "forward"])
+def test_a_failure_reaches_a_push_and_the_pipeline_can_be_used_again(name: str) -> None:
+    """Complete iterations come out before the failure, and no pushed batch is left behind."""
+
+    def fail(ctx: IterContext) -> None:
+        if ctx.batch == 4:
+            raise LookupError("planted")
+
+    done: list[IterContext | None] = []
+
+    def push_until_it_fails() -> None:
+        for batch in range(20):
+            done.append(pipe.push(batch))  # noqa: PERF401 - what came out before it fails counts
+
+    with SWPipeline(piped(), tasks(**{name: fail})) as pipe:
+        with pytest.raises(LookupError, match="planted") as caught:
+            push_until_it_fails()
+        assert f"at task {name!r}, iteration 4" in caught.value.__notes__[0]
+        assert [ctx.batch for ctx in done if ctx] == list(range(len(done)))[: len(done) - 2]
+        assert pipe.in_flight == 0
+        assert [ctx.batch for ctx in push_all(pipe, range(5, 9))] == [5, 6, 7, 8]
+
+
+def test_pushing_and_progress_do_not_mix_in_mid_flight() -> None:
+    """Each refuses the other's iterations, says how to finish them, and loses none."""
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.fill_pipeline(data)
+        for call in (lambda: pipe.push(0), pipe.flush):
+            with pytest.raises(RuntimeError, match="2 iterations of another iterator.*drain"):
+                call()
+        assert [ctx.batch for ctx in pipe.drain()] == [0, 1]
+        pipe.push("a")
+        with pytest.raises(
+            RuntimeError, match="1 iterations of pushed batches are in flight.*flush"
+        ):
+            pipe.progress(data)
+        with pytest.raises(RuntimeError, match="in flight"):
+            pipe.fill_pipeline(data)
+        assert [ctx.batch for ctx in pipe.flush()] == ["a"]
+        assert [ctx.batch for ctx in pipe.iterate(data)] == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_draining_hands_out_pushed_batches_too() -> None:
+    """``drain`` finishes whatever is in flight."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.push(1)
+        assert [ctx.batch for ctx in pipe.drain()] == [1]
+        assert pipe.flush() == []
+
+
+# --------------------------------------------------------------------------------- observe, borrow
+
+
+class Started(Observer):
+    """Collects which tasks started on which iterations."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def start(self, ins: Any, iteration: int) -> None:
+        if not ins.task.startswith("<"):
+            self.seen.append((ins.task, iteration))
+
+
+def test_several_observers_see_what_runs_in_their_blocks() -> None:
+    """Under the plan and serially; an observer entered twice is called twice."""
+    outer, inner = Started(), Started()
+    with SWPipeline(PipelinePlan.serial(["a"]), [task("a")]) as pipe:
+        with pipe.observe(outer):
+            pipe.run(range(1))
+            with pipe.observe(inner), pipe.observe(inner):
+                pipe.run_serial(range(1))
+            pipe.push(0)
+            pipe.flush()
+        pipe.run(range(1))
+    assert outer.seen == [("a", 0), ("a", 1), ("a", 2)]
+    assert inner.seen == [("a", 1), ("a", 1)]
+
+
+def test_only_an_idle_pipeline_can_be_borrowed() -> None:
+    """The error says how to make it idle."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.fill_pipeline(iter(range(9)))
+        with pytest.raises(RuntimeError, match="2 iterations are in flight.*before borrowing it"):
+            with pipe.borrow():
+                pass
+        pipe.drain()
+        with pipe.borrow():
+            assert pipe.run(range(3)).iterations == 3
+        assert pipe.next_iteration == 2
+    with pytest.raises(RuntimeError, match="closed: make a new one before borrowing it"):
+        with pipe.borrow():
+            pass
+
+
 # ------------------------------------------------------------------------------------------ misuse
 
 
@@ -259,6 +422,8 @@ def test_a_closed_pipeline_refuses_to_run() -> None:
     for call in (
         lambda: pipe.progress(iter([1])),
         lambda: pipe.fill_pipeline(iter([1])),
+        lambda: pipe.push(1),
+        pipe.flush,
         lambda: pipe.run_one_serial_iter(1),
         lambda: pipe.run([1]),
         pipe.drain,
@@ -289,7 +454,7 @@ def test_another_iterator_in_mid_flight_is_refused() -> None:
 
 
 def test_what_is_no_iterator_is_refused() -> None:
-    """A list would start anew at each call."""
+    """A list would start again at each call."""
     with (
         SWPipeline(piped(), tasks()) as pipe,
         pytest.raises(TypeError, match=r"an iterator, not list: pass iter\(loader\)"),
@@ -298,13 +463,13 @@ def test_what_is_no_iterator_is_refused() -> None:
 
 
 def test_a_second_thread_cannot_drive() -> None:
-    """While one thread is inside ``progress``, another is told so."""
-    inside, told = threading.Event(), threading.Event()
+    """While one thread is inside ``progress``, another gets an error."""
+    inside, refused = threading.Event(), threading.Event()
     refusals: list[BaseException] = []
 
     def forward(_: IterContext) -> None:
         inside.set()
-        await_event(told, "the refusal")
+        await_event(refused, "the refusal")
 
     with SWPipeline(piped(), tasks(forward=forward)) as pipe:
 
@@ -314,7 +479,7 @@ def test_a_second_thread_cannot_drive() -> None:
                 pipe.progress(iter([1]))
             except RuntimeError as error:
                 refusals.append(error)
-            told.set()
+            refused.set()
 
         intruder = threading.Thread(target=intrude)
         intruder.start()
@@ -374,7 +539,7 @@ def test_tasks_come_in_a_list(given: Any) -> None:
         SWPipeline(piped(), given)
 
 
-def test_plan_and_tasks_in_the_wrong_order_are_told() -> None:
+def test_plan_and_tasks_in_the_wrong_order_are_refused() -> None:
     """The plan comes first."""
     with pytest.raises(PlanError, match=r"the plan is \[.*\]: give a PipelinePlan, then the tasks"):
         SWPipeline(tasks(), piped())  # type: ignore[arg-type]

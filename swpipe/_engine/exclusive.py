@@ -6,10 +6,7 @@ import threading
 
 
 class ExclusiveAccess:
-    """Lets one ``with`` block in at a time; another one raises instead of waiting.
-
-    A generator with ``contextmanager`` would cost several times as much at every ``progress()``.
-    """
+    """Lets one ``with`` block in at a time; another one raises instead of waiting."""
 
     __slots__ = ("_lock", "closed")
 

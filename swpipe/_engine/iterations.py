@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+import torch
 
 from swpipe._engine.observers import Observer
 from swpipe._engine.program import ADMIT, Instruction, Program
@@ -14,8 +16,9 @@ from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
 from swpipe.core.context import IterContext
+from swpipe.core.plan import PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask
-from swpipe.device import Device, Event, Stream
+from swpipe.device import Device, Event, Stream, plain
 from swpipe.shortcut import Shortcuts
 
 FOREVER = sys.maxsize
@@ -49,6 +52,7 @@ class Engine:
     ends: dict[int, Event] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
 class InFlight:
     """One iteration in flight.
 
@@ -60,20 +64,11 @@ class InFlight:
         held: Values that tasks removed from the context.
     """
 
-    __slots__ = ("ctx", "held", "source", "state", "variables")
-
-    def __init__(
-        self,
-        ctx: IterContext,
-        state: TorchState | None,
-        variables: Context | None,
-        source: Event | None,
-    ) -> None:
-        self.ctx = ctx
-        self.state = state
-        self.variables = variables
-        self.source = source
-        self.held: list[object] = []
+    ctx: IterContext
+    state: TorchState | None
+    variables: Context | None
+    source: Event | None
+    held: list[object] = field(default_factory=list)
 
 
 class InFlightIterations:
@@ -113,3 +108,27 @@ class InFlightIterations:
     def clear(self) -> None:
         """Drop all iterations."""
         self.slots[:] = [None] * self.depth
+
+
+class PushedBatches:
+    """The iterator over the batches given to ``SWPipeline.push``, one at a time."""
+
+    batches: tuple[Any, ...] = ()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        (batch,), self.batches = self.batches, ()
+        return batch
+
+
+def make_streams(plan: PipelinePlan, device: Device) -> dict[Any, Stream]:
+    """The streams that the plan's tasks use, by their names in the plan."""
+    refs = dict.fromkeys(s.stream for s in plan.schedule.values() if s.stream is not None)
+    return {
+        ref: plain(ref)
+        if isinstance(ref, torch.Stream)
+        else device.new_stream(plan.streams.get(ref, StreamSpec()))
+        for ref in refs
+    }

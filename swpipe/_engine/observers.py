@@ -39,11 +39,7 @@ class Observer(Protocol):
 
 
 class NvtxRanges(Observer):
-    """An NVTX range per task, with the iteration as its payload.
-
-    Args:
-        domain: An ``nvtx`` domain.
-    """
+    """A range per task in an ``nvtx`` domain, with the iteration as its payload."""
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain

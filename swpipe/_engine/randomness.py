@@ -1,26 +1,24 @@
 """The same random numbers under every plan.
 
-All threads share torch's default generators, so two tasks that draw random numbers at the same time
-get numbers that depend on timing. A task with ``random=True`` therefore has exclusive access to the
-generators while it runs. They are seeded from (pipeline's seed, task, iteration), and restored
-afterwards, so that random numbers drawn outside the pipeline (a data loader's shuffling) do not
-depend on the plan either.
+All threads share torch's default generators, so what two tasks draw at the same time depends on
+timing. A task with ``random=True`` therefore has exclusive access to the generators while it runs.
+They are seeded from (pipeline's seed, task, iteration), and restored afterwards, so that what is
+drawn outside the pipeline (a data loader's shuffling) does not depend on the plan either.
 
     lane io       requests (0) == task ==|                 requests (2) ....== task ==|
     default lane           requests (1) ..== pulls a batch ==|
 
 Guarantees
     - Access is given to one at a time, in the order of the requests.
-    - It belongs to one run. Whoever waits for it is woken when the run ends, as from every other
-      wait. A task that is still running then neither delays the next run nor changes the generators
-      when it returns: they were restored on its behalf.
+    - Access belongs to one run. Whoever waits for it is woken when the run ends. A task that is
+      still running then neither delays the next run nor changes the generators when it returns:
+      they were restored on its behalf.
 
 Assumptions
     - Every task that uses the default generators has ``random=True``; while iterations are in
       flight, nobody else uses them. The user's iterator may: a batch is pulled with exclusive
       access too.
-    - A task that outlives its run draws no more random numbers. If it does, it disturbs the next
-      run's.
+    - A task that outlives its run draws no more random numbers.
 """
 
 from __future__ import annotations
@@ -37,12 +35,7 @@ from swpipe.device import Device, GeneratorStates
 
 
 class TaskSeeds:
-    """Seeds the default generators for tasks with ``random=True``.
-
-    Attributes:
-        seed: What the seeds of all tasks derive from.
-        device: Whose generators are seeded, next to the CPU's.
-    """
+    """Seeds the default generators for tasks with ``random=True``; all seeds derive from one."""
 
     def __init__(self, seed: int | None, device: Device) -> None:
         self.seed = torch.initial_seed() if seed is None else seed
@@ -68,9 +61,7 @@ class TaskSeeds:
 class GeneratorAccess:
     """Exclusive access to the default generators, within one run.
 
-    Args:
-        seeds: The pipeline's.
-        counter: Counts the accesses that have ended.
+    ``counter`` counts the accesses that have ended.
     """
 
     def __init__(self, seeds: TaskSeeds, counter: ProgressCounter) -> None:
@@ -83,11 +74,7 @@ class GeneratorAccess:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Within the block nobody else of this run uses the generators.
-
-        Raises:
-            Cancelled: The run has ended.
-        """
+        """Within the block nobody else of this run uses the generators."""
         with self._lock:
             request = self._requests
             self._requests += 1
@@ -99,11 +86,7 @@ class GeneratorAccess:
 
     @contextmanager
     def seeded(self, task: str, iteration: int) -> Iterator[None]:
-        """Exclusive access, with the generators seeded for this task and iteration.
-
-        Raises:
-            Cancelled: The run has ended.
-        """
+        """Exclusive access, with the generators seeded for this task and iteration."""
         with self.exclusive():
             with self._lock:
                 if self._ended:

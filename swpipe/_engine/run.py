@@ -16,8 +16,8 @@ Guarantees
     - ``InFlightIterations.total``, the number of iterations, is set before ``<admit>`` publishes
       that the data has ended; every task comes after ``<admit>`` of its iteration, and so knows
       whether that iteration exists.
-    - A context is handed out by ``<retire>`` and forgotten in the same step; a failure that comes
-      right after it is raised by the next call.
+    - ``<retire>`` hands out a context and forgets it in the same step; a failure that comes right
+      after it is raised by the next call.
     - When the interpreter exits, every run is ended: a worker that is killed inside torch would
       abort the process.
 
@@ -35,7 +35,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any, NamedTuple
 
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
@@ -54,7 +54,7 @@ EXIT_GRACE_S = 10.0
 process."""
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
-"""Every run that something refers to, its own threads among them."""
+"""Every run that something refers to, such as its own threads."""
 
 
 class _HostWait(NamedTuple):
@@ -74,23 +74,18 @@ class _Op(NamedTuple):
 
 
 class LaneRunner:
-    """A lane that runs. ``period`` and ``position`` say where it is, for errors and the watchdog.
-
-    Attributes:
-        progress: Counts the instructions that the lane has passed, in all periods.
-        torch_state: The settings of its thread; None for the caller's.
-    """
+    """A lane that runs; ``period`` and ``position`` say where it is."""
 
     def __init__(self, lane: Lane, progress: ProgressCounter) -> None:
         self.group = lane.group
         self.instructions = lane.instructions
         self.size = len(lane.instructions)
-        self.progress = progress
+        self.progress = progress  # counts the instructions passed, in all periods
         self.period = 0
         self.position = 0
         self.ops: tuple[_Op, ...] = ()
         self.observed_ops: tuple[_Op, ...] = ()
-        self.torch_state: ThreadTorchState | None = None
+        self.torch_state: ThreadTorchState | None = None  # of a worker
         self.thread: HostThread | None = None
 
     @property
@@ -121,33 +116,26 @@ class Run:
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         self.lanes = tuple(LaneRunner(lane, engine.host.counter()) for lane in engine.program.lanes)
         for lane in self.lanes:
-            self._bind(lane)
+            lane.torch_state = None if lane is self.lanes[0] else ThreadTorchState()
+            lane.ops = tuple(self._op(ins, lane, observed=False) for ins in lane.instructions)
+            lane.observed_ops = tuple(self._op(x, lane, observed=True) for x in lane.instructions)
         self._order_streams_after_the_callers()
         self._start()
 
-    # ------------------------------------------------------------------ making
-
-    def _bind(self, lane: LaneRunner) -> None:
-        state = lane.torch_state = None if lane is self.lanes[0] else ThreadTorchState()
-        lane.ops = tuple(self._op(ins, state, observed=False) for ins in lane.instructions)
-        lane.observed_ops = tuple(self._op(ins, state, observed=True) for ins in lane.instructions)
-
-    def _op(self, ins: Instruction, state: ThreadTorchState | None, *, observed: bool) -> _Op:
+    def _op(self, ins: Instruction, lane: LaneRunner, *, observed: bool) -> _Op:
         waits = []
         for wait in ins.host_waits:
             other = self.lanes[wait.lane]
-            waits.append(
-                _HostWait(other.progress, other.size, wait.position + 1 - wait.lag * other.size)
-            )
+            base = wait.position + 1 - wait.lag * other.size
+            waits.append(_HostWait(other.progress, other.size, base))
         if ins.task in (ADMIT, RETIRE):
             step: Step = self._admit if ins.task == ADMIT else self._retire_step(ins)
             if observed:
                 step = observe(self.iterations, ins, step)
         else:
-            task = self.engine.tasks[ins.task]
-            step = build_step(self.iterations, ins, task, observed=observed)
-        if state is not None:
-            step = with_torch_state(self.iterations, state, step)
+            step = build_step(self.iterations, ins, self.engine.tasks[ins.task], observed=observed)
+        if lane.torch_state is not None:
+            step = with_torch_state(self.iterations, lane.torch_state, step)
         return _Op(tuple(waits), ins.stage, step, ins.publish, ins)
 
     def _order_streams_after_the_callers(self) -> None:
@@ -167,8 +155,6 @@ class Run:
             self.end()
             raise
 
-    # ----------------------------------------------------------------- driving
-
     @property
     def finished(self) -> bool:
         """Whether every iteration that the data has was handed out."""
@@ -176,7 +162,7 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether it is finished, and has no failure left to raise."""
+        """Whether it is finished, with no failure left to raise."""
         return self.finished and self.failure is None
 
     @property
@@ -184,14 +170,25 @@ class Run:
         """Iterations that were admitted and not handed out."""
         return self.admitted - self.retired
 
+    def read_callers_settings(self) -> None:
+        """Read the calling thread's settings, for the iterations that are admitted from now on."""
+        device = self.engine.device
+        if self.iterations.caller_stream != device.current_stream():
+            raise RuntimeError(
+                "the current stream is not the one under which the pipeline was filled: make that "
+                "stream current, or call drain() before switching"
+            )
+        if len(self.lanes) > 1:
+            state = TorchState.of_this_thread(device.autocast_types)
+            if state != self.state:  # workers compare by identity
+                self.state = state
+            self.variables = copy_context()
+
     def advance(self) -> IterContext | None:
         """Run one period of the default lane; returns the context that it retired, if any.
 
-        A context that was retired is handed out even if the run failed meanwhile; the next call
-        raises the failure then.
-
-        Raises:
-            BaseException: The run's first failure, as itself. The run is over then.
+        Raises the run's first failure, as itself, which ends the run; but after a context that was
+        retired in the same period, the next call does.
         """
         try:
             try:
@@ -212,8 +209,7 @@ class Run:
 
     def _leave(self) -> None:
         # The watchdog interrupts a driving caller while it holds this lock: so the interrupt comes
-        # before the end of this function, inside ``advance``, and not into its handling of a
-        # failure.
+        # before this function returns, and not while ``advance`` handles a failure.
         with self.lock:
             self.driving = False
 

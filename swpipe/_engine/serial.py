@@ -8,7 +8,7 @@ from functools import cached_property
 
 from swpipe._distributed.rank_checks import tell_failure
 from swpipe._engine.iterations import Engine
-from swpipe._engine.observers import Observer, observing
+from swpipe._engine.observers import observing
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
@@ -32,7 +32,10 @@ class SerialLane:
         for task in self._tasks:
             try:
                 if observers or task.random:
-                    self._observe_and_seed(engine, task, ctx, observers)
+                    ins, i = self._instructions[task.name], ctx.iter_idx
+                    seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
+                    with seeded, observing(observers, ins, i):
+                        _call(engine, task, ctx)
                 else:
                     _call(engine, task, ctx)
             except BaseException as error:
@@ -40,14 +43,6 @@ class SerialLane:
                 tell_failure(error)
                 raise
         return ctx
-
-    def _observe_and_seed(
-        self, engine: Engine, task: PipelineTask, ctx: IterContext, observers: Sequence[Observer]
-    ) -> None:
-        """Call a task that uses random numbers, or that somebody observes."""
-        seeded = engine.seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
-        with seeded, observing(observers, self._instructions[task.name], ctx.iter_idx):
-            _call(engine, task, ctx)
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:

@@ -20,6 +20,11 @@ class Autocast(NamedTuple):
     enabled: bool
     dtype: torch.dtype
 
+    @classmethod
+    def of_this_thread(cls, kind: str) -> Autocast:
+        """The calling thread's setting."""
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
 
 class TorchState(NamedTuple):
     """The settings of one thread that tasks can depend on.
@@ -39,12 +44,7 @@ class TorchState(NamedTuple):
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple(
-                [
-                    Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                    for kind in autocast_types
-                ]
-            ),
+            tuple([Autocast.of_this_thread(kind) for kind in autocast_types]),
             _default_device(),
             torch.get_num_threads(),
         )
@@ -57,14 +57,10 @@ def _default_device() -> torch.device | None:
 
 
 class ThreadTorchState:
-    """Applies settings to the thread that it is made on; call ``reset`` before the thread ends.
-
-    Attributes:
-        applied: The settings applied last; None for the thread's own.
-    """
+    """Applies settings to one thread; call ``reset`` before the thread ends."""
 
     def __init__(self) -> None:
-        self.applied: TorchState | None = None
+        self.applied: TorchState | None = None  # None for the thread's own
         self._inference: torch.autograd.grad_mode.inference_mode | None = None
         self._device: torch.device | None = None
 

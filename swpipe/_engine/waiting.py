@@ -17,11 +17,9 @@ Assumptions
     - Nothing is assumed of the interpreter lock: ``count`` is read outside the lock for reports
       only.
 
-A waiter sleeps without a time-out of its own: the watchdog of the run cancels every counter when
-nothing has moved for the set time, and so does a failure anywhere.
-
-The engine gets all threads and counters from a ``Host``, so that a test can replace it by a
-scheduler which explores interleavings.
+A waiter has no time-out of its own: a failure anywhere cancels every counter, and so does the run's
+watchdog. All threads and counters come from a ``Host``, which a test can replace by a scheduler
+that explores interleavings.
 """
 
 from __future__ import annotations

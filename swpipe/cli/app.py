@@ -260,7 +260,7 @@ def format_outcome(tuned: Tuned, run: Run) -> str:
     got_us = 1e6 / run.steps_per_s
     before = {
         "expected": tuned.chosen.predicted_us,
-        "tried": tuned.chosen.trial.interval_us,
+        "tried": tuned.chosen.interval_us,
     }
     parts = [
         f"{what} {us / 1e3:.3f} ms per step ({got_us / us - 1:+.1%})" for what, us in before.items()

@@ -68,7 +68,10 @@ def show(
         loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank), **PAPER})
         tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
         with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
+            streams = any(entry.stream is not None for entry in loaded.schedule.values())
+            kind = "a device with streams" if streams else "the CPU"
             typer.echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
+            typer.echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
         save("written to", output, loaded.save, rank)
 
 

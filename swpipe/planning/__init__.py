@@ -2,7 +2,7 @@
 
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import Choice, auto_plan
-from swpipe.planning.proof.optimum import Proof, prove
+from swpipe.planning.proof.prover import Proof, prove
 from swpipe.planning.published.joint import JointSearch, joint_search
 from swpipe.planning.published.list_schedule import ListSchedule, list_schedule
 from swpipe.planning.published.lookahead import Lookaheads, assign_lookaheads

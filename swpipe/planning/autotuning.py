@@ -48,14 +48,22 @@ _SAME = 0.01  # relative difference of two predictions that counts as none
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """How long an iteration took under one plan.
+class Candidate:
+    """A plan that is tried. All times are microseconds per iteration.
 
     Attributes:
-        rounds_us: Microseconds per iteration, one figure per round. Plans take turns in each round.
+        name: ``serial``, the name of a ready-made plan, or how the plan was made.
+        plan: The plan.
+        predicted_us: What the simulator predicts.
+        why: Sentences about the plan.
+        rounds_us: What was measured, a figure per round. All candidates run in each round.
     """
 
-    rounds_us: tuple[float, ...]
+    name: str
+    plan: PipelinePlan
+    predicted_us: float
+    why: tuple[str, ...] = ()
+    rounds_us: tuple[float, ...] = ()
 
     @property
     def interval_us(self) -> float:
@@ -66,25 +74,6 @@ class Trial:
     def spread_us(self) -> float:
         """Half the range over the rounds."""
         return (max(self.rounds_us) - min(self.rounds_us)) / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan that was tried.
-
-    Attributes:
-        name: ``serial``, the name of a ready-made plan, or how the plan was made.
-        plan: The plan.
-        predicted_us: The interval that the simulator predicts, in microseconds.
-        trial: What was measured.
-        why: Sentences about the plan.
-    """
-
-    name: str
-    plan: PipelinePlan
-    predicted_us: float
-    trial: Trial = Trial((0.0,))
-    why: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +106,9 @@ class Tuned:
         rows = [
             (
                 each.name,
-                *(
-                    f"{us / 1e3:.3f}"
-                    for us in (each.trial.interval_us, each.trial.spread_us, each.predicted_us)
-                ),
+                _ms(each.interval_us),
+                _ms(each.spread_us),
+                _ms(each.predicted_us),
                 each.plan.depth,
                 len(each.plan.thread_groups),
             )
@@ -128,13 +116,13 @@ class Tuned:
         ]
         table = tabulate(
             rows,
-            headers=("plan", "ms per iteration", "spread", "predicted", "in flight", "threads"),
+            headers=("plan", "per iteration", "spread", "predicted", "in flight", "threads"),
             disable_numparse=True,
             colalign=("left", *["right"] * 5),
         )
         depth, threads = self.plan.depth, len(self.plan.thread_groups)
         head = (
-            f"{_ms(self.chosen.trial.interval_us)} per iteration, "
+            f"{_ms(self.chosen.interval_us)} per iteration, "
             f"{depth} iteration{'s' * (depth > 1)} in flight, "
             f"{threads} thread{'s' * (threads > 1)}: {self.chosen.name}"
         )
@@ -143,18 +131,7 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Tasks with batches to run them on, and what is known about them.
-
-    Attributes:
-        tasks: In serial order.
-        batches: At least one. They are used again and again, and put back as they were.
-        device: As for ``SWPipeline``.
-        streams: Task name to the stream of its device work; others use the caller's stream.
-        ordered: Names of tasks that communicate, in addition to those that are recognised.
-        over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
-            torch.distributed's default group, or for one rank where there is no group.
-        progress: Called with one line before each step.
-    """
+    """Tasks with batches to run them on; the fields are those arguments of ``autotune``."""
 
     tasks: Sequence[PipelineTask]
     batches: Sequence[Any]
@@ -231,13 +208,13 @@ def autotune(
         tasks: In serial order.
         batches: At least one; three or more show how batches differ.
         device: As for ``SWPipeline``.
-        limits: What a plan must keep to; None for ``Limits()``.
+        limits: None for ``Limits()``.
         ready_made: Name to plan. A plan that breaks the limits, or that could give other numbers
             than the serial loop, is left out.
-        streams: Task name to the stream of its device work.
+        streams: Task name to the stream of its device work; others use the caller's stream.
         ordered: Names of tasks that communicate, in addition to those that are recognised.
-        over_ranks: Takes this rank's value and returns those of all ranks; None for
-            torch.distributed's default group, where there is one. All ranks call ``autotune``.
+        over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
+            torch.distributed's default group, where there is one.
         progress: Called with one line before each step.
 
     Raises:
@@ -340,14 +317,15 @@ def _simple(
     plans = {SERIAL: replace(PipelinePlan.serial(loop.tasks), tasks=()), **ready_made}
     kept, left_out = [], []
     for name, plan in plans.items():
-        reason = ""
-        if name != SERIAL:
-            if plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
-                reason = "it is above the limits"
-            elif limits.frozen:
-                reason = "the limits freeze tasks"
-            elif race_problems(resolve_plan(plan), recording.effects, streams=streams):
-                reason = "it could give other numbers than the serial loop"
+        if name == SERIAL:
+            reason = ""
+        elif plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
+            reason = "it is above the limits"
+        elif limits.frozen:
+            reason = "the limits freeze tasks"
+        else:
+            wrong = race_problems(resolve_plan(plan), recording.effects, streams=streams)
+            reason = "it could give other numbers than the serial loop" if wrong else ""
         if reason:
             left_out.append(f"The ready-made plan {name} was not tried: {reason}.")
         else:
@@ -378,19 +356,17 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         for name, rounds in rounds_us.items():
             rounds.append(1e6 * max(rank_s[name] for rank_s in all_s))
     return tuple(
-        replace(candidate, trial=Trial(tuple(rounds_us[candidate.name])))
-        for candidate in candidates
+        replace(candidate, rounds_us=tuple(rounds_us[candidate.name])) for candidate in candidates
     )
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
     """The first candidate, the simplest first, that none beats by more than the two's spread."""
-    fastest = min((candidate.trial for candidate in candidates), key=lambda t: t.interval_us)
+    best = min(candidates, key=lambda each: each.interval_us)
     return next(
-        candidate
-        for candidate in candidates
-        if candidate.trial.interval_us - fastest.interval_us
-        <= max(candidate.trial.spread_us, fastest.spread_us)
+        each
+        for each in candidates
+        if each.interval_us - best.interval_us <= max(each.spread_us, best.spread_us)
     )
 
 
@@ -401,25 +377,23 @@ def explain(
 
     ``alone`` has costs measured one task at a time: only these have the times of the lock.
     """
-    fastest = min(candidates, key=lambda candidate: candidate.trial.interval_us)
-    serial, trial = candidates[0], chosen.trial
-    why = list(chosen.why)
+    best, serial = min(candidates, key=lambda each: each.interval_us), candidates[0]
+    took_us, why = chosen.interval_us, list(chosen.why)
     if chosen is serial:
         why.append("No plan is faster than the serial one by more than the spread of the trial.")
     else:
-        gain = 1 - trial.interval_us / serial.trial.interval_us
+        gain = 1 - took_us / serial.interval_us
         why.append(f"It takes {gain:.1%} less time per iteration than the serial plan.")
-        if chosen is not fastest:
-            why.append(f"{fastest.name} is not faster by more than the spread, and less simple.")
-    off_us = abs(chosen.predicted_us - trial.interval_us)
-    if off_us > trial.spread_us and off_us > _TRUSTED * trial.interval_us:
+        if chosen is not best:
+            why.append(f"{best.name} is not faster by more than the spread, and less simple.")
+    if abs(chosen.predicted_us - took_us) > max(chosen.spread_us, _TRUSTED * took_us):
         why.append(
             f"Do not trust the prediction: {_ms(chosen.predicted_us)} predicted, "
-            f"{_ms(trial.interval_us)} measured."
+            f"{_ms(took_us)} measured."
         )
     locked_us = {name: cost.gil_us for name, cost in alone.tasks.items()}
     held_us = sum(locked_us.values())
-    if held_us > _LOCKED * trial.interval_us:
+    if held_us > _LOCKED * took_us:
         most = max(locked_us, key=lambda name: locked_us[name])
         why.append(
             f"The interpreter lock limits the interval: tasks hold it for {_ms(held_us)}, {most} "

@@ -53,23 +53,20 @@ class Option:
 
 
 class Job(Protocol):
-    """A workload at work: tasks with batches to run them on."""
+    """A workload at work.
 
-    def tasks(self) -> Iterable[PipelineTask]:
-        """The tasks, in serial order."""
+    ``tasks`` are in serial order. ``batches`` are the first ones, from the beginning at each call.
+    ``over_ranks`` returns the values of all ranks; a collective. ``close`` releases resources.
+    """
 
-    def batches(self, steps: int | None = None, /) -> Iterator[Any]:
-        """The first batches, from the beginning at each call; fewer where there are no more."""
-
-    def over_ranks(self, value: Any, /) -> list[Any]:
-        """The values of all ranks; a collective."""
-
-    def close(self) -> None:
-        """Release what the job holds."""
+    def tasks(self) -> Iterable[PipelineTask]: ...
+    def batches(self, steps: int | None = None, /) -> Iterator[Any]: ...
+    def over_ranks(self, value: Any, /) -> list[Any]: ...
+    def close(self) -> None: ...
 
 
 class Run(Protocol):
-    """A job in training under one plan.
+    """A job in training under one plan; a context manager.
 
     Attributes:
         name: What the plan is called.
@@ -91,7 +88,6 @@ class Run(Protocol):
         """Train on the next batches; ``on_step`` is called after each."""
 
     def __enter__(self) -> Self: ...
-
     def __exit__(self, *failure: Any) -> None: ...
 
 

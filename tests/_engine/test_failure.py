@@ -115,7 +115,7 @@ def test_everybody_hears_of_a_failure_at_that_moment(
 @pytest.mark.parametrize("iteration", [0, 3])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_a_hang_in_any_task_is_told(
+def test_a_hang_in_any_task_is_reported(
     plan: PipelinePlan, name: str, iteration: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stall's report says who is inside what; the pipeline runs on once the task returns."""
@@ -168,7 +168,7 @@ def test_a_stall_names_the_unmet_edge_and_shows_all_stacks(monkeypatch: pytest.M
     ]
 
 
-def test_a_hanging_iterator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_iterator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pulling a batch that never comes is a stall as well."""
     place = Hang(monkeypatch)
 
@@ -181,7 +181,7 @@ def test_a_hanging_iterator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             pipe.run(data())
 
 
-def test_a_caller_on_another_thread_hears_of_a_stall_as_soon_as_its_task_runs_python(
+def test_a_caller_on_another_thread_gets_a_stall_as_soon_as_its_task_runs_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Off the main thread there is no signal: an asynchronous exception ends Python code."""
@@ -266,7 +266,7 @@ def test_a_failures_own_context_is_kept() -> None:
             assert not caught.value.__suppress_context__
 
 
-def test_the_first_of_two_failures_is_the_one_told() -> None:
+def test_the_first_of_two_failures_is_the_one_raised() -> None:
     """A second lane that fails while the run comes down does not replace the cause."""
     forward_is_in, first_is_out = threading.Event(), threading.Event()
 
@@ -305,7 +305,7 @@ class AfterRetirement(Observer):
 
 @pytest.mark.usefixtures("patient")
 def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> None:
-    """No iteration that is through is lost; the next call tells of the failure."""
+    """No complete iteration is lost; the next call raises the failure."""
     retired = threading.Event()
 
     def fail() -> None:
@@ -329,7 +329,7 @@ def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> N
         assert pipe.run(range(20, 25)).iterations == 5
 
 
-def test_ctrl_c_right_after_the_last_retirement_is_told() -> None:
+def test_ctrl_c_right_after_the_last_retirement_is_raised() -> None:
     """Though all is done by then, it is not swallowed."""
     interrupt = AfterRetirement(0, lambda: throw(KeyboardInterrupt()))
     with SWPipeline(piped(), tasks()) as pipe, pipe.observe(interrupt):
@@ -341,7 +341,7 @@ def test_ctrl_c_right_after_the_last_retirement_is_told() -> None:
 
 
 def test_draining_keeps_what_came_out_before_a_failure() -> None:
-    """The failure comes at once, and the next call hands out what was through by then."""
+    """The failure comes at once, and the next call hands out what was complete by then."""
     data = iter(range(9))
     with SWPipeline(piped(), tasks(forward=at(2, lambda: throw(Planted())))) as pipe:
         assert pipe.progress(data).batch == 0
@@ -354,7 +354,7 @@ def test_draining_keeps_what_came_out_before_a_failure() -> None:
 
 
 def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure() -> None:
-    """A task that fails of its own just when the stall is told: the stall it is, as itself.
+    """A task that fails just when the stall is reported: the stall is raised, as itself.
 
     The interrupt comes while the caller waits for the run's lock, which the watchdog holds.
     """
@@ -422,7 +422,7 @@ def test_closing_in_mid_flight_ends_the_threads_and_drops_the_contexts() -> None
 
 
 def test_closing_from_another_thread_ends_a_call_in_progress() -> None:
-    """The caller of ``progress`` is told, and does not wait for ever."""
+    """The caller of ``progress`` gets an error, and does not wait for ever."""
     inside, release = threading.Event(), threading.Event()
 
     def wait() -> None:

@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_interleaving() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_deadlock_is_found_and_told(seed: int) -> None:
+def test_a_deadlock_is_found_and_reported(seed: int) -> None:
     """Two threads that wait for what the other would do later."""
     host = ExploringHost(seed)
     mine, other = host.counter(), host.counter()

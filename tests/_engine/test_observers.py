@@ -1,4 +1,4 @@
-"""Tools that watch are told of every task, on the thread that runs it."""
+"""Observers are called around every task, on the thread that runs it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def ranges(profiled: profile) -> list[str]:
 
 
 class NvtxDevice(CpuDevice):
-    """A CPU that tools for NVTX watch."""
+    """A CPU whose work NVTX tools show."""
 
     has_nvtx = True
 
 
-def test_nobody_is_told_where_nobody_watches() -> None:
+def test_there_are_no_observers_by_default() -> None:
     """On a CPU with no profiler and no trace there are no observers."""
     assert Observers(CpuDevice())() == ()
 
@@ -105,19 +105,19 @@ def test_ranges_nest_where_a_task_drives_a_pipeline_of_its_own() -> None:
 
 
 class Domain:
-    """Writes down what an NVTX domain is told."""
+    """Records calls to an NVTX domain."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def get_event_attributes(self, message: str, payload: int) -> tuple[str, int]:
         return message, payload
 
     def push_range(self, attributes: tuple[str, int]) -> None:
-        self.told.append(attributes)
+        self.calls.append(attributes)
 
     def pop_range(self) -> None:
-        self.told.append("end")
+        self.calls.append("end")
 
 
 def test_nvtx_has_a_range_per_task_with_the_iteration_as_payload() -> None:
@@ -126,10 +126,10 @@ def test_nvtx_has_a_range_per_task_with_the_iteration_as_payload() -> None:
     nvtx_observer = NvtxRanges(domain)
     ins = instruction("forward")
     nvtx_observer.arrive(ins, 4)
-    assert domain.told == []
+    assert domain.calls == []
     nvtx_observer.start(ins, 4)
     nvtx_observer.stop(ins, 4)
-    assert domain.told == [("forward", 4), "end"]
+    assert domain.calls == [("forward", 4), "end"]
 
 
 def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
@@ -139,8 +139,8 @@ def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
     nvtx_observer.stop(instruction("forward"), 0)
 
 
-def test_nvtx_is_told_on_a_gpu_that_a_tool_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a tool is attached the package gives a domain that counts; elsewhere nobody is told."""
+def test_nvtx_has_ranges_where_a_tool_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package then gives a real domain; and only devices with NVTX have ranges."""
     nvtx_ranges.cache_clear()
     assert Observers(NvtxDevice())() == ()
     nvtx_ranges.cache_clear()
@@ -152,8 +152,8 @@ def test_nvtx_is_told_on_a_gpu_that_a_tool_watches(monkeypatch: pytest.MonkeyPat
     nvtx_ranges.cache_clear()
 
 
-def test_a_recorder_comes_last() -> None:
-    """Told of a start after the others and of a stop before them, it does not time them."""
+def test_an_added_observer_comes_last() -> None:
+    """Started after the others and stopped before them, it does not time them."""
     recorder, observers = NvtxRanges(Domain()), Observers(CpuDevice())
     with profile(activities=[ProfilerActivity.CPU]), observers.adding(recorder):
         *others, last = observers()

@@ -25,7 +25,7 @@ from tests.support.strategies import Case, cases
 pytestmark = pytest.mark.slow
 
 SEED = 11
-"""Of the draws of tasks that draw."""
+"""Seed of tasks with random numbers."""
 
 
 class Caller:

@@ -1,4 +1,4 @@
-"""Tasks that draw give the same draws under every plan."""
+"""Tasks with ``random=True`` get the same random numbers under every plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANS = {"two groups": piped(), "four groups": spread(), "deep": piped(depth=6)}
 
 
 def drawing(name: str) -> PipelineTask:
-    """A task that draws in several pieces, so that two at once would mix."""
+    """A task that draws several times, so that two at once would mix."""
 
     def draw(ctx: IterContext) -> None:
         setattr(ctx, name, torch.cat([torch.rand(50) for _ in range(5)]))
@@ -36,7 +36,7 @@ def drawing(name: str) -> PipelineTask:
 
 
 def draws(plan: PipelinePlan, seed: int | None = 7) -> list[torch.Tensor]:
-    """All draws of six iterations under a plan."""
+    """All random numbers of six iterations under a plan."""
     with SWPipeline(plan, [drawing(name) for name in NAMES], seed=seed) as pipe:
         found = []
         for ctx in pipe.iterate(range(6)):
@@ -63,7 +63,7 @@ def test_draws_do_not_depend_on_the_plan(plan: PipelinePlan) -> None:
 
 
 def test_serial_iterations_one_by_one_draw_what_the_plan_draws() -> None:
-    """Without a number, each is the pipeline's next: no draw comes twice."""
+    """Without a number, each is the pipeline's next: no random number comes twice."""
     with SWPipeline(piped(), [drawing(name) for name in NAMES], seed=7) as pipe:
         contexts = [pipe.run_one_serial_iter(batch) for batch in range(6)]
     assert [ctx.iter_idx for ctx in contexts] == list(range(6))
@@ -71,7 +71,7 @@ def test_serial_iterations_one_by_one_draw_what_the_plan_draws() -> None:
 
 
 def test_draws_depend_on_seed_task_and_iteration() -> None:
-    """No two tasks or iterations draw the same, and another seed draws anew."""
+    """No two tasks or iterations draw the same, and another seed gives other numbers."""
     ours = serial_draws()
     assert len({tuple(d.tolist()) for d in ours}) == len(ours)
     assert not same(ours, serial_draws(seed=8))
@@ -86,7 +86,7 @@ def test_without_a_seed_torchs_own_initial_seed_serves() -> None:
 
 
 def test_the_callers_own_draws_do_not_depend_on_the_plan() -> None:
-    """The generators stand where they stood once a task is through."""
+    """The generators are restored after each task."""
 
     def callers(run: Callable[[], object]) -> torch.Tensor:
         torch.manual_seed(5)
@@ -111,8 +111,8 @@ def test_the_iterator_may_draw_as_well() -> None:
     assert same(batches(piped()), batches(spread()))
 
 
-def test_the_generators_are_put_back_when_a_task_fails() -> None:
-    """Also then."""
+def test_the_generators_are_restored_when_a_task_fails() -> None:
+    """After a failure as after a success."""
     torch.manual_seed(1)
     expected = torch.rand(3)
 
@@ -132,7 +132,7 @@ def test_the_generators_are_put_back_when_a_task_fails() -> None:
 
 
 def hangs_once(place: Hang) -> PipelineTask:
-    """A task that draws, but in its first run does nothing until it is released."""
+    """A task that draws a random number, but in its first run only waits to be released."""
 
     def draw(ctx: IterContext) -> None:
         if place.inside.is_set():
@@ -149,10 +149,10 @@ def drawn_from(seed: int) -> torch.Tensor:
     return torch.rand(3)
 
 
-def test_a_task_left_behind_neither_keeps_the_next_run_waiting_nor_turns_its_generators(
+def test_a_task_still_running_neither_delays_the_next_run_nor_changes_its_generators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its turn is of the run that failed, and the generators were put back on its behalf."""
+    """Its access belongs to the failed run, and the generators were restored on its behalf."""
     place = Hang(monkeypatch)
     mine = [hangs_once(place), *tasks()[1:]]
     before, after = drawn_from(5), drawn_from(6)
@@ -171,8 +171,8 @@ def test_a_task_left_behind_neither_keeps_the_next_run_waiting_nor_turns_its_gen
     assert torch.equal(torch.rand(3), after)
 
 
-def test_no_turn_is_given_once_the_run_has_ended() -> None:
-    """A thread that the system put off until then does not set the next run's generators."""
+def test_no_access_is_given_once_the_run_has_ended() -> None:
+    """A thread that was delayed until then does not seed the next run's generators."""
     generators = GeneratorAccess(TaskSeeds(7, CpuDevice()), ProgressCounter())
     generators.end()
     torch.manual_seed(5)
@@ -181,8 +181,8 @@ def test_no_turn_is_given_once_the_run_has_ended() -> None:
     assert torch.initial_seed() == 5
 
 
-def test_who_waits_for_a_turn_wakes_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the task that hangs is left behind; its turn once kept the others asleep as well."""
+def test_who_waits_for_access_wakes_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the task that hangs is left running; its access once kept the others waiting too."""
     place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "b", "waits", 0))
     plan = PipelinePlan(
         schedule={
@@ -210,7 +210,7 @@ def test_who_waits_for_a_turn_wakes_when_the_run_fails(monkeypatch: pytest.Monke
     ]
 
 
-def test_a_caller_on_another_thread_that_waits_for_its_turn_to_pull_hears_of_a_stall(
+def test_a_stall_reaches_a_caller_on_another_thread_that_waits_for_access_to_pull(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No signal reaches it there, and it sleeps on a lock: it has to be woken."""

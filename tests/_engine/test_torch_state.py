@@ -60,7 +60,7 @@ def user_setting(value: str) -> Iterator[None]:
 
 
 def what_a_task_sees() -> dict[str, Any]:
-    """Everything that a task can feel of torch's settings on its thread."""
+    """All settings of torch on its thread that a task can depend on."""
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -137,7 +137,7 @@ def test_an_iteration_keeps_the_context_variables_under_which_it_was_admitted() 
     assert seen == {0: "fill", 1: "fill", 2: "one", 3: "two"}
 
 
-def test_a_worker_casts_weights_anew_under_autocast() -> None:
+def test_a_worker_casts_weights_again_under_autocast() -> None:
     """Torch clears its cache of casts when the caller leaves autocast; a worker never does."""
     weight = torch.nn.Parameter(torch.ones(4, 4))
     seen: list[float] = []

@@ -259,6 +259,7 @@ def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "read [io]            0   1   2   3" in out
     assert "forward [default]    .   0   1   2" in out
     assert "depth 3" in out
+    assert "\nio: wait(default.<admit>" in out
 
 
 # --------------------------------------------------------------- bad input

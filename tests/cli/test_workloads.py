@@ -14,7 +14,7 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.cli.app import format_outcome
-from swpipe.planning.autotuning import Candidate, Trial
+from swpipe.planning.autotuning import Candidate
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.tasks import workload as registry
 from swpipe.tasks.workload import InputError, Option, Training, Workload, register
@@ -181,7 +181,9 @@ def test_a_workload_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[s
 
 def test_the_outcome_of_a_plan_is_compared_with_prediction_and_trial() -> None:
     """By how much training took more or less time than either."""
-    tuned: Any = SimpleNamespace(chosen=Candidate("planned", PLANS["ahead"](), 8e3, Trial((10e3,))))
+    tuned: Any = SimpleNamespace(
+        chosen=Candidate("planned", PLANS["ahead"](), 8e3, rounds_us=(10e3,))
+    )
     trained: Any = SimpleNamespace(steps_per_s=80.0)
     assert format_outcome(tuned, trained) == (
         "auto: expected 8.000 ms per step (+56.2%), tried 10.000 ms per step (+25.0%), got 12.500"

@@ -111,7 +111,7 @@ def overwritten_attribute() -> list[int]:
 
 
 def retired_while_read() -> list[int]:
-    """The caller lets go of a context that a stream has yet to read."""
+    """The caller drops a context that a stream has yet to read."""
     read = Reader()
     plan = PipelinePlan(
         {
@@ -126,7 +126,7 @@ def retired_while_read() -> list[int]:
 
 
 def read_by_the_caller() -> list[int]:
-    """The caller reads a retired context late on its own stream, and lets go of it at once."""
+    """The caller reads a retired context late on its own stream, and drops it at once."""
     read = Reader()
     plan = PipelinePlan({PipelineTask("make", make): TaskSchedule(0, "side")}, pipeline_depth=2)
     run(plan, range(ITERATIONS), read)
@@ -199,7 +199,7 @@ each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.ca
 
 @each_guard
 def test_every_value_is_right(guard: Guard) -> None:
-    """No stream reads too soon, and no block is used anew while a stream may read it."""
+    """No stream reads too soon, and no block is reused while a stream may read it."""
     assert guard.case() == []
 
 

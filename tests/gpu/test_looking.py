@@ -52,7 +52,7 @@ def test_a_trace_has_the_streams_spans() -> None:
 
 
 def test_a_stream_object_has_its_own_row() -> None:
-    """A ``torch.cuda.Stream`` in a plan is told from the caller's stream in the trace too."""
+    """A ``torch.cuda.Stream`` in a plan is distinct from the caller's stream in the trace too."""
     mine = torch.cuda.Stream()
     warm_up()
     plan = PipelinePlan({spinning("a", 1.0): TaskSchedule(0, mine)})
@@ -63,7 +63,7 @@ def test_a_stream_object_has_its_own_row() -> None:
 
 
 def test_device_spans_lie_within_the_trace() -> None:
-    """The device's clock is told in the host's time: no work begins before it was submitted."""
+    """Device times are converted to host time: no work begins before it was submitted."""
     warm_up()
     with SWPipeline(two_streams(), device=CUDA) as pipe, pipe.trace() as trace:
         pipe.run(range(10))

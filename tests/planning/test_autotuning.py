@@ -20,7 +20,6 @@ from swpipe.planning.autotuning import (
     PLANNED_AGAIN,
     Candidate,
     Loop,
-    Trial,
     autotune,
     choose,
     explain,
@@ -62,7 +61,7 @@ def tried(name: str, *rounds_ms: float, plan: PipelinePlan = SERIAL, **fields: A
         name,
         plan,
         fields.pop("predicted_us", 1e3 * rounds_ms[0]),
-        Trial(tuple(1e3 * ms for ms in rounds_ms)),
+        rounds_us=tuple(1e3 * ms for ms in rounds_ms),
         **fields,
     )
 
@@ -104,8 +103,8 @@ def test_a_simpler_plan_is_left_only_for_a_gain_above_the_spread(
 
 def test_interval_and_spread_come_from_the_rounds() -> None:
     """The median, and half the range."""
-    trial = Trial((9.0, 12.0, 10.0))
-    assert (trial.interval_us, trial.spread_us) == (10.0, 1.5)
+    trial = tried("serial", 9.0, 12.0, 10.0)
+    assert (trial.interval_us, trial.spread_us) == (10e3, 1.5e3)
 
 
 # ------------------------------------------------------------------------------------- the reasons
@@ -211,7 +210,7 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     assert tuned.chosen.name == PLANNED
     assert len(tuned.plan.thread_groups) == 2
     assert tuned.plan.deps == (("train", "read"),)
-    assert tuned.chosen.trial.interval_us == pytest.approx(6000)
+    assert tuned.chosen.interval_us == pytest.approx(6000)
     assert [step.split()[0] for step in steps] == ["recording", "trying"]
     text = tuned.format()
     assert text.startswith("6.000 ms per iteration, ")
@@ -259,7 +258,7 @@ def test_a_loop_is_tuned_without_a_fake() -> None:
     """Recorded, measured, planned and tried; whatever is chosen gives the serial numbers."""
     tuned = autotune(TASKS, BATCHES, device="cpu")
     assert tuned.candidates[0].name == "serial"
-    assert all(len(candidate.trial.rounds_us) == 5 for candidate in tuned.candidates)
+    assert all(len(candidate.rounds_us) == 5 for candidate in tuned.candidates)
     with swpipe.SWPipeline(tuned.plan, TASKS, device="cpu") as pipe:
         outputs = [ctx.y for ctx in pipe.iterate(BATCHES)]
     assert [y.tolist() for y in outputs] == [[4.0, 4.0], [2.0, 2.0]]
@@ -286,7 +285,7 @@ def test_a_round_takes_as_long_as_on_the_slowest_rank(monkeypatch: pytest.Monkey
     both = autotuning._try(
         Loop(TASKS, BATCHES, "cpu", over_ranks=lambda own: [own, there]), candidates
     )
-    assert [candidate.trial.interval_us for candidate in both] == pytest.approx([15e3, 12e3])
+    assert [candidate.interval_us for candidate in both] == pytest.approx([15e3, 12e3])
     assert choose(both).name == "two"
 
 

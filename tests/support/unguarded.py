@@ -12,7 +12,7 @@ from swpipe._engine.run import Run
 
 
 def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
-    """What an attribute held before it was deleted or overwritten is let go at once."""
+    """What an attribute held before it was deleted or overwritten is dropped at once."""
 
     class Forgetful(list[object]):
         def append(self, value: object) -> None:

@@ -1,23 +1,20 @@
-"""What happened before what, for certain: vector clocks of host threads, handed on by counters.
+"""What happens before what: vector clocks of host threads, passed on by counters.
 
     thread A   1 . 2 . advance(1) ............ A knows {A: 2}
                           |
     thread B   1 . wait(1) 2 .................. B knows {A: 2, B: 2}
     thread C   1 . 2 . 3 ...................... C knows {C: 3}: nothing of A, however late it runs
 
-An *actor* takes steps, one after another. A *clock* says of each actor how many of its steps are
-known to lie before. A step lies before a moment if the clock of that moment knows it; whether it
-also came before by the clock on the wall does not matter, and that is the point: an order that only
-luck upheld is told from one that something made sure of.
+An *actor* takes steps, one after another. A *clock* says how many steps of each actor happen before
+a moment. A step that only ran earlier, by chance, is not in it.
 
 Guarantees
-    - Whoever waited for a count knows what the writer knew when it first reached that count, and no
-      more, however far the writer has come since.
-    - A thread knows what was known where it was started; whoever joined it knows what it knew at
-      its end.
+    - After a wait for a count, a thread knows what the writer knew when it first reached that
+      count, and no more, however far the writer is by then.
+    - A thread knows what its starter knew; whoever joins it knows what it knew at its end.
 
 Assumptions
-    - All that orders threads goes through the host's counters, starts and joins; a lock orders
+    - All order between threads comes from the host's counters, starts and joins; a lock orders
       nothing.
 """
 
@@ -43,23 +40,23 @@ class Stamp(NamedTuple):
     step: int
 
     def before(self, clock: Clock) -> bool:
-        """Whether ``clock`` knows of this step."""
+        """Whether ``clock`` has this step."""
         return clock.get(self.actor, 0) >= self.step
 
 
 def merge(into: Clock, other: Clock) -> None:
-    """Let ``into`` know what ``other`` knows as well."""
+    """Add to ``into`` what ``other`` knows."""
     for actor, step in other.items():
         if into.get(actor, 0) < step:
             into[actor] = step
 
 
 class HostClocks:
-    """The clock of every thread that asks; each thread is an actor."""
+    """One clock per thread; each thread is an actor."""
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._numbers = itertools.count()  # the system gives the ident of an ended thread anew
+        self._numbers = itertools.count()  # the system reuses idents of threads
 
     def _mine(self) -> tuple[Hashable, Clock]:
         local = self._local
@@ -75,20 +72,20 @@ class HostClocks:
         return Stamp(actor, clock[actor])
 
     def now(self) -> Clock:
-        """What the calling thread knows, its own steps included; a copy."""
+        """A copy of the calling thread's clock, its own steps included."""
         return dict(self._mine()[1])
 
     def knows(self, stamp: Stamp) -> bool:
-        """Whether the calling thread knows of a step."""
+        """Whether a step happens before this call."""
         return stamp.before(self._mine()[1])
 
     def learn(self, clock: Clock) -> None:
-        """Let the calling thread know what ``clock`` knows as well."""
+        """Add to the calling thread's clock what ``clock`` knows."""
         merge(self._mine()[1], clock)
 
 
 class ClockedCounter(ProgressCounter):
-    """A counter that hands clocks from its writer to those who waited."""
+    """A counter that passes its writer's clock to those who waited."""
 
     __slots__ = ("_base", "_clocks", "_known")
 
@@ -117,7 +114,7 @@ class ClockedCounter(ProgressCounter):
 
 
 class ClockedThread:
-    """A thread that knows what its starter knew, and tells its joiner what it knew in the end."""
+    """A thread that takes over its starter's clock, and passes its own to whoever joins it."""
 
     def __init__(
         self, base: Host, clocks: HostClocks, name: str, target: Callable[[], None]

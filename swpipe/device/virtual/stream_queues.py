@@ -1,19 +1,19 @@
-"""Streams that run late: queues, an adversary who runs them, and what is known of their order.
+"""Streams that run late: queues, a random scheduler, and what is known of their order.
 
     submitted by default   [a1]      [a2] wait e
     submitted by io             [b1]             [b2]    one stream, in the order of submission
-    runs                   ──────────────>               up to where the adversary has let it
+    runs                   ──────────────>               as far as the scheduler chose to run it
 
-Whatever is submitted is an item in a stream's queue: an operation, the mark of an event, or a wait
-for a mark. Items run in stream order, an item that waits after the mark that it waits for, and
-otherwise when the adversary likes: some streams are hasty, some run only when forced.
+An item in a stream's queue is an operation, the mark of an event, or a wait for a mark. Items run
+in stream order, and an item that waits after the mark that it waits for; otherwise when the
+scheduler chooses: some streams run early, some only when forced.
 
-An item's clock is set when it is submitted. It knows
+An item's clock is set when it is submitted. Before the item happens
 
-- what the submitting thread knows;
-- the stream's items before it *that this thread knows of*: that b1 stands before a2 is luck, unless
-  io told default of b1;
-- what is before the mark that it waits for.
+- what happened before the submission on the submitting thread;
+- the stream's items before it *whose submission did*: without an order between the threads, it is
+  chance that b1 is before a2;
+- what happens before the mark that it waits for.
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ from swpipe.device.virtual.clocks import Clock, HostClocks, Stamp, merge
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One thing in a stream's queue.
+    """An item of a stream's queue.
 
     Attributes:
-        stream: The stream.
         submitted: The step of the thread that submitted it.
         stamp: Its own step: one actor is what one thread submits to one stream.
-        clock: What is known to come before it, and itself.
+        clock: What happens before it, and itself.
         awaited: The mark that it waits for.
-        run: What it does.
-        done: Whether the stream has come past it.
     """
 
     stream: VirtualStream
@@ -53,7 +50,7 @@ class Item:
 
     @property
     def ready(self) -> bool:
-        """Whether it may run once it is the first of its queue."""
+        """Whether it may run when it is the first of its queue."""
         return self.awaited is None or self.awaited.done
 
 
@@ -62,14 +59,14 @@ class VirtualStream:
 
     Attributes:
         name: Unique on its device.
-        haste: How likely a ready item is run at each turn of the adversary; 0 is only when forced.
+        eagerness: The probability that the scheduler runs a ready item; 0 for only when forced.
         queue: What has not run yet.
         ends: Submitting thread to its submissions, as (its step, their clock).
     """
 
-    def __init__(self, name: str, haste: float) -> None:
+    def __init__(self, name: str, eagerness: float) -> None:
         self.name = name
-        self.haste = haste
+        self.eagerness = eagerness
         self.queue: deque[Item] = deque()
         self.ends: dict[Hashable, list[tuple[int, Clock]]] = defaultdict(list)
 
@@ -77,7 +74,7 @@ class VirtualStream:
         return f"stream {self.name!r}"
 
     def end(self) -> Clock:
-        """What comes before anything submitted from now on, known to the submitter or not."""
+        """What the stream runs before anything submitted from now on."""
         clock: Clock = {}
         for ends in self.ends.values():
             merge(clock, ends[-1][1])
@@ -85,12 +82,7 @@ class VirtualStream:
 
 
 class Queues:
-    """All streams of a device, and the adversary. Not safe for threads: the device has a lock.
-
-    Args:
-        clocks: Clocks of the host's threads.
-        seed: What the adversary's choices derive from.
-    """
+    """All streams of a device, and the scheduler. Not thread-safe: the device has a lock."""
 
     def __init__(self, clocks: HostClocks, seed: int) -> None:
         self.streams: list[VirtualStream] = []
@@ -98,9 +90,9 @@ class Queues:
         self._random = random.Random(seed)
 
     def new_stream(self, name: str = "") -> VirtualStream:
-        """A stream of its own, of a haste that the adversary draws."""
-        haste = self._random.choice((0.0, 0.2, 0.6, 1.0))
-        stream = VirtualStream(name or f"stream {len(self.streams)}", haste)
+        """A new stream, of random eagerness."""
+        eagerness = self._random.choice((0.0, 0.2, 0.6, 1.0))
+        stream = VirtualStream(name or f"stream {len(self.streams)}", eagerness)
         self.streams.append(stream)
         return stream
 
@@ -110,7 +102,7 @@ class Queues:
         run: Callable[[], None] | None = None,
         awaited: Item | None = None,
     ) -> Item:
-        """Put an item on a stream, on behalf of the calling thread."""
+        """Submit an item to a stream, from the calling thread."""
         submitted = self._clocks.step()
         thread, step = submitted
         clock = self._clocks.now()
@@ -127,22 +119,27 @@ class Queues:
         return item
 
     def mark(self, stream: VirtualStream) -> Item:
-        """Mark the end of all that the stream has been given, on behalf of nobody."""
+        """Mark the end of all work of the stream, from no thread."""
         nobody = Stamp("nobody", 0)
         item = Item(stream, nobody, nobody, stream.end())
         stream.queue.append(item)
         return item
 
     def stir(self) -> None:
-        """The adversary's turn: run some of what is ready."""
+        """Let the scheduler run some of what is ready."""
         streams = list(self.streams)
         self._random.shuffle(streams)
         for stream in streams:
-            while stream.queue and stream.queue[0].ready and self._random.random() < stream.haste:
+            while (
+                stream.queue and stream.queue[0].ready and self._random.random() < stream.eagerness
+            ):
                 self._run_next(stream)
 
     def ask(self, item: Item) -> bool:
-        """Whether an item is done; asked often enough, it is. The caller then knows it."""
+        """Whether an item is done, which then happens before what the caller does next.
+
+        After enough calls, it is.
+        """
         self.stir()
         if self._random.random() < 0.5:
             self._run_to(item)
@@ -151,12 +148,12 @@ class Queues:
         return item.done
 
     def force(self, item: Item) -> None:
-        """Run an item and what must come before it, nothing else. The caller then knows it."""
+        """Run an item and what must run before it, nothing else; the caller's clock learns it."""
         self._run_to(item)
         self._clocks.learn(item.clock)
 
     def force_all(self) -> None:
-        """Run all that there is; the caller then knows it."""
+        """Run everything; the caller's clock learns it."""
         for stream in self.streams:
             while stream.queue:
                 self._run_next(stream)

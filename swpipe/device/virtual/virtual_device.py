@@ -1,37 +1,33 @@
-"""A device that is made of nothing but order: for tests, on a machine without an accelerator.
+"""A virtual device that checks order: for tests, on a machine without an accelerator.
 
-    host     default ── launch ──> caller's │ op   record e   op │    streams: what stands in one
-             io      ── launch ──> copy     │ wait e   op   op   │    runs in order, but late
+    host     default ── launch ──> caller's │ op   record e   op │    streams: work runs in order,
+             io      ── launch ──> copy     │ wait e   op   op   │    but late
                                                        │
-    memory   blocks of "copy":  [0] <─── Buffer ───────┘     when its last reference is gone, the
-                                [1] (free)                   block goes back to "copy" at once
+    memory   blocks of "copy":  [0] <─── Buffer ───────┘     when its last reference is dropped,
+                                [1] (free)                   the block goes back to "copy" at once
 
-``launch`` puts a function on the current stream; it runs when a seeded adversary lets it
+``launch`` submits a function to the current stream; a random scheduler decides when it runs
 (``swpipe.device.virtual.stream_queues``). Memory behaves as under a caching allocator: a block
-belongs to the
-stream that was current when it was made, and is used anew there as soon as it is dropped; one that
-was recorded on other streams only when these have done what they had been given when it was
-dropped.
+belongs to the stream that was current when it was made, and is reused there as soon as it is freed;
+one that was recorded on other streams, only when these have done the work submitted before that.
 
-Rules are checked twice over:
+Two kinds of checks:
 
-(1) *For certain*, as work is submitted, by what is known to come before what
-    (``swpipe.device.virtual.clocks``). Two uses of a block of which one writes must be in a known
-    order,
-    or there is a violation, whether or not it shows this time. An event is itself a thing that
-    threads use: who waits must know of the record, and who records anew must know of all who
-    waited.
-(2) *As it happens*: whatever runs looks whether its blocks hold the values that are meant for it.
+(1) *Order*, when work is submitted, by vector clocks (``swpipe.device.virtual.clocks``): of two
+    uses of a block, one of them a write, one must happen before the other; or else it is a
+    violation, whether or not it shows this time. Events too are used by threads: the record must
+    happen before a wait, and all waits before the next record.
+(2) *Values*, when work runs: whether its blocks hold the values that they should.
 
 Guarantees
-    - A breach of (1) by what was submitted is always found, whatever the adversary did.
+    - Every violation of (1) in the submitted work is found, whatever the scheduler did.
     - Work runs in stream order, and never before an event that its stream waits for.
 
 Assumptions
     - All threads and counters are those of ``VirtualDevice.host``:
       ``SWPipeline(..., device=device, host=device.host)``.
-    - Functions given to ``launch`` get values and return the new one; they hold no buffer.
-    - Runs are short: histories are kept, not pruned.
+    - Functions given to ``launch`` take values and return the new one; they refer to no buffer.
+    - Runs are short: histories are not pruned.
 """
 
 from __future__ import annotations
@@ -51,31 +47,31 @@ from swpipe.device.virtual.stream_queues import Item, Queues, VirtualStream
 
 
 class Violation(Exception):  # noqa: N818 - an entry in a list of findings before anything else
-    """A rule of the device was broken; the message says by whom."""
+    """Work broke a rule of the device; the message names it."""
 
 
 class Race(Violation):
-    """Two uses of a value, one of them writing, are in no known order."""
+    """Two uses of a value, one of them a write, are not ordered."""
 
 
 class WaitBeforeRecord(Violation):
-    """An event was waited for that is not known to have been recorded."""
+    """An event's record does not happen before a wait for it."""
 
 
 class EventReused(Violation):
-    """An event was recorded anew while others may wait for it in its old meaning."""
+    """An event was recorded again while others may still wait for its last record."""
 
 
 class UseAfterFree(Violation):
-    """Memory was used anew while its former value may still have been in use."""
+    """Memory was reused while its former value may still have been in use."""
 
 
 class RanAhead(Violation):
-    """The device is not known to have done what it should be done with by now."""
+    """The host ran further ahead of the device than it may."""
 
 
 class Work(NamedTuple):
-    """What device work belongs to, for messages and ``expect_done``."""
+    """The task and iteration of some device work, for messages and ``expect_done``."""
 
     task: str
     iteration: int
@@ -84,7 +80,7 @@ class Work(NamedTuple):
         return f"{self.task} of iteration {self.iteration}"
 
 
-NOBODY = Work("work without a name", -1)
+UNNAMED = Work("unnamed work", -1)
 
 
 class _Use(NamedTuple):
@@ -97,49 +93,30 @@ class _Use(NamedTuple):
 
 
 class _Block:
-    """Memory: what is in it now, and how all that was submitted so far uses it.
-
-    A plain class, so that ``swpipe._tensors.pytree`` does not open it.
-
-    Attributes:
-        stream: Its owner.
-        content: Buffer and version of the value in it.
-        value: The value.
-        written: The last write that was submitted.
-        read: The reads since; of each actor the last.
-        recorded: Other streams that use it.
-        until: Marks that must be reached before it is used anew.
-        past: What the allocator answers for when it hands it out: what the owner had been given,
-            and those marks.
-    """
+    """Memory. A plain class, so that ``swpipe._tensors.pytree`` does not look inside."""
 
     def __init__(self, stream: VirtualStream) -> None:
-        self.stream = stream
-        self.content = (0, 0)
+        self.stream = stream  # its owner
+        self.content = (0, 0)  # buffer and version of the value in it
         self.value: Any = None
-        self.written: _Use | None = None
-        self.read: dict[Hashable, _Use] = {}
-        self.recorded: set[VirtualStream] = set()
-        self.until: list[Item] = []
-        self.past: Clock = {}
+        self.written: _Use | None = None  # the last write submitted
+        self.read: dict[Hashable, _Use] = {}  # the reads since, the last of each actor
+        self.recorded: set[VirtualStream] = set()  # other streams that use it
+        self.until: list[Item] = []  # marks that must be reached before it is reused
+        self.past: Clock = {}  # what happens before its allocation: the owner's work, and the marks
 
 
 class Buffer:
-    """A value on the device, such as tasks keep in the context. Dropped, its memory is free.
-
-    Attributes:
-        number: Unique on its device.
-        version: How many writes to it have been submitted.
-    """
+    """A value on the device, such as tasks keep in the context; frees its memory when dropped."""
 
     def __init__(self, device: VirtualDevice, block: _Block, number: int) -> None:
         self.number = number
-        self.version = 0
+        self.version = 0  # writes submitted so far
         self._device = device
         self._block = block
 
     def record_stream(self, stream: VirtualStream) -> None:
-        """Keep the memory, when dropped, until ``stream`` has done what it was given until then."""
+        """Do not reuse the memory before ``stream`` has done the work submitted until the free."""
         if stream is not self._block.stream:
             self._block.recorded.add(stream)
 
@@ -151,7 +128,7 @@ class Buffer:
 
 
 class VirtualEvent:
-    """An event that knows who recorded it, and who waited for it since."""
+    """An event that knows who recorded it, and who has waited for it since."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
@@ -164,7 +141,7 @@ class VirtualEvent:
         with device.lock:
             used = [*self._waited.values(), *([self._recorded] if self._recorded else [])]
             if not all(map(device.clocks.knows, used)):
-                device.report(EventReused(f"an event is recorded anew on {stream!r} while in use"))
+                device.report(EventReused(f"an event is recorded again on {stream!r} while in use"))
             self._waited.clear()
             self._mark = device.queues.submit(stream)
             self._recorded = self._mark.submitted
@@ -182,7 +159,7 @@ class VirtualEvent:
             return mark is None or self._device.queues.ask(mark)
 
     def _known_mark(self, what: str) -> Item | None:
-        """The mark of the latest record, which the calling thread has to know of."""
+        """The last record's mark; that record must happen before this call."""
         clocks = self._device.clocks
         if self._recorded is None:
             self._device.report(WaitBeforeRecord(f"{what} that was never recorded"))
@@ -197,22 +174,19 @@ class VirtualDevice(CpuDevice):
     """Streams, events and memory as drawn above.
 
     Args:
-        seed: What the adversary's choices derive from.
+        seed: Seed of the scheduler's choices.
         host: Where threads and counters come from; the operating system if None.
 
     Attributes:
         host: The same with clocks: to be given to the pipeline.
-        clocks: What each thread knows.
-        queues: The streams.
-        lock: Held by every call.
         violations: What was found so far.
-        reused: How many buffers got memory that another had had.
+        reused: How many buffers reused another's memory.
     """
 
     has_streams = True
 
     def __init__(self, seed: int = 0, host: Host | None = None) -> None:
-        self.lock = threading.RLock()  # entered anew where a buffer dies while its thread holds it
+        self.lock = threading.RLock()  # reentrant: a buffer may be freed while its thread holds it
         self.clocks = HostClocks()
         self.host = ClockedHost(self.clocks, host)
         self.queues = Queues(self.clocks, seed)
@@ -222,23 +196,18 @@ class VirtualDevice(CpuDevice):
         self._local = threading.local()
         self._buffers = 0
         self._free_blocks: dict[VirtualStream, list[_Block]] = defaultdict(list)  # last freed last
-        self._under_way: dict[int, list[Stamp]] = defaultdict(list)  # by iteration
-
-    # ------------------------------------------------------------- the engine's side
+        self._unfinished: dict[int, list[Stamp]] = defaultdict(list)  # by iteration
 
     def new_stream(self, spec: StreamSpec) -> VirtualStream:
-        """A stream of its own; priorities mean nothing to the adversary."""
         with self.lock:
             return self.queues.new_stream()
 
     def current_stream(self) -> VirtualStream:
-        """The stream that is current on this thread."""
         stream: VirtualStream = getattr(self._local, "stream", self._default_stream)
         return stream
 
     @contextmanager
     def on(self, stream: VirtualStream) -> Iterator[None]:
-        """Make ``stream`` current on this thread within the block."""
         before, self._local.stream = self.current_stream(), stream
         try:
             yield
@@ -246,36 +215,30 @@ class VirtualDevice(CpuDevice):
             self._local.stream = before
 
     def new_event(self, *, timing: bool = False) -> VirtualEvent:
-        """An event that has marked nothing yet."""
         return VirtualEvent(self)
 
     def holds_work(self, value: Any) -> bool:
-        """Whether there is a buffer in ``value``."""
         return any(isinstance(node.value, Buffer) for node in nodes_in(value))
 
     def hold(self, values: Iterable[Any], streams: Iterable[VirtualStream]) -> None:
-        """Record every buffer in ``values`` on ``streams``."""
         with self.lock:
             record_stream(tuple(values), *streams)
 
     def synchronize(self) -> None:
-        """Run all that there is."""
         with self.lock:
             self.queues.force_all()
-
-    # --------------------------------------------------------------- the tasks' side
 
     def launch(
         self,
         fn: Callable[..., Any],
         *reads: Buffer,
         into: Buffer | None = None,
-        work: Work = NOBODY,
+        work: Work = UNNAMED,
     ) -> Buffer:
-        """Put ``fn`` of the values of ``reads`` on the current stream.
+        """Submit ``fn``, a function of the values of ``reads``, to the current stream.
 
         Args:
-            fn: Gets the values, returns one.
+            fn: Takes the values, returns one.
             reads: What is read; ``into`` only if it is among them.
             into: The buffer to write; None for a new one, made on the current stream.
             work: What this belongs to.
@@ -290,11 +253,11 @@ class VirtualDevice(CpuDevice):
             target = self._write(out, item, work)
             item.run = lambda: self._execute(fn, sources, target, work)
             if work.iteration >= 0:
-                self._under_way[work.iteration].append(item.stamp)
+                self._unfinished[work.iteration].append(item.stamp)
             self.queues.stir()
             return out
 
-    def read(self, buffer: Buffer, work: Work = NOBODY) -> Any:
+    def read(self, buffer: Buffer, work: Work = UNNAMED) -> Any:
         """The value of ``buffer``, read on the current stream; the host waits for it."""
         with self.lock:
             found: list[Any] = []
@@ -305,10 +268,10 @@ class VirtualDevice(CpuDevice):
             return found[0]
 
     def expect_done(self, iteration: int) -> None:
-        """By now the caller has to know that all work up to and of ``iteration`` is done."""
+        """All work up to and of ``iteration`` must have happened before this call."""
         with self.lock:
-            for i in [i for i in self._under_way if i <= iteration]:
-                if not all(map(self.clocks.knows, self._under_way.pop(i))):
+            for i in [i for i in self._unfinished if i <= iteration]:
+                if not all(map(self.clocks.knows, self._unfinished.pop(i))):
                     self.report(RanAhead(f"work of iteration {i} may still be under way"))
 
     def report(self, violation: Violation) -> None:
@@ -316,18 +279,14 @@ class VirtualDevice(CpuDevice):
         self.violations.append(violation)
 
     def check(self) -> None:
-        """Tell what was found.
-
-        Raises:
-            ExceptionGroup: All violations so far.
-        """
+        """Raise all violations so far, as an ExceptionGroup."""
         if self.violations:
             raise ExceptionGroup("rules of the device were broken", self.violations)
 
-    # ------------------------------------------------------------- (1): known order
+    # ------------------------------------------------------------- (1): order
 
     def _read(self, buffer: Buffer, item: Item, work: Work) -> tuple[_Block, tuple[int, int]]:
-        """Note a read; gives the block, and what should be in it."""
+        """Check and keep a read; returns the block, and what should be in it."""
         block = buffer._block
         use = _Use(work, "reads", buffer.number, item)
         self._check_order(use, block, block.written)
@@ -335,7 +294,7 @@ class VirtualDevice(CpuDevice):
         return block, (buffer.number, buffer.version)
 
     def _write(self, buffer: Buffer, item: Item, work: Work) -> tuple[_Block, tuple[int, int]]:
-        """Note a write; gives the block, and what will be in it."""
+        """Check and keep a write; returns the block, and what will be in it."""
         block = buffer._block
         use = _Use(work, "writes", buffer.number, item)
         for before in (block.written, *block.read.values()):
@@ -349,20 +308,20 @@ class VirtualDevice(CpuDevice):
         if before is None:
             return
         ordered = before.item.stamp.before(use.item.clock)
-        told = (
+        found = (
             f"{use.work} {use.how} buffer {use.buffer} on {use.item.stream!r}, and nothing says "
             f"that this comes after {before.work}, which {before.how} "
         )
         if before.buffer == use.buffer:
-            # Both the calls on the host and what they asked of the device.
+            # Both the calls on the host and the work on the device.
             if not (ordered and self.clocks.knows(before.item.submitted)):
-                self.report(Race(f"{told} it on {before.item.stream!r}"))
+                self.report(Race(f"{found} it on {before.item.stream!r}"))
         elif not ordered:
-            # The block was another's. On its owner, the allocator answers for what was before.
+            # The block was another buffer's. On its owner, the allocator orders the two.
             on_owner = use.item.stream is block.stream
             if not (on_owner and before.item.stamp.before(block.past)):
                 where = f"buffer {before.buffer} in the same memory on {before.item.stream!r}"
-                self.report(UseAfterFree(told + where))
+                self.report(UseAfterFree(found + where))
 
     # ------------------------------------------------------------------------ memory
 
@@ -388,7 +347,7 @@ class VirtualDevice(CpuDevice):
             block.recorded = set()
             self._free_blocks[block.stream].append(block)
 
-    # -------------------------------------------------------------- (2): as it happens
+    # ------------------------------------------------------------- (2): values
 
     def _execute(
         self,
@@ -404,7 +363,7 @@ class VirtualDevice(CpuDevice):
         block.content, block.value = (buffer, version), value
 
     def _look(self, source: tuple[_Block, tuple[int, int]], work: Work) -> Any:
-        """What is in a block; tells when it is not what is meant to be there."""
+        """What is in a block; a violation where it is not what should be there."""
         block, meant = source
         if block.content != meant:
             kind = UseAfterFree if block.content[0] > meant[0] else Race

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from swpipe.analysis import verify
 from swpipe.analysis.validation import validate
@@ -12,11 +11,9 @@ from swpipe.core.effects import EffectTable
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.loop_graph import SAME, LoopGraph, loop_graph
+from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
+from swpipe.planning.modulo.search import Found, Search
 from swpipe.planning.simulation.bounds import Bounds, lower_bounds
-
-if TYPE_CHECKING:
-    from swpipe.planning.modulo.search import Found, Search
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +82,16 @@ def auto_plan(
         PlanError: ``plan`` cannot run, a task has no cost, a frozen task is unknown, the limits
             admit no plan, or dependences are missing for the effects given.
     """
-    from swpipe.planning.modulo.search import Search  # and with it numba, where it is there
-
     if not effort > 0:
         raise ValueError(f"effort is {effort}: it must be above 0")
     limits = limits if limits is not None else Limits()
     validate(plan)
     limits.check(plan)
     bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
-    graph = loop_graph(plan, costs, limits, streams=streams)
+    graph = schedule_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)
     search = Search(plan, costs, graph, effort)
-    best = None
-    while best is None:
-        best = search.confirmed(_fewest(search, limits))
+    best = _least(search, limits)
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams)
     return Choice(
@@ -106,21 +99,21 @@ def auto_plan(
         ii_us=best.ii_us,
         bounds=bounds,
         in_flight=best.plan.depth,
-        threads=best.threads,
+        threads=best.schedule.threads,
         why=tuple(_why(best, bounds, search)),
     )
 
 
-def _fewest(search: Search, limits: Limits) -> Found:
+def _least(search: Search, limits: Limits) -> Found:
     """The least interval; then the least depth for it; then the fewest threads."""
-    best = search.best(limits.threads, limits.in_flight)
-    return _leaner(search, _shallower(search, best, limits.threads))
+    best = _shallower(search, search.best(limits.threads, limits.in_flight), limits.threads)
+    return search.together(_with_fewer_threads(search, best))
 
 
 def _shallower(search: Search, best: Found, threads: int) -> Found:
     while best.plan.depth > 1:
         depth = best.plan.depth - 1
-        if search.bound_us(threads, depth) > best.ii_us * (1 + SAME):
+        if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
             break
         found = search.reach(best.ii_us, threads, depth, share=0.5)
         if found is None or not found.beats(best):
@@ -129,16 +122,16 @@ def _shallower(search: Search, best: Found, threads: int) -> Found:
     return best
 
 
-def _leaner(search: Search, best: Found) -> Found:
-    for threads in range(1, best.threads):
-        if search.bound_us(threads, best.plan.depth) <= best.ii_us * (1 + SAME):
+def _with_fewer_threads(search: Search, best: Found) -> Found:
+    for threads in range(1, best.schedule.threads):
+        if search.bound_us(threads, best.plan.depth) <= best.ii_us * (1 + TOLERANCE):
             found = search.reach(best.ii_us, threads, best.plan.depth, share=0.5)
             if found is not None and found.beats(best):
                 return found
     return best
 
 
-def _admits(graph: LoopGraph, limits: Limits) -> None:
+def _admits(graph: ScheduleGraph, limits: Limits) -> None:
     """Refuse limits under which no plan exists: pairs that reach into later iterations."""
     least = max(graph.least_stages) + 1
     if least <= limits.in_flight:
@@ -164,9 +157,9 @@ def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
     gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
     reached = "That is" if gap < 1e-6 else f"That is {gap:.2%} above"
     words = [f"{reached} the lower bound of {_ms(bounds.ii_us)}; it is set by {bounds.limiting}."]
-    if best.threads == 1:
+    if best.schedule.threads == 1:
         words.append("The caller's thread is enough.")
-    for threads in range(2, best.threads + 1):
+    for threads in range(2, best.schedule.threads + 1):
         fewer_us = search.bound_us(threads - 1, best.plan.depth)
         saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.plan.depth))
         words.append(

@@ -58,7 +58,7 @@ def test_work_of_one_stream_runs_in_order(seed: int) -> None:
 
 
 def test_some_streams_run_nothing_unless_forced() -> None:
-    """An adversary who is never late would find nothing."""
+    """A scheduler that never runs work late would find nothing."""
     late = 0
     for seed in SEEDS:
         device, ran = VirtualDevice(seed), []
@@ -185,7 +185,7 @@ def test_a_started_thread_knows_what_its_starter_knew_and_tells_its_joiner() -> 
     device.check()
 
 
-def test_waiting_for_an_event_that_was_never_recorded_is_told() -> None:
+def test_waiting_for_an_event_that_was_never_recorded_is_a_violation() -> None:
     """CUDA lets it pass, and orders nothing."""
     device = VirtualDevice()
     copy, _ = two_streams(device)
@@ -203,7 +203,7 @@ def test_waiting_must_be_known_to_come_after_the_record() -> None:
     assert kinds(device) == {WaitBeforeRecord}
 
 
-def test_recording_anew_must_be_known_to_come_after_the_waits() -> None:
+def test_all_waits_must_happen_before_the_next_record() -> None:
     """Else some consumer may get the new meaning where it asked for the old one."""
     device = VirtualDevice()
     copy, _ = two_streams(device)
@@ -222,7 +222,7 @@ def test_recording_anew_must_be_known_to_come_after_the_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_dropped_block_is_used_anew_at_once_on_its_own_stream(seed: int) -> None:
+def test_a_dropped_block_is_reused_at_once_on_its_own_stream(seed: int) -> None:
     """Stream order makes that safe for the stream itself."""
     device = VirtualDevice(seed)
     made = constant(device, 1)
@@ -236,7 +236,7 @@ def test_a_dropped_block_is_used_anew_at_once_on_its_own_stream(seed: int) -> No
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_block_that_another_stream_still_reads_must_be_recorded_there(seed: int) -> None:
-    """Without ``record_stream`` it is used anew too soon; with it, after the reader is done."""
+    """Without ``record_stream`` it is reused too soon; with it, after the reader is done."""
     for record in (False, True):
         device = VirtualDevice(seed)
         copy, side = two_streams(device)

@@ -68,7 +68,9 @@ def test_a_shuffler_deals_the_same_rows_under_every_plan(two_ranks: Ranks) -> No
     assert two_ranks.run(differences, Job(), 6, EXACT, True) == [{}, {}]
 
 
-@pytest.mark.parametrize("job", QUICK, ids=_id)
+@pytest.mark.parametrize(
+    "job", [QUICK[0], *(pytest.param(job, marks=pytest.mark.slow) for job in QUICK[1:])], ids=_id
+)
 def test_what_is_inferred_is_all_that_is_needed(two_ranks: Ranks, job: Job) -> None:
     """Random stages and threads, and no dependence but those that a recording found.
 

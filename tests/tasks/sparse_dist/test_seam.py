@@ -87,7 +87,7 @@ def test_an_exchange_is_where_the_graph_stops_until_it_goes_on() -> None:
     table = torch.ones(2, requires_grad=True)
     seam = Seam()
     seam.cut(All2All_Pooled_Req.apply(table * 5) * 2).sum().backward()
-    assert seam._under_way is not None
+    assert seam._started is not None
     assert table.grad is None
     run_embedding_backward([seam])
     assert torch.equal(table.grad, torch.full((2,), 10.0))

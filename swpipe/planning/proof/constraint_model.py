@@ -1,7 +1,8 @@
-"""Is there a plan with this initiation interval? The question put to a constraint solver (CP-SAT).
+"""Is there a plan with this initiation interval? A model of that question for a solver (CP-SAT).
 
-At a fixed interval all is linear in whole numbers. Task v has a stage s, host work that begins at y
-within the period, and device work that begins at z, counted from the same period's begin::
+At a fixed interval all constraints are linear in integers. Task v has a stage s, host work that
+begins at y within the period, and device work that begins at z, counted from the start of the same
+period::
 
     0        y_admit       y      y + host                   II
     |-- caller's ... ------[host v]-----------------<retire>-|   threads: no overlap, modulo II
@@ -11,9 +12,9 @@ The period begins right after the caller's ``<retire>``, so that no work of the 
 crosses it. ``<admit>`` comes before all tasks of stage 0, and an iteration's end no more than
 ``depth`` periods after it.
 
-What cannot be put so is left out: who comes first where the caller's stream is fed by several
-threads. So "no" is proof that no plan has this interval, and "yes" comes with start times that
-are tried in the simulator.
+What is not linear is left out: whose work comes first where several threads submit to the caller's
+stream. So "no" proves that no plan has this interval, and "yes" comes with a schedule whose
+interval the simulator has to confirm.
 
 Source: the formulation with stage and offset goes back to A. E. Eichenberger and E. S. Davidson,
 "Efficient formulation for optimal modulo schedulers" (PLDI 1997).
@@ -28,14 +29,14 @@ from itertools import combinations
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from swpipe.planning.modulo.layout import Schedule
-from swpipe.planning.modulo.loop_graph import LoopGraph
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, period_order_of
+from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 
-class Periodic:
+class ConstraintModel:
     """The constraints of one loop at one interval.
 
     Args:
@@ -47,7 +48,7 @@ class Periodic:
     """
 
     def __init__(
-        self, graph: LoopGraph, period: int, threads: int, depth: int, unit_us: float
+        self, graph: ScheduleGraph, period: int, threads: int, depth: int, unit_us: float
     ) -> None:
         from ortools.sat.python import cp_model
 
@@ -62,20 +63,20 @@ class Periodic:
         self.stage = [new(0, depth - 1, f"s{v}") for v in range(n)]
         self.y = [new(0, period - 1 if period else 0, f"y{v}") for v in range(n)]
         self.z = [new(0, (depth + 1) * period, f"z{v}") for v in range(n)]
-        self.lane = [
+        self.thread = [
             [self.model.new_bool_var(f"l{v}.{k}") for k in range(threads)] for v in range(n)
         ]
         self._threads()
         self._dependences()
         self._frozen()
-        self._holds()
+        self._resources()
         if graph.streams:
             self._streams()
         else:
             self._window()
 
-    def solve(self, seconds: float, workers: int) -> tuple[bool | None, Schedule | None]:
-        """Whether there is a plan (None where time ran out), and its start times."""
+    def solve(self, seconds: float, workers: int) -> tuple[bool | None, ModuloSchedule | None]:
+        """Whether there is a plan (None where time ran out), and the plan."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -89,21 +90,19 @@ class Periodic:
             return False, None
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, None
-        return True, self._times(solver)
+        return True, self._schedule(solver)
 
-    def _times(self, solver: cp_model.CpSolver) -> Schedule:
-        n, unit = self.graph.size, self.unit_us
-        begin = [solver.value(s) * self.period for s in self.stage]
-        host = [b + solver.value(y) for b, y in zip(begin, self.y, strict=True)]
-        device = [b + solver.value(z) for b, z in zip(begin, self.z, strict=True)]
-        lanes = [
-            next(k for k in range(self.threads) if solver.value(self.lane[v][k])) for v in range(n)
-        ]
-        return Schedule(
-            period_us=self.period * unit,
-            lanes=tuple(lanes),
-            host_us=tuple(t * unit for t in host),
-            device_us=tuple(t * unit for t in device),
+    def _schedule(self, solver: cp_model.CpSolver) -> ModuloSchedule:
+        n = self.graph.size
+        stage = tuple(solver.value(s) for s in self.stage)
+        start = zip(map(solver.value, self.y), map(solver.value, self.z), range(n), strict=True)
+        return ModuloSchedule(
+            thread=tuple(
+                next(k for k, literal in enumerate(self.thread[v]) if solver.value(literal))
+                for v in range(n)
+            ),
+            stage=stage,
+            order=period_order_of(self.graph, stage, dict(enumerate(start))),
         )
 
     def _units(self, time_us: float) -> int:
@@ -127,18 +126,18 @@ class Periodic:
         self.model.add_no_overlap(intervals)
 
     def _threads(self) -> None:
-        for v, lanes in enumerate(self.lane):
-            self.model.add_exactly_one(lanes)
-            self.model.add(self.y[v] + self.host[v] <= self.period).only_enforce_if(lanes[0])
+        for v, threads in enumerate(self.thread):
+            self.model.add_exactly_one(threads)
+            self.model.add(self.y[v] + self.host[v] <= self.period).only_enforce_if(threads[0])
         for v in self.graph.frozen:
-            self.model.add(self.lane[v][0] == 1)
+            self.model.add(self.thread[v][0] == 1)
         for k in range(self.threads):
             self._no_overlap(
-                [(self.y[v], self.host[v], self.lane[v][k]) for v in range(self.graph.size)]
+                [(self.y[v], self.host[v], self.thread[v][k]) for v in range(self.graph.size)]
             )
         for k in range(1, self.threads - 1):  # threads are alike: the fuller ones first
-            used = [self.lane[v][k + 1] for v in range(self.graph.size)]
-            any_before = [self.lane[v][k] for v in range(self.graph.size)]
+            used = [self.thread[v][k + 1] for v in range(self.graph.size)]
+            any_before = [self.thread[v][k] for v in range(self.graph.size)]
             for literal in used:
                 self.model.add_bool_or(any_before).only_enforce_if(literal)
 
@@ -146,7 +145,7 @@ class Periodic:
         """A literal: the two are on one thread."""
         same = self.model.new_bool_var(f"same{a}.{b}")
         for k in range(self.threads):
-            on_a, on_b = self.lane[a][k], self.lane[b][k]
+            on_a, on_b = self.thread[a][k], self.thread[b][k]
             self.model.add(on_a == on_b).only_enforce_if(same)
             self.model.add_bool_or([on_a.negated(), on_b.negated()]).only_enforce_if(same.negated())
         return same
@@ -170,16 +169,16 @@ class Periodic:
             for v in range(self.graph.size):
                 self.model.add(self.stage[v] <= self.stage[last[0]])
 
-    def _holds(self) -> None:
+    def _resources(self) -> None:
         n = self.graph.size
         users: dict[int, list[tuple[Any, int, Any]]] = defaultdict(list)
         within: dict[int, Any] = {}
-        for operation, holds in enumerate(self.graph.holds):
-            for hold in holds:
+        for operation, reservations in enumerate(self.graph.reservations):
+            for reserved in reservations:
                 if operation >= n and operation not in within:
                     within[operation] = self._modulo(self.z[operation - n])
                 start = within[operation] if operation >= n else self.y[operation]
-                users[hold.what].append((start, self._units(hold.time_us), None))
+                users[reserved.resource].append((start, self._units(reserved.time_us), None))
         for work in users.values():
             self._no_overlap(work)
 
@@ -194,7 +193,7 @@ class Periodic:
         for v in range(self.graph.size):
             start = self.stage[v] * self.period + self.y[v]
             self.model.add(start + self.host[v] <= self.depth * self.period)
-            off = self.lane[v][0].negated()
+            off = self.thread[v][0].negated()
             self.model.add(start >= self.handover).only_enforce_if(off)
             self.model.add(
                 start + self.host[v] + self.handover <= self.depth * self.period
@@ -207,7 +206,7 @@ class Periodic:
         add(done >= retire)
         add(admit + period >= done + self.handover)
         for v in range(self.graph.size):
-            caller, lag = self.lane[v][0], (self.depth - 1 - self.stage[v]) * period
+            caller, lag = self.thread[v][0], (self.depth - 1 - self.stage[v]) * period
             new_here = self.model.new_bool_var(f"new{v}")
             add(self.stage[v] >= 1).only_enforce_if(new_here.negated())
             add(self.y[v] >= admit).only_enforce_if(new_here)

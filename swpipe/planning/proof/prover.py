@@ -14,8 +14,10 @@ from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import auto_plan
-from swpipe.planning.modulo.loop_graph import SAME, loop_graph
-from swpipe.planning.proof.periodic import Periodic
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
+from swpipe.planning.modulo.schedule_graph import TOLERANCE, schedule_graph
+from swpipe.planning.modulo.search import Found, Search
+from swpipe.planning.proof.constraint_model import ConstraintModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Proof:
     @property
     def optimal(self) -> bool:
         """Whether the plan is proved to be the best, to the resolution."""
-        return self.ii_us <= self.bound_us * (1 + SAME) + self.resolution_us
+        return self.ii_us <= self.bound_us * (1 + TOLERANCE) + self.resolution_us
 
     @property
     def gap(self) -> float:
@@ -78,30 +80,38 @@ def prove(
             f"seconds is {seconds}, resolution_us is {resolution_us}: both must be above 0"
         )
     _require_ortools()
-    from swpipe.planning.modulo.search import Search
-
     limits = limits if limits is not None else Limits()
     choice = auto_plan(plan, costs, limits=limits, streams=streams)
-    graph = loop_graph(plan, costs, limits, streams=streams)
+    graph = schedule_graph(plan, costs, limits, streams=streams)
     search = Search(plan, costs, graph)
     best, ii_us = choice.plan, choice.ii_us
     bound_us = max(choice.bounds.ii_us, search.bound_us(limits.threads, limits.in_flight))
     low, high = _units(bound_us, resolution_us), _units(ii_us, resolution_us)
     period = high - 1  # most often the plan is the best already
     while low <= period < high:
-        model = Periodic(graph, period, limits.threads, limits.in_flight, resolution_us)
-        possible, times = model.solve(seconds / 4, workers)
+        model = ConstraintModel(graph, period, limits.threads, limits.in_flight, resolution_us)
+        possible, schedule = model.solve(seconds / 4, workers)
         if possible is None:
             break
-        if times is None:
+        if schedule is None:
             low, bound_us = period + 1, max(bound_us, period * resolution_us)
         else:
             high = period
-            found = search.realised(times, limits.in_flight)
-            if found is not None and found.ii_us < ii_us * (1 - SAME):
+            found = _shallowest(search, schedule, limits.in_flight)
+            if found is not None and found.ii_us < ii_us * (1 - TOLERANCE):
                 best, ii_us = found.plan, found.ii_us
         period = (low + high) // 2
     return Proof(best, ii_us, min(bound_us, ii_us), choice.ii_us, resolution_us)
+
+
+def _shallowest(search: Search, schedule: ModuloSchedule, depth: int) -> Found | None:
+    """The best plan of a schedule, with as few iterations in flight as that takes."""
+    best, schedule = None, schedule.from_stage_0()
+    for in_flight in range(max(schedule.stage) + 1, depth + 1):
+        found = search.simulated(schedule, in_flight)
+        if found is not None and found.beats(best):
+            best = found
+    return best
 
 
 def _units(us: float, unit_us: float) -> int:

@@ -1,0 +1,238 @@
+"""The schedule graph of a loop: what a modulo scheduler needs to know of a plan, and no more.
+
+Every task is one or two *operations*: its host work, which a thread runs, and on a device with
+streams its device work, which a stream runs. Edges between operations carry a distance in
+iterations. Operations reserve resources, of which each serves one operation at a time::
+
+    task v      host v  ──>  device v         operations v and n + v, for n tasks
+    (c, p, d)   host p  ──>  host c           the producer is submitted first
+                device p ──> device c         and its device work is done first
+
+Resources are streams, the order in which tasks submit to a stream, the turn of globally ordered
+tasks, the interpreter lock, and what the cost model names. Threads are not among them: the planner
+chooses them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
+from swpipe.planning.limits import Limits
+
+LOCK = "the interpreter lock"
+TURN = "the turn of globally ordered tasks"
+CALLERS_STREAM = "the caller's stream"
+
+TOLERANCE = 1e-9
+"""Intervals that differ by less than this fraction are equal."""
+
+
+class Edge(NamedTuple):
+    """The head on iteration i begins no sooner than ``time_us`` after the tail on i - distance."""
+
+    tail: int
+    head: int
+    time_us: float
+    distance: int
+
+
+class Reservation(NamedTuple):
+    """An operation has a resource to itself for the first ``time_us`` of its time."""
+
+    resource: int
+    time_us: float
+
+
+@dataclass(frozen=True)
+class ScheduleGraph:
+    """What a modulo scheduler schedules. Tasks are numbers, in the order of the plan's schedule.
+
+    Attributes:
+        names: Task to its name.
+        streams: Whether there are device operations; if not, all cost is host time.
+        host_us: Task to its time on its thread.
+        device_us: Task to its time on its stream; 0 without streams.
+        stream: Task to the number of its stream, 0 for the caller's; -1 without streams.
+        resources: Resource to its name.
+        reservations: Operation to what it reserves; ``2 * size`` entries.
+        edges: Dependences between operations, edges from host work to device work, and those that
+            keep frozen tasks in one period.
+        deps: (consumer, producer, distance) between tasks.
+        frozen: Tasks that stay on the caller's thread, in the last stage.
+        last: Frozen tasks, and all that come after one in its iteration: they can only be in the
+            last stage too.
+        serial: The tasks in the order of a serial run.
+        least_stages: Task to the least stage it can have: above 0 only where ``same_period_deps``
+            reach into later iterations.
+        handover_us: What waiting for another thread costs.
+    """
+
+    names: tuple[str, ...]
+    streams: bool
+    host_us: tuple[float, ...]
+    device_us: tuple[float, ...]
+    stream: tuple[int, ...]
+    resources: tuple[str, ...]
+    reservations: tuple[tuple[Reservation, ...], ...]
+    edges: tuple[Edge, ...]
+    deps: tuple[tuple[int, int, int], ...]
+    frozen: frozenset[int]
+    last: frozenset[int]
+    serial: tuple[int, ...]
+    least_stages: tuple[int, ...]
+    handover_us: float
+
+    @property
+    def size(self) -> int:
+        """The number of tasks."""
+        return len(self.names)
+
+    @cached_property
+    def producers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Task to the tasks that it depends on, with their distances."""
+        tasks = range(self.size)
+        return tuple(tuple((p, d) for c, p, d in self.deps if c == v != p) for v in tasks)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Task to the tasks that depend on it, with their distances."""
+        tasks = range(self.size)
+        return tuple(tuple((c, d) for c, p, d in self.deps if p == v != c) for v in tasks)
+
+    @cached_property
+    def sharing(self) -> tuple[frozenset[int], ...]:
+        """Task to the tasks that reserve a resource that it reserves too."""
+        users: dict[int, set[int]] = defaultdict(set)
+        for operation, reserved in enumerate(self.reservations):
+            for each in reserved:
+                users[each.resource].add(operation % self.size)
+        return tuple(
+            frozenset().union(*(tasks for tasks in users.values() if v in tasks)) - {v}
+            for v in range(self.size)
+        )
+
+    @property
+    def busiest_us(self) -> float:
+        """What an iteration takes of the busiest resource."""
+        load = [0.0] * len(self.resources)
+        for reserved in self.reservations:
+            for each in reserved:
+                load[each.resource] += each.time_us
+        return max(load, default=0.0)
+
+    def time_us(self, operation: int) -> float:
+        """How long an operation takes."""
+        n = self.size
+        return self.host_us[operation] if operation < n else self.device_us[operation - n]
+
+
+def schedule_graph(
+    plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams: bool
+) -> ScheduleGraph:
+    """The schedule graph of a plan; ``same_period_deps`` have the distance that its stages give.
+
+    Raises:
+        PlanError: A task has no cost, or a frozen task is unknown.
+    """
+    limits.check(plan)
+    names = tuple(plan.schedule)
+    task_costs = list(costs.of(names).values())
+    index = {name: v for v, name in enumerate(names)}
+    resolved = resolve_plan(plan)
+    deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
+    frozen = frozenset(index[name] for name in limits.frozen)
+    host = tuple(c.host_us if streams else c.total_us for c in task_costs)
+    device = tuple(c.device_us if streams else 0.0 for c in task_costs)
+    stream_numbers: dict[object, int] = {None: 0}
+    stream = tuple(
+        stream_numbers.setdefault(entry.stream, len(stream_numbers)) if streams else -1
+        for entry in plan.schedule.values()
+    )
+    resources, reservations = _reservations(plan, task_costs, streams, limits.threads > 1)
+    return ScheduleGraph(
+        names=names,
+        streams=streams,
+        host_us=host,
+        device_us=device,
+        stream=stream,
+        resources=resources,
+        reservations=reservations,
+        edges=tuple(_edges(host, device, deps, frozen, streams)),
+        deps=deps,
+        frozen=frozen,
+        last=_and_successors(deps, frozen),
+        serial=tuple(index[name] for name in resolved.serial_order),
+        least_stages=_least_stages(len(names), deps),
+        handover_us=costs.handover_us,
+    )
+
+
+def _reservations(
+    plan: PipelinePlan, costs: Sequence[TaskCost], streams: bool, threaded: bool
+) -> tuple[tuple[str, ...], tuple[tuple[Reservation, ...], ...]]:
+    """The resources that several operations reserve, and the reservations of each operation."""
+    users: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    n = len(costs)
+    for v, (entry, cost) in enumerate(zip(plan.schedule.values(), costs, strict=True)):
+        host = cost.host_us if streams else cost.total_us
+        for resource in dict.fromkeys(cost.resources):
+            on_device = streams and cost.device_us > 0
+            users[f"resource {resource!r}"].append(
+                (n + v, cost.device_us) if on_device else (v, host)
+            )
+        if streams:
+            stream = CALLERS_STREAM if entry.stream is None else f"stream {entry.stream!r}"
+            users[stream].append((n + v, cost.device_us))
+            if entry.stream is not None and threaded:
+                users[f"submission to {stream}"].append((v, host))
+        if cost.gil_us and threaded:
+            users[LOCK].append((v, cost.gil_us))
+        if entry.globally_ordered and threaded:
+            users[TURN].append((v, host))
+    shared = [name for name, uses in users.items() if len(uses) > 1]
+    found: list[list[Reservation]] = [[] for _ in range(2 * n)]
+    for number, name in enumerate(shared):
+        for operation, time_us in users[name]:
+            found[operation].append(Reservation(number, time_us))
+    return tuple(shared), tuple(map(tuple, found))
+
+
+def _edges(
+    host: Sequence[float],
+    device: Sequence[float],
+    deps: Sequence[tuple[int, int, int]],
+    frozen: frozenset[int],
+    streams: bool,
+) -> list[Edge]:
+    n = len(host)
+    edges = [Edge(p, c, host[p], d) for c, p, d in deps]
+    if streams:
+        edges += [Edge(v, n + v, host[v], 0) for v in range(n)]
+        edges += [Edge(n + p, n + c, device[p], d) for c, p, d in deps]
+    # In one period, on one thread: the next iteration's begin when all of this one's have ended.
+    edges += [Edge(u, v, host[u], 1) for u in sorted(frozen) for v in sorted(frozen) if u != v]
+    return edges
+
+
+def _and_successors(deps: Sequence[tuple[int, int, int]], tasks: frozenset[int]) -> frozenset[int]:
+    """The tasks, and all that come after one of them in the same iteration."""
+    found = set(tasks)
+    while more := {c for c, p, d in deps if d <= 0 and p in found} - found:
+        found |= more
+    return frozenset(found)
+
+
+def _least_stages(size: int, deps: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    stages = [0] * size
+    if any(d < 0 for _, _, d in deps):
+        for _ in range(size):
+            for c, p, d in deps:
+                stages[c] = max(stages[c], stages[p] - d)
+    return tuple(stages)

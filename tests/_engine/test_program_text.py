@@ -1,0 +1,150 @@
+"""A program prints as text, a line per lane, and is read back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swpipe import PipelinePlan, SWPipeline, TaskSchedule
+from swpipe._engine.program import compile_plan
+from swpipe._engine.program_text import format_program, parse_program
+from swpipe.core.resolved import resolve_plan
+from swpipe.plans import prefetch_plan, sparse_dist
+from tests.support.plans_for_tests import piped, task, tasks
+from tests.support.strategies import Case, cases
+
+SERIAL = """
+depth 1, ring 1
+order: read, train
+default: <admit>@0 -> read@0 -> train@0 -> <retire>@0
+"""
+TWO_GROUPS = """
+depth 2, ring 3
+order: decode, forward, backward, step
+default: <admit>@0 publish -> wait(io.decode, lag 1) -> forward@1 -> backward@1 -> step@1 -> \
+<retire>@1
+io: wait(default.<admit>) -> decode@0 publish
+"""
+PREFETCH = """
+depth 3, ring 3
+order: read, copy, forward, step
+default: wait(io.copy, lag 1) -> event(copy) -> forward@2 -> step@2 -> <admit>@0 publish -> \
+<retire>@2
+io: wait(default.<admit>, lag 1) -> read@1 record -> event(read) -> \
+copy@1 [memcpy] record publish
+"""
+THREE_STAGES = """
+depth 3, ring 4
+order: dist, h2d, forward, backward, step
+default: <admit>@0 record publish -> event(dist) -> forward@2 -> wait(io.dist) -> \
+backward@2 publish -> step@2 -> <retire>@2
+io: wait(default.backward, lag 1) -> event(h2d) -> dist@1 [dist] record publish -> \
+wait(default.<admit>) -> event(<admit>) -> h2d@0 [memcpy] record
+"""
+THREE_STAGES_ON_CPU = """
+depth 3, ring 4
+order: dist, h2d, forward, backward, step
+default: <admit>@0 publish -> forward@2 -> wait(io.dist) -> backward@2 publish -> step@2 -> \
+<retire>@2
+io: wait(default.backward, lag 1) -> dist@1 publish -> wait(default.<admit>) -> h2d@0
+"""
+SPARSE_DIST = """
+depth 3, ring 4
+order: EmbInputDistStart, H2DAndShuffle, EmbPrefetch, EmbForward, DenseForward, \
+EmbInputDistWait, LossPostprocess, DenseBackward, EmbBackward, FinalizeGrads, OptimStep
+default: event(H2DAndShuffle) -> EmbInputDistStart@1 [data_dist] -> <admit>@0 record -> \
+event(<admit>) -> H2DAndShuffle@0 [memcpy] record -> event(EmbInputDistWait) -> EmbPrefetch@2 -> \
+EmbForward@2 -> DenseForward@2 -> EmbInputDistWait@1 [data_dist] record -> LossPostprocess@2 -> \
+DenseBackward@2 -> EmbBackward@2 -> FinalizeGrads@2 -> OptimStep@2 -> <retire>@2
+"""
+
+README = PipelinePlan(
+    schedule={
+        "decode": TaskSchedule(stage=0, thread_group="io"),
+        "forward": TaskSchedule(stage=1),
+        "backward": TaskSchedule(stage=1),
+        "step": TaskSchedule(stage=1),
+    },
+    deps=[("forward", "decode"), ("backward", "forward"), ("step", "backward")],
+    cross_iter_deps=[("forward", "step")],
+)
+FEED, COMPUTE = ["read", "copy"], ["forward", "step"]
+GOLDEN = {
+    "serial": (PipelinePlan.serial([task("read"), task("train")]), False, SERIAL),
+    "README": (README, False, TWO_GROUPS),
+    "prefetch": (prefetch_plan(FEED, COMPUTE, streams={"copy": "memcpy"}), True, PREFETCH),
+    "design": (piped(), True, THREE_STAGES),
+    "design on a CPU": (piped(), False, THREE_STAGES_ON_CPU),
+    "sparse dist": (sparse_dist.sparse_dist(), True, SPARSE_DIST),
+}
+
+
+def text_of(plan: PipelinePlan, *, streams: bool) -> str:
+    """The program of a plan."""
+    return format_program(compile_plan(resolve_plan(plan), streams=streams))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_program_prints_as_expected(name: str) -> None:
+    """Of plans that a reader knows."""
+    plan, streams, expected = GOLDEN[name]
+    assert text_of(plan, streams=streams) == expected.strip()
+    assert parse_program(expected) == compile_plan(resolve_plan(plan), streams=streams)
+
+
+@given(cases(), st.booleans(), st.booleans())
+def test_a_program_is_read_back_as_it_was(case: Case, streams: bool, record_all: bool) -> None:
+    """And prints the same again."""
+    program = compile_plan(resolve_plan(case.plan), streams=streams, record_all=record_all)
+    text = format_program(program)
+    assert parse_program(text) == program
+    assert format_program(parse_program(text)) == text
+
+
+@given(st.lists(st.text(min_size=1), min_size=3, max_size=3, unique=True))
+def test_names_may_be_of_any_characters(names: list[str]) -> None:
+    """Quotes, arrows, line ends."""
+    name, group, stream = names
+    schedule = {f"x{name}": TaskSchedule(1, stream, group), "y": TaskSchedule()}
+    plan = PipelinePlan(schedule, deps=[(f"x{name}", "y")])
+    program = compile_plan(resolve_plan(plan), streams=True)
+    assert parse_program(format_program(program)) == program
+
+
+def test_a_stream_object_is_shown_but_not_read() -> None:
+    """Its number means something in one process only."""
+    plan = PipelinePlan({"a": TaskSchedule(stream=torch.Stream(device="cpu"))})
+    text = text_of(plan, streams=True)
+    assert "a@0 [torch.Stream " in text
+    with pytest.raises(ValueError, match="line 3, column"):
+        parse_program(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("depth 2", "line 1: 'depth 2': write 'depth N, ring N'"),
+        ("depth 1, ring 1\nabc", "line 2: 'abc': write 'order: ' and the tasks"),
+        ("depth 1, ring 1\norder: a\na@0", "line 3: 'a@0': begin with the thread group"),
+        ("depth 1, ring 1\norder: a\nio: a@0, b@0", "line 3, column 8: write ' -> '"),
+        ("depth 1, ring 1\norder: a\nio: run(a)", "line 3, column 5: cannot read 'run\\(a\\)'"),
+        ("depth 1, ring 1\norder: a\nio: event(a)", "line 3: the lane ends without an instruc"),
+        (
+            "depth 1, ring 1\norder: a\nio: wait(io.b) -> a@0",
+            "'io' waits for 'b', which 'io' lacks",
+        ),
+    ],
+)
+def test_a_text_that_is_no_program_is_refused(text: str, said: str) -> None:
+    """With the line, and what belongs there."""
+    with pytest.raises(ValueError, match=said):
+        parse_program(text)
+
+
+def test_a_pipeline_prints_its_program() -> None:
+    """For its own device, or for another kind."""
+    with SWPipeline(piped(), tasks(), device="cpu") as pipe:
+        assert pipe.format_program() == THREE_STAGES_ON_CPU.strip()
+        assert pipe.format_program(streams=True) == THREE_STAGES.strip()
