@@ -51,14 +51,9 @@ def _fill_mapping(new: Any, value: Any, children: Sequence[Any]) -> None:
         new[key] = child
 
 
-def _fill_sequence(new: Any, value: Any, children: Sequence[Any]) -> None:
+def _fill_items(new: Any, value: Any, children: Sequence[Any]) -> None:
     new.clear()
-    new.extend(children)
-
-
-def _fill_set(new: Any, value: Any, children: Sequence[Any]) -> None:
-    new.clear()
-    new.update(children)
+    (new.update if isinstance(new, set) else new.extend)(children)
 
 
 def _immutable(base: Any) -> Kind:
@@ -121,15 +116,14 @@ def _slots_of(cls: type) -> Iterator[str]:
 
 LEAF, TENSOR = Kind(), Kind()
 _MAPPING = Kind(methodcaller("values"), methodcaller("keys"), fill=_fill_mapping)
-_SEQUENCE = Kind(iter, fill=_fill_sequence)
+_ITEMS = Kind(iter, fill=_fill_items)
 
 KINDS: dict[type, Kind] = {
     **dict.fromkeys((dict, OrderedDict, defaultdict), _MAPPING),
-    **dict.fromkeys((list, deque), _SEQUENCE),
+    **dict.fromkeys((list, deque, set), _ITEMS),
     **dict.fromkeys((bool, int, float, complex, str, bytes, NoneType, range, slice), LEAF),
     **dict.fromkeys((torch.Size, torch.device, torch.dtype), LEAF),
     **dict.fromkeys((Tensor, torch.nn.Parameter), TENSOR),
-    set: Kind(iter, fill=_fill_set),
     tuple: _immutable(tuple),
     frozenset: _immutable(frozenset),
 }

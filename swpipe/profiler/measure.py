@@ -23,7 +23,7 @@ from typing import Any
 
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
-from swpipe.trace.recorder import TimedEvent
+from swpipe.trace.recorder import timed_event
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,7 @@ class _Marks:
 
     def __init__(self, pipe: SWPipeline) -> None:
         self._device = pipe.device
-        self._on_device = pipe.device.has_streams and isinstance(
-            pipe.device.new_event(timing=True), TimedEvent
-        )
+        self._on_device = timed_event(pipe.device) is not None
         self._at_s: list[float] = []
         self._events: list[Any] = []
 

@@ -116,8 +116,9 @@ class ProfileResult(_Report):
 
     def format_report(self) -> str:
         """A summary line, a table with one row per task and a sum, and notes."""
+        host = (self.host_s, self.blocked_s)
         rows = [
-            (name, *self._exposed_cells(names), *(_sum_ms(s, names) for s in self._host_times))
+            (name, *self._exposed_cells(names), *(_sum_ms(s, names) for s in host))
             for name, names in [*((name, [name]) for name in self.tasks), ("SUM", self.tasks)]
         ]
         table = _table(("task", *_EXPOSED, "host ms", "blocked ms"), rows)
@@ -151,10 +152,6 @@ class ProfileResult(_Report):
             raise ValueError(f"a profile result has exactly the keys {sorted(names)}, not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
         return cls(**{**data, **lists})
-
-    @property
-    def _host_times(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        return self.host_s, self.blocked_s
 
     def _exposed_cells(self, names: Sequence[str]) -> tuple[str, str, str]:
         """The cells below ``_EXPOSED`` for one task, or for the sum of several.

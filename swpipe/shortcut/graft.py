@@ -97,15 +97,13 @@ def _fresh(tensor: Tensor) -> _Zero:
 
 
 def _matches(zero: _Zero, tensor: Tensor) -> bool:
+    a, b = ((t.layout, t.shape, t.dtype, t.device) for t in (zero.tensor, tensor))
     return (
         type(zero.tensor) is Tensor
         and type(tensor) in (Tensor, torch.nn.Parameter)
-        and zero.tensor.layout is tensor.layout is torch.strided
-        and zero.tensor.shape == tensor.shape
-        and zero.tensor.dtype == tensor.dtype
-        and zero.tensor.device == tensor.device
-        # Changes if a hook modified the gradient in place.
-        and zero.tensor._version == zero.version
+        and a == b
+        and tensor.layout is torch.strided
+        and zero.tensor._version == zero.version  # no hook has modified the gradient in place
     )
 
 

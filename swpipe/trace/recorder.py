@@ -44,6 +44,12 @@ class TimedEvent(Protocol):
         """Milliseconds from this event to ``end_event``, if the device has reached both."""
 
 
+def timed_event(device: Device) -> TimedEvent | None:
+    """A new timing event; None if the device has no streams or its events have no timing."""
+    event = device.new_event(timing=True) if device.has_streams else None
+    return event if isinstance(event, TimedEvent) else None
+
+
 class Recorder:
     """Observes a pipeline until ``finish``.
 
@@ -155,10 +161,8 @@ class DeviceClock:
         cls, device: Device, streams: Mapping[Any, Stream], origin_ns: int
     ) -> DeviceClock | None:
         """The clock of a device; None if it has no streams or no timing events."""
-        if not device.has_streams:
-            return None
-        base = device.new_event(timing=True)
-        return cls(device, streams, base, origin_ns) if isinstance(base, TimedEvent) else None
+        base = timed_event(device)
+        return None if base is None else cls(device, streams, base, origin_ns)
 
     def row(self, stream: Stream) -> Row:
         """The row of a stream; a stream without a name in the plan is the caller's."""
@@ -169,7 +173,7 @@ class DeviceClock:
         return self._base_ns + round(self._base.elapsed_time(event) * 1e6)
 
 
-class _Pair(NamedTuple):
+class _StreamWork(NamedTuple):
     task: str
     iteration: int
     row: Row
@@ -183,7 +187,7 @@ class _StreamLog:
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
         self._spans: list[Span] = []
-        self._in_flight: deque[_Pair] = deque()
+        self._in_flight: deque[_StreamWork] = deque()
         self._pool: list[TimedEvent] = []
         self._open: TimedEvent | None = None
 
@@ -195,7 +199,7 @@ class _StreamLog:
         if start is None:
             return
         row = self._clock.row(self._clock.device.current_stream())
-        self._in_flight.append(_Pair(task, iteration, row, start, self._mark()))
+        self._in_flight.append(_StreamWork(task, iteration, row, start, self._mark()))
         # At most two, to bound the cost for this task; the backlog still shrinks.
         for _ in range(2):
             if self._in_flight and self._in_flight[0].end.query():

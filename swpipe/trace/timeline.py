@@ -31,12 +31,7 @@ WAIT = "#C4C4C4"
 INK = "#222222"
 FAINT = "#777777"
 GRID = "#EEEEEE"
-HATCHED: dict[str, Any] = {
-    "facecolor": "white",
-    "edgecolor": WAIT,
-    "hatch": "/////",
-    "linewidth": 0,
-}
+HATCHED: Any = {"facecolor": "white", "edgecolor": WAIT, "hatch": "/////", "linewidth": 0}
 
 WIDTH_PT = 720.0
 DPI = 200
@@ -80,7 +75,8 @@ def plot(
                 )
         picture.draw_legend(panels)
         if title:
-            picture.write_above(PAD_PT, title, fontsize=TITLE_SIZE, color=INK)
+            place = (PAD_PT / WIDTH_PT, picture.top_middle)
+            picture.figure.text(*place, title, va="center", fontsize=TITLE_SIZE, color=INK)
         picture.figure.savefig(path, dpi=DPI, facecolor="white")
 
 
@@ -93,16 +89,14 @@ class _Picture:
         self.tops_pt, headings, rows_pt = _layout(panels)
         left_pt = 2 * PAD_PT + max(_text_pt(row.name, ROW_SIZE) for _, row in self.tops_pt)
         inner_pt = WIDTH_PT - left_pt - 2 * PAD_PT
-        self.height_pt = TOP_PT + rows_pt + BOTTOM_PT
+        height_pt = TOP_PT + rows_pt + BOTTOM_PT
+        self.top_middle = 1 - TOP_PT / 2 / height_pt
         span_ms = max(1, *(extent_ns(panel.spans)[1] for panel in panels)) / 1e6
         self.ms_per_pt = span_ms / inner_pt
-        self.figure = Figure(figsize=(WIDTH_PT / 72, self.height_pt / 72))
-        w, h = WIDTH_PT, self.height_pt
-        self.axes: Axes = self.figure.add_axes(
-            (left_pt / w, BOTTOM_PT / h, inner_pt / w, rows_pt / h),
-            xlim=(0, span_ms),
-            ylim=(rows_pt, 0),
-        )
+        self.figure = Figure(figsize=(WIDTH_PT / 72, height_pt / 72))
+        w, h = WIDTH_PT, height_pt
+        place = (left_pt / w, BOTTOM_PT / h, inner_pt / w, rows_pt / h)
+        self.axes: Axes = self.figure.add_axes(place, xlim=(0, span_ms), ylim=(rows_pt, 0))
         self._style_axes()
         for heading, middle_pt in headings:
             self.axes.text(0, middle_pt, heading, va="center", fontsize=SMALL_SIZE, color=FAINT)
@@ -176,7 +170,7 @@ class _Picture:
         self.figure.legend(
             handles=keys,
             loc="center right",
-            bbox_to_anchor=(1 - 2 * PAD_PT / WIDTH_PT, 1 - TOP_PT / 2 / self.height_pt),
+            bbox_to_anchor=(1 - 2 * PAD_PT / WIDTH_PT, self.top_middle),
             borderaxespad=0,
             borderpad=0,
             ncols=len(keys) or 1,
@@ -189,20 +183,9 @@ class _Picture:
             columnspacing=1.2,
         )
 
-    def write_above(self, x_pt: float, text: str, **style: Any) -> None:
-        """Write text above the rows."""
-        y = 1 - TOP_PT / 2 / self.height_pt
-        self.figure.text(x_pt / WIDTH_PT, y, text, va="center", **style)
-
 
 class _Layout(NamedTuple):
-    """Vertical positions, in points from the top.
-
-    Attributes:
-        tops_pt: Index of a panel and row to the top of the row.
-        headings_pt: Headings with their middles.
-        end_pt: The end of the last row.
-    """
+    """Tops of rows by panel and row, middles of headings, and the end; in points from the top."""
 
     tops_pt: dict[tuple[int, Row], float]
     headings_pt: list[tuple[str, float]]

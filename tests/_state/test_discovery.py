@@ -67,7 +67,7 @@ def test_a_bound_method_of_the_model_itself(model: torch.nn.Module) -> None:
 
 
 def test_attributes_of_attributes_and_no_further(model: torch.nn.Module) -> None:
-    """Two objects deep is state; deeper is a labyrinth."""
+    """The search follows two attributes in a row."""
     near = SimpleNamespace(job=SimpleNamespace(model=model))
     far = SimpleNamespace(run=near)
     assert found_by(lambda ctx: near.job) == {"near.job.model": model}
@@ -156,7 +156,7 @@ def test_a_callable_object(model: torch.nn.Module) -> None:
     assert found_by(Forward()) == {"net": model, "GLOBAL_WEIGHT": GLOBAL_WEIGHT}
 
 
-def test_parts_of_what_is_found_are_not_told_twice() -> None:
+def test_parts_of_a_found_object_are_not_listed() -> None:
     """A submodule or a parameter of a model that is found goes with it."""
     net = torch.nn.Sequential(torch.nn.Linear(1, 1))
     layer, weight = net[0], net[0].weight
@@ -169,7 +169,7 @@ def test_an_optimizer_is_put_back_whole(model: torch.nn.Module) -> None:
     assert found_by(lambda ctx: optimizer) == {"optimizer": optimizer}
 
 
-def test_the_nearest_way_counts(model: torch.nn.Module) -> None:
+def test_the_shortest_path_counts(model: torch.nn.Module) -> None:
     """What is two objects away on one path, and none on a longer one, is looked into."""
     inner = SimpleNamespace(trainer=SimpleNamespace(model=model))
     job, listed = SimpleNamespace(x=SimpleNamespace(inner=inner)), [[[[inner]]]]
@@ -206,7 +206,7 @@ def test_tensors_count_when_they_are_trained() -> None:
     assert found_by(lambda ctx: (weight, data)) == {"weight": weight}
 
 
-def test_looking_runs_no_code_of_the_users() -> None:
+def test_the_search_runs_no_user_code() -> None:
     """Properties are not asked, and an empty cell is no error."""
 
     class Shy:

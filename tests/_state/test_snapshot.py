@@ -72,7 +72,7 @@ def test_model_and_optimizer(make: Callable[[Any], torch.optim.Optimizer], befor
     assert equal(gradients, [p.grad for p in model.parameters()])
 
 
-def test_restored_training_goes_on_as_if_nothing_had_been() -> None:
+def test_training_continues_unchanged_after_a_restore() -> None:
     """The steps after a restore are those that would have come."""
     results = []
     for profiled in (False, True):
@@ -168,7 +168,7 @@ def test_a_buffer_that_was_absent_is_absent_again() -> None:
     assert module.scale is None
 
 
-def test_the_device_is_waited_for() -> None:
+def test_the_device_is_synchronized() -> None:
     """Before the state is copied, and before memory that it works on is overwritten."""
 
     class SlowDevice(CpuDevice):
@@ -204,7 +204,7 @@ class Odd(nn.Module):
         self.scale = state["scale"]
 
 
-def test_tensors_that_no_state_dict_tells_of() -> None:
+def test_tensors_outside_the_state_dict() -> None:
     """Plain attributes, lists, buffers that are not saved, modules in lists, extra state."""
     odd = Odd()
     kept, weight = odd.total, odd.hidden[0].weight.clone()
@@ -239,7 +239,7 @@ def test_a_tensor_that_became_part_of_a_graph_is_a_leaf_again() -> None:
     assert not odd.total.requires_grad
 
 
-def test_what_a_lazy_module_makes_meanwhile_stays() -> None:
+def test_parameters_of_a_lazy_module_stay() -> None:
     """There was nothing to save, and nothing fails."""
     lazy = nn.LazyLinear(2)
     snapshot = snapshot_of(lazy)
@@ -286,8 +286,8 @@ def test_anything_with_a_state_dict() -> None:
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
 
 
-def test_a_state_that_cannot_be_copied_is_told() -> None:
-    """The error names the object and the way round it."""
+def test_a_state_that_cannot_be_copied_is_reported() -> None:
+    """The error names the object and a workaround."""
 
     class Stubborn:
         def state_dict(self) -> Any:
@@ -302,7 +302,7 @@ def test_a_state_that_cannot_be_copied_is_told() -> None:
     assert "state=[model, optimizer]" in caught.value.__notes__[0]
 
 
-def test_the_generators_that_everyone_shares() -> None:
+def test_default_generators() -> None:
     """torch's, Python's and numpy's go on from where they were."""
     numpy = pytest.importorskip("numpy")
 
@@ -332,7 +332,7 @@ def test_generators_of_the_tasks_own() -> None:
     assert draw() == first
 
 
-def test_a_snapshot_can_be_restored_again_and_again() -> None:
+def test_a_snapshot_can_be_restored_repeatedly() -> None:
     """As for several batches, each profiled from the same state."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())

@@ -191,8 +191,8 @@ def test_a_bare_tensor_is_a_value_too() -> None:
     assert map_tensors((t, p), id) == (id(t), id(p))
 
 
-def test_what_is_beside_the_tensors_survives() -> None:
-    """Attributes, default factories, lengths and labels come along with a rebuild."""
+def test_other_contents_survive_a_rebuild() -> None:
+    """Attributes, default factories, lengths and labels."""
     streamable = Streamable(x())
     streamable.cached = [1, 2]
     assert map_tensors(streamable, Tensor.clone).cached == [1, 2]
@@ -209,7 +209,7 @@ def test_what_is_beside_the_tensors_survives() -> None:
 
 
 def test_what_is_shared_stays_shared() -> None:
-    """A tensor or a list that is reached twice is mapped once and comes back as one."""
+    """A shared tensor or list is mapped once and shared in the result."""
     t = x()
     inner = [t]
     calls: list[Tensor] = []
@@ -277,7 +277,7 @@ def test_a_cycle_that_begins_at_a_tuple_closes_on_itself() -> None:
     assert new[0][1] is new
 
 
-def test_children_made_on_the_spot_keep_their_ids() -> None:
+def test_children_created_by_flatten_are_kept_apart() -> None:
     """Two registered nodes that make their children when asked do not take each other's."""
     value = [Registered(x(n), str(n)) for n in range(20)]
     assert [t[0].item() for t in tensors_in(value)] == list(range(20))
@@ -309,7 +309,7 @@ def test_a_dataclass_built_on_a_class_in_c_is_rebuilt() -> None:
     assert map_tensors(Failure(x(1)), lambda t: t + 1).x[0] == 2
 
 
-def test_nodes_tell_names_and_children() -> None:
+def test_nodes_have_names_and_children() -> None:
     """Each container is shown once, with its keys and what it holds."""
     t = x()
     value = {"a": [t], "b": Frozen(t)}

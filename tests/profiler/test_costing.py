@@ -27,8 +27,8 @@ class Counts(TypedDict):
 COUNTS: Counts = {"num_warmup": 1, "num_measure": 5}
 
 
-def test_host_time_is_how_long_a_task_keeps_its_thread(host: TimedHost) -> None:
-    """Sleeping is host time, and needs no lock: the least is what it is on the CPU for."""
+def test_host_time_is_how_long_a_task_occupies_its_thread(host: TimedHost) -> None:
+    """Sleeping counts as host time and needs no interpreter lock."""
     tasks = sleepers(host, read=6, forward=3)
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         costs = measure_costs(pipe, [None], **COUNTS)
@@ -53,10 +53,10 @@ class FakeContender:
         return None
 
 
-def test_what_a_task_took_and_the_rival_did_not_get_is_what_it_needs_the_lock_for(
+def test_gil_time_is_task_time_minus_contender_time(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python all of its time; a kernel what it does not let go; nobody more than its CPU time."""
+    """All of it for Python, part of it for a kernel that releases the lock; at most CPU time."""
     contender = FakeContender()
     monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
     monkeypatch.setattr(swpipe.profiler.gil, "time", host)
@@ -79,8 +79,10 @@ def test_what_a_task_took_and_the_rival_did_not_get_is_what_it_needs_the_lock_fo
     assert us_of(costs, "gil_us") == pytest.approx({"python": 4e3, "kernel": 1e3, "read": 1e3})
 
 
-def test_the_least_of_several_runs_counts(host: TimedHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others took the contender's core, it got less."""
+def test_gil_time_is_the_minimum_of_several_runs(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other work on the contender's core makes the result of a run too high."""
     contender = FakeContender()
     monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
     monkeypatch.setattr(swpipe.profiler.gil, "time", host)
@@ -95,8 +97,10 @@ def test_the_least_of_several_runs_counts(host: TimedHost, monkeypatch: pytest.M
     assert us_of(costs, "gil_us") == pytest.approx({"kernel": 1e3})
 
 
-def test_the_rival_counts_only_while_it_holds_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its clock goes on in small steps then; a long one was spent asking for the lock."""
+def test_the_contender_counts_only_time_in_which_it_holds_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Longer steps of its clock were spent waiting for the lock."""
     contender = GilContender()
     looks = iter([float(n) for n in range(51)] + [100.0, 101.0, 109.0, 110.5])
 
@@ -110,8 +114,8 @@ def test_the_rival_counts_only_while_it_holds_the_lock(monkeypatch: pytest.Monke
     assert contender.held_s == 1.0 + 1.5
 
 
-def test_the_lock_is_measured_when_asked_for_and_serially_only(host: TimedHost) -> None:
-    """Otherwise it is 0: under the plan, waiting for it is in the host time."""
+def test_gil_time_is_measured_on_request_and_in_serial_runs_only(host: TimedHost) -> None:
+    """Otherwise it is 0: under the plan, waiting for the lock is part of the host time."""
     tasks = [PipelineTask("python", lambda ctx: host.compute(2e-3))]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         for options in ({"lock": False}, {"pipelined": True}):
@@ -119,8 +123,8 @@ def test_the_lock_is_measured_when_asked_for_and_serially_only(host: TimedHost) 
             assert (cost.host_us, cost.gil_us) == (pytest.approx(2e3), 0.0)
 
 
-def test_a_real_rival_leaves_a_task_no_more_than_its_host_time() -> None:
-    """Whatever the machine does meanwhile; how true it is, the bench tells."""
+def test_gil_time_is_at_most_the_host_time() -> None:
+    """With a real contender; ``tests.bench.profiler`` checks the accuracy."""
     tasks = [PipelineTask("python", lambda ctx: sum(range(20_000)))]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         cost = measure_costs(pipe, [None], **COUNTS).tasks["python"]
@@ -128,7 +132,7 @@ def test_a_real_rival_leaves_a_task_no_more_than_its_host_time() -> None:
 
 
 def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> None:
-    """Whether one is alone is seen by the tasks themselves."""
+    """The tasks themselves record whether another one runs."""
     beside: list[bool] = []
     reading = [False]
 
@@ -150,10 +154,10 @@ def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> Non
         assert any(beside)
 
 
-def test_device_time_is_what_the_task_gave_to_its_stream(
+def test_device_time_is_the_time_of_a_tasks_work_on_its_stream(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By events around it; the host is through with it long before."""
+    """Measured by events; the host returns earlier."""
     device = TimedDevice(host)
     tell_time(monkeypatch, host, device)
 
@@ -170,7 +174,7 @@ def test_device_time_is_what_the_task_gave_to_its_stream(
             assert us_of(costs, "host_us") == pytest.approx({"copy": 1e3, "host": 0.0})
 
 
-def test_batches_count_alike(host: TimedHost) -> None:
+def test_batches_have_equal_weight(host: TimedHost) -> None:
     """One of 1 ms and one of 21 ms are 11 ms on average."""
     tasks = [PipelineTask("read", lambda ctx: host.sleep(ctx.batch))]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
@@ -179,7 +183,7 @@ def test_batches_count_alike(host: TimedHost) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
-def test_what_was_trained_is_put_back(pipelined: bool) -> None:
+def test_trained_state_is_restored(pipelined: bool) -> None:
     """Parameters, and the number of the next iteration."""
     model = torch.nn.Linear(4, 1)
     before = model.weight.detach().clone()
@@ -195,8 +199,8 @@ def test_what_was_trained_is_put_back(pipelined: bool) -> None:
         assert pipe.progress(iter([None])).iter_idx == 0
 
 
-def test_it_is_put_back_when_a_task_fails_as_well() -> None:
-    """And the failure is the task's own."""
+def test_trained_state_is_restored_when_a_task_fails() -> None:
+    """The error is the task's own."""
     model = torch.nn.Linear(4, 1)
     before = model.weight.detach().clone()
 
@@ -213,16 +217,16 @@ def test_it_is_put_back_when_a_task_fails_as_well() -> None:
         assert torch.equal(model.weight, before)
 
 
-def test_the_switch_interval_is_put_back() -> None:
-    """The contender shortens it for as long as it is about."""
+def test_the_switch_interval_is_restored() -> None:
+    """The contender shortens it while it runs."""
     usual = sys.getswitchinterval()
     with GilContender():
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     assert sys.getswitchinterval() == usual
 
 
-def test_nothing_to_measure_on_is_refused(host: TimedHost) -> None:
-    """No batch; too few iterations; iterations under way; a closed pipeline."""
+def test_invalid_measurements_are_refused(host: TimedHost) -> None:
+    """No batch, too few iterations, iterations in flight, a closed pipeline."""
     tasks = sleepers(host, read=0)
     plan = PipelinePlan({"read": TaskSchedule()}, pipeline_depth=2)
     with SWPipeline(plan, tasks) as pipe:
@@ -238,8 +242,8 @@ def test_nothing_to_measure_on_is_refused(host: TimedHost) -> None:
         measure_costs(pipe, [None])
 
 
-def test_resources_are_added_by_hand() -> None:
-    """To what a task has; the model given stays as it is."""
+def test_resources_are_added() -> None:
+    """To those that a task has; the given model is not modified."""
     costs = CostModel({"dist": TaskCost(1, resources=("nccl",)), "copy": TaskCost(2)}, 3.0)
     more = with_resources(costs, {"dist": ("pcie", "nccl"), "copy": "pcie"})
     assert more.tasks["dist"].resources == ("nccl", "pcie")
@@ -249,6 +253,6 @@ def test_resources_are_added_by_hand() -> None:
 
 
 def test_a_resource_for_a_task_without_costs_is_refused() -> None:
-    """With the names that there are."""
+    """The error lists the known tasks."""
     with pytest.raises(PlanError, match="task 'dits' has no cost"):
         with_resources(CostModel({"dist": TaskCost(1)}), {"dits": "nccl"})

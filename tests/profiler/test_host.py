@@ -53,10 +53,10 @@ def test_sleeping_blocks_and_computing_does_not(
     assert times.blocked_s == pytest.approx({"sleep": 0.01, "spin": 0.0})
 
 
-def test_a_task_too_short_for_the_clock_took_no_time(
+def test_a_task_shorter_than_the_clock_resolution_takes_no_time(
     host: TimedHost, instructions: dict[str, Instruction]
 ) -> None:
-    """And was off the CPU for none of it."""
+    """It was not blocked either."""
     times = HostTimes(["sleep"])
     times.start(instructions["sleep"], 0)
     times.stop(instructions["sleep"], 0)
@@ -64,10 +64,10 @@ def test_a_task_too_short_for_the_clock_took_no_time(
     assert times.host_s == times.blocked_s == {"sleep": 0.0}
 
 
-def test_a_coarse_clock_makes_no_time_negative(
+def test_a_coarse_cpu_clock_gives_no_negative_time(
     instructions: dict[str, Instruction], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a thread's CPU time comes in steps, a tick may fall into a shorter task."""
+    """CPU time may advance by a whole step during a shorter task."""
     ticks = iter(range(100))
     times = HostTimes(["sleep"])
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
@@ -78,7 +78,7 @@ def test_a_coarse_clock_makes_no_time_negative(
 
 
 def test_warm_up_does_not_count(host: TimedHost, instructions: dict[str, Instruction]) -> None:
-    """Iterations before the one named are forgotten."""
+    """Runs of iterations outside the range are dropped."""
     times = HostTimes(["sleep", "spin"])
     ins = instructions["sleep"]
     times.start(ins, 3)
@@ -89,10 +89,8 @@ def test_warm_up_does_not_count(host: TimedHost, instructions: dict[str, Instruc
     assert times.host_s["sleep"] == pytest.approx(0.01)
 
 
-def test_tasks_that_were_not_asked_for_pass_unnoticed(
-    host: TimedHost, instructions: dict[str, Instruction]
-) -> None:
-    """Nor do swpipe's own turns count."""
+def test_other_tasks_are_not_timed(host: TimedHost, instructions: dict[str, Instruction]) -> None:
+    """Nor are ``<admit>`` and ``<retire>``."""
     times = HostTimes(["spin"])
     run(host, times, instructions, 0)
     times.start(instructions["<admit>"], 0)

@@ -53,10 +53,10 @@ def test_a_serial_window_has_a_sample_per_iteration(pipe: SWPipeline) -> None:
     assert [i for i, _, _ in SEEN] == list(range(7))
 
 
-def test_a_pipelined_window_has_a_sample_per_stretch_of_the_pipelines_depth(
+def test_a_pipelined_sample_spans_depth_iterations(
     pipe: SWPipeline,
 ) -> None:
-    """Warm-up, what is measured and what fills the pipeline go through; nothing is left in it."""
+    """The window includes fill and drain, and leaves the pipeline empty."""
     window = timer(pipe, pipelined=True)
     assert window.overlap == 2
     assert len(window.window()) == 4
@@ -64,8 +64,8 @@ def test_a_pipelined_window_has_a_sample_per_stretch_of_the_pipelines_depth(
     assert pipe.in_flight == 0
 
 
-def test_the_pipeline_comes_round_before_anything_is_timed(pipe: SWPipeline) -> None:
-    """However short a warm-up is asked for: a shortcut task is cached, the prologue is over."""
+def test_warm_up_covers_caching_and_the_prologue(pipe: SWPipeline) -> None:
+    """Even if a shorter warm-up is requested."""
     timer(pipe, warmup=0).window()
     assert len(SEEN) == 1 + 5
     SEEN.clear()
@@ -115,8 +115,8 @@ def test_tasks_are_timed_on_their_threads(pipe: SWPipeline, pipelined: bool) -> 
     assert times.host_s.keys() == {"see", "act"}
 
 
-def test_a_lent_pipeline_comes_back_as_it_was(pipe: SWPipeline) -> None:
-    """Iteration count and shortcuts, with what they have in their caches."""
+def test_a_borrowed_pipeline_is_restored(pipe: SWPipeline) -> None:
+    """Iteration count and shortcuts, with their caches."""
     pipe.run(["x", "y"])
     with pipe.shortcut("act"):
         pipe.run(["z"])
@@ -140,15 +140,15 @@ def borrow_and_fail(pipe: SWPipeline) -> None:
         raise KeyError
 
 
-def test_a_lent_pipeline_is_empty_when_it_comes_back_early(pipe: SWPipeline) -> None:
-    """What stood in it when the borrower failed is drained."""
+def test_a_borrowed_pipeline_is_drained_after_a_failure(pipe: SWPipeline) -> None:
+    """No iteration stays in flight."""
     with pytest.raises(KeyError):
         borrow_and_fail(pipe)
     assert pipe.in_flight == 0
     pipe.run_one_serial_iter("d")
 
 
-def test_the_first_failure_is_told_even_if_draining_fails_too() -> None:
+def test_the_first_failure_is_raised_even_if_draining_fails_too() -> None:
     """The borrower's error reaches the user, not the one that followed from it."""
 
     def fail_late(ctx: IterContext) -> None:
@@ -192,8 +192,8 @@ def device(event: type, log: list[str]) -> Any:
     )
 
 
-def test_a_device_with_a_clock_tells_when_iterations_were_done() -> None:
-    """By events, so that the host need not wait for the device in between."""
+def test_timing_events_mark_the_ends_of_iterations() -> None:
+    """The host does not wait for the device in between."""
     log: list[str] = []
     marks = _Marks(SimpleNamespace(device=device(_TimedEvent, log)))  # type: ignore[arg-type]
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_a_device_with_a_clock_tells_when_iterations_were_done() -> None:
     assert log == ["synchronize"]
 
 
-def test_a_device_without_a_clock_goes_by_the_hosts() -> None:
+def test_without_timing_events_the_host_clock_is_used() -> None:
     """Events that tell no time are of no use here."""
     marks = _Marks(SimpleNamespace(device=device(object, [])))  # type: ignore[arg-type]
     marks.set()
@@ -224,7 +224,7 @@ def test_serial_iterations_are_timed_from_idle_to_idle(
     assert log == ["wait", "clock", "wait", "clock"] * 2
 
 
-def test_windows_run_plain_torch(pipe: SWPipeline) -> None:
+def test_windows_run_under_the_callers_grad_mode(pipe: SWPipeline) -> None:
     """Grad mode and the like are the caller's."""
     with torch.no_grad():
         timer(pipe).window()

@@ -91,7 +91,7 @@ def pipe(job: Job) -> Iterator[SWPipeline]:
         yield pipe
 
 
-def test_a_profile_tells_every_task_in_serial_order(pipe: SWPipeline) -> None:
+def test_a_profile_has_every_task_in_serial_order(pipe: SWPipeline) -> None:
     """Figures for all tasks, in the order in which they run."""
     result = TaskProfiler(pipe).profile(BATCH, **QUICK)
     assert result.tasks == ("read", "forward", "backward", "step")
@@ -104,7 +104,7 @@ def test_a_profile_tells_every_task_in_serial_order(pipe: SWPipeline) -> None:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_everything_is_put_back_bit_for_bit(
+def test_everything_is_restored_bit_for_bit(
     job: Job, pipe: SWPipeline, pipelined: bool, steps: int
 ) -> None:
     """Model, gradients, flags, optimizer and generators, before the first step and later on."""
@@ -115,8 +115,8 @@ def test_everything_is_put_back_bit_for_bit(
     assert result.put_back == ("self.model (Sequential)", "self.optimizer (Adam)")
 
 
-def test_training_goes_on_as_if_nothing_had_been() -> None:
-    """A profile in the middle changes no number of the run around it."""
+def test_a_profile_in_the_middle_does_not_change_training() -> None:
+    """All numbers are those of a run without it."""
     ends = []
     for profiled in (False, True):
         random.seed(1)
@@ -131,10 +131,10 @@ def test_training_goes_on_as_if_nothing_had_been() -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_a_failure_in_the_middle_leaves_nothing_behind(
+def test_after_a_failure_everything_is_restored(
     job: Job, pipe: SWPipeline, pipelined: bool
 ) -> None:
-    """The task's own error comes out; no shortcut is on, the state is back, the pipeline runs."""
+    """The task's own error is raised; no shortcut is on, and the pipeline runs."""
     before = job.state()
     job.fails_at = 12
     with pytest.raises(ZeroDivisionError, match="planted") as caught:
@@ -151,7 +151,7 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(
 
 
 def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipeline) -> None:
-    """With what they hold, though the profile was taken on another batch."""
+    """Their caches stay too, although the profile used another batch."""
     pipe.enable_shortcut("forward")
     (cached,) = pipe.iterate([BATCH])
     job.ran.clear()
@@ -165,8 +165,8 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
     assert torch.equal(replayed.loss, cached.loss)
 
 
-def test_a_task_that_is_shortcut_cannot_be_asked_for(pipe: SWPipeline) -> None:
-    """It costs nothing already."""
+def test_a_shortcut_task_cannot_be_measured(pipe: SWPipeline) -> None:
+    """It costs nothing."""
     pipe.enable_shortcut("forward")
     with pytest.raises(ValueError, match=r"'forward' is shortcut.*disable_shortcut\('forward'\)"):
         TaskProfiler(pipe).profile(BATCH, tasks=["forward"], **QUICK)
@@ -174,7 +174,7 @@ def test_a_task_that_is_shortcut_cannot_be_asked_for(pipe: SWPipeline) -> None:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_iterations_keep_their_numbers(pipe: SWPipeline, pipelined: bool) -> None:
-    """The next iteration of the user's is the next one."""
+    """Profiling does not use up iteration numbers."""
     pipe.run([BATCH] * 3)
     TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
     assert [ctx.iter_idx for ctx in pipe.iterate([BATCH])] == [3]
@@ -200,8 +200,8 @@ def test_some_tasks_only(pipe: SWPipeline) -> None:
     assert profiler.profile(BATCH, tasks="step", **QUICK).tasks == ("step",)
 
 
-def test_state_can_be_named(job: Job, pipe: SWPipeline) -> None:
-    """Then only that is put back, whatever else the tasks reach."""
+def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
+    """Then only that state is restored."""
     model, optimizer = job.model, job.optimizer
     weights = copy.deepcopy(model.state_dict())
 
@@ -217,7 +217,7 @@ def test_state_can_be_named(job: Job, pipe: SWPipeline) -> None:
     assert not torch.equal(weights["0.weight"], model[0].weight)
 
 
-def test_state_that_cannot_be_put_back_is_refused(pipe: SWPipeline) -> None:
+def test_state_that_cannot_be_restored_is_refused(pipe: SWPipeline) -> None:
     """Before anything runs."""
     with pytest.raises(TypeError, match=r"state\[1\] \(dict\) cannot be restored: give modules"):
         TaskProfiler(pipe, state=[torch.ones(1), {}])
@@ -249,17 +249,17 @@ def refused(pipe: SWPipeline, batches: Any = (BATCH,), **arguments: Any) -> None
         ({"labels": ["a", "b"]}, "2 labels for 1 batches"),
     ],
 )
-def test_values_that_make_no_sense(
+def test_invalid_arguments_are_refused(
     job: Job, pipe: SWPipeline, arguments: dict[str, Any], says: str
 ) -> None:
-    """Told before anything runs."""
+    """Before any task runs."""
     with pytest.raises(ValueError, match=says):
         refused(pipe, **arguments)
     assert job.ran == []
 
 
 def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipeline) -> None:
-    """They would be mixed up with those of the profile; they stay where they are."""
+    """The iterations stay in flight."""
     batches = iter([BATCH] * 3)
     pipe.progress(batches)
     with pytest.raises(RuntimeError, match=r"1 iterations are in flight.*drain\(\)"):
@@ -268,7 +268,7 @@ def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipel
 
 
 def test_a_closed_pipeline_is_refused(pipe: SWPipeline) -> None:
-    """With the mend."""
+    """The error says what to do."""
     pipe.close()
     with pytest.raises(RuntimeError, match="closed: make a new one before profiling"):
         refused(pipe)

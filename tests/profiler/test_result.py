@@ -87,8 +87,8 @@ def test_the_tables_side_by_side() -> None:
     assert stripped(out.getvalue()) == stripped(SIDE_BY_SIDE)
 
 
-def test_nobody_blocks_and_nothing_was_found() -> None:
-    """The report says so rather than leave the lines out."""
+def test_a_report_without_blocking_tasks_and_state_says_so() -> None:
+    """The lines are not left out."""
     calm = replace(RESULT, blocked_s=dict.fromkeys(RESULT.tasks, 0.0), put_back=())
     assert "blocks the host: no task" in calm.format_report()
     assert "put back: generators only; no other state was found" in calm.format_report()
@@ -97,28 +97,28 @@ def test_nobody_blocks_and_nothing_was_found() -> None:
 @pytest.mark.parametrize(
     ("blocked_s", "blocks"), [(0.0009, False), (0.00099, False), (0.001, True), (0.004, True)]
 )
-def test_a_task_blocks_that_is_off_the_cpu_for_a_quarter_of_its_time(
+def test_a_task_blocks_if_it_is_off_the_cpu_for_a_quarter_of_its_time(
     blocked_s: float, blocks: bool
 ) -> None:
-    """Less is what any task has on a busy machine."""
+    """Lower fractions are normal on a busy machine."""
     result = replace(RESULT, host_s={"read": 0.004}, blocked_s={"read": blocked_s})
     assert result.blocking == (("read",) if blocks else ())
 
 
-def test_moments_do_not_block() -> None:
-    """A tenth of a millisecond is the least that is worth a word."""
+def test_short_waits_do_not_block() -> None:
+    """The limit is 0.1 ms."""
     result = replace(RESULT, host_s={"read": 0.00009}, blocked_s={"read": 0.00009})
     assert result.blocking == ()
 
 
-def test_who_blocks_longest_comes_first() -> None:
-    """The order is by time, not by the pipeline's."""
+def test_blocking_tasks_are_sorted_by_time() -> None:
+    """The longest comes first."""
     times = {"read": 0.001, "forward": 0.003, "log": 0.002}
     assert replace(RESULT, host_s=times, blocked_s=times).blocking == ("forward", "log", "read")
 
 
 def test_results_are_frozen() -> None:
-    """Nobody rewrites a measurement."""
+    """Attributes cannot be assigned."""
     with pytest.raises(FrozenInstanceError):
         RESULT.baseline_s = 1.0  # type: ignore[misc]
 
@@ -143,13 +143,13 @@ def test_json_and_back(tmp_path: Path) -> None:
     ],
 )
 def test_other_json_is_refused(text: str, says: str) -> None:
-    """What is missing or too much is told."""
+    """The error lists the expected and the actual keys."""
     with pytest.raises(ValueError, match=says):
         ProfileResult.from_json(text)
 
 
 def test_one_result_is_not_several() -> None:
-    """A single result's JSON is not taken for a list."""
+    """The JSON of a single result is not a list."""
     with pytest.raises(ValueError, match="a JSON list, not dict"):
         ProfileResults.from_json(RESULT.to_json())
 
@@ -164,7 +164,7 @@ def test_several_results_are_a_sequence() -> None:
 
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:
-    """The ending of the path tells the format."""
+    """The suffix of the path selects the format."""
     pytest.importorskip("matplotlib")
     RESULT.plot(tmp_path / "one.png")
     ProfileResults([RESULT, OTHER]).plot(tmp_path / "two.svg")
@@ -172,7 +172,7 @@ def test_a_chart_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "two.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
-def test_nothing_cannot_be_drawn(tmp_path: Path) -> None:
+def test_an_empty_chart_of_results_is_refused(tmp_path: Path) -> None:
     """A chart without a bar is refused."""
     with pytest.raises(ValueError, match="nothing to draw"):
         ProfileResults([]).plot(tmp_path / "none.png")

@@ -15,12 +15,12 @@ KINDS = ("<baseline>", "<host>", "read", "forward", "step")
 
 
 def test_every_kind_of_window_comes_once_per_round() -> None:
-    """No figure has fewer windows than another."""
+    """All values have the same number of windows."""
     assert [sorted(order) for order in window_orders(KINDS, 5)] == [sorted(KINDS)] * 5
 
 
-def test_every_other_round_is_the_last_one_backwards() -> None:
-    """Whatever comes early in one round comes late in the next: a drift cancels out."""
+def test_every_second_round_reverses_the_one_before() -> None:
+    """So a drift cancels out."""
     first, second, third, fourth = window_orders(KINDS, 4)
     assert second == first[::-1]
     assert fourth == third[::-1]
@@ -28,7 +28,7 @@ def test_every_other_round_is_the_last_one_backwards() -> None:
 
 
 def test_the_order_is_the_same_on_every_rank() -> None:
-    """Collectives inside of tasks would not meet otherwise."""
+    """Otherwise collectives within tasks would not match."""
     assert list(window_orders(KINDS, 6)) == list(window_orders(KINDS, 6))
 
 
@@ -42,8 +42,8 @@ def test_the_order_is_the_same_on_every_rank() -> None:
         ((0, 1, 1), "num_measure and num_rounds are both 1: one measurement has no error bar"),
     ],
 )
-def test_too_little_is_refused(counts: tuple[int, int, int], says: str) -> None:
-    """The value, the rule and the mend."""
+def test_too_small_counts_are_refused(counts: tuple[int, int, int], says: str) -> None:
+    """The error has the value, the rule and a fix."""
     with pytest.raises(ValueError, match=says):
         Counts(*counts)
 
@@ -81,7 +81,7 @@ class FakeTimer:
 
 
 def test_each_window_is_measured_with_its_task_shortcut() -> None:
-    """The columns hold the windows of their own task, one per round; one goes ahead for nothing."""
+    """A column has the windows of its own task, one per round; the first window is not used."""
     timer, ticks = FakeTimer(), []
     found = measure(timer, ["read", "step"], 3, lambda: ticks.append(1))  # type: ignore[arg-type]
     at = {
@@ -98,7 +98,7 @@ def test_each_window_is_measured_with_its_task_shortcut() -> None:
     assert {column.overlap for column in found.columns.values()} == {3}
 
 
-def test_a_failure_tells_what_was_being_measured() -> None:
+def test_a_failure_has_a_note_of_what_was_measured() -> None:
     """The note names the task that was shortcut, if any."""
     notes = []
     for fails_at in range(1, 4):

@@ -14,32 +14,32 @@ def windows(*medians: float) -> Column:
     return Column([[median] for median in medians])
 
 
-def test_a_window_counts_by_its_median() -> None:
-    """One iteration that the machine broke off does not move the level."""
+def test_the_value_of_a_window_is_its_median() -> None:
+    """A single outlier does not change it."""
     assert iteration_time(Column([[10.0, 10.0, 95.0], [10.0, 10.0, 10.0]])).value_s == 10.0
 
 
-def test_exposed_is_baseline_minus_the_tasks_own_level() -> None:
-    """What an iteration gets shorter by is the value, and longer by a negative one."""
+def test_exposed_time_is_baseline_minus_the_tasks_column() -> None:
+    """Negative if iterations with the shortcut are longer."""
     found = time_saved(windows(10, 10, 10), {"read": windows(6, 6, 6), "nop": windows(11, 11, 11)})
     assert found == {"read": Estimate(4.0, 0.0), "nop": Estimate(-1.0, 0.0)}
 
 
-def test_what_moves_a_whole_round_cancels_out() -> None:
-    """A machine at half its speed during one round fakes neither a value nor a spread."""
+def test_a_shift_of_a_whole_round_cancels_out() -> None:
+    """A round at half speed changes neither value nor spread."""
     found = time_saved(windows(10, 15, 10), {"read": windows(6, 11, 6)})
     assert found["read"] == Estimate(pytest.approx(4.0), pytest.approx(0.0, abs=1e-9))
 
 
 def test_noise_of_other_columns_shows_in_the_spread() -> None:
-    """Three windows that happen to agree are not taken for certain where the rest disagree."""
+    """Three equal windows do not mean certainty if the other columns are noisy."""
     quiet, noisy = windows(6, 6, 6), windows(6, 9, 7)
     found = time_saved(windows(10, 10, 10), {"quiet": quiet, "noisy": noisy})
     assert found["quiet"].spread_s > 1.0
 
 
-def test_a_noisy_task_has_the_longer_spread() -> None:
-    """Each task's own differences count besides what all columns share."""
+def test_a_noisy_task_has_a_larger_spread() -> None:
+    """Its own differences count in addition to the noise of all columns."""
     steady = {f"steady {i}": windows(*[6.0] * 9) for i in range(9)}
     noisy = windows(6, 9, 6, 3, 6, 9, 6, 3, 6)
     found = time_saved(windows(*[10.0] * 9), {"noisy": noisy, **steady})
@@ -47,21 +47,21 @@ def test_a_noisy_task_has_the_longer_spread() -> None:
 
 
 def test_one_round_has_a_spread_from_its_samples() -> None:
-    """With a single window each, the samples within the windows tell the error."""
+    """With one window per task, the error comes from the samples within the windows."""
     column = Column([[1.0, 2.0, 3.0, 4.0, 5.0]])
     assert time_saved(column, {"read": column})["read"].spread_s > 1.0
     assert iteration_time(column).spread_s > 1.0
 
 
 def test_samples_that_share_iterations_count_less() -> None:
-    """Overlapping samples are not taken for independent ones."""
+    """Overlapping samples are not treated as independent."""
     samples = [[1.0, 2.0, 3.0, 4.0, 5.0]]
     assert Column(samples, overlap=4).error_s == pytest.approx(2 * Column(samples).error_s)
 
 
 @pytest.mark.parametrize(("rounds", "tasks"), [(2, 2), (3, 5), (5, 1)])
 def test_a_task_that_costs_nothing_reads_zero_within_its_spread(rounds: int, tasks: int) -> None:
-    """On noise with outliers, drift and windows that lean to one side, practically always."""
+    """Under noise with outliers, drift and skewed windows, in nearly all cases."""
     chance = random.Random(rounds)
 
     def window(at: float) -> list[float]:

@@ -19,15 +19,15 @@ BESIDE = PipelinePlan(
 )
 
 
-def test_what_an_iteration_takes_under_each_plan(host: TimedHost) -> None:
-    """Two tasks of 4 and 3 ms: one after the other, or side by side."""
+def test_the_result_is_the_iteration_time_under_each_plan(host: TimedHost) -> None:
+    """Tasks of 4 and 3 ms, one after the other or at the same time."""
     tasks = sleepers(host, read=4, work=3)
     took_s = try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 2, 6, device="cpu")
     assert list(took_s) == ["serial", "beside"]
     assert took_s == pytest.approx({"serial": 7e-3, "beside": 4e-3})
 
 
-def test_what_trying_trains_is_put_back() -> None:
+def test_trials_restore_trained_state() -> None:
     """Also when a task fails; no thread stays."""
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
@@ -48,7 +48,7 @@ def test_what_trying_trains_is_put_back() -> None:
     assert threading.active_count() == threads
 
 
-def test_what_cannot_be_tried_is_refused() -> None:
+def test_invalid_trials_are_refused() -> None:
     """No plans, no batches, other tasks."""
     tasks = [PipelineTask("read", lambda ctx: None)]
     with pytest.raises(ValueError, match="at least one plan and one batch"):

@@ -27,7 +27,7 @@ def exactly(**milliseconds: float) -> dict[str, object]:
 
 
 def test_serially_every_task_is_exposed_in_full(host: TimedHost) -> None:
-    """Nothing hides anything: exposed time is the task's own."""
+    """No task overlaps another one."""
     tasks = sleepers(host, read=4, forward=6, step=2)
     result = profiled(PipelinePlan.serial(tasks), tasks, pipelined=False)
     assert result.baseline_s == pytest.approx(12e-3)
@@ -35,8 +35,8 @@ def test_serially_every_task_is_exposed_in_full(host: TimedHost) -> None:
     assert result.spread_s == exactly(read=0, forward=0, step=0)
 
 
-def test_under_the_plan_one_task_is_hidden_and_one_half(host: TimedHost) -> None:
-    """Reading takes twice the forward beside it: half of it is hidden, and all of the forward."""
+def test_under_the_plan_one_task_is_hidden_and_one_half_exposed(host: TimedHost) -> None:
+    """Reading takes twice as long as the forward that overlaps with it."""
     tasks = sleepers(host, read=8, forward=4)
     plan = overlapped({"io": ["read"], "default": ["forward"]})
     result = profiled(plan, tasks, pipelined=True)
@@ -45,7 +45,7 @@ def test_under_the_plan_one_task_is_hidden_and_one_half(host: TimedHost) -> None
 
 
 def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
-    """The busiest group sets the pace; each of its tasks is exposed down to the next busiest."""
+    """The busiest group sets the interval; its tasks are exposed down to the next busiest group."""
     tasks = sleepers(host, read=3, decode=4, copy=2, forward=5)
     plan = overlapped({"io": ["read", "decode"], "copy": ["copy"], "default": ["forward"]})
     result = profiled(plan, tasks, pipelined=True)
@@ -53,8 +53,8 @@ def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
     assert result.exposed_s == exactly(read=2, decode=2, copy=0, forward=0)
 
 
-def test_a_deeper_pipeline_tells_the_same(host: TimedHost) -> None:
-    """Threads that run ahead make single periods uneven; what is measured does not show it."""
+def test_a_deeper_pipeline_gives_the_same_result(host: TimedHost) -> None:
+    """Threads that run ahead make single periods uneven, but not the result."""
     tasks = sleepers(host, read=2, forward=5)
     shallow = overlapped({"io": ["read"], "default": ["forward"]})
     plan = PipelinePlan(shallow.schedule, deps=shallow.deps, pipeline_depth=4)
@@ -72,7 +72,7 @@ def test_a_task_that_costs_nothing_reads_zero(host: TimedHost, pipelined: bool) 
 
 
 def test_sleeping_tasks_block_the_host(host: TimedHost) -> None:
-    """The report names them and for how long, the longest first; computing is no blocking."""
+    """The report lists them by time; computing tasks do not block."""
     tasks = sleepers(host, read=2, forward=4, idle=0)
     tasks.append(PipelineTask("python", lambda ctx: host.compute(3e-3)))
     result = profiled(PipelinePlan.serial(tasks), tasks, pipelined=False)

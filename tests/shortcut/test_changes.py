@@ -111,7 +111,7 @@ def test_each_change_is_seen_and_no_other(task: Callable[[Any], object], produce
     assert changes(task) == ((produced,), ())
 
 
-def test_deleted_attributes_are_told() -> None:
+def test_deleted_attributes_are_listed() -> None:
     """What is gone is told by name."""
     assert changes(lambda ctx: delattr(ctx, "batch")) == ((), ("batch",))
 
@@ -128,7 +128,7 @@ def test_deleted_attributes_are_told() -> None:
     ],
 )
 def test_reading_is_no_change(task: Callable[[Any], object]) -> None:
-    """Reads, lazily kept results and the content of parameters are not counted."""
+    """Reads, lazily cached results and values of parameters do not count."""
     assert changes(task) == ((), ())
 
 
@@ -169,8 +169,8 @@ def test_tensors_without_version_counters_are_compared() -> None:
     assert changes(lambda ctx: ctx.c.mul_(2), ctx) == (("c",), ())
 
 
-def test_an_id_that_comes_back_is_not_taken_for_the_old_object() -> None:
-    """Values are held while they are watched, so a new one never has an old one's id."""
+def test_a_reused_id_is_not_taken_for_the_old_object() -> None:
+    """Watched values stay alive, so no new object has the id of an old one."""
     ctx = SimpleNamespace(thing=[object()])
     for _ in range(50):
 

@@ -31,7 +31,7 @@ def test_values_pass_unchanged_and_without_a_copy() -> None:
     assert not kept.requires_grad
 
 
-def test_gradients_go_on_to_the_kept_tensor() -> None:
+def test_gradients_reach_the_cached_tensor() -> None:
     """The incoming gradient arrives at the leaf under the output, unchanged."""
     (output,) = connect([x(5)], [], [])
     (output * 3).sum().backward()
@@ -99,8 +99,8 @@ def test_backward_twice_through_a_retained_graph_gives_zeros_twice() -> None:
 # ------------------------------------------------------------------------------ zeros
 
 
-def test_zeros_are_made_once() -> None:
-    """For as long as shape, type and device agree, the same tensors are handed out."""
+def test_zeros_are_reused() -> None:
+    """While shape, type and device stay the same."""
     zeros = ZeroGradients()
     first = zeros.like([weight(), weight()], None)
     assert list(map(id, zeros.like([weight(), weight()], None))) == list(map(id, first))
@@ -110,7 +110,7 @@ def test_zeros_are_made_once() -> None:
     "other",
     [torch.ones(4), torch.ones(3, 1), x().double(), torch.ones(3, device="meta"), x().to_sparse()],
 )
-def test_zeros_that_do_not_fit_are_made_anew(other: Tensor) -> None:
+def test_zeros_that_do_not_match_are_replaced(other: Tensor) -> None:
     """Another shape, type, device or layout gets zeros of its own."""
     zeros = ZeroGradients()
     (first,) = zeros.like([x()], None)
@@ -120,8 +120,8 @@ def test_zeros_that_do_not_fit_are_made_anew(other: Tensor) -> None:
     assert second.layout is other.layout
 
 
-def test_zeros_of_tensor_subclasses_are_made_each_time() -> None:
-    """What else two of them must agree in, their class knows."""
+def test_zeros_of_tensor_subclasses_are_not_reused() -> None:
+    """Only the class knows what else has to match."""
 
     class Special(Tensor):
         pass
@@ -137,15 +137,15 @@ def test_zeros_of_tensor_subclasses_are_made_each_time() -> None:
     assert type(third) is Tensor
 
 
-def test_zeros_from_another_stream_are_made_anew() -> None:
-    """The stream that they were made on may be late."""
+def test_zeros_from_another_stream_are_replaced() -> None:
+    """That stream may not have written them yet."""
     zeros = ZeroGradients()
     (first,) = zeros.like([x()], "stream a")
     (second,) = zeros.like([x()], "stream b")
     assert second is not first
 
 
-def test_zeros_that_a_hook_modified_are_made_anew() -> None:
+def test_zeros_that_a_hook_modified_are_replaced() -> None:
     """A gradient hook that writes into the gradient spoils it for that backward only."""
     zeros = ZeroGradients()
     for _ in range(2):
@@ -171,15 +171,15 @@ def test_gradients_do_not_share_memory_with_the_zeros() -> None:
 # ------------------------------------------------------------- what outputs come from
 
 
-def test_only_what_outputs_were_computed_from_is_reached() -> None:
-    """A tensor that the task did not use is not; one that it detached is not either."""
+def test_only_attributes_that_outputs_depend_on_are_found() -> None:
+    """Unused and detached tensors are not."""
     used, unused, cut = weight() * 2, weight() * 2, weight() * 2
     edges = gradient_edges({"used": [used], "unused": unused, "cut": cut, "plain": x()})
     output = (used + cut.detach()).sum()
     assert nearest_attributes([output], edges) == {"used"}
 
 
-def test_the_search_ends_at_what_is_reached_first() -> None:
+def test_the_search_ends_at_the_nearest_attribute() -> None:
     """Behind an attribute lies what it came from; that is reached through it."""
     early = weight() * 2
     late = early * 3
@@ -188,7 +188,7 @@ def test_the_search_ends_at_what_is_reached_first() -> None:
     assert nearest_attributes([late.exp() + early], edges) == {"early", "late"}
 
 
-def test_leaves_views_and_one_of_several_results_are_reached() -> None:
+def test_leaves_views_and_parts_of_a_split_are_found() -> None:
     """Parameters, views, tensors modified in place and parts of a split are told apart."""
     leaf, whole = weight(), torch.ones(4, requires_grad=True) * 2
     left, right = whole.split(2)
@@ -208,7 +208,7 @@ def test_a_graph_with_many_paths_is_searched_once() -> None:
     assert nearest_attributes([total], gradient_edges({"upstream": upstream})) == {"upstream"}
 
 
-def test_an_upstream_tensor_handed_on_as_it_is_is_reached() -> None:
+def test_an_upstream_tensor_that_is_an_output_is_found() -> None:
     """An output may be an input."""
     upstream = weight() * 2
     assert nearest_attributes([upstream], gradient_edges({"upstream": upstream})) == {"upstream"}

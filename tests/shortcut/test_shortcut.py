@@ -98,7 +98,7 @@ def test_enabling_again_keeps_the_cache() -> None:
     assert shortcut.runs == 1
 
 
-def test_names_is_one_set_that_follows() -> None:
+def test_names_is_always_the_same_set() -> None:
     """The engine looks tasks up in one set object, which changes in place."""
     shortcuts = Shortcuts()
     names = shortcuts.names
@@ -138,7 +138,7 @@ def test_a_failing_task_leaves_no_cache() -> None:
     assert shortcut.runs == 2
 
 
-def test_disabling_lets_go_of_the_cache() -> None:
+def test_disabling_drops_the_cache() -> None:
     """Nothing of what was produced is held after that."""
     thing = type("Thing", (), {})()
     gone = weakref.ref(thing)
@@ -165,7 +165,7 @@ def test_the_cached_run_s_context_is_not_held() -> None:
     assert produced() is None
 
 
-def test_any_context_will_do() -> None:
+def test_any_object_with_attributes_can_be_the_context() -> None:
     """The engine's own contexts are replayed like any other."""
     shortcuts = Shortcuts()
     task = PipelineTask("t", lambda ctx: setattr(ctx, "y", ctx.batch + 1))
@@ -219,7 +219,7 @@ class Batch:
     ],
     ids=str,
 )
-def test_any_value_comes_back_as_it_was(value: Any) -> None:
+def test_any_value_is_restored(value: Any) -> None:
     """Tensors of any type, nestings, and tuples that look like entries of a cache."""
     back = Shortcut(assign(y=value)).twice().y
     assert type(back) is type(value)
@@ -532,8 +532,8 @@ def test_every_nested_input_gets_zeros() -> None:
     assert torch.equal(second.grad, x(0))
 
 
-def test_what_the_task_did_not_use_gets_none_as_ever() -> None:
-    """Grafting onto it could run a graph that another backward has freed."""
+def test_unused_inputs_get_no_gradient() -> None:
+    """Connecting to them could run a graph that another backward has freed."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.used * 2))
     for _ in range(2):
         used, unused = weight(), weight()
@@ -985,8 +985,8 @@ def test_parameters_upstream_in_a_pipeline_get_zeros(plan: PipelinePlan) -> None
     assert seen == [True] + [False] * 5
 
 
-def test_shortcuts_may_come_and_go_with_iterations_in_flight() -> None:
-    """Runs and replays mix as asked, each batch still comes out once."""
+def test_shortcuts_may_change_with_iterations_in_flight() -> None:
+    """Each batch is still returned once."""
     training = Training()
     batches = iter(training.batches)
     with SWPipeline(TRAINING_PLAN, training.tasks) as pipe:

@@ -25,8 +25,8 @@ def elsewhere(act: Callable[[], None]) -> None:
     thread.join(10)
 
 
-def test_what_other_threads_set_and_delete_is_noted() -> None:
-    """Theirs alone is theirs; what the watching thread touched as well is its own."""
+def test_writes_of_other_threads_are_logged() -> None:
+    """An attribute that the watching thread wrote too is its own."""
     ctx = context()
 
     def act() -> None:
@@ -40,7 +40,7 @@ def test_what_other_threads_set_and_delete_is_noted() -> None:
     assert [bindings.only_by_others(name) for name in names] == [True, True, False, False, False]
 
 
-def test_a_context_behaves_as_ever_while_it_is_watched() -> None:
+def test_a_watched_context_behaves_as_usual() -> None:
     """It is an IterContext by name and kind, attributes come and go, and the error still helps."""
     ctx = context()
     with AttributeWrites(ctx):
@@ -55,8 +55,8 @@ def test_a_context_behaves_as_ever_while_it_is_watched() -> None:
     assert vars(ctx) == {"batch": None, "iter_idx": 3, "new": 1}
 
 
-def test_its_class_comes_back_when_the_last_watcher_leaves() -> None:
-    """Also after a failure; two may watch one context, in any order of leaving."""
+def test_the_class_is_restored_when_the_last_watcher_exits() -> None:
+    """Also after a failure; two may watch one context and exit in any order."""
     ctx = context()
     first, second = AttributeWrites(ctx), AttributeWrites(ctx)
     with first:
@@ -71,8 +71,8 @@ def test_its_class_comes_back_when_the_last_watcher_leaves() -> None:
     assert type(ctx) is IterContext
 
 
-def test_two_threads_that_watch_one_context_have_notes_of_their_own() -> None:
-    """What is the one's own is the other's foreign."""
+def test_two_watching_threads_have_separate_logs() -> None:
+    """The writes of each are foreign to the other."""
     ctx = context()
     notes: list[AttributeWrites] = []
     inside, go_on = threading.Event(), threading.Event()
@@ -95,8 +95,8 @@ def test_two_threads_that_watch_one_context_have_notes_of_their_own() -> None:
     assert [notes[0].only_by_others(name) for name in "ab"] == [False, True]
 
 
-def test_a_context_whose_class_cannot_change_is_let_be() -> None:
-    """It works as ever; only nothing is noted."""
+def test_a_context_whose_class_cannot_change_is_not_watched() -> None:
+    """It works as usual; nothing is logged."""
     ctx = SimpleNamespace()
     with AttributeWrites(ctx) as bindings:
         elsewhere(lambda: setattr(ctx, "theirs", 1))
@@ -104,8 +104,8 @@ def test_a_context_whose_class_cannot_change_is_let_be() -> None:
     assert not bindings.only_by_others("theirs")
 
 
-def test_nothing_is_left_of_a_watch() -> None:
-    """No watcher stays behind for the next object that gets the context's id."""
+def test_no_watcher_stays_after_the_block() -> None:
+    """The next object may have the same id."""
     from swpipe.shortcut import writes as module
 
     with AttributeWrites(context()):

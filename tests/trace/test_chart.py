@@ -55,8 +55,8 @@ def test_a_chart_has_a_line_per_row_and_a_time_axis() -> None:
     ]
 
 
-def test_swpipes_own_turns_do_not_put_their_row_first() -> None:
-    """Every batch begins with ``<admit>`` on the default row; the way through the rows does not."""
+def test_admit_does_not_put_its_row_first() -> None:
+    """Rows are sorted by their first task of the user's."""
     spans = [span("<admit>", 0, 0, 1, row=DEFAULT), *PIPELINE[:4]]
     assert [text[:7] for text in drawn(spans).splitlines()] == ["io     ", "default", " " * 7]
 
@@ -94,8 +94,8 @@ def test_a_cell_shows_what_takes_most_of_it() -> None:
     )
 
 
-def test_what_is_beside_may_reach_out_of_the_chart() -> None:
-    """It is cut off at both ends, and so is a wait before the first start."""
+def test_spans_beside_are_cut_off_at_the_ends() -> None:
+    """So is a wait before the first start."""
     spans = [span("a", 0, 100, 105, wait_ms=50), span("a", 1, 115, 120)]
     beside = [span("a", 9, 0, 90), span("a", 2, 110, 130)]
     assert line(spans, beside=beside) == "▌a 0█     ·····▌a 1▓"
@@ -128,14 +128,14 @@ def test_an_empty_chart_is_refused() -> None:
         drawn([])
 
 
-def test_a_trace_draws_itself_with_what_is_beside() -> None:
+def test_a_trace_draws_its_spans_beside() -> None:
     """``format`` is the chart of the trace's spans."""
     window = Trace(PIPELINE).window(0, 0)
     assert window.format(60) == drawn(list(window.spans), 60, window.beside)
     assert "·" in window.format(60)
 
 
-def test_charts_stand_one_above_the_other_to_one_scale() -> None:
+def test_stacked_charts_share_one_scale() -> None:
     """Each begins at 0; one axis below serves both."""
     long = [span("a", 0, 0, 20)]
     short = [span("b", 7, 500, 510, row=DEFAULT)]

@@ -91,8 +91,8 @@ def test_spans_of_all_threads_are_put_in_order(recorder: Recorder, clock: HostCl
     assert (second.task, second.row) == ("forward", DEFAULT)
 
 
-def test_a_start_without_its_arrival_did_not_wait(recorder: Recorder, clock: HostClock) -> None:
-    """Another turn's arrival, of the same task or of another, is not taken for its own."""
+def test_a_start_without_its_arrival_has_no_wait(recorder: Recorder, clock: HostClock) -> None:
+    """The arrival of another run is not used."""
     turn(recorder, clock, (None, 10, 20), iteration=0)
     turn(recorder, clock, (21, None, None), INSTRUCTIONS["step"], iteration=1)
     turn(recorder, clock, (None, 30, 40), iteration=1)
@@ -102,7 +102,7 @@ def test_a_start_without_its_arrival_did_not_wait(recorder: Recorder, clock: Hos
 
 
 def test_a_stop_without_its_start_is_no_span(recorder: Recorder, clock: HostClock) -> None:
-    """Nor is a start without its stop; a later turn is not mixed up with either."""
+    """Neither is a start without its stop; later runs are not affected."""
     turn(recorder, clock, (None, None, 5), iteration=0)
     turn(recorder, clock, (6, 10, 20), iteration=1)
     turn(recorder, clock, (None, None, 25), iteration=2)
@@ -117,7 +117,7 @@ def test_an_iteration_that_does_not_exist_has_no_span(recorder: Recorder, clock:
     assert recorder.finish() == ()
 
 
-def test_a_task_under_way_when_recording_ends_is_left_out(
+def test_a_task_that_runs_when_recording_ends_is_left_out(
     recorder: Recorder, clock: HostClock
 ) -> None:
     """Its stop comes too late, on the thread that it was started on."""
@@ -128,10 +128,10 @@ def test_a_task_under_way_when_recording_ends_is_left_out(
     assert recorder.finish() == ()
 
 
-def test_a_thread_that_is_first_heard_of_too_late_is_left_out(
+def test_a_thread_that_starts_after_the_end_is_left_out(
     recorder: Recorder, clock: HostClock
 ) -> None:
-    """A log that is opened after the end is closed from the beginning."""
+    """Its log is closed from the start."""
     recorder.finish()
     on_a_thread(lambda: turn(recorder, clock, (0, 5, 9)))
     assert recorder.finish() == ()
@@ -275,8 +275,8 @@ def recorded(device: TimingDevice, turns: int) -> tuple[Recorder, Program]:
     return recorder, program
 
 
-def test_a_device_that_keeps_up_needs_few_events(device: TimingDevice) -> None:
-    """They are used again once the device has reached them: two, beside the base event."""
+def test_events_are_reused(device: TimingDevice) -> None:
+    """A device without a backlog needs two, plus the base event."""
     recorder, _ = recorded(device, turns=100)
     assert device.made == 1 + 2
     assert [s.duration_ns for s in stream_spans(recorder.finish())] == [1_000_000] * 100
@@ -292,8 +292,8 @@ def test_the_end_waits_for_a_device_that_is_behind(device: TimingDevice) -> None
     assert device.synchronized == behind + 5
 
 
-def test_swpipes_own_turns_are_not_on_streams(device: TimingDevice) -> None:
-    """``<admit>`` and ``<retire>`` give no work to the device."""
+def test_admit_and_retire_have_no_stream_spans(device: TimingDevice) -> None:
+    """They queue no device work."""
     recorder, program = recorded(device, turns=0)
     for name in ("<admit>", "<retire>"):
         recorder.start(program.instructions[name], 0)
@@ -301,8 +301,8 @@ def test_swpipes_own_turns_are_not_on_streams(device: TimingDevice) -> None:
     assert stream_spans(recorder.finish()) == []
 
 
-def test_a_device_whose_events_tell_no_time_is_recorded_on_threads_alone() -> None:
-    """Its events are not even made beyond the first, which is looked at."""
+def test_without_timing_events_only_threads_are_recorded() -> None:
+    """Only one event is created, to check it."""
     made = []
     event = SimpleNamespace(record=None, wait=None, query=None)
     untimed: Any = SimpleNamespace(

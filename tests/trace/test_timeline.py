@@ -115,16 +115,16 @@ def test_a_name_that_does_not_fit_gives_way_to_the_iteration(tmp_path: Path) -> 
     assert not {"a_long_name_of_a_task", "b", "300"} & set(written)
 
 
-def test_swpipes_own_turns_are_drawn_where_they_take_time(tmp_path: Path) -> None:
-    """A slow pull of the batch is seen; a quick one is no speck between the boxes."""
+def test_admit_is_drawn_if_it_takes_time(tmp_path: Path) -> None:
+    """A slow pull of the batch is visible; a quick one is not drawn."""
     quick = Span("<admit>", 1, DEFAULT, 18 * MS, 18 * MS + 10)
     slow = Span("<admit>", 1, DEFAULT, 15 * MS, 20 * MS)
     assert svg(tmp_path, [quick, *TRAINS]).count("<path") == svg(tmp_path, TRAINS).count("<path")
     assert "&lt;admit&gt;" in texts(svg(tmp_path, [slow, *TRAINS]))
 
 
-def test_timelines_stand_one_above_the_other(tmp_path: Path) -> None:
-    """Each under its heading, with rows of its own, and from 0 on: a later one is not set off."""
+def test_panels_are_stacked(tmp_path: Path) -> None:
+    """Each has its heading and rows and starts at 0."""
     later = [replace(s, start_ns=s.start_ns + 900 * MS, end_ns=s.end_ns + 900 * MS) for s in READS]
     source = svg_of(tmp_path, [Panel("predicted", READS), Panel("measured", later)])
     written = texts(source)
