@@ -2,8 +2,7 @@
 
 ``CpuDevice`` has no streams: a plan's streams then mean nothing, and its events are no-ops.
 ``AcceleratorDevice`` is CUDA or any other accelerator that torch supports.
-``swpipe.device.virtual.VirtualDevice``, for tests, runs streams as late and in as odd an order as
-the events allow.
+The tests have a third one, which runs streams as late and in as odd an order as the events allow.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSche
 from swpipe._engine.program import ADMIT, RETIRE, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.resolved import resolve_plan
-from swpipe.device.virtual import VirtualDevice
-from swpipe.device.virtual.clocks import Clock, Stamp
-from swpipe.device.virtual.stream_queues import Item
+from tests.device.virtual import VirtualDevice
+from tests.device.virtual.clocks import Clock, Stamp
+from tests.device.virtual.stream_queues import Item
 from tests.support.plans_for_tests import piped
 from tests.support.strategies import random_case
 

@@ -20,7 +20,7 @@ from swpipe.core.errors import Problem
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import Mode
-from swpipe.device.virtual import VirtualDevice
+from tests.device.virtual import VirtualDevice
 from tests.support.exhaustive import TooManyError
 from tests.support.plans_for_tests import piped
 from tests.support.safety import (

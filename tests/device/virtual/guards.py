@@ -19,8 +19,8 @@ from swpipe._engine import run as executor
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
 from swpipe._engine.run import LaneRunner, Run
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
-from swpipe.device import virtual
-from swpipe.device.virtual import (
+from tests.device import virtual
+from tests.device.virtual import (
     EventReused,
     Race,
     RanAhead,

@@ -18,7 +18,7 @@ from typing import Any
 from swpipe import IterContext, SWPipeline
 from swpipe._engine.waiting import Host
 from swpipe.core.plan import StreamSpec
-from swpipe.device.virtual import Buffer, Violation, VirtualDevice, Work
+from tests.device.virtual import Buffer, Violation, VirtualDevice, Work
 from tests.device.virtual.machine import OutOfTurn, PlantedError, VirtualMachine, turns_of
 from tests.device.virtual.meaning import MeantDevice
 from tests.support.exploring import ExploringHost

@@ -8,8 +8,8 @@ from typing import Any
 
 from swpipe import IterContext, PipelineTask
 from swpipe._engine.program import Program
-from swpipe.device.virtual import Buffer, Violation, VirtualDevice, Work
-from swpipe.device.virtual.clocks import Stamp
+from tests.device.virtual import Buffer, Violation, VirtualDevice, Work
+from tests.device.virtual.clocks import Stamp
 from tests.support.machines import mix, run_task
 from tests.support.strategies import Case, TaskSpec
 

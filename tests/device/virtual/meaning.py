@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from swpipe._engine.program import Instruction
 from swpipe._engine.waiting import Host
-from swpipe.device.virtual import EventReused, VirtualDevice, VirtualEvent, VirtualStream
+from tests.device.virtual import EventReused, VirtualDevice, VirtualEvent, VirtualStream
 
 
 class Place(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swpipe.core.plan import StreamSpec
-from swpipe.device.virtual import (
+from tests.device.virtual import (
     Buffer,
     EventReused,
     Race,

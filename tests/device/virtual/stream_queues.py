@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from swpipe.core.errors import InternalError
-from swpipe.device.virtual.clocks import Clock, HostClocks, Stamp, merge
+from tests.device.virtual.clocks import Clock, HostClocks, Stamp, merge
 
 
 @dataclass(eq=False, slots=True)

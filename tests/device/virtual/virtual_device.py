@@ -7,13 +7,13 @@
                                 [1] (free)                   the block goes back to "copy" at once
 
 ``launch`` submits a function to the current stream; a random scheduler decides when it runs
-(``swpipe.device.virtual.stream_queues``). Memory behaves as under a caching allocator: a block
+(``tests.device.virtual.stream_queues``). Memory behaves as under a caching allocator: a block
 belongs to the stream that was current when it was made, and is reused there as soon as it is freed;
 one that was recorded on other streams, only when these have done the work submitted before that.
 
 Two kinds of checks:
 
-(1) *Order*, when work is submitted, by vector clocks (``swpipe.device.virtual.clocks``): of two
+(1) *Order*, when work is submitted, by vector clocks (``tests.device.virtual.clocks``): of two
     uses of a block, one of them a write, one must happen before the other; or else it is a
     violation, whether or not it shows this time. Events too are used by threads: the record must
     happen before a wait, and all waits before the next record.
@@ -42,11 +42,11 @@ from swpipe._engine.waiting import Host
 from swpipe._tensors.pytree import nodes_in, record_stream
 from swpipe.core.plan import StreamSpec
 from swpipe.device.cpu import CpuDevice
-from swpipe.device.virtual.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
-from swpipe.device.virtual.stream_queues import Item, Queues, VirtualStream
+from tests.device.virtual.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
+from tests.device.virtual.stream_queues import Item, Queues, VirtualStream
 
 
-class Violation(Exception):  # noqa: N818 - an entry in a list of findings before anything else
+class Violation(Exception):
     """Work broke a rule of the device; the message names it."""
 
 
