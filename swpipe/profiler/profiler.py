@@ -9,7 +9,7 @@ from swpipe._state.discovery import Found, find_state, given_state
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.estimate import iteration_time, time_saved
+from swpipe.profiler.error_bars import iteration_time, time_saved
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swpipe.profiler.estimate import Column
+from swpipe.profiler.error_bars import Column
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
 
