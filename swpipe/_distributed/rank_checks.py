@@ -1,16 +1,16 @@
-"""Ranks told of each other: one plan and the same shortcuts on all of them, and who failed first.
+"""Checks across ranks: the same plan, the same shortcuts, and which rank failed first.
 
-When one rank fails and its process ends, the others' collectives fail too: with gloo within
-milliseconds, as "connection closed by peer". Which of the errors was the cause is then anyone's
-guess. So the first rank to fail leaves word in the job's store, and the others' errors get a note.
+When one rank fails and its process ends, the others' collectives fail too (with gloo within
+milliseconds, as "connection closed by peer"). To tell the cause from its effects, the first rank to
+fail writes its error into the job's store, and the others' errors get a note.
 
-A rank that enables shortcuts waits for the others to do so. One that does not would be missed only
-after a time-out, and looking out for the others at each step would cost each step::
+A rank that enables shortcuts waits until the others do. To find one that does not before the
+time-out, at no cost per step, the watchdog of that rank answers::
 
-    rank 0    period 5   enable "a": turn 3, after 5 periods ... told: rank 1 does without
+    rank 0    period 5   enable "a": check 3, after 5 periods ... error: rank 1 went on without
     rank 1    period 5   period 6: a collective, without rank 0
-                           its watchdog: nothing moves. Does anybody wait in turn 3, after fewer
-                           periods? Then that is why, and it answers for its rank.
+                           its watchdog: nothing moves, and a rank waits in check 3 after fewer
+                           periods: answer for this rank
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ RECENT_S = 60.0
 class _Line:
     """A connection of swpipe's own to the store of the default group.
 
-    Another thread may be waiting on the group's. It is opened when plans are compared and kept:
-    where the process that holds the store is gone, a connection says so at once, but to open one
-    is tried for longer than the store's time-out, while failures and stalls go untold.
+    Another thread may be waiting on the group's. It is opened when plans are compared, and kept: if
+    the process that holds the store is gone, an open connection fails at once, while opening one
+    would be retried for longer than the store's time-out.
     """
 
     def __init__(self) -> None:
@@ -96,6 +96,10 @@ _turns = _Turns()
 _pipelines = _Turns()
 
 
+def _alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each rank of a group has, by rank; None is the default group. A collective."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -117,7 +121,7 @@ def check_same_plan(plan: PipelinePlan) -> int:
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _alone():
         return 0
     number = 1 + _pipelines.take()
     _line.store()  # the store is there now
@@ -150,7 +154,7 @@ def check_same_shortcuts(
         RuntimeError: The ranks differ, or one has not come, or has gone on without. Where they
             differ, it is raised on all.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _alone():
         return
     turn = _turns.take()
     store = _line.store()
@@ -184,7 +188,7 @@ def answer_check(begun: Begun) -> None:
             are not answered, and those that wait for another pipeline neither, were it of the same
             plan: this one may be late.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _alone():
         return
     with _turns.lock:
         waiting = _SHORTCUTS.format(_turns.count, _ANY)
@@ -227,7 +231,7 @@ def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
 
 def tell_failure(error: BaseException) -> None:
     """Leave word of this rank's failure, or note on the error which rank had failed before."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _alone():
         return
     own = {"rank": dist.get_rank(), "error": _said(error), "time_s": time.time()}
     try:

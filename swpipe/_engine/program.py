@@ -1,40 +1,31 @@
-r"""Compile a plan into a short list of instructions per thread group.
+"""The compiler: from a plan to a list of instructions for each thread group.
 
-                     period p                              period p + 1
-    default  <admit> . forward . backward . step . <retire> | <admit> . forward ...
-                 \        ^                                      \
-    io            `-> h2d -'                                       `-> h2d ...
-
-A *lane* is one thread group's instructions, run over and over, once per period. Two instructions
-are swpipe's own and frame the default lane: ``<admit>`` pulls a batch and waits until the iteration
-``depth`` before it is done; ``<retire>`` comes after all other tasks of an iteration and hands its
-context out. With them, everything that orders anything is a dependence with a distance:
+A *lane* is one thread group's instructions, run once per period. Two instructions are swpipe's own
+and frame the default lane: ``<admit>`` pulls a batch and waits until the iteration ``depth`` before
+it is done; ``<retire>`` comes after all other tasks of an iteration and hands its context out. So
+everything that orders anything is a dependence with a distance:
 
 - what the plan declares;
 - every task comes after ``<admit>`` of its iteration, and ``<retire>`` after every task;
 - globally ordered tasks form a chain in period order, and so do tasks that name the same stream.
   Such a chain binds periods, not iterations, and needs the host only.
 
-``<admit>`` comes first in its period, so that worker lanes get their batch at once. On a device
-with streams it comes right before the first task that works on the new iteration: the host waits
-there for an older iteration's device work, and what it has submitted before keeps the device busy.
+Without streams ``<admit>`` comes first in its period, so that worker lanes get their batch at once.
+With streams it comes right before the first task of the new iteration: it waits there for an older
+iteration's device work, while what was submitted before keeps the device busy.
 
-Stages are shifted so that ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1: where a plan's
-depth is more than its last stage + 1, its tasks move back by the difference, and worker lanes may
-run that far ahead.
+Stages are shifted: ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1. If a plan's depth is
+more than its last stage + 1, its tasks move back, and worker lanes may run that far ahead.
 
-**Two kinds of wait.** A *host wait* keeps a lane until another lane has passed an instruction; it
-is needed where an edge crosses lanes. An *event wait* makes a stream wait for work on another
-stream; it is needed where an edge crosses streams. An edge implied by others is dropped, in each
-kind on its own:
+**Two kinds of wait.** A *host wait* keeps a lane until another lane has passed an instruction, for
+edges that cross lanes. An *event wait* makes a stream wait for work on another stream, for edges
+that cross streams. An edge that others imply is dropped, in each kind on its own:
 
-- Host waits are a graph over (period, position): a wait is implied by a path of no greater lag.
-  Lanes do their host waits even for iterations that do not exist, so prologue and epilogue need no
-  case of their own.
-- Event waits are a graph over iterations: a wait is implied by a path of no greater distance
-  through event waits and stream order. All distances on such a path are >= 0, so an iteration on it
-  exists whenever the two at its ends do. Edges of negative distance (some ``same_period_deps``) are
-  neither dropped nor used to drop others.
+- Host waits are a graph over (period, position): a path of no greater lag implies a wait. Lanes do
+  their host waits even for iterations that do not exist: prologue and epilogue are no special case.
+- Event waits are a graph over iterations: a path of no greater distance through event waits and
+  stream order implies a wait. Its distances are >= 0, so that an iteration on it exists whenever
+  those at its ends do. Edges of negative distance are neither dropped nor used to drop others.
 
 No cycle can exist: every host wait points backwards in (period, order).
 """
@@ -137,13 +128,9 @@ class _Hop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the waits are derived from. Instructions are numbered by their place in the period.
+    """What the waits are derived from, by the place of an instruction in the period.
 
     Attributes:
-        order: Place to name.
-        stage: Place to shifted stage.
-        lane: Place to the number of its lane.
-        stream: Place to stream; None where the device has none.
         queue: Place to the number of its stream; 0 for None.
         ordered: The places of globally ordered tasks.
         deps: What is declared, admission and retirement; weights are distances.
@@ -322,9 +309,8 @@ def _fifo_chains(layout: _Layout) -> Iterable[list[int]]:
 def _reduce(edges: Iterable[_Hop], fixed: Iterable[_Hop], order: Sequence[int]) -> list[list[_Hop]]:
     """Consumer to its edges, less those that a path of no greater weight implies; lightest first.
 
-    Paths lead through all other edges and ``fixed``. An edge that is implied may lead to another
-    one's being so: turn by turn the graph has no cycle, and what is left of it in the end does not
-    depend on what is dropped first. Edges of negative weight stay, and no path leads through them.
+    Paths lead through all other edges and ``fixed``. The graph has no cycle, so the result does not
+    depend on what is dropped first. Edges of negative weight stay; no path leads through them.
 
     Args:
         edges: To be kept or dropped.

@@ -1,4 +1,4 @@
-r"""What a compiled program makes sure of: which task comes before which in every interleaving.
+r"""Which task comes before which in every interleaving of a compiled program.
 
     default   <admit> . a . b . <retire> | <admit> . a . b ...      each lane knows what it ran,
                  \         ^                                        and at a host wait (1) learns
@@ -8,27 +8,25 @@ r"""What a compiled program makes sure of: which task comes before which in ever
                                                                     and at an event wait (2) learns
                                                                     what stood before the event
 
-A plan leaves threads and streams their freedom; sure is only what program order, host waits, stream
-order, event waits and back-pressure bring about. ``HappensBefore`` walks the program once, period
-by period, in one order that its waits allow, and notes at each instruction what is known to lie
-before it (vector clocks, with a bit for each run of a task; Fidge 1988, Mattern 1989). What is
-known does not depend on which of the possible orders is walked.
+Program order, host waits, stream order, event waits and back-pressure are all that orders anything.
+``HappensBefore`` walks the program once, period by period, in one order that its waits allow, and
+notes at each instruction what is known to lie before it (vector clocks, with a bit for each run of
+a task; Fidge 1988, Mattern 1989). The result does not depend on the order that is walked.
 
 Two relations:
 
 - *host*: the first task's function has returned before the other one's is called. Lanes pass their
   instructions and do their host waits in every period, whether the iteration exists or not.
 - *device*: the first task's device work is done before the other one's starts. Known of what one
-  stream was given by instructions that are in host order; through events, where both iterations
-  exist; and through ``<admit>``, which waits until the device work of the iteration ``depth``
-  before is done.
+  stream was given by instructions in host order; through events, where both iterations exist; and
+  through ``<admit>``, which waits for the device work of the iteration ``depth`` before.
 
-**Any number of iterations.** "A on iteration i comes before B on iteration i + d" is to hold for
-every i and however many iterations there are. It does so exactly if it holds in the run that has
-the two and those between, ``abs(d) + 1`` iterations: every step of a proof in that run has its like
-in any longer run, and that run is itself one of those asked for. So each distance has a walk of its
-own. The pull that finds the end of the data waits for the device as well, but a run that is drained
-ends without it, and so nothing is built on that.
+**Any number of iterations.** "A on iteration i comes before B on iteration i + d" must hold for
+every i in a run of any length. It does exactly if it holds in the run of ``abs(d) + 1`` iterations
+that has the two and those between: every step of a proof in that run has its like in a longer one,
+and that run is one of those asked for. So each distance has a walk of its own. The pull that finds
+the end of the data waits for the device too, but a drained run ends without it: nothing relies on
+that.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """How much memory the iterations in flight hold at most under a plan.
 
-An attribute of the context is there from the task that sets it to the task that sets it anew or
-deletes it, or else to the end of its iteration. How many copies of it there can be at once follows
-from what the plan makes sure of (``swpipe.analysis.happens_before``): if the end of one on
-iteration i always comes
-before the beginning of the one on iteration i + n, then there are at most n.
+An attribute of the context lives from the task that sets it to the task that sets it anew or
+deletes it, or to the end of its iteration. If its end on iteration i always comes before its
+beginning on iteration i + n (``swpipe.analysis.happens_before``), there are at most n copies.
 
-On a device with streams memory comes back later. What a task drops is held until its iteration
-retires, and the device may be behind the host until the iteration ``depth`` later is admitted: so
-every attribute counts ``depth`` times, and once for each task that sets it.
+On a device with streams memory comes back later: what a task drops is held until its iteration
+retires, and the device may be behind the host by ``depth`` iterations. So every attribute counts
+``depth`` times, and once for each task that sets it.
 
-The bound is an upper one: every attribute with as many copies as it can have, whether or not all
-have them at the same time. It counts what stands on the context, until an iteration is handed out;
-what tasks need while they run, and what the caller keeps, come on top.
+This is an upper bound: every attribute with as many copies as it can have, whether or not all have
+them at the same time. It counts what stands on the context until an iteration is handed out; what
+tasks need while they run, and what the caller keeps, come on top.
 """
 
 from __future__ import annotations

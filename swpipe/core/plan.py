@@ -111,9 +111,9 @@ class PipelinePlan:
         keys = [key for key in schedule if isinstance(key, PipelineTask)]
         values = {
             "schedule": _schedule(schedule, problems),
-            "deps": _pairs("deps", deps, problems),
-            "cross_iter_deps": _distant(cross_iter_deps, problems),
-            "same_period_deps": _pairs("same_period_deps", same_period_deps, problems),
+            "deps": _edges("deps", deps, problems),
+            "cross_iter_deps": _edges("cross_iter_deps", cross_iter_deps, problems, far=True),
+            "same_period_deps": _edges("same_period_deps", same_period_deps, problems),
             "order": _order(order, problems),
             "streams": dict(streams or {}),
             "pipeline_depth": pipeline_depth,
@@ -292,36 +292,25 @@ def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
     return dict(stale)
 
 
-def _pairs(what: str, pairs: Iterable[Any], problems: list[Problem]) -> tuple[Pair, ...]:
-    good: list[Pair] = []
-    for pair in pairs:
-        match pair:
-            case (str() | PipelineTask() as consumer, str() | PipelineTask() as producer):
-                good.append((name_of(consumer), name_of(producer)))
-            case _:
-                problems.append(Problem(f"{what} entry {pair!r}: write (consumer, producer)"))
-    return tuple(good)
-
-
-def _distant(pairs: Iterable[Any], problems: list[Problem]) -> tuple[DistantPair, ...]:
-    good: list[DistantPair] = []
-    for entry in pairs:
+def _edges(
+    what: str, entries: Iterable[Any], problems: list[Problem], *, far: bool = False
+) -> tuple[tuple[Any, ...], ...]:
+    """(consumer, producer) or, of those that are far, (consumer, producer, distance)."""
+    form = "(consumer, producer[, distance]) with a distance of 1 or more iterations"
+    good: list[tuple[Any, ...]] = []
+    for entry in entries:
         match entry:
             case (str() | PipelineTask() as consumer, str() | PipelineTask() as producer):
-                good.append((name_of(consumer), name_of(producer), 1))
+                good.append((name_of(consumer), name_of(producer), *([1] if far else [])))
             case (
                 str() | PipelineTask() as consumer,
                 str() | PipelineTask() as producer,
                 int() as distance,
-            ) if distance >= 1:
+            ) if far and distance >= 1:
                 good.append((name_of(consumer), name_of(producer), distance))
             case _:
-                problems.append(
-                    Problem(
-                        f"cross_iter_deps entry {entry!r}: write (consumer, producer[, distance]) "
-                        "with a distance of 1 or more iterations"
-                    )
-                )
+                write = form if far else "(consumer, producer)"
+                problems.append(Problem(f"{what} entry {entry!r}: write {write}"))
     return tuple(good)
 
 

@@ -9,10 +9,10 @@ from swpipe._state.discovery import Found, find_state, given_state
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.error_bars import iteration_time, time_saved
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
+from swpipe.profiler.spread import iteration_time, time_saved
 
 
 class TaskProfiler:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swpipe.profiler.error_bars import Column
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
+from swpipe.profiler.spread import Column
 
 BASELINE = "<baseline>"
 """The window in which no task is shortcut."""

@@ -213,6 +213,22 @@ def test_two_plans_with_the_same_groups_are_allowed_the_same_speed(
     assert speed(runs[1], runs[1]) == Speed(ratio=1.0, spread=0.0, allowed=1.0)
 
 
+@pytest.mark.parametrize("step_s", [[5.0], [5.0, 4.0], [5.0, 6.0, 4.0]])
+def test_no_plan_is_called_faster_within_the_spread(
+    runs: tuple[TrainRun, TrainRun], step_s: list[float]
+) -> None:
+    """One turn has no spread, and so tells nothing either."""
+    task_s = dict.fromkeys(PLANS["serial"]().schedule, 1.0)
+    for seconds in step_s:
+        runs[0].chunks.append(Chunk(1, 5.0, task_s))
+        runs[1].chunks.append(Chunk(1, seconds, task_s))
+    result = speed(*runs)
+    assert not result.differs
+    text = report.format_speed(*runs, result)
+    assert text.endswith("; no difference beyond the spread")
+    assert ("(± n/a)" in text) == (len(step_s) == 1)
+
+
 def test_a_run_that_diverges_says_so(config: ClickConfig) -> None:
     """Also when the last steps, at which nobody had looked yet, went wrong."""
     with TrainRun("run", config, PLANS["serial"](), 3) as run:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel
@@ -156,13 +157,14 @@ class Search:
         return Found(schedule, plan, interval.ii_us)
 
     def together(self, found: Found) -> Found:
-        """The same interval with the tasks of a stage on one thread, where that can be."""
-        for stage in sorted(set(found.schedule.stage)):
-            tasks = [v for v, s in enumerate(found.schedule.stage) if s == stage]
-            for thread in sorted({found.schedule.thread[v] for v in tasks}):
+        """The same interval with tasks of one stage on one thread, where that can be."""
+        parts = sorted(set(zip(found.schedule.stage, found.schedule.thread, strict=True)))
+        for (stage, source), (other, target) in permutations(parts, 2):
+            if stage == other:
+                pairs = zip(found.schedule.stage, found.schedule.thread, strict=True)
                 moved = [
-                    thread if v in tasks and v not in self.graph.frozen else k
-                    for v, k in enumerate(found.schedule.thread)
+                    target if (s, k) == (stage, source) and v not in self.graph.frozen else k
+                    for v, (s, k) in enumerate(pairs)
                 ]
                 schedule = replace(found.schedule, thread=tuple(moved))
                 if schedule.parts < found.schedule.parts and self._fits(schedule, found.ii_us):

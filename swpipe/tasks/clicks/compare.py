@@ -66,7 +66,7 @@ class Speed:
 
     Attributes:
         ratio: Steps per second over the other's: the median over the turns.
-        spread: Half the range of the ratio over the turns.
+        spread: Half the range of the ratio over the turns; NaN of one turn.
         allowed: The ratio that the task times allow: the other plan's busiest thread group over
             this plan's; NaN on several ranks, where task times include waits for other ranks.
     """
@@ -77,7 +77,7 @@ class Speed:
 
     @property
     def differs(self) -> bool:
-        """The plans differ by more than the spread."""
+        """The plans differ by more than the spread, which takes two turns or more."""
         return abs(self.ratio - 1) > self.spread
 
     @property

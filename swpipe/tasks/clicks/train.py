@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -172,7 +173,7 @@ class TrainRun:
 
     @property
     def spread_per_s(self) -> float:
-        """Half the range of the steps per second over these chunks."""
+        """Half the range of the steps per second over these chunks; NaN of one chunk."""
         return half_range([1 / chunk.step_s for chunk in self.timed])
 
     @property
@@ -223,8 +224,8 @@ class TrainRun:
 
 
 def half_range(values: Sequence[float]) -> float:
-    """Half the difference between the greatest and the least."""
-    return (max(values) - min(values)) / 2
+    """Half the difference between the greatest and the least; NaN of fewer than two."""
+    return (max(values) - min(values)) / 2 if len(values) > 1 else math.nan
 
 
 def _named(wrapper: TaskFn, fn: TaskFn) -> TaskFn:

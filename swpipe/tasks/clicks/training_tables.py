@@ -19,10 +19,10 @@ def format_runs(runs: Sequence[TrainRun]) -> str:
             run.name,
             len(run.losses),
             f"{run.steps_per_s:.1f}",
-            f"{run.spread_per_s:.1f}",
+            _number(run.spread_per_s, 1),
             f"{run.rows_per_s:,.0f}",
             f"{run.recent_loss():.4f}",
-            _auc(run.auc()),
+            _number(run.auc(), 4),
         )
         for run in runs
     ]
@@ -57,10 +57,8 @@ def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
 
 def format_speed(a: TrainRun, b: TrainRun, result: Speed) -> str:
     """How the speed of ``b`` compares with that of ``a``, and with what its plan allows."""
-    text = (
-        f"{b.name} over {a.name}: {result.ratio:.2f} (± {result.spread:.2f}) times as many steps "
-        "per second"
-    )
+    times = f"{result.ratio:.2f} (± {_number(result.spread, 2)}) times"
+    text = f"{b.name} over {a.name}: {times} as many steps per second"
     if not math.isnan(result.allowed):
         text += f"; the task times allow {result.allowed:.2f}, and {result.reached:.0%} is reached"
     return text if result.differs else f"{text}; no difference beyond the spread"
@@ -79,8 +77,10 @@ def format_rows(rows: RowCount) -> str:
 
 def format_evaluation(result: Evaluation) -> str:
     """Loss and AUC on held-out rows."""
-    return f"held-out rows: AUC {_auc(result.auc)}, loss {result.loss:.4f}, {result.rows:,} rows"
+    return (
+        f"held-out rows: AUC {_number(result.auc, 4)}, loss {result.loss:.4f}, {result.rows:,} rows"
+    )
 
 
-def _auc(value: float) -> str:
-    return "n/a" if math.isnan(value) else f"{value:.4f}"
+def _number(value: float, digits: int) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.{digits}f}"

@@ -4,7 +4,7 @@ from swpipe.tasks.sparse_dist.drop_in import PipelineFactory, SparseDistPipeline
 from swpipe.tasks.sparse_dist.rewrite import RewriteError, RewriteReport
 from swpipe.tasks.sparse_dist.shuffle import IdentityShuffler, KarmarkarKarpShuffler, Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep
-from swpipe.tasks.sparse_dist.tasks import SparseDistTasks
+from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 from swpipe.tasks.sparse_dist.uneven import EvenData, RankDataError, pad_with, pad_with_last
 
 __all__ = [

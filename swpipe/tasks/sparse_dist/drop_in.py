@@ -29,7 +29,7 @@ from swpipe.pipeline import SWPipeline
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist.rewrite import RewriteReport
 from swpipe.tasks.sparse_dist.step import TrainStep
-from swpipe.tasks.sparse_dist.tasks import SparseDistTasks
+from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 
 
 class _Feed(Iterator[Any]):

@@ -44,7 +44,7 @@ def test_the_interval_is_that_of_the_plan(number: int) -> None:
 
 
 def test_more_effort_finds_better_plans() -> None:
-    """Never a worse one, since it begins with the same walks."""
+    """Never a worse one, since it begins with the same runs."""
     intervals = [
         [
             auto_plan(
@@ -84,7 +84,7 @@ def test_what_is_not_the_planners_to_choose_stays(number: int) -> None:
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_the_same_input_gives_the_same_plan(number: int) -> None:
-    """No clock and no chance is involved."""
+    """No clock is read, and the random numbers have a seed."""
     assert planned(instance(number)) == planned(instance(number))
 
 

@@ -1,167 +1,125 @@
-"""The search: what it says of a plan is what the simulator says."""
+"""The search under limits: its bounds, and plans of the schedules that it finds."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
 
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.planning import Limits, auto_plan, simulate
-from swpipe.planning.modulo.beginnings import beginning
-from swpipe.planning.modulo.compiled import COMPILED
-from swpipe.planning.modulo.layout import Layout
-from swpipe.planning.modulo.loop_graph import loop_graph
-from swpipe.planning.modulo.search import _REST, Search, _Quest
+from swpipe.planning import Limits, simulate
+from swpipe.planning.modulo.load_balance import least_load
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of
+from swpipe.planning.modulo.schedule_graph import schedule_graph
+from swpipe.planning.modulo.search import Search
 from tests.planning.instances import Instance, instance
-from tests.planning.modulo.graphs import graph_of
+from tests.planning.modulo.graphs import graph_of, host_work
 
 
-def search_of(given: Instance) -> Search:
-    """A search that has not begun."""
-    return Search(given.plan, given.costs, graph_of(given))
+def search_of(given: Instance, effort: float = 0.1) -> Search:
+    """A short search of the instance."""
+    return Search(given.plan, given.costs, graph_of(given), effort)
 
 
-def test_a_bound_that_was_enough_once_is_not_taken_for_an_interval() -> None:
-    """Who needs no exact interval is told a lower bound; it must not stay as the interval."""
-    given = instance(6)
-    search = search_of(given)
-    serial = search.serial().plan
-    exact_us = simulate(serial, given.costs).ii_us
-    search._seen.clear()
-    size, order = search.graph.size, {name: v for v, name in enumerate(search.graph.names)}
-    layout = Layout((0,) * size, (0,) * size, tuple(order[name] for name in serial.order), 1)
-    roughly = search.judged(layout, 1, enough_us=1.0)
-    assert roughly is not None
-    assert 1.0 <= roughly.ii_us <= exact_us
-    assert not search._seen
-    assert search.serial().ii_us == exact_us
-
-
-@pytest.mark.parametrize("number", [3, 36, 199])
-def test_effort_is_bounded_and_some_is_left_for_depth_and_threads(number: int) -> None:
-    """A loop whose bound is out of reach takes no more than its share."""
-    search = search_of(instance(number))
-    whole = search.effort
-    search.best(4, 5)
-    # A walk stops when it is spent; only deals, once begun, are looked at to the end.
-    assert _REST * whole / 3 <= search.effort <= _REST * whole
-
-
-def test_what_walks_cost_is_taken_from_the_effort() -> None:
-    """So much that none is left for a share of none, which finds nothing then."""
-    search = search_of(instance(17))
-    search.trusts, whole = True, search.effort
-    assert search.reach(1.0, threads=2, depth=3, share=0.0) is None
-    assert search.effort == whole
-    assert search.reach(1.0, threads=2, depth=3, share=0.02) is not None
-    assert search.effort < 0.981 * whole
-
-
-def test_chance_is_another_one_once_a_promise_was_broken() -> None:
-    """Or else the same plan would be found again."""
-    search = search_of(instance(17))
-    first, again = (search.chance(2, 3).random() for _ in range(2))
-    search.broken += 1
-    assert first == again != search.chance(2, 3).random()
-
-
-def test_a_search_for_more_than_there_is_hands_back_the_best_there_was() -> None:
-    """The plan is as good as it says, and within the limits."""
-    given = instance(17)
-    search = search_of(given)
-    found = search.reach(1.0, threads=2, depth=3, share=0.3)
-    assert found is not None
-    assert found.plan.depth <= 3
-    assert found.threads <= 2
-    assert simulate(found.plan, given.costs, streams=False).ii_us == found.ii_us
-
-
-def test_work_that_cannot_be_shared_out_evenly_is_bound_by_its_best_share() -> None:
-    """Beyond the sum over the threads: no plan is proved better by trying."""
-    search = search_of(instance(17))
-    graph = search.graph
-    assert search.bound_us(4, 5) > sum(graph.host_us) / 4
-
-
-def test_a_promise_waits_while_judging_has_had_its_share() -> None:
-    """The simulator takes as long as the walks, and no longer; a plan that ends all is judged."""
-    search = search_of(instance(17))
-    place = beginning(search.graph, 5, 4)
-    assert place is not None
-    quest = _Quest(search, 100.0, threads=4, depth=5, reserve=0.0)
-    quest.judging = math.inf
-    assert quest.ask(place, 12_345.0) == 12_345.0
-    assert quest.best is None
-    quest.ask(place, 100.0)
-    assert quest.best is not None
-
-
-def test_what_waits_is_judged_at_the_end_of_a_walk() -> None:
-    """A plan that nobody asked about is not lost."""
-    search = search_of(instance(17))
-    quest = _Quest(search, 1.0, threads=4, depth=5, reserve=search.effort - 100)
-    quest.judging = math.inf
-    quest.walk()
-    assert quest.best is not None
-
-
-def test_a_promise_that_is_not_kept_is_not_made_again() -> None:
-    """The simulator has the last word; from then on it counts, and there is effort left."""
-    search = search_of(instance(17))
-    search.trusts = True
-    place = beginning(search.graph, 5, 4)
-    assert place is not None
-    shifted = replace(place, stages=tuple(s - min(place.stages) for s in place.stages))
-    promised = search.trusted(shifted, 5, promised_us=1_000.0)
-    assert promised is not None
-    assert promised.ii_us == 1_000.0
-    search.effort = 0.0
-    assert search.confirmed(promised) is None
-    assert search.effort > 0
-    true_us = simulate(promised.plan, search.costs, streams=False).ii_us
-    again = search.trusted(shifted, 5, promised_us=1_000.0)
-    assert again is not None
-    assert again.ii_us == true_us
-    for modest in (again, replace(again, ii_us=2 * true_us)):
-        confirmed = search.confirmed(modest)
-        assert confirmed is not None
-        assert confirmed.ii_us == true_us
-
-
-def test_who_breaks_promises_again_and_again_is_trusted_no_more() -> None:
-    """Then the simulator is asked about every plan of interest."""
-    search = search_of(instance(17))
-    search.trusts = True
-    place = beginning(search.graph, 5, 4)
-    assert place is not None
-    for depth in (5, 6, 7, 8):
-        assert search.trusts
-        shifted = replace(place, stages=tuple(s - min(place.stages) for s in place.stages))
-        promised = search.trusted(shifted, depth, promised_us=1_000.0)
-        assert promised is not None
-        assert search.confirmed(promised) is None
-    assert not search.trusts
-
-
-@pytest.mark.parametrize("number", [54, 83, 179])
-def test_the_interval_of_a_choice_is_the_simulators(number: int) -> None:
-    """Also where a rehearsal was wrong on the way."""
+@pytest.mark.parametrize("number", range(12))
+def test_what_is_found_has_the_simulators_interval_and_keeps_the_bound(number: int) -> None:
+    """For the limits given, and for lower ones after that."""
     given = instance(number)
-    choice = auto_plan(given.plan, given.costs, limits=given.limits, streams=given.streams)
-    found = simulate(choice.plan, given.costs, streams=given.streams)
-    assert choice.ii_us == found.ii_us
+    search = search_of(given)
+    threads, depth = given.limits.threads, given.limits.in_flight
+    best = search.best(threads, depth)
+    found = [best, search.reach(best.ii_us, 1, depth, 0.5), search.reach(best.ii_us, 1, 2, 0.5)]
+    limits = [(threads, depth), (1, depth), (1, 2)]
+    for each, (most_threads, most_depth) in zip(found, limits, strict=True):
+        if each is not None:
+            assert each.ii_us == simulate(each.plan, given.costs, streams=given.streams).ii_us
+            assert each.ii_us >= search.bound_us(most_threads, most_depth) * (1 - 1e-9)
+            assert each.schedule.threads <= most_threads
+            assert each.plan.depth <= most_depth
 
 
-def test_who_may_promise_a_plan_that_cannot_be_said_is_not_trusted() -> None:
-    """Pairs that reach into later iterations are kept by some plans alone: each is asked about."""
+def test_the_serial_plan_overlaps_nothing() -> None:
+    """On a machine without streams it takes as long as all tasks."""
+    given = instance(3)
+    serial = search_of(given).serial()
+    assert serial.plan.depth == serial.schedule.threads == 1
+    assert serial.ii_us == pytest.approx(sum(graph_of(given).host_us))
+
+
+def test_too_few_iterations_in_flight_have_no_bound() -> None:
+    """A pair that reaches into the next iteration needs two."""
+    plan = PipelinePlan(
+        {"read": TaskSchedule(), "work": TaskSchedule(stage=1)}, same_period_deps=[("work", "read")]
+    )
     costs = CostModel({"read": TaskCost(host_us=300), "work": TaskCost(host_us=700)})
-    for stage, trusts in ((0, COMPILED), (1, False)):
-        plan = PipelinePlan(
-            {"read": TaskSchedule(), "work": TaskSchedule(stage=stage)},
-            same_period_deps=[("work", "read")],
-        )
-        graph = loop_graph(plan, costs, Limits(), streams=False)
-        assert Search(plan, costs, graph).trusts == trusts
+    graph = schedule_graph(plan, costs, Limits(), streams=False)
+    search = Search(plan, costs, graph)
+    assert search.bound_us(2, 1) == math.inf
+    assert search.bound_us(2, 2) < math.inf
+
+
+def test_tasks_of_a_stage_come_together_where_nothing_is_lost() -> None:
+    """Two short tasks beside a long one: they need not be parted."""
+    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(), "c": TaskSchedule(stage=0)})
+    times = {"a": 100, "b": 100, "c": 600}
+    costs = CostModel({name: TaskCost(host_us=us) for name, us in times.items()})
+    graph = schedule_graph(plan, costs, Limits(), streams=False)
+    search = Search(plan, costs, graph)
+    parted = search.simulated(ModuloSchedule((1, 2, 0), (0, 0, 0), (0, 1, 2)), 1)
+    assert parted is not None
+    tidy = search.together(parted)
+    assert tidy.ii_us == parted.ii_us == 600
+    assert tidy.schedule.thread[0] == tidy.schedule.thread[1] != tidy.schedule.thread[2]
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_the_least_load_is_that_of_the_best_distribution(number: int) -> None:
+    """All of them are tried."""
+    given = instance(number, size=6)
+    graph = graph_of(given)
+    for threads in (1, 2, 3):
+        loads = []
+        for lanes in itertools.product(range(threads), repeat=graph.size):
+            if not any(lanes[v] for v in graph.frozen):
+                load = [0.0] * threads
+                for v, k in enumerate(lanes):
+                    load[k] += graph.host_us[v]
+                loads.append(max(load))
+        assert least_load(graph, threads) == pytest.approx(min(loads))
+
+
+def test_of_many_tasks_the_mean_load_is_the_bound() -> None:
+    """Then a way to reach it can nearly always be found."""
+    assert least_load(host_work(*range(100, 126)), 2) == sum(range(100, 126)) / 2
+
+
+def test_groups_keep_names_that_their_tasks_had() -> None:
+    """Where that is free; else workers are numbered."""
+    plan = PipelinePlan(
+        {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(), "c": TaskSchedule()}
+    )
+    costs = CostModel({name: TaskCost(host_us=1) for name in plan.schedule})
+    graph = schedule_graph(plan, costs, Limits(), streams=False)
+    found = plan_of(plan, graph, ModuloSchedule((1, 2, 0), (0, 0, 0), (0, 1, 2)), 1)
+    assert found is not None
+    groups = [entry.thread_group for entry in found.schedule.values()]
+    assert groups == ["io", "worker 1", "default"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "field"),
+    [((0, 0), "deps"), ((0, 1), "same_period_deps")],
+)
+def test_a_same_period_pair_keeps_its_distance(stages: tuple[int, int], field: str) -> None:
+    """Where stages change it becomes a dependence of the same distance."""
+    base = PipelinePlan(
+        {"read": TaskSchedule(), "work": TaskSchedule(stage=stages[1])},
+        same_period_deps=[("work", "read")],
+    )
+    costs = CostModel({name: TaskCost(host_us=1) for name in base.schedule})
+    graph = schedule_graph(base, costs, Limits(), streams=False)
+    moved = plan_of(base, graph, ModuloSchedule((0, 0), (0, 1), (0, 1)), 2)
+    assert moved is not None
+    assert list(getattr(moved, field)) == [("work", "read")]

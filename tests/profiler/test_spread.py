@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swpipe.profiler.error_bars import Column, Estimate, iteration_time, time_saved
+from swpipe.profiler.spread import Column, Estimate, iteration_time, time_saved
 
 
 def windows(*medians: float) -> Column:

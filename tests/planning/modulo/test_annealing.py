@@ -1,0 +1,79 @@
+"""Annealing: when the simulator is asked, what the incumbent is, when it ends."""
+
+from __future__ import annotations
+
+import math
+
+from swpipe.planning.modulo.annealing import Annealer
+from swpipe.planning.modulo.estimate import Estimator
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
+from swpipe.planning.modulo.starts import starts
+from tests.planning.modulo.graphs import host_work
+
+GRAPH = host_work(300, 200, 200, 100)
+STARTS = starts(GRAPH, 2, 3)
+
+
+def exact(schedule: ModuloSchedule, enough_us: float) -> float:
+    """A simulator that says what the estimate says."""
+    estimator = Estimator(GRAPH, 2, 3)
+    estimator.cost(schedule.order, schedule.thread, schedule.stage)
+    return estimator.ii_us
+
+
+def test_it_ends_when_the_goal_is_reached() -> None:
+    """Two threads of 400 us each; not all the work allowed is done."""
+    annealer = Annealer(Estimator(GRAPH, 2, 3), exact, goal_us=400)
+    annealer.search(STARTS, work=1e6)
+    assert annealer.done
+    assert annealer.ii_us == 400
+    assert annealer.work < 1e6
+
+
+def test_it_ends_when_its_work_is_spent() -> None:
+    """A goal that no schedule reaches; the incumbent is the best schedule."""
+    annealer = Annealer(Estimator(GRAPH, 2, 3), exact, goal_us=399)
+    annealer.search(STARTS, work=20_000)
+    assert not annealer.done
+    assert annealer.ii_us == 400
+    assert 20_000 <= annealer.work < 30_000
+
+
+def test_the_simulator_has_the_last_word() -> None:
+    """What it says is twice the estimate: that is the incumbent's interval."""
+    annealer = Annealer(
+        Estimator(GRAPH, 2, 3), lambda schedule, enough_us: 2 * exact(schedule, 0), goal_us=400
+    )
+    annealer.search(STARTS, work=20_000)
+    assert annealer.ii_us == 800
+    assert annealer.incumbent is not None
+    assert exact(annealer.incumbent, 0) == 400
+
+
+def test_no_schedule_is_simulated_twice() -> None:
+    """What the simulator said of it is kept."""
+    seen: list[ModuloSchedule] = []
+
+    def simulate(schedule: ModuloSchedule, enough_us: float) -> float:
+        seen.append(schedule)
+        return 2 * exact(schedule, 0)
+
+    Annealer(Estimator(GRAPH, 2, 3), simulate, goal_us=1).search(STARTS, work=20_000)
+    assert len(seen) == len(set(seen)) > 1
+
+
+def test_without_a_schedule_that_can_be_stated_there_is_no_incumbent() -> None:
+    """The simulator says infinity of a schedule that makes no plan."""
+    annealer = Annealer(Estimator(GRAPH, 2, 3), lambda schedule, enough_us: math.inf, goal_us=1)
+    annealer.search(STARTS, work=5_000)
+    assert annealer.incumbent is None
+
+
+def test_the_same_input_gives_the_same_incumbent() -> None:
+    """No clock is read, and the generator has a seed."""
+    found = []
+    for _ in range(2):
+        annealer = Annealer(Estimator(GRAPH, 2, 3), exact, goal_us=1)
+        annealer.search(STARTS, work=20_000)
+        found.append((annealer.incumbent, annealer.work))
+    assert found[0] == found[1]

@@ -1,0 +1,138 @@
+"""The estimate of one period: what it says, and what sets it."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from swpipe import PipelinePlan
+from swpipe.core.costs import CostModel
+from swpipe.planning import Limits, simulate
+from swpipe.planning.modulo.estimate import Estimator
+from swpipe.planning.modulo.modulo_schedule import plan_of
+from swpipe.planning.modulo.moves import Candidate
+from swpipe.planning.modulo.starts import starts
+from tests.planning.instances import Instance, instance
+from tests.planning.modulo.graphs import graph_of, host_work
+
+DEPTH = 5
+
+
+def uncontended(number: int) -> Instance:
+    """An instance in which no resource goes to who comes first: the order of the plan decides."""
+    given = instance(number)
+    costs = {
+        name: replace(cost, gil_us=0.0, resources=())
+        for name, cost in given.costs.of(given.plan.schedule).items()
+    }
+    schedule = {
+        name: replace(entry, globally_ordered=False) for name, entry in given.plan.schedule.items()
+    }
+    # On a device one thread feeds the caller's stream: several would take turns as they come.
+    threads = 1 if given.streams else given.limits.threads
+    plan = PipelinePlan(schedule, deps=given.plan.deps, cross_iter_deps=given.plan.cross_iter_deps)
+    return replace(
+        given,
+        plan=plan,
+        costs=CostModel(costs, handover_us=given.costs.handover_us),
+        limits=Limits(threads=threads, frozen=given.limits.frozen),
+    )
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_without_contention_no_estimate_is_too_low(number: int) -> None:
+    """The simulator's interval is never longer, back-pressure included."""
+    given = uncontended(number)
+    graph, rng = graph_of(given), random.Random(number)
+    threads = given.limits.threads
+    here = Candidate(graph, starts(graph, threads, DEPTH)[0], threads, DEPTH, rng.random)
+    estimator = Estimator(graph, threads, DEPTH)
+    for _ in range(12):
+        for _ in range(4):
+            if here.move(rng.randrange(graph.size), to_threads=True):
+                here.keep()
+            here.undo()
+        estimator.cost(here.order, here.thread, here.stage)
+        plan = plan_of(given.plan, graph, here.schedule.from_stage_0(), DEPTH)
+        assert plan is not None
+        simulated_us = simulate(plan, given.costs, streams=given.streams).ii_us
+        assert simulated_us <= estimator.ii_us * (1 + 1e-9)
+
+
+def test_a_dependence_within_the_period_is_waited_for() -> None:
+    """Two threads, and no stages: they take as long as one."""
+    estimator = Estimator(host_work(300, 500), threads=2, depth=1)
+    estimator.cost((0, 1), (0, 1), (0, 0))
+    assert estimator.ii_us == 800
+
+
+def test_stages_take_dependences_out_of_the_period() -> None:
+    """Two threads, each on an iteration of its own: the longer one sets the interval."""
+    estimator = Estimator(host_work(300, 500), threads=2, depth=2)
+    estimator.cost((1, 0), (0, 1), (0, 1))
+    assert estimator.ii_us == 500
+
+
+def test_a_wait_for_another_thread_costs_a_handover() -> None:
+    """The task on a worker waits for its admission, its consumer for it, and <retire> for that."""
+    estimator = Estimator(host_work(300, 500, handover_us=20), threads=2, depth=1)
+    estimator.cost((0, 1), (1, 0), (0, 0))
+    assert estimator.ii_us == 20 + 300 + 20 + 500
+
+
+def test_admission_is_waited_for_in_later_stages_too() -> None:
+    """A worker's task begins a period later: it takes at least so long to hear of it."""
+    graph = host_work(100, 100, 100, chain=False, handover_us=1_000)
+    estimator = Estimator(graph, threads=2, depth=3)
+    estimator.cost((0, 1, 2), (0, 1, 0), (0, 1, 2))
+    assert estimator.ii_us == 1_000
+
+
+def test_an_iteration_ends_when_the_last_worker_has_said_so() -> None:
+    """It hears of its task and ends it at 1,100; a period after the caller's 100 that is known."""
+    estimator = Estimator(host_work(100, 100, chain=False, handover_us=1_000), threads=2, depth=2)
+    estimator.cost((0, 1), (1, 0), (0, 1))
+    assert estimator.ii_us == 1_000 + 100 + 1_000 - 100
+
+
+def test_what_counts_is_how_far_stages_are_apart() -> None:
+    """An iteration is admitted before its first task, whatever the number of that one's stage."""
+    estimator = Estimator(host_work(300, 500, handover_us=20), threads=2, depth=2)
+    sooner = estimator.cost((0, 1), (1, 0), (0, 0))
+    assert estimator.cost((0, 1), (1, 0), (1, 1)) == sooner
+
+
+def test_one_thread_runs_one_task_at_a_time() -> None:
+    """Independent tasks on one thread take as long as both."""
+    estimator = Estimator(host_work(300, 500, chain=False), threads=1, depth=1)
+    estimator.cost((1, 0), (0, 0), (0, 0))
+    assert estimator.ii_us == 800
+
+
+def test_a_schedule_above_the_limit_is_given_up() -> None:
+    """It costs infinity; at the limit itself it costs what it costs."""
+    estimator = Estimator(host_work(300, 500), threads=1, depth=1)
+    cost = estimator.cost((0, 1), (0, 0), (0, 0))
+    assert estimator.cost((0, 1), (0, 0), (0, 0), limit_us=cost) == cost
+    assert estimator.cost((0, 1), (0, 0), (0, 0), limit_us=799) == math.inf
+
+
+def test_of_two_schedules_with_one_interval_that_with_less_waiting_costs_less() -> None:
+    """The worker's last task waits for the caller's, or for nothing since it is a stage on."""
+    estimator = Estimator(host_work(100, 300, 100), threads=2, depth=2)
+    waiting = estimator.cost((0, 1, 2), (1, 0, 1), (1, 1, 1))
+    assert estimator.ii_us == 500
+    at_once = estimator.cost((2, 0, 1), (1, 0, 1), (0, 0, 1))
+    assert estimator.ii_us == 500
+    assert at_once < waiting
+
+
+def test_critical_tasks_are_those_that_set_the_interval() -> None:
+    """The last one, and what it waited for; not the one on a thread of its own."""
+    estimator = Estimator(host_work(300, 500, 100), threads=2, depth=2)
+    estimator.cost((2, 0, 1), (0, 0, 1), (0, 0, 1))
+    assert estimator.ii_us == 800
+    assert estimator.critical() == [1, 0]

@@ -1,0 +1,86 @@
+"""Moves: each makes another schedule that keeps all dependences."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
+from swpipe.planning.modulo.moves import Candidate
+from swpipe.planning.modulo.schedule_graph import ScheduleGraph
+from swpipe.planning.modulo.starts import distributed, starts
+from tests.planning.instances import instance
+from tests.planning.modulo.graphs import graph_of, host_work
+
+
+def assert_valid(graph: ScheduleGraph, schedule: ModuloSchedule, threads: int, depth: int) -> None:
+    """All tasks once; no lag below 0; lag 0 in order; frozen tasks where they must be."""
+    place = {v: k for k, v in enumerate(schedule.order)}
+    assert sorted(place) == list(range(graph.size))
+    assert set(schedule.thread) <= set(range(threads))
+    assert set(schedule.stage) <= set(range(depth))
+    for c, p, distance in graph.deps:
+        lag = schedule.stage[c] - schedule.stage[p] + distance
+        assert lag > 0 or (lag == 0 and (c == p or place[p] < place[c]))
+    for v in graph.last:
+        assert schedule.stage[v] == max(schedule.stage)
+    for v in graph.frozen:
+        assert schedule.thread[v] == 0
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_starts_and_moves_keep_dependences_and_limits(number: int) -> None:
+    """Hundreds of moves in a row, from each start."""
+    given = instance(number, tight=True)
+    graph, rng = graph_of(given), random.Random(number)
+    threads, depth = given.limits.threads, given.limits.in_flight
+    found = starts(graph, threads, depth)
+    assert found
+    for start in found:
+        assert_valid(graph, start, threads, depth)
+        here, made = Candidate(graph, start, threads, depth, rng.random), set()
+        for _ in range(200):
+            if here.move(rng.randrange(graph.size), to_threads=True):
+                assert_valid(graph, here.schedule, threads, depth)
+                made.add(here.schedule)
+                here.keep()
+            here.undo()
+        assert len(made) > 5
+
+
+def test_undo_goes_back_to_what_was_kept() -> None:
+    """Also after a move that was given up half-way."""
+    graph, rng = host_work(100, 200, 300, chain=False), random.Random(1)
+    here = Candidate(graph, ModuloSchedule((0, 0, 0), (0, 0, 0), (0, 1, 2)), 2, 2, rng.random)
+    kept = here.schedule
+    for _ in range(50):
+        here.move(rng.randrange(3), to_threads=True)
+        here.undo()
+        assert here.schedule == kept
+
+
+def test_tasks_stay_on_their_threads_where_that_is_asked() -> None:
+    """Only order and stages change."""
+    graph, rng = graph_of(instance(3)), random.Random(1)
+    start = starts(graph, 3, 5)[0]
+    here = Candidate(graph, start, 3, 5, rng.random)
+    for _ in range(100):
+        if here.move(rng.randrange(graph.size), to_threads=False):
+            here.keep()
+        here.undo()
+    assert here.schedule.thread == start.thread
+    assert here.schedule.stage != start.stage
+
+
+def test_distributed_tasks_fit_on_their_threads() -> None:
+    """No thread has more work than that, frozen tasks are the caller's; None where it cannot be."""
+    graph, rng = host_work(300, 200, 200, 100, frozen=("d",)), random.Random(1)
+    found = [distributed(graph, 2, 500, rng.random) for _ in range(50)]
+    fitting = [thread for thread in found if thread is not None]
+    assert fitting
+    for thread in fitting:
+        assert thread[3] == 0
+        assert sum(us for us, k in zip(graph.host_us, thread, strict=True) if k == 0) <= 500
+        assert sum(us for us, k in zip(graph.host_us, thread, strict=True) if k == 1) <= 500
+    assert distributed(graph, 2, 250, rng.random) is None

@@ -1,0 +1,98 @@
+"""The recipes of CONTRIBUTING.md for an observer, a device and a planner, each as one file has it.
+
+``tests/core/test_new_field.py`` adds a schedule field, ``tests/cli/test_workloads.py`` a workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from swpipe import IterContext, Observer, PipelinePlan, PipelineTask, SWPipeline
+from swpipe.analysis import verify
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.effects import Effects, Location
+from swpipe.device import CpuDevice
+from swpipe.planning import lower_bounds, simulate
+
+
+def read(ctx: IterContext) -> None:
+    ctx.x = ctx.batch + 1
+
+
+def train(ctx: IterContext) -> None:
+    ctx.y = 2 * ctx.x
+
+
+TASKS = (PipelineTask("read", read), PipelineTask("train", train))
+PLAN = replace(PipelinePlan.serial(TASKS), deps=(("train", "read"),), order=())
+
+
+class Counter(Observer):
+    """Counts the tasks that ran."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
+        if exists:
+            self.counts[ins.task] = self.counts.get(ins.task, 0) + 1
+
+
+def test_an_observer_is_a_class_that_is_attached() -> None:
+    """An observer overrides one method and is called for every task within the block."""
+    counter = Counter()
+    with SWPipeline(PLAN, device="cpu") as pipe:
+        with pipe.observe(counter):
+            pipe.run(range(3))
+        pipe.run(range(2))
+    assert counter.counts["read"] == counter.counts["train"] == 3
+
+
+class CountingDevice(CpuDevice):
+    """The CPU; counts how often the host waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_a_device_is_a_class_that_is_passed() -> None:
+    """A device of one's own runs a pipeline, and is asked what devices are asked."""
+    device = CountingDevice()
+    with SWPipeline(PLAN, device=device) as pipe:
+        assert [ctx.y for ctx in pipe.iterate(range(3))] == [2, 4, 6]
+        pipe.run(range(3))
+    assert device.waits > 0
+
+
+def feed_ahead(plan: PipelinePlan, ahead: Iterable[str]) -> PipelinePlan:
+    """A planner: these tasks run one stage before the others, on a thread of their own."""
+    ahead = set(ahead)
+    schedule = {
+        name: replace(entry, stage=0, thread_group="feed")
+        if name in ahead
+        else replace(entry, stage=1)
+        for name, entry in plan.schedule.items()
+    }
+    return replace(plan, schedule=schedule, pipeline_depth=None)
+
+
+def test_a_planner_is_a_function_from_plan_to_plan() -> None:
+    """Its plan passes the verifier, reaches the simulator's bound, and gives the serial results."""
+    plan = feed_ahead(PLAN, ["read"])
+    x, y = Location("x", persistent=False), Location("y", persistent=False)
+    effects = {
+        "read": Effects(writes=frozenset({x})),
+        "train": Effects(reads=frozenset({x}), writes=frozenset({y})),
+    }
+    verify(plan, TASKS, effects)
+    costs = CostModel({"read": TaskCost(host_us=900.0), "train": TaskCost(host_us=1000.0)})
+    bound = lower_bounds(plan, costs, streams=False, threads=2)
+    assert simulate(plan, costs, streams=False).ii_us == bound.ii_us == 1000.0
+    with SWPipeline(plan, TASKS, device="cpu") as pipe:
+        assert [ctx.y for ctx in pipe.iterate(range(3))] == [2, 4, 6]
