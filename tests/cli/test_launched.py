@@ -131,7 +131,10 @@ def test_ranks_with_different_plan_files_are_told_so_once(tmp_path: Path) -> Non
     done = torchrun("train", "--data", "no.tsv", tmp_path, program=(str(script),))
     (told,) = done.told
     assert told.startswith("swpipe: the ranks were given different commands: plan 1, digest: ")
-    assert f"; plan 1, depth: {plan.depth} on rank 0, {plan.depth + 1} on rank 1. Start all" in told
+    assert (
+        f"; plan 1, pipeline_depth: {plan.depth} on rank 0, {plan.depth + 1} on rank 1. Start all"
+        in told
+    )
     assert told.endswith("with the same command, and with the same plan files on every node")
     assert done.err.count("Traceback") == 1  # torchrun's own
     assert done.codes == {0: 2, 1: 2}
@@ -335,7 +338,7 @@ def test_ranks_have_to_be_told_the_same_planning_command(
         "plan here.toml",  # there are no such files
         "plan there.toml",
     ]
-    assert all(verdict.message.endswith("prefetch, split, semi_sync") for verdict in one_rank)
+    assert all(verdict.message.endswith("semi_sync, recsys14") for verdict in one_rank)
     assert differences(told).startswith("command: plan auto on rank 0, plan simulate on rank 1; ")
     assert "--threads: 2 on rank 0, none on rank 1" in differences(told)
     assert [(facts["the plan"], facts["--costs"]) for facts in told] == [
