@@ -179,18 +179,15 @@ class Candidate:
 
     def _exchange(self, low: int, high: int) -> bool:
         """Put the tasks at two places the other way round; False where one needs the other."""
-        between = self.order[low : high + 1]
-        if self._draw() < 0.5:  # the first goes right after the last
+        between, onward = self.order[low : high + 1], self._draw() < 0.5
+        if onward:  # the first goes right after the last
             along = self._along(between, self._graph.producers)
-            if between[-1] in along:
-                return False
-            moved = [v for v in between if v not in along] + [v for v in between if v in along]
         else:  # the last goes right before the first
             along = self._along(between[::-1], self._graph.consumers)
-            if between[0] in along:
-                return False
-            moved = [v for v in between if v in along] + [v for v in between if v not in along]
-        self.order[low : high + 1] = moved
+        if between[-1 if onward else 0] in along:
+            return False
+        between.sort(key=lambda v: (v in along) == onward)
+        self.order[low : high + 1] = between
         return True
 
     def _along(self, tasks: Sequence[int], arcs: Sequence[Iterable[tuple[int, int]]]) -> set[int]:

@@ -49,11 +49,9 @@ class Found:
             return True
         if self.ii_us > other.ii_us * (1 + TOLERANCE):
             return False
-        return self._size < other._size
-
-    @property
-    def _size(self) -> tuple[int, int, int]:
-        return self.plan.depth, self.schedule.threads, self.schedule.parts
+        mine, others = self.schedule, other.schedule
+        size = (self.plan.depth, mine.threads, mine.parts)
+        return size < (other.plan.depth, others.threads, others.parts)
 
 
 class Search:
@@ -72,18 +70,13 @@ class Search:
         self.graph = graph
         self._base, self._costs = base, costs
         self._work = effort * (_WORK + _WORK_PER_TASK * graph.size)
-        self._cycles: dict[int, float] = {}
-        self._loads: dict[int, float] = {}
 
     def bound_us(self, threads: int, depth: int) -> float:
         """No plan with so many threads and iterations in flight has a shorter interval."""
         if depth <= max(self.graph.least_stages):
             return math.inf  # there is no such plan
-        if depth not in self._cycles:
-            self._cycles[depth] = self._cycle_us(depth)
-        if threads not in self._loads:
-            self._loads[threads] = least_load(self.graph, threads)
-        return max(self._loads[threads], self.graph.busiest_us, self._cycles[depth])
+        busiest_us = max(least_load(self.graph, threads), self.graph.busiest_us)
+        return max(busiest_us, self._cycle_us(depth))
 
     def _cycle_us(self, depth: int) -> float:
         """What dependences ask for, and that iterations wait for the one ``depth`` before."""

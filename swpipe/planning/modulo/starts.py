@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
+from swpipe.core.dependence import CycleError
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, period_order_of
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
 _MIXED = 0.5
@@ -78,24 +79,27 @@ def _list_schedule(
         if stages[c] - stages[p] + distance == 0:
             consumers[p].append(c)
             waits[c] += 1
-    time = _times(graph)
-    behind = [p + t for p, t in zip(_longest_paths(graph, time, late=True), time, strict=True)]
+    try:
+        order = period_order_of(graph, stages, {v: (v,) for v in range(n)})
+    except CycleError:
+        return None
+    behind = _times(graph)  # task to the longest path from its start to the end of the period
+    for v in reversed(order):
+        behind[v] += max((behind[c] for c in consumers[v]), default=0.0)
     period = _Period(graph, threads)
-    ready, order, thread = [v for v in range(n) if not waits[v]], [], [0] * n
+    ready, placed, thread = [v for v in range(n) if not waits[v]], [], [0] * n
     while ready:
         start = {v: period.start(v) for v in ready}
         soonest = min(start.values())
         task = min(ready, key=lambda v: (start[v] > soonest, -behind[v], v))
         ready.remove(task)
-        order.append(task)
+        placed.append(task)
         thread[task] = period.add(task, consumers[task])
         for c in consumers[task]:
             waits[c] -= 1
             if not waits[c]:
                 ready.append(c)
-    if len(order) < n:
-        return None
-    return ModuloSchedule(tuple(thread), tuple(stages), tuple(order))
+    return ModuloSchedule(tuple(thread), tuple(stages), tuple(placed))
 
 
 class _Period:
