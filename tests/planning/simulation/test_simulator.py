@@ -15,8 +15,8 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.errors import PlanError
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
+from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
-from swpipe.planning.simulation.playout import ENDLESS, Player, play
 from swpipe.planning.simulation.simulator import Simulation, simulate, steady_interval
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.trace.span import Row, Span
@@ -173,7 +173,7 @@ def test_what_is_called_exact_repeats_for_ever(streams: bool) -> None:
         if not graph.contended or not found.exact:
             continue
         contended += 1
-        run = Player(graph, ENDLESS)
+        run = EventSimulator(graph, UNBOUNDED)
         ends = [run.retired(i) for i in range(260)]
         patterns = [
             pattern
@@ -198,7 +198,10 @@ def test_an_endless_run_begins_like_any_other() -> None:
         costs = contended_costs(random.Random(seed), plan)
         graph = timed_graph(compile_plan(resolve_plan(plan), streams=True), costs, streams=True)
         if graph.contended:
-            endless, played = Player(graph, ENDLESS), play(graph, 3 * graph.depth + 10)
+            endless, played = (
+                EventSimulator(graph, UNBOUNDED),
+                simulate_run(graph, 3 * graph.depth + 10),
+            )
             assert [endless.retired(i) for i in range(10)] == [played.retired(i) for i in range(10)]
 
 
@@ -420,7 +423,7 @@ def test_an_uncontended_interval_is_computed_and_not_played(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A planner asks thousands of times; the bench tells how long one answer takes."""
-    monkeypatch.setattr(swpipe.planning.simulation.interval, "Player", None)
+    monkeypatch.setattr(swpipe.planning.simulation.interval, "EventSimulator", None)
     costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
     program = compile_plan(resolve_plan(feeding(group="default")), streams=True)
     assert steady_interval(program, costs).ii_us == 350.0
