@@ -15,7 +15,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, assign_lookaheads, recsys14, simulate
 from swpipe.planning.published.lookahead_rules import lookaheads
-from swpipe.planning.published.queue_rules import callers_own, communicator_queues
+from swpipe.planning.published.queue_rules import caller_tasks, communicator_queues
 from tests.planning.papers import paper
 
 
@@ -235,7 +235,7 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
         before, after = lookaheads(given.plan), lookaheads(found.plan)
         assert after == found.lookahead
         assert all(after[name] >= before[name] for name in before)
-        assert all(after[name] == before[name] for name in callers_own(given.plan))
+        assert all(after[name] == before[name] for name in caller_tasks(given.plan))
         assert found.plan.depth <= given.limits.in_flight
         assert found.ii_us == simulate(found.plan, given.costs, streams=streams).ii_us
         assert found.ii_us <= simulate(given.plan, given.costs, streams=streams).ii_us
@@ -258,11 +258,11 @@ def test_the_published_step_reaches_its_bound() -> None:
 def test_limits_that_admit_nothing_say_the_least_that_would() -> None:
     """Stages beyond the iterations in flight, more thread groups than allowed."""
     deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
-    with pytest.raises(PlanError, match="limit of 2 iterations in flight binds: .* allow 4"):
+    with pytest.raises(PlanError, match="limit is 2 iterations in flight: allow 4"):
         assign_lookaheads(deep, COSTS, limits=Limits(in_flight=2))
     assert assign_lookaheads(deep, COSTS, limits=Limits(in_flight=4)).plan.depth == 4
     groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
-    with pytest.raises(PlanError, match="limit of 3 thread groups binds: .* allow 4"):
+    with pytest.raises(PlanError, match="limit is 3, .* allow 4"):
         assign_lookaheads(replace(STEP, schedule=groups), COSTS, limits=Limits(threads=3))
 
 

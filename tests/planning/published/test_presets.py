@@ -67,7 +67,7 @@ def test_two_homes_are_io_and_data_dist() -> None:
 
 
 def test_between_the_first_and_the_last_all_is_data_dist() -> None:
-    """More than three homes: those between share a thread."""
+    """More than three bundles: those between share a thread."""
     names = ["a", "b", "c", "d"]
     plan = PipelinePlan(
         {**{n: TaskSchedule(stream=n) for n in names}, "f": TaskSchedule()},
@@ -92,7 +92,7 @@ def test_a_thread_group_is_a_home_where_there_is_no_stream() -> None:
         deps=[("copy", "read"), ("train", "copy")],
     )
     roles = Roles.of(resolve_plan(plan))
-    assert dict(roles.homes) == {"reader": ("read",), "memcpy": ("copy",)}
+    assert dict(roles.bundles) == {"reader": ("read",), "memcpy": ("copy",)}
     assert dict(roles.role) == {"read": "io", "copy": "data_dist"}
     assert threads("by_stream", plan, roles) == {"reader": {"read"}, "memcpy": {"copy"}}
 
