@@ -65,7 +65,7 @@ def threads_of(found: JointSearch) -> set[str]:
     ],
 )
 def test_threads_are_limited(threads: int, ii_us: float, preset: str) -> None:
-    """Each thread more hides more of what blocks the host; no more are used than allowed."""
+    """Each additional thread hides more blocking host work; the limit holds."""
     found = joint_search(STEP, COSTS, limits=Limits(threads=threads))
     assert (found.ii_us, found.threads) == (ii_us, preset)
     assert len(threads_of(found)) == threads
@@ -79,7 +79,7 @@ def test_a_thread_per_task_is_rejected_by_the_limit() -> None:
 
 
 def test_in_flight_is_limited() -> None:
-    """With fewer iterations in flight less can be hidden, on the same threads."""
+    """With fewer iterations in flight less is hidden by the same threads."""
     deep = joint_search(STEP, COSTS, limits=Limits(in_flight=5))
     flat = joint_search(STEP, COSTS, limits=Limits(in_flight=2))
     assert (deep.ii_us, flat.plan.depth) == (60, 2)
@@ -114,7 +114,7 @@ def test_the_order_is_searched() -> None:
 
 
 def test_streams_are_searched() -> None:
-    """A home on a stream that is held up fares better on another."""
+    """A bundle on a busy stream is faster on another."""
     space = SearchSpace(STEP, COSTS, Limits(), streams=True)
     (first, *_) = space.evaluate(space.initial())
     tried = {c.streams for c in space.neighbours(first)}
@@ -126,8 +126,8 @@ def test_streams_are_searched() -> None:
     assert {c.streams for c in on_cpu.neighbours(first)} == {first.candidate.streams}
 
 
-def test_the_tasks_of_a_home_move_together() -> None:
-    """And the caller's own never, nor a frozen one that has a stream."""
+def test_the_tasks_of_a_bundle_move_together() -> None:
+    """The caller's tasks never move, nor a frozen one that has a stream."""
     plan = recsys14.plan()
     space = SearchSpace(plan, recsys14.costs(), recsys14.limits(), streams=True)
     (first, *_) = space.evaluate(space.initial())
@@ -160,7 +160,7 @@ def test_every_preset_policy_and_swap_is_tried() -> None:
     assert {candidate.priority for candidate in near} == {order} | policies | swapped
 
 
-def test_it_begins_with_the_order_given_and_the_engines_own() -> None:
+def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
     """Each with the plan's own threads, and with the default preset."""
     free = PipelinePlan(
         {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
@@ -173,8 +173,8 @@ def test_it_begins_with_the_order_given_and_the_engines_own() -> None:
     assert initial == {(threads, order) for threads in (GIVEN, "default") for order in orders}
 
 
-def test_nothing_is_judged_twice() -> None:
-    """Presets that come to the same threads are one candidate."""
+def test_nothing_is_evaluated_twice() -> None:
+    """Presets that give the same threads are one candidate."""
     space = SearchSpace(STEP, COSTS, Limits(), streams=True)
     initial = space.evaluate(space.initial())
     near = list(space.neighbours(initial[0]))
@@ -183,7 +183,7 @@ def test_nothing_is_judged_twice() -> None:
     assert space.evaluate(near) == []
 
 
-def test_frozen_and_own_tasks_stay_where_they_are() -> None:
+def test_frozen_and_caller_tasks_are_not_moved() -> None:
     """Lookahead 0, the caller's thread, their stream: in whatever is found."""
     limits = Limits(frozen=["cache"])
     found = joint_search(STEP, COSTS, limits=limits)
@@ -206,8 +206,8 @@ def judged_of(plan: PipelinePlan, costs: CostModel, limits: Limits) -> list[Eval
     return space.evaluate(near for one in initial for near in space.neighbours(one))
 
 
-def test_whatever_is_dropped_has_a_better_twin() -> None:
-    """Alike in threads, streams and lookaheads, with a score no worse; and none alike are left."""
+def test_pruned_candidates_are_dominated() -> None:
+    """One with the same layout and no worse score is kept, and only one."""
     evaluated = judged_of(recsys14.plan(), recsys14.costs(), recsys14.limits())
     kept = joint.prune(evaluated)
     best = {one.layout: one.score for one in kept}
@@ -216,7 +216,7 @@ def test_whatever_is_dropped_has_a_better_twin() -> None:
     assert all(any(one is other for other in evaluated) for one in kept)
 
 
-def test_of_those_that_are_alike_the_best_is_kept() -> None:
+def test_the_best_of_equal_layouts_is_kept() -> None:
     """Whichever comes first."""
     evaluated = judged_of(STEP, COSTS, Limits())
     one = evaluated[0]
@@ -225,7 +225,7 @@ def test_of_those_that_are_alike_the_best_is_kept() -> None:
 
 
 def test_pruning_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for all in the beam, the search without it finds nothing better."""
+    """With an unbounded beam, the search without pruning finds nothing better."""
     cases = [paper(seed, most_tasks=4) for seed in range(6)]
 
     def search(prune: bool) -> list[float]:
@@ -248,7 +248,7 @@ def rises(values: Iterable[float]) -> bool:
     return any(later > sooner for sooner, later in pairwise(values))
 
 
-def test_the_history_tells_each_round() -> None:
+def test_the_history_has_each_round() -> None:
     """What was tried and kept, the best of the round, and the best so far, which never rises."""
     found = joint_search(STEP, COSTS, limits=Limits(threads=4), rounds=5)
     assert [one.number for one in found.history] == list(range(len(found.history)))
@@ -270,13 +270,13 @@ def test_it_ends_when_patience_does() -> None:
 
 
 def test_it_ends_when_nothing_is_left_to_try() -> None:
-    """One task of the caller's can be planned in one way."""
+    """A single caller's task has one plan."""
     found = joint_search(PipelinePlan({"train": TaskSchedule()}), blocking(train=5))
     assert (found.ii_us, len(found.history)) == (5, 1)
     assert "until nothing was left to try" in found.why
 
 
-def test_the_beam_is_as_wide_as_it_is_told() -> None:
+def test_the_beam_width_is_kept() -> None:
     """A wider one tries more."""
 
     def tried(width: int) -> int:
@@ -311,7 +311,7 @@ def test_it_is_deterministic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
-    """They verify, are as quick as said, and within the limits; tickets stay in their order."""
+    """They verify, have the reported interval, and keep limits and communicator order."""
     better = 0
     for seed in range(16):
         given = paper(seed)
@@ -354,7 +354,7 @@ def test_the_published_step_reaches_its_bound() -> None:
 # -------------------------------------------------------------------------------- bad input
 
 
-def test_limits_that_admit_nothing_say_the_least_that_would() -> None:
+def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
     """One thread, where the plan and every preset have more; fewer iterations than stages."""
     groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
     spread = replace(STEP, schedule=groups)
@@ -366,7 +366,7 @@ def test_limits_that_admit_nothing_say_the_least_that_would() -> None:
         joint_search(replace(STEP, schedule=stages), COSTS, limits=Limits(in_flight=3))
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     """A task without a cost, a frozen one that is unknown, numbers out of range."""
     with pytest.raises(PlanError, match="task 'train' has no cost"):
         joint_search(STEP, blocking(copy=1, dist=1, cache=1))

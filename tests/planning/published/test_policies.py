@@ -46,8 +46,8 @@ def test_there_are_five_policies() -> None:
     assert all(sorted(ranking) == sorted(STEP.schedule) for ranking in rankings)
 
 
-def test_ways_and_slack() -> None:
-    """Microseconds along the iteration: a side branch may wait while the main one takes longer."""
+def test_remaining_paths_and_slack() -> None:
+    """In microseconds: a short branch has slack beside a longer one."""
     plan = PipelinePlan(
         {name: TaskSchedule() for name in ("a", "side", "main", "end")},
         deps=[("side", "a"), ("main", "a"), ("end", "side"), ("end", "main")],
@@ -61,7 +61,7 @@ def test_ways_and_slack() -> None:
 
 
 def test_no_order_breaks_an_edge_or_a_queue() -> None:
-    """Whatever a policy ranks first, producers precede consumers, and tickets keep their order."""
+    """Under every policy producers precede consumers, and communicators keep their order."""
     queues = communicator_queues(RESOLVED, COSTS)
     for policy in POLICIES:
         order = closest_order(STEP, ranked(policy, OUTLOOK, ORDER), queues)
@@ -70,7 +70,7 @@ def test_no_order_breaks_an_edge_or_a_queue() -> None:
         assert [n for n in order if n in queues[0]] == list(queues[0])
 
 
-def test_only_neighbours_that_nothing_orders_are_swapped() -> None:
+def test_only_unordered_neighbours_are_swapped() -> None:
     """Neither an edge within the period, nor a communicator's queue."""
     plan = PipelinePlan(
         {name: TaskSchedule() for name in "abcd"},
