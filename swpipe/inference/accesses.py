@@ -94,21 +94,22 @@ class _IterationAnalysis:
                     self._home.setdefault(one, name)
                 known |= {one.number for one in objects if one.kind == "storage"}
             # What the task created itself does not count as modified.
-            written = (observed.written | observed.changes.storages) & known
+            written = (observed.operators.writes | observed.changes.storages) & known
             self._modified[observed.task] = observed.changes.objects | {
                 ObjectId("storage", number) for number in written - self._before
             }
-            known |= observed.seen
+            known |= observed.operators.seen
         self._any_modified = frozenset[ObjectId]().union(*self._modified.values())
 
     def add_attributes(self, observed: TaskObservation, accesses: TaskAccesses) -> None:
         """Add accesses to attributes, by name and through the objects that they hold."""
-        for name in observed.reads:
+        for name in observed.attributes.reads:
             accesses.attributes[name] |= READ
-        for name in observed.sets | observed.deletes:
+        for name in observed.attributes.sets | observed.attributes.deletes:
             accesses.attributes[name] |= WRITE
-        used = frozenset[ObjectId]().union(*(observed.objects.get(n, ()) for n in observed.reads))
-        used |= {ObjectId("storage", number) for number in observed.read | observed.written}
+        operators = observed.operators
+        used = {one for name in observed.attributes.reads for one in observed.objects.get(name, ())}
+        used |= {ObjectId("storage", n) for n in operators.all_reads | operators.writes}
         for one in used & self._any_modified:
             if one in self._home:
                 accesses.attributes[self._home[one]] |= READ
@@ -116,27 +117,28 @@ class _IterationAnalysis:
             names = {name for name, objects in observed.objects.items() if one in objects}
             for name in names | ({self._home[one]} if one in self._home else set()):
                 accesses.attributes[name] |= WRITE
-                if one.number in observed.changes.silent - observed.written:
+                if one.number in observed.changes.silent - operators.writes:
                     accesses.silent.add(f"ctx.{name}")
 
     def add_items(self, observed: TaskObservation, accesses: TaskAccesses) -> None:
         """Add accesses to state items."""
         through_context = frozenset(
             one.number
-            for name in observed.reads
+            for name in observed.attributes.reads
             for one in observed.objects.get(name, ())
             if one.kind == "storage" and one not in self._any_modified
         )
         # Reading memory that this iteration created, through an attribute, does not read the item;
         # nor does what autograd's engine reads by itself (adding to a gradient also writes it).
-        saved = frozenset() if self._only else observed.replayed
-        read = observed.read - ((through_context | saved) - self._before)
+        operators = observed.operators
+        saved = set() if self._only else operators.replays - operators.reads
+        read = operators.all_reads - ((through_context | saved) - self._before)
         for item, storages in observed.items.items():
             if read & storages:
                 accesses.items[item] |= READ
-            if (observed.written | observed.changes.storages) & storages:
+            if (operators.writes | observed.changes.storages) & storages:
                 accesses.items[item] |= WRITE
-            if (observed.changes.silent - observed.written) & storages:
+            if (observed.changes.silent - operators.writes) & storages:
                 accesses.silent.add(item.name)
         for item in sorted(observed.changes.items):
             accesses.items[item] |= WRITE
@@ -159,19 +161,19 @@ def _add_unnamed(
     for iteration in iterations:
         unnamed = (iteration.before | iteration.survivors) - _named(iteration)
         for observed in iteration.tasks:
-            for number in (observed.read | observed.written | observed.created) & unnamed:
+            operators = observed.operators
+            reads, written = operators.all_reads, operators.created | operators.writes
+            for number in (reads | written) & unnamed:
                 item = items.setdefault(
                     number, _unnamed_item(storages.description(number), observed.task)
                 )
-                created = number in observed.created
-                writes = created or number in observed.written
-                found[observed.task][item] |= (number in observed.read, writes)
-                if not created:
+                found[observed.task][item] |= (number in reads, number in written)
+                if number not in operators.created:
                     used.add(item)
-    written = {item for of_task in found.values() for item, one in of_task.items() if one.writes}
+    modified = {item for of_task in found.values() for item, one in of_task.items() if one.writes}
     for task, of_task in found.items():
         for item, access in of_task.items():
-            if item in written & used:
+            if item in modified & used:
                 accesses[task].items[item] |= access
 
 

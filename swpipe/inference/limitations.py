@@ -84,7 +84,7 @@ def _draws(tasks: Sequence[PipelineTask], observed: Sequence[TaskObservation]) -
 def _collectives(observed: Iterable[TaskObservation]) -> Iterator[str]:
     found: dict[str, set[str]] = defaultdict(set)
     for one in observed:
-        found[one.task] |= one.collectives
+        found[one.task] |= one.operators.collectives
     for task, names in found.items():
         if names:
             yield (

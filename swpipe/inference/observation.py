@@ -38,37 +38,23 @@ class TaskObservation(NamedTuple):
 
     Attributes:
         task: Its name.
-        reads: Attributes that it read.
-        sets: Attributes that it set.
-        deletes: Attributes that it deleted.
+        attributes: Accesses to attributes of the context.
+        operators: Accesses by operators.
         objects: Attribute to the objects that it held when the task began.
         items: State item to its storages when the task began.
-        read: Storages that operators read.
-        replayed: Those of them that only autograd's engine read, by itself: saved by forward.
-        written: Storages that operators wrote.
-        seen: All storages of operators' arguments and results.
-        created: Storages first seen in an operator's result.
         changes: What changed from the task's beginning to its end.
         stepped: Names of the optimizers whose ``step`` ran.
-        collectives: Names of operators that communicate.
         sizes: Attribute that it set to its bytes; 0 where it deleted it.
         opaque: Attribute that it set to the class of something in it that cannot be inspected.
     """
 
     task: str
-    reads: frozenset[str]
-    sets: frozenset[str]
-    deletes: frozenset[str]
+    attributes: AttributeLog
+    operators: OperatorAccesses
     objects: Mapping[str, frozenset[ObjectId]]
     items: Mapping[StateItem, frozenset[StorageId]]
-    read: frozenset[StorageId]
-    replayed: frozenset[StorageId]
-    written: frozenset[StorageId]
-    seen: frozenset[StorageId]
-    created: frozenset[StorageId]
     changes: Changes
     stepped: frozenset[str]
-    collectives: frozenset[str]
     sizes: Mapping[str, int]
     opaque: Mapping[str, str]
 
@@ -112,7 +98,7 @@ class Observer:
         """
         observed, at_begin, at_end = self._run(batch, iter_idx)
         before = self._alive | at_begin
-        self._seen |= at_begin.union(*(one.seen for one in observed))
+        self._seen |= at_begin.union(*(one.operators.seen for one in observed))
         if any(self.storages.alive(number) for number in self._seen - before - at_end):
             gc.collect()  # memory that only reference cycles keep does not survive
         self._alive = frozenset(number for number in self._seen if self.storages.alive(number))
@@ -127,10 +113,10 @@ class Observer:
         at_begin = before.storages()
         observed = []
         for task in self._tasks:
-            log, accesses, stepped = self._call(task, ctx)
+            log, operators, stepped = self._call(task, ctx)
             after = self._snapshot(ctx)
             log.compare(before.attributes, after.attributes)
-            observed.append(_observation(task, log, accesses, stepped, before, after))
+            observed.append(_observation(task, log, operators, stepped, before, after))
             before = after
         return tuple(observed), at_begin, before.storages()
 
@@ -165,7 +151,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def _observation(
     task: PipelineTask,
     log: AttributeLog,
-    accesses: OperatorAccesses,
+    operators: OperatorAccesses,
     stepped: set[int],
     before: ReachableState,
     after: ReachableState,
@@ -174,19 +160,12 @@ def _observation(
     deleted = log.deletes - after.attributes.keys()
     return TaskObservation(
         task=task.name,
-        reads=frozenset(log.reads - {"iter_idx"}),
-        sets=frozenset(log.sets),
-        deletes=frozenset(log.deletes),
+        attributes=log,
+        operators=operators,
         objects=before.objects,
         items=before.items,
-        read=frozenset(accesses.reads | accesses.replays),
-        replayed=frozenset(accesses.replays - accesses.reads),
-        written=frozenset(accesses.writes),
-        seen=frozenset(accesses.seen),
-        created=frozenset(accesses.created),
         changes=before.changes_until(after),
         stepped=frozenset(after.optimizers[n] for n in stepped if n in after.optimizers),
-        collectives=frozenset(accesses.collectives),
         sizes={name: _size(value) for name, value in values.items()} | dict.fromkeys(deleted, 0),
         opaque={name: kind for name, value in values.items() if (kind := _opaque(value))},
     )

@@ -41,7 +41,7 @@ class OperatorAccesses:
     """Storages that operators accessed during one task.
 
     Attributes:
-        reads: Storages whose content was read.
+        reads: Storages whose content was read by operators that Python code called.
         replays: Storages that autograd's engine read by itself during backward: tensors saved by
             forward.
         writes: Storages that were written.
@@ -57,6 +57,11 @@ class OperatorAccesses:
         self.seen: set[StorageId] = set()
         self.created: set[StorageId] = set()
         self.collectives: set[str] = set()
+
+    @property
+    def all_reads(self) -> set[StorageId]:
+        """Storages that were read in either way."""
+        return self.reads | self.replays
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -85,7 +85,9 @@ def record(
         effects=add_transfers(effects, transfers),
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         sizes=_sizes(observed),
-        collectives=frozenset(f.task for one in observed for f in one.tasks if f.collectives),
+        collectives=frozenset(
+            task.task for one in observed for task in one.tasks if task.operators.collectives
+        ),
         notes=notes_on(tasks, observed, accesses, transfers, not_restored),
     )
 

@@ -11,7 +11,8 @@ class AttributeLog:
     """What one task does to the attributes of its context.
 
     Attributes:
-        reads: Attributes read before the task set or deleted them, whether they existed or not.
+        reads: Attributes read before the task set or deleted them, whether they existed or not;
+            never ``iter_idx``.
         sets: Attributes set, for the first time or again.
         deletes: Attributes deleted.
     """
@@ -23,7 +24,7 @@ class AttributeLog:
 
     def read(self, *names: str) -> None:
         """Record that the task reads attributes."""
-        self.reads.update(name for name in names if name not in self.sets | self.deletes)
+        self.reads.update(set(names) - self.sets - self.deletes - {"iter_idx"})
 
     def compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Record what was set or deleted directly in the context's ``__dict__``."""

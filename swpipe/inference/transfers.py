@@ -71,8 +71,8 @@ def _shared(iteration: IterationObservation) -> Iterator[tuple[Edge, StorageId]]
         dict
     )  # in serial order; whether it writes
     for observed in iteration.tasks:
-        written = observed.created | observed.written
-        for number in observed.read | written:
+        written = observed.operators.created | observed.operators.writes
+        for number in observed.operators.all_reads | written:
             users[number][observed.task] = number in written
     for number, writes in users.items():
         for producer, consumer in combinations(writes, 2):
