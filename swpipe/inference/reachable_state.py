@@ -66,7 +66,11 @@ class _TensorState(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor, storages: Storages) -> _TensorState:
         return cls(
-            tensor, storages.of(tensor), _version(tensor), tensor.requires_grad, grad_or_none(tensor)
+            tensor,
+            storages.of(tensor),
+            _version(tensor),
+            tensor.requires_grad,
+            grad_or_none(tensor),
         )
 
     def replaced_by(self, later: _TensorState) -> bool:
@@ -167,7 +171,8 @@ class ReachableState:
                 yield ObjectId("container", number)
         for number, state in self._tensors.items():
             tensor = state.tensor
-            if tensor.requires_grad != state.requires_grad or grad_or_none(tensor) is not state.grad:
+            same_grad = grad_or_none(tensor) is state.grad
+            if tensor.requires_grad != state.requires_grad or not same_grad:
                 yield ObjectId("tensor", number)
 
     def _states(self) -> Iterator[_TensorState]:
