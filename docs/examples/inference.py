@@ -40,7 +40,9 @@ schedule = {
     "step": TaskSchedule(stage=1, thread_group="update"),
 }
 by_hand = PipelinePlan(
-    schedule, deps=[("forward", "load"), ("backward", "forward"), ("step", "backward")]
+    schedule,
+    deps=[("forward", "load"), ("backward", "forward"), ("step", "backward")],
+    pipeline_depth=3,
 )
 recording = record(tasks, batches[0])
 print(recording.report(by_hand))
