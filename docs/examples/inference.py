@@ -32,17 +32,15 @@ def step(ctx):
 tasks = [PipelineTask(fn.__name__, fn) for fn in (load, forward, backward, step)]
 batches = [[[float(i + k) for k in range(4)] for i in range(n, n + 2)] for n in range(6)]
 
-# A plan that loads ahead and runs the step on another thread. One dependence is missing.
+# A plan that loads ahead and runs forward on another thread. One dependence is missing.
 schedule = {
     "load": TaskSchedule(stage=0, thread_group="io"),
-    "forward": TaskSchedule(stage=1),
+    "forward": TaskSchedule(stage=1, thread_group="model"),
     "backward": TaskSchedule(stage=1),
-    "step": TaskSchedule(stage=1, thread_group="update"),
+    "step": TaskSchedule(stage=1),
 }
 by_hand = PipelinePlan(
-    schedule,
-    deps=[("forward", "load"), ("backward", "forward"), ("step", "backward")],
-    pipeline_depth=3,
+    schedule, deps=[("forward", "load"), ("backward", "forward"), ("step", "backward")]
 )
 recording = record(tasks, batches[0])
 print(recording.report(by_hand))
