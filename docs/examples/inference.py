@@ -1,4 +1,4 @@
-"""Nobody declares anything: a recording tells what tasks touch, and what a plan lacks."""
+"""Infer what tasks read and write from a recording, and find the dependence that a plan lacks."""
 
 from dataclasses import replace
 
@@ -32,12 +32,12 @@ def step(ctx):
 tasks = [PipelineTask(fn.__name__, fn) for fn in (load, forward, backward, step)]
 batches = [[[float(i + k) for k in range(4)] for i in range(n, n + 2)] for n in range(6)]
 
-# A plan that loads ahead, and takes the step on another thread. Something is forgotten.
+# A plan that loads ahead and runs forward on another thread. One dependence is missing.
 schedule = {
     "load": TaskSchedule(stage=0, thread_group="io"),
-    "forward": TaskSchedule(stage=1),
+    "forward": TaskSchedule(stage=1, thread_group="model"),
     "backward": TaskSchedule(stage=1),
-    "step": TaskSchedule(stage=1, thread_group="update"),
+    "step": TaskSchedule(stage=1),
 }
 by_hand = PipelinePlan(
     schedule, deps=[("forward", "load"), ("backward", "forward"), ("step", "backward")]
@@ -45,7 +45,7 @@ by_hand = PipelinePlan(
 recording = record(tasks, batches[0])
 print(recording.report(by_hand))
 
-# The same places for the tasks, with dependences that were found instead of written.
+# The same schedule with inferred dependences.
 inferred = replace(recording.plan(), schedule=schedule)
 assert recording.compare(inferred).missing == ()
 with SWPipeline(inferred, inferred.tasks) as pipe:

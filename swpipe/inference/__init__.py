@@ -1,4 +1,4 @@
-"""Dependences inferred: what tasks touch, learned by running them once or twice, watched."""
+"""Infer dependences: run the tasks once or twice and record what each of them reads and writes."""
 
 from swpipe.inference.comparison import Comparison, Needed, Needless
 from swpipe.inference.record_tasks import record

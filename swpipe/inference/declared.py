@@ -1,9 +1,8 @@
-"""Memory that tasks declare a state to lie in.
+"""State that tasks declare by its memory (``DeclaredIO(memory=...)``).
 
-What lies there goes by the state's name, whatever else has a name for it: a parameter of a model, a
-view that an object keeps, a shard. So what tasks were seen to do to it, and what they declare, is
-said of one and the same thing, and a plan may allow it to be stale by the name that its author
-knows.
+Tensors in declared memory belong to the declared state, whatever else refers to them: a model's
+parameter, a view that an object keeps, a shard. So observed and declared accesses are to the same
+state, and a plan can allow it to be stale by the declared name.
 """
 
 from __future__ import annotations
@@ -17,58 +16,57 @@ from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import nodes_in
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import DeclaredIO, PipelineTask
-from swpipe.inference.slots import Slot, slots_of
+from swpipe.inference.state_items import StateItem, items_of
 from swpipe.inference.storages import StorageId, nbytes, unsharded
 
 DECLARED = "declared"
-"""The kind of slots in such memory; their root is the state."""
+"""The kind of items in declared memory; their owner is the declared state."""
 
 
-def by_declaration(
-    slots: Mapping[Slot, Tensor], tasks: Iterable[PipelineTask]
-) -> dict[Slot, Tensor]:
-    """The same slots; those in declared memory belong to the states that lie there.
+def assign_declared(
+    items: Mapping[StateItem, Tensor], tasks: Iterable[PipelineTask]
+) -> dict[StateItem, Tensor]:
+    """The same items, with those in declared memory assigned to the states declared there.
 
     Raises:
-        PlanError: Two states are to lie in the same memory, or one in what is none.
+        PlanError: Two states are declared in the same memory, or a declared memory is not tensors.
     """
-    state_of = _states(tasks)
-    named = {}
-    for slot, tensor in slots.items():
+    state_of = _declared_states(tasks)
+    assigned = {}
+    for item, tensor in items.items():
         state = next((state_of[n] for n in nbytes(tensor) if n in state_of), None)
-        mine = slot if state is None else slot._replace(root=state, kind=DECLARED)
-        named[mine] = tensor
-    return named
+        key = item if state is None else item._replace(owner=state, kind=DECLARED)
+        assigned[key] = tensor
+    return assigned
 
 
-def _states(tasks: Iterable[PipelineTask]) -> dict[StorageId, str]:
-    """Storage to the state that is declared to lie there."""
+def _declared_states(tasks: Iterable[PipelineTask]) -> dict[StorageId, str]:
+    """Storage to the state declared there."""
     found: dict[StorageId, str] = {}
-    for task in tasks:
-        for io in task.io:
-            for tensor in _tensors(task, io):
-                for storage in nbytes(tensor):
-                    other = found.setdefault(storage, str(io.state))
-                    if other != io.state:
-                        raise _refused(
-                            task,
-                            io,
-                            f"a tensor of shape {list(tensor.shape)} that is state {other!r}'s "
-                            "too: give it to one of them",
-                        )
+    for task, io in ((one, io) for one in tasks for io in one.io):
+        for tensor in _tensors(task, io):
+            for storage in nbytes(tensor):
+                other = found.setdefault(storage, str(io.state))
+                if other != io.state:
+                    raise _refused(
+                        task,
+                        io,
+                        f"a tensor of shape {list(tensor.shape)} that also belongs to state "
+                        f"{other!r}: declare it for one of them",
+                    )
     return found
 
 
 def _tensors(task: PipelineTask, io: DeclaredIO) -> Iterator[Tensor]:
-    """Those that were given, those of modules, and this rank's shards of ShardedTensors."""
+    """The given tensors, those of given modules, and this rank's shards of ShardedTensors."""
     for node in nodes_in([] if io.memory is None else [io.memory]):
         for item in node.children:
             if isinstance(item, torch.nn.Module):
-                yield from (part for _, one in slots_of("", item) for part in unsharded(one))
+                yield from (part for _, one in items_of("", item) for part in unsharded(one))
             elif isinstance(item, Tensor) or hasattr(item, "local_shards"):
                 yield from unsharded(item)
             elif kind_of(type(item)) is LEAF:
-                raise _refused(task, io, f"{item!r}: give tensors, or modules with theirs")
+                raise _refused(task, io, f"{item!r}: give tensors or modules")
 
 
 def _refused(task: PipelineTask, io: DeclaredIO, what: str) -> PlanError:

@@ -1,4 +1,4 @@
-"""How generators of random numbers stand: whoever lets one move on has drawn from it."""
+"""States of random number generators: a task that changes one has drawn from it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from swpipe.device import Device
 
 TORCH = "torch's default generators"
-"""The one that tasks with ``random=True`` need not keep their order over."""
+"""Tasks with ``random=True`` need no order for these."""
 
 
-def states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
-    """Name to where the generator stands: those of torch, Python and numpy, and those found."""
-    where: dict[str, object] = {
+def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
+    """Name to state, of the default generators of torch, Python and numpy and of ``found``."""
+    states: dict[str, object] = {
         TORCH: [_bytes(state) for state in device.generator_states()],
         "Python's default generator": random.getstate(),
     }
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        where["numpy's default generator"] = pickle.dumps(numpy.get_state())
-    return where | {name: _state(generator) for name, generator in found.items()}
+        states["numpy's default generator"] = pickle.dumps(numpy.get_state())
+    return states | {name: _state(generator) for name, generator in found.items()}
 
 
 def _state(generator: Any) -> object:

@@ -1,11 +1,11 @@
-"""Many slots under few names.
+"""Groups state items into few named states.
 
-Slots of one owner and one kind that all tasks use alike are one state. So are those that tasks use
-differently, where that asks for no order that is not asked for anyhow: backward reads a layer's
-weight, but not its bias; it comes before the step for the sake of the gradients in either case.
+Items of one owner and kind that all tasks access alike form one state. So do items that tasks
+access differently, if treating them as one needs no order that is not needed anyway: backward reads
+a layer's weight, but not its bias; because of the gradients it comes before the step in any case.
 
-What tasks declare the memory of is one state, by the name that they gave it. What it asks for does
-not count when others are put together: a plan may allow it to be stale.
+Items in declared memory form the declared state. The orders that it needs do not count when other
+items are grouped, since a plan may allow the declared state to be stale.
 """
 
 from __future__ import annotations
@@ -16,97 +16,100 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from swpipe.core.effects import Effects, Location, conflicts
+from swpipe.inference.accesses import Access, TaskAccesses
 from swpipe.inference.declared import DECLARED
 from swpipe.inference.orders import Edge, Orders, edge_of
-from swpipe.inference.slots import Slot
-from swpipe.inference.uses import Use, Uses
+from swpipe.inference.state_items import StateItem
 
-Pattern: TypeAlias = tuple[Use, ...]
+Pattern: TypeAlias = tuple[Access, ...]
+"""Each task's access to an item."""
 
 
-def group(uses: Mapping[str, Uses]) -> dict[str, tuple[Slot, ...]]:
-    """State to the slots that it stands for; each slot that any task touches is in one."""
-    alike: dict[tuple[str, str], dict[Pattern, list[Slot]]] = defaultdict(dict)
-    named: dict[str, tuple[Slot, ...]] = {}
-    for slot in sorted({slot for of_task in uses.values() for slot in of_task.slots}):
-        if slot.kind == DECLARED:
-            named[slot.root] = (*named.get(slot.root, ()), slot)
+def group(accesses: Mapping[str, TaskAccesses]) -> dict[str, tuple[StateItem, ...]]:
+    """State to its items; each item that any task accesses is in one state."""
+    alike: dict[tuple[str, str], dict[Pattern, list[StateItem]]] = defaultdict(dict)
+    states: dict[str, tuple[StateItem, ...]] = {}
+    for item in sorted({item for of_task in accesses.values() for item in of_task.items}):
+        if item.kind == DECLARED:
+            states[item.owner] = (*states.get(item.owner, ()), item)
             continue
-        pattern = tuple(of_task.slots.get(slot, Use()) for of_task in uses.values())
-        alike[slot.root, slot.kind].setdefault(pattern, []).append(slot)
-    orders = _orders(uses, (pattern for patterns in alike.values() for pattern in patterns))
-    for (root, kind), patterns in alike.items():
+        pattern = tuple(of_task.items.get(item, Access()) for of_task in accesses.values())
+        alike[item.owner, item.kind].setdefault(pattern, []).append(item)
+    orders = _orders(accesses, (pattern for patterns in alike.values() for pattern in patterns))
+    for (owner, kind), patterns in alike.items():
         groups = list(patterns.values())
         union = tuple(_union(of_task) for of_task in zip(*patterns, strict=True))
-        if kind and all(orders.implies(edge) for edge in _edges(tuple(uses), union)):
-            groups = [sorted(slot for slots in groups for slot in slots)]
-        for slots in groups:
-            for name in _names(root, kind, slots, alone=len(groups) == 1):
-                if name not in named:
-                    named[name] = tuple(slots)
-                    break
-    return named
+        if kind and all(orders.implies(edge) for edge in _edges(tuple(accesses), union)):
+            groups = [sorted(item for items in groups for item in items)]
+        for items in groups:
+            names = _names(owner, kind, items, only=len(groups) == 1)
+            states[next(name for name in names if name not in states)] = tuple(items)
+    return states
 
 
-def _union(uses: Iterable[Use]) -> Use:
-    uses = tuple(uses)
-    return Use(any(use.reads for use in uses), any(use.writes for use in uses))
+def _union(accesses: Iterable[Access]) -> Access:
+    accesses = tuple(accesses)
+    return Access(any(one.reads for one in accesses), any(one.writes for one in accesses))
 
 
-def _orders(uses: Mapping[str, Uses], patterns: Iterable[Pattern]) -> Orders:
-    """What is asked for by attributes, and by every slot on its own."""
-    tasks = tuple(uses)
+def _orders(accesses: Mapping[str, TaskAccesses], patterns: Iterable[Pattern]) -> Orders:
+    """The orders that attributes need, and each item by itself."""
+    tasks = tuple(accesses)
     orders = Orders(tasks)
     edges = {edge for pattern in set(patterns) for edge in _edges(tasks, pattern)}
-    edges |= {edge_of(conflict) for conflict in conflicts(effects_of(uses, {}))}
+    edges |= {edge_of(conflict) for conflict in conflicts(effects_of(accesses, {}))}
     orders.missing(edges)
     return orders
 
 
 def _edges(tasks: Sequence[str], pattern: Pattern) -> Iterator[Edge]:
-    """The order that one state asks for which tasks use so."""
-    place = frozenset({Location("it", True)})
-    table = {
-        task: Effects(place if use.reads else frozenset(), place if use.writes else frozenset())
-        for task, use in zip(tasks, pattern, strict=True)
-    }
+    """The orders that one state with this pattern needs."""
+    place = Location("it", True)
+    table = {task: _effects([(place, a)]) for task, a in zip(tasks, pattern, strict=True)}
     return (edge_of(conflict) for conflict in conflicts(table))
 
 
-def _names(root: str, kind: str, slots: Sequence[Slot], *, alone: bool) -> Iterable[str]:
-    """What a group might be called, the best first; the last is no other group's."""
-    if len(slots) == 1:
-        yield slots[0].name
-    if alone and kind:
-        yield f"{root} {kind}"
-    prefix = _common([slot.name for slot in slots])
-    if prefix and prefix != root and len(slots) > 1:
+def _names(owner: str, kind: str, items: Sequence[StateItem], *, only: bool) -> Iterable[str]:
+    """Possible names of a group, the best first; the last one is unique.
+
+    ``only`` says that the group has all items of the owner and kind.
+    """
+    if len(items) == 1:
+        yield items[0].name
+    if only and kind:
+        yield f"{owner} {kind}"
+    prefix = _common([item.name for item in items])
+    if prefix and prefix != owner and len(items) > 1:
         yield f"{prefix} {kind}".strip()
-    yield f"{slots[0].name} and {len(slots) - 1} more"
-    yield " + ".join(slot.name for slot in slots)
+    yield f"{items[0].name} and {len(items) - 1} more"
+    yield " + ".join(item.name for item in items)
 
 
 def _common(names: Sequence[str]) -> str:
-    """The dotted parts with which all names begin."""
+    """The dotted prefix that all names share."""
     parts = zip(*(name.split(".") for name in names), strict=False)
     return ".".join(alike[0] for alike in takewhile(lambda part: len(set(part)) == 1, parts))
 
 
 def effects_of(
-    uses: Mapping[str, Uses], states: Mapping[str, tuple[Slot, ...]]
+    accesses: Mapping[str, TaskAccesses], states: Mapping[str, tuple[StateItem, ...]]
 ) -> dict[str, Effects]:
-    """Task to what it reads and writes, in serial order; without slots that are in no state."""
-    state_of = {slot: name for name, slots in states.items() for slot in slots}
+    """Task to its effects, in serial order; items that are in no state are left out."""
+    state_of = {item: name for name, items in states.items() for item in items}
     table = {}
-    for task, of_task in uses.items():
-        places = [(Location(name, False), use) for name, use in of_task.attributes.items()]
-        places += [
-            (Location(state_of[slot], True), use)
-            for slot, use in of_task.slots.items()
-            if slot in state_of
+    for task, of_task in accesses.items():
+        found = [(Location(name, False), access) for name, access in of_task.attributes.items()]
+        found += [
+            (Location(state_of[item], True), access)
+            for item, access in of_task.items.items()
+            if item in state_of
         ]
-        table[task] = Effects(
-            frozenset(place for place, use in places if use.reads),
-            frozenset(place for place, use in places if use.writes),
-        )
+        table[task] = _effects(found)
     return table
+
+
+def _effects(accesses: Sequence[tuple[Location, Access]]) -> Effects:
+    return Effects(
+        frozenset(place for place, access in accesses if access.reads),
+        frozenset(place for place, access in accesses if access.writes),
+    )

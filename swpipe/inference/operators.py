@@ -1,11 +1,11 @@
-"""Which storages torch's operators read and write, those that autograd runs backward included.
+"""Records which storages torch operators read and write, also while autograd runs backward.
 
-A dispatch mode sees every operator below autograd. The schema of each says which arguments it
-writes (``alias_info``) and which it makes a view of; the rest is read.
+A dispatch mode sees every operator below autograd. The operator's schema says which arguments it
+writes (``alias_info``) and which ones the result may be a view of; it reads the others.
 
-Not seen: what does not go through torch's dispatcher (numpy, kernels launched by themselves), what
-other threads do that a task starts, and writes that a schema hides. What was written in these ways
-is noticed by its content when the task is done (``swpipe.inference.moment``).
+Not recorded: code that does not use torch's dispatcher (numpy, kernels launched directly), other
+threads that a task starts, and writes that a schema does not declare. Their writes are detected
+afterwards, by comparing memory contents (``swpipe.inference.reachable_state``).
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that communicate."""
 
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_")
-"""Operators that write without reading what was there."""
+"""Operators that write an argument without reading it."""
 
 RUNNING = ("running_mean", "running_var")
-"""Written by every batch norm in training, whatever its schema says."""
-
+"""Arguments that every batch norm writes in training, although its schema does not say so."""
 
 ALIASED = "aliased"
-"""The mode of an argument that the result views, as a rule; ``to`` and ``reshape`` may copy."""
+"""Argument mode: the result is usually a view of it; ``to`` and ``reshape`` may copy instead."""
 
-MADE = "made"
-"""The mode of a result, and of the tensor that ``torch.tensor`` has just made."""
+CREATED = "created"
+"""Mode of a result, and of the tensor that ``torch.tensor`` has just created."""
 
 
-class Touched:
-    """What operators did within one task.
+class OperatorAccesses:
+    """Storages that operators accessed during one task.
 
     Attributes:
-        reads: Storages whose content was read.
-        replays: Those that autograd's engine read by itself, going backward; what they are, forward
-            has saved.
+        reads: Storages whose content was read by operators that Python code called.
+        replays: Storages that autograd's engine read by itself during backward: tensors saved by
+            forward.
         writes: Storages that were written.
-        met: All storages among arguments and results.
-        made: Those that no one had met before they came out of an operator.
+        seen: All storages of arguments and results.
+        created: Storages first seen in the result of an operator.
         collectives: Names of the operators that communicate.
     """
 
@@ -55,21 +54,22 @@ class Touched:
         self.reads: set[StorageId] = set()
         self.replays: set[StorageId] = set()
         self.writes: set[StorageId] = set()
-        self.met: set[StorageId] = set()
-        self.made: set[StorageId] = set()
+        self.seen: set[StorageId] = set()
+        self.created: set[StorageId] = set()
         self.collectives: set[str] = set()
 
+    @property
+    def all_reads(self) -> set[StorageId]:
+        """Storages that were read in either way."""
+        return self.reads | self.replays
 
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what operators touch while it is on.
 
-    Attributes:
-        touched: Where it notes; exchange it from task to task.
-    """
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the accesses of operators while it is active, in ``accesses``."""
 
     def __init__(self, storages: Storages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.touched = Touched()
+        self.accesses = OperatorAccesses()
         self._storages = storages
         self._modes: dict[Any, Mapping[str, str]] = {}
 
@@ -80,40 +80,37 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aliased: list[Tensor] = []
         replays = _called_by_the_engine(sys._getframe().f_back)
         for value, mode in self._arguments(func, args, kwargs):
-            self._note(value, mode, replays)
+            self._record(value, mode, replays)
             if mode == ALIASED:
                 aliased.extend(_tensors(value))
         if func.namespace in COLLECTIVES:
-            self.touched.collectives.add(str(func))
+            self.accesses.collectives.add(str(func))
         result = func(*args, **kwargs)
-        self._note(result, MADE)
-        if aliased:
-            self._note_copied(aliased, result)
+        self._record(result, CREATED)
+        if aliased:  # what the result does not view was read and copied
+            self.accesses.reads |= self._of(aliased) - self._of(_tensors(result))
         return result
 
-    def _note_copied(self, aliased: list[Tensor], result: Any) -> None:
-        """What might have been viewed, and lies elsewhere in the result, was read to be copied."""
-        viewed = {number for one in _tensors(result) for number in self._storages.of(one)}
-        copied = {number for one in aliased for number in self._storages.of(one)} - viewed
-        self.touched.reads |= copied
+    def _of(self, tensors: Iterable[Tensor]) -> set[StorageId]:
+        return {number for tensor in tensors for number in self._storages.of(tensor)}
 
-    def _note(self, value: Any, mode: str, replays: bool = False) -> None:
-        touched = self.touched
-        reads = touched.replays if replays else touched.reads
+    def _record(self, value: Any, mode: str, replays: bool = False) -> None:
+        accesses = self.accesses
+        reads = accesses.replays if replays else accesses.reads
         for tensor in _tensors(value):
-            for storage, new in self._storages.meet(tensor):
-                touched.met.add(storage)
-                if new and mode == MADE:
-                    touched.made.add(storage)
+            for storage, new in self._storages.add(tensor):
+                accesses.seen.add(storage)
+                if new and mode == CREATED:
+                    accesses.created.add(storage)
                 if mode in ("r", "rw"):
                     reads.add(storage)
                 if mode in ("w", "rw"):
-                    touched.writes.add(storage)
+                    accesses.writes.add(storage)
 
     def _arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[Any, str]]:
-        """Each argument with how it is used: "r", "w", "rw", "" for its shape alone, or else."""
+        """Each argument and its mode: "r", "w", "rw", ALIASED, CREATED, or "" (shape only)."""
         modes = self._modes.get(func)
         if modes is None:
             modes = self._modes[func] = _modes(func)
@@ -126,10 +123,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _called_by_the_engine(caller: FrameType | None) -> bool:
-    """Whether an operator runs backward, with no Python between it and autograd's engine.
+    """Whether autograd's engine runs the operator, with no other Python frame in between.
 
     Args:
-        caller: Who called the mode; in the engine's own threads there may be nobody.
+        caller: The frame that called the mode; None is possible in the engine's own threads.
     """
     while caller is not None and caller.f_globals.get("__name__") in _AROUND_MODES:
         caller = caller.f_back
@@ -137,22 +134,22 @@ def _called_by_the_engine(caller: FrameType | None) -> bool:
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-"""Where the engine is entered from Python."""
+"""The function that enters the engine from Python."""
 
 _AROUND_MODES = ("torch._compile", "torch._dynamo.eval_frame")
-"""Where torch keeps its compiler out of dispatch modes."""
+"""Modules whose wrappers disable torch's compiler around dispatch modes."""
 
 
 def _modes(func: Any) -> dict[str, str]:
-    """Argument to how an operator uses it, in order; none for an operator without a schema."""
+    """Argument to mode, in order; empty for an operator without a schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return {}
     name = schema.name.partition("::")[2]
-    if func.namespace in COLLECTIVES:  # these write their arguments, and do not say so
+    if func.namespace in COLLECTIVES:  # their schemas do not declare what they write
         return {argument.name: "rw" for argument in schema.arguments}
     if name == "lift_fresh":
-        return {"self": MADE}
+        return {"self": CREATED}
     only_shape = name.startswith("new_") or name.endswith("_like")
     return {a.name: "" if only_shape else _mode(name, a) for a in schema.arguments}
 

@@ -1,32 +1,32 @@
-"""Records what tasks touch: one or two serial iterations, after which all is as it was."""
+"""Record what tasks read and write in one or more serial iterations; all state is then restored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.discovery import Found, find_all, find_state, given_state
+from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve as resolve_device
-from swpipe.inference.attributes import save_attributes
-from swpipe.inference.facts import IterationFacts
+from swpipe.inference.accesses import find_accesses
 from swpipe.inference.groups import effects_of, group
-from swpipe.inference.handed import handed_over, with_handed
-from swpipe.inference.notes import notes
-from swpipe.inference.recorded_iteration import Recorder
+from swpipe.inference.limitations import notes_on
+from swpipe.inference.observation import IterationObservation, Observer
 from swpipe.inference.recording import Recording
-from swpipe.inference.slots import Reached, reached_by
-from swpipe.inference.uses import resolve
+from swpipe.inference.state_items import ReachableItems, reachable_items
+from swpipe.inference.transfers import add_transfers, find_transfers
 
 MAX_SAVED_BYTES = 2**26
-"""A tensor that requires no grad and lies in no module is saved only up to this size: beyond, it
-is rather data than state."""
+"""Larger tensors that belong to no module or optimizer are taken for data and not saved."""
+
+_SKIPPED = (*WHOLE, FunctionType, MethodType, ModuleType, type)
 
 
 def record(
@@ -38,27 +38,27 @@ def record(
     seed: int | None = None,
     state: Any = None,
 ) -> Recording:
-    """Run a few iterations serially, and learn what each task touches.
+    """Run a few iterations serially and record what each task reads and writes.
 
-    Parameters, buffers, gradients and optimizer state are recognised by themselves. Afterwards
-    models, optimizers, other objects with ``state_dict``, tensors within reach and generators are
-    put back as they were, also when a task fails. What was not put back stands in the notes.
+    Parameters, buffers, gradients and optimizer state are found automatically. Afterwards models,
+    optimizers, other objects with ``state_dict``, reachable tensors and generators are restored,
+    also if a task fails. The recording's notes list what was not restored.
 
     Args:
         tasks: In serial order.
-        batch: Every iteration gets a copy of it, as far as ``swpipe._tensors.pytree`` finds
-        tensors in it.
-        iterations: How many to run. The first may make what later ones only use, such as the state
-            of an optimizer; and only from one to the next is it seen what survives. What any of
-            them touches counts.
+        batch: Each iteration gets a copy, in which the tensors that ``swpipe._tensors.pytree``
+            finds are cloned.
+        iterations: How many to run; everything that a task accesses in any of them counts. The
+            first may create state that later ones only use, such as an optimizer's. What outlives
+            an iteration shows only from one iteration to the next.
         device: As for ``SWPipeline``.
-        seed: For tasks that draw; as for ``SWPipeline``.
-        state: What to put back; None looks for it in all that the tasks can reach.
+        seed: For tasks with ``random=True``; as for ``SWPipeline``.
+        state: What to restore; by default, all state that the tasks can reach.
 
     Raises:
-        PlanError: There are no tasks, or two have one name.
-        ValueError: ``iterations`` is not a whole number of 1 or more.
-        TypeError: Something in ``state`` cannot be put back.
+        PlanError: There are no tasks, or two have the same name.
+        ValueError: ``iterations`` is not an integer of 1 or more.
+        TypeError: Something in ``state`` cannot be restored.
         BaseException: Whatever a task raised, with a note of where.
     """
     tasks = tuple(tasks)
@@ -66,33 +66,35 @@ def record(
     where = resolve_device(device)
     owners = list(_owners(tasks) if state is None else given_state(state))
     snapshot = Snapshot(owners, where)
-    put_back_attributes = save_attributes(tasks)
-    before = reached_by(tasks)
-    recorder = Recorder(tasks, where, TaskSeeds(seed, where))
+    restore_attributes = _save_tensor_attributes(tasks)
+    before = reachable_items(tasks)
+    observer = Observer(tasks, where, TaskSeeds(seed, where))
     try:
-        seen = [recorder.run(batch, number) for number in range(iterations)]
+        observed = [observer.run(batch, number) for number in range(iterations)]
     finally:
-        put_back_attributes()
+        restore_attributes()
         snapshot.restore()
-    uses = resolve(seen, recorder.storages)
-    states = group(uses)
-    effects = effects_of(uses, states)
+    accesses = find_accesses(observed, observer.storages)
+    states = group(accesses)
     declared = declared_effects(tasks)
-    effects = {name: found | declared[name] for name, found in effects.items()}
-    handed = handed_over(seen, effects, recorder.storages)
+    effects = {task: e | declared[task] for task, e in effects_of(accesses, states).items()}
+    transfers = find_transfers(observed, effects, observer.storages)
+    not_restored = list(_not_restored(before, reachable_items(tasks)))
     return Recording(
         tasks=tasks,
-        effects=with_handed(effects, handed),
-        states={name: tuple(slot.name for slot in slots) for name, slots in states.items()},
-        sizes=_sizes(seen),
-        collectives=frozenset(f.task for one in seen for f in one.tasks if f.collectives),
-        notes=notes(tasks, seen, uses, handed, list(_left_changed(before, reached_by(tasks)))),
+        effects=add_transfers(effects, transfers),
+        states={name: tuple(item.name for item in items) for name, items in states.items()},
+        sizes=_sizes(observed),
+        collectives=frozenset(
+            task.task for one in observed for task in one.tasks if task.operators.collectives
+        ),
+        notes=notes_on(tasks, observed, accesses, transfers, not_restored),
     )
 
 
 def _check(tasks: Sequence[PipelineTask], iterations: int) -> None:
     if type(iterations) is not int or iterations < 1:
-        raise ValueError(f"iterations is {iterations!r}: give a whole number, 1 or more")
+        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more")
     names = [task.name for task in tasks]
     problems = [
         Problem(f"task {name!r} is given {names.count(name)} times: names are unique", (name,))
@@ -106,7 +108,7 @@ def _check(tasks: Sequence[PipelineTask], iterations: int) -> None:
 
 
 def _owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
-    """What has state, and tensors within reach that are not too large."""
+    """Objects with state, and reachable tensors that are not too large."""
     found = find_state(tasks)
     yield from found
     known = {id(one.owner) for one in found}
@@ -118,20 +120,46 @@ def _owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
             yield one
 
 
-def _sizes(seen: Iterable[IterationFacts]) -> Mapping[tuple[str, str], int]:
+def _save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
+    """Save which tensors plain objects have as attributes; the result restores them.
+
+    ``Snapshot`` covers modules and optimizers. Other objects may replace a tensor, such as a
+    running mean, in each iteration. Their other attributes are left alone: an object that
+    initialises itself on first use would otherwise be restored in part.
+    """
+    saved = [
+        (held, {name: v for name, v in held.items() if isinstance(v, Tensor)})
+        for held in (_attributes(found.owner) for found in find_all(tasks))
+        if held
+    ]
+
+    def restore() -> None:
+        for held, values in saved:
+            held.update((n, v) for n, v in values.items() if isinstance(held.get(n), Tensor))
+
+    return restore
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    if isinstance(owner, _SKIPPED) or type(owner).__module__.partition(".")[0] in FOREIGN:
+        return {}
+    held = getattr(owner, "__dict__", {})
+    return held if isinstance(held, dict) else {}
+
+
+def _sizes(observed: Iterable[IterationObservation]) -> Mapping[tuple[str, str], int]:
     sizes: dict[tuple[str, str], int] = {}
-    for iteration in seen:
-        for facts in iteration.tasks:
-            for name, size in facts.sizes.items():
-                sizes[facts.task, name] = max(size, sizes.get((facts.task, name), 0))
+    for task in (task for iteration in observed for task in iteration.tasks):
+        for name, size in task.sizes.items():
+            sizes[task.task, name] = max(size, sizes.get((task.task, name), 0))
     return sizes
 
 
-def _left_changed(before: Reached, after: Reached) -> Iterator[str]:
-    """What the recorded iterations changed and nothing put back."""
-    for slot, tensor in before.tensors.items():
-        if after.tensors.get(slot) is not tensor:
-            yield slot.name
+def _not_restored(before: ReachableItems, after: ReachableItems) -> Iterator[str]:
+    """Names of what still differs from before the recording."""
+    for item, tensor in before.tensors.items():
+        if after.tensors.get(item) is not tensor:
+            yield item.name
     for path, value in before.plain.items():
         if path in after.plain and after.plain[path] != value:
             yield path

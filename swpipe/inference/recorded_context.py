@@ -1,4 +1,4 @@
-"""A context that tells which of its attributes are read, set and deleted."""
+"""An iteration context that records which of its attributes a task reads, sets and deletes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ class AttributeLog:
     """What one task does to the attributes of its context.
 
     Attributes:
-        reads: Asked for before the task set or deleted them itself; there or not.
-        sets: Set, for the first time or anew.
-        deletes: Deleted.
+        reads: Attributes read before the task set or deleted them, whether they existed or not;
+            never ``iter_idx``.
+        sets: Attributes set, for the first time or again.
+        deletes: Attributes deleted.
     """
 
     def __init__(self) -> None:
@@ -22,11 +23,11 @@ class AttributeLog:
         self.deletes: set[str] = set()
 
     def read(self, *names: str) -> None:
-        """Note that the task asks for attributes."""
-        self.reads.update(name for name in names if name not in self.sets | self.deletes)
+        """Record that the task reads attributes."""
+        self.reads.update(set(names) - self.sets - self.deletes - {"iter_idx"})
 
     def compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """Note what was set or deleted past the context, in its ``__dict__``."""
+        """Record what was set or deleted directly in the context's ``__dict__``."""
         self.sets |= {
             name for name, value in after.items() if name not in before or before[name] is not value
         }
@@ -34,19 +35,18 @@ class AttributeLog:
 
 
 class RecordedContext(IterContext):
-    """An ``IterContext`` that keeps an ``AttributeLog``; ``vars(ctx)`` reads all attributes."""
+    """An ``IterContext`` with an ``AttributeLog``; ``vars(ctx)`` counts as reading everything."""
 
     __slots__ = ("_swpipe_log",)
 
     _swpipe_log: AttributeLog | None
 
     def __init__(self, batch: Any, iter_idx: int) -> None:
-        object.__setattr__(self, "_swpipe_log", None)
+        set_log(self, None)
         super().__init__(batch, iter_idx)
 
     def __getattribute__(self, name: str) -> Any:
-        log: AttributeLog | None = object.__getattribute__(self, "_swpipe_log")
-        if log is not None:
+        if (log := _log(self)) is not None:
             if name == "__dict__":
                 log.read(*attributes(self))
             elif not hasattr(type(self), name):
@@ -54,31 +54,34 @@ class RecordedContext(IterContext):
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        log: AttributeLog | None = object.__getattribute__(self, "_swpipe_log")
-        if log is not None:
+        if (log := _log(self)) is not None:
             log.sets.add(name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        log: AttributeLog | None = object.__getattribute__(self, "_swpipe_log")
-        if log is not None:
+        if (log := _log(self)) is not None:
             log.deletes.add(name)
 
     def __getattr__(self, name: str) -> Any:
-        log: AttributeLog | None = object.__getattribute__(self, "_swpipe_log")
-        keep_log(self, None)  # the message lists all attributes; that is no reading
+        log = _log(self)
+        set_log(self, None)  # the error message lists all attributes, which is not a read
         try:
             return super().__getattr__(name)
         finally:
-            keep_log(self, log)
+            set_log(self, log)
 
 
-def keep_log(ctx: RecordedContext, log: AttributeLog | None) -> None:
-    """Let a context note in ``log`` from now on; None to note nothing."""
+def _log(ctx: RecordedContext) -> AttributeLog | None:
+    log: AttributeLog | None = object.__getattribute__(ctx, "_swpipe_log")
+    return log
+
+
+def set_log(ctx: RecordedContext, log: AttributeLog | None) -> None:
+    """Record into ``log`` from now on; with None, record nothing."""
     object.__setattr__(ctx, "_swpipe_log", log)
 
 
 def attributes(ctx: RecordedContext) -> dict[str, Any]:
-    """A context's attributes as they are now, without reading them."""
+    """The context's current attributes, without recording a read."""
     return dict(object.__getattribute__(ctx, "__dict__"))

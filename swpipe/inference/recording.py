@@ -1,8 +1,8 @@
-"""What a recording found: effects, sizes, the dependences that follow, and what it cannot see."""
+"""The result of recording: effects, sizes, the dependences that they need, and notes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
@@ -13,20 +13,21 @@ from swpipe.core.effects import Effects, Location
 from swpipe.core.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
+from swpipe.inference.limitations import listed
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What some tasks touch.
+    """What some tasks read and write.
 
     Attributes:
         tasks: In serial order.
-        effects: Task to what it reads and writes, declared states included; in serial order.
-        states: State to what it stands for: names of parameters, gradients and the like.
+        effects: Task to what it reads and writes, including declared states; in serial order.
+        states: State to its members: names of parameters, gradients and so on.
         sizes: (task, attribute that it set) to bytes, 0 where it deleted it; the largest of the
-            recorded iterations. Memory counts for each attribute that shares it.
-        collectives: Tasks that were seen to communicate.
-        notes: What was not, or not surely, seen; whole sentences.
+            recorded iterations. Shared memory counts for each attribute.
+        collectives: Tasks that communicated.
+        notes: Sentences on what was not recorded, or not reliably.
     """
 
     tasks: tuple[PipelineTask, ...]
@@ -37,19 +38,20 @@ class Recording:
     notes: tuple[str, ...]
 
     def together(self, others: Iterable[Recording]) -> Recording:
-        """What the same tasks touch here or there: on other ranks, or on other batches.
+        """Merge with recordings of the same tasks on other ranks or batches.
 
         Args:
-            others: Their ``tasks`` are of no interest, and may be empty, to be sent.
+            others: The other recordings. Their ``tasks`` are not used and may be empty, so that
+                they can be sent between ranks.
 
         Raises:
-            ValueError: One is of other tasks.
+            ValueError: One of them is of other tasks.
         """
         found = [self, *others]
         for other in found:
             if list(other.effects) != list(self.effects):
                 raise ValueError(
-                    f"a recording of {', '.join(other.effects)} is of other tasks than one of "
+                    f"cannot merge a recording of {', '.join(other.effects)} with one of "
                     f"{', '.join(self.effects)}: record the same tasks in the same order"
                 )
         states = list(dict.fromkeys(state for each in found for state in each.states))
@@ -66,13 +68,13 @@ class Recording:
         )
 
     def dependences(self) -> Dependences:
-        """The fewest dependences that keep all tasks in their serial order where it matters."""
+        """The fewest dependences that keep conflicting tasks in their serial order."""
         return Dependences(needed(self.effects))
 
     def plan(self) -> PipelinePlan:
-        """All tasks in stage 0 on the caller's thread, with the dependences that were found.
+        """All tasks in stage 0 on the caller's thread, with the inferred dependences.
 
-        Tasks that were seen to communicate are globally ordered.
+        Tasks that communicated are globally ordered.
         """
         found = self.dependences()
         return PipelinePlan(
@@ -85,7 +87,7 @@ class Recording:
         )
 
     def compare(self, plan: PipelinePlan) -> Comparison:
-        """Dependences that a plan lacks, and those that nothing recorded asks for.
+        """The dependences that a plan lacks, and those that no recorded access needs.
 
         Raises:
             PlanError: The plan cannot run with these tasks at all.
@@ -93,7 +95,7 @@ class Recording:
         return compare(validate(plan, self.tasks), self.effects)
 
     def report(self, plan: PipelinePlan | None = None) -> InferenceReport:
-        """All that was found, to be printed; with a plan, how it compares.
+        """A printable report; with a plan, it includes the comparison.
 
         Raises:
             PlanError: The plan cannot run with these tasks at all.
@@ -103,10 +105,10 @@ class Recording:
 
 @dataclass(frozen=True)
 class Dependences:
-    """Dependences that a recording asks for.
+    """Inferred dependences.
 
     Attributes:
-        needed: All of them, with what they are for.
+        needed: All of them, each with the locations that need it.
     """
 
     needed: tuple[Needed, ...] = field(repr=False)
@@ -124,11 +126,11 @@ class Dependences:
 
 @dataclass(frozen=True)
 class InferenceReport:
-    """What a recording found, as text.
+    """A recording as text.
 
     Attributes:
-        recording: What was found.
-        comparison: With a plan, if one was given.
+        recording: What to report.
+        comparison: The comparison with a plan, if one was given.
     """
 
     recording: Recording
@@ -149,7 +151,7 @@ class InferenceReport:
 
     def _states(self) -> str:
         rows = [
-            f"  {name}: {_listed(members)}"
+            f"  {name}: {listed(members, 3)}"
             for name, members in self.recording.states.items()
             if members != (name,)
         ]
@@ -166,15 +168,9 @@ class InferenceReport:
 
 
 def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The entries of all, each once."""
+    """The entries of all lists, each once."""
     return tuple(dict.fromkeys(chain.from_iterable(lists)))
 
 
 def _places(places: Iterable[Location]) -> str:
-    names = sorted(p.name if p.persistent else str(p) for p in places)
-    return ", ".join(names)
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(sorted(p.name if p.persistent else str(p) for p in places))

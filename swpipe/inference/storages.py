@@ -1,7 +1,7 @@
-"""Storages: the memory that tensors share, told apart even when it is gone.
+"""Identities, sizes and checksums of tensor storages.
 
-A tensor is a view of a storage; what happens to one view happens to all. A storage's identity is
-kept by a weak reference, which holds no memory, yet keeps its number from being given to another.
+A storage is the memory that a tensor and its views share. Its identity is kept by a weak reference,
+which does not keep the memory alive, but prevents its number from being used again.
 """
 
 from __future__ import annotations
@@ -21,47 +21,50 @@ from swpipe.device import on_cpu
 StorageId = int
 
 MAX_CHECKED_BYTES = 2**30
-"""Of a storage that is larger the content is not looked at; its version counter still is."""
+"""No checksum is computed of a larger storage; its version counter is still compared."""
 
 
 class Storages:
-    """All storages met while recording."""
+    """All storages seen during a recording."""
 
     def __init__(self) -> None:
-        self._met: dict[StorageId, StorageWeakRef] = {}
-        self._looks: dict[StorageId, str] = {}
+        self._references: dict[StorageId, StorageWeakRef] = {}
+        self._descriptions: dict[StorageId, str] = {}
 
-    def meet(self, tensor: Tensor) -> Iterator[tuple[StorageId, bool]]:
-        """The storages of a tensor, each with whether it is met for the first time.
+    def add(self, tensor: Tensor) -> Iterator[tuple[StorageId, bool]]:
+        """Each storage of a tensor, and whether it is seen for the first time.
 
-        There is one as a rule; more for sparse tensors and wrappers, or none.
+        Usually there is one; sparse tensors and wrappers have several or none.
         """
-        for part in parts_of(tensor):
-            if torch._C._has_storage(part):
-                storage = part.untyped_storage()
-                number = storage._cdata
-                new = number not in self._met
-                if new:
-                    self._met[number] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                    kind = str(part.dtype).removeprefix("torch.")
-                    self._looks[number] = f"{kind} {list(part.shape)}"
-                yield number, new
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            number = storage._cdata
+            new = number not in self._references
+            if new:
+                self._references[number] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                dtype = str(part.dtype).removeprefix("torch.")
+                self._descriptions[number] = f"{dtype} {list(part.shape)}"
+            yield number, new
 
-    def of(self, tensor: Tensor) -> Iterator[StorageId]:
+    def of(self, tensor: Tensor) -> frozenset[StorageId]:
         """The storages of a tensor."""
-        return (number for number, _ in self.meet(tensor))
+        return frozenset(number for number, _ in self.add(tensor))
 
     def alive(self, number: StorageId) -> bool:
-        """Whether anybody still holds a storage."""
-        return not self._met[number].expired()  # type: ignore[no-untyped-call]
+        """Whether the storage still exists."""
+        return not self._references[number].expired()  # type: ignore[no-untyped-call]
 
-    def looks(self, number: StorageId) -> str:
-        """Data type and shape of the tensor by which a storage was met: "float32 [3, 4]"."""
-        return self._looks[number]
+    def description(self, number: StorageId) -> str:
+        """Data type and shape of the tensor first seen with the storage: "float32 [3, 4]"."""
+        return self._descriptions[number]
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    return (part for part in parts_of(tensor) if torch._C._has_storage(part))
 
 
 def unsharded(tensor: Any) -> Iterator[Tensor]:
-    """A tensor itself, or what this rank holds of a ShardedTensor, which is no tensor to torch."""
+    """The tensor itself, or this rank's shards of a ShardedTensor, which is not a ``Tensor``."""
     if hasattr(tensor, "local_shards"):
         yield from (shard.tensor for shard in tensor.local_shards())
     else:
@@ -70,20 +73,14 @@ def unsharded(tensor: Any) -> Iterator[Tensor]:
 
 def nbytes(tensor: Tensor) -> dict[StorageId, int]:
     """Bytes of each storage of a tensor."""
-    storages = (part.untyped_storage() for part in parts_of(tensor) if torch._C._has_storage(part))
+    storages = (part.untyped_storage() for part in _parts(tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def checksums(tensor: Tensor) -> dict[StorageId, int]:
-    """A checksum over all bytes of each storage of a tensor that is not too large."""
-    sums = {}
-    for part in parts_of(tensor):
-        if part.is_meta or not torch._C._has_storage(part):
-            continue
-        storage = part.untyped_storage()
-        if 0 < storage.nbytes() <= MAX_CHECKED_BYTES:
-            sums[storage._cdata] = _checksum(storage)
-    return sums
+    """A checksum over all bytes of each storage up to ``MAX_CHECKED_BYTES``."""
+    storages = (part.untyped_storage() for part in _parts(tensor) if not part.is_meta)
+    return {s._cdata: _checksum(s) for s in storages if 0 < s.nbytes() <= MAX_CHECKED_BYTES}
 
 
 def _checksum(storage: Any) -> int:
@@ -92,8 +89,8 @@ def _checksum(storage: Any) -> int:
         return zlib.crc32((ctypes.c_ubyte * size).from_address(storage.data_ptr()))
     with torch.no_grad():
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        words = size // 8 * 8
-        # Words times odd numbers that differ: an order of the same words gives another sum.
-        long = content[:words].view(torch.int64)
-        factors = torch.arange(1, 2 * len(long), 2, device=storage.device)
-        return int((long * factors).sum()) + int(content[words:].sum())
+        end = size // 8 * 8
+        # Each word has its own odd factor, so that the sum depends on the order of the words.
+        words = content[:end].view(torch.int64)
+        factors = torch.arange(1, 2 * len(words), 2, device=storage.device)
+        return int((words * factors).sum()) + int(content[end:].sum())

@@ -1,4 +1,4 @@
-"""What a planner must keep to."""
+"""Limits for planners."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from swpipe.core.task import PipelineTask, TaskRef, names_of
 
 @dataclass(frozen=True, slots=True, init=False)
 class Limits:
-    """What a planner must keep to.
+    """Limits on the plans that a planner may return.
 
     Attributes:
-        in_flight: Iterations in flight at most, 1 or more: each holds a batch in memory.
-        threads: Thread groups at most, the caller's own counted; 1 or more.
-        frozen: Names of tasks that must stay in the last stage, on the caller's thread, and on the
-            stream that they have: those that train, say, so that nothing is stale.
+        in_flight: The most iterations in flight, 1 or more; each holds a batch in memory.
+        threads: The most thread groups, including the caller's; 1 or more.
+        frozen: Names of tasks that must be in the last stage, on the caller's thread, and on the
+            stream that they have; for example those that train, so that nothing is stale.
 
     Raises:
-        PlanError: A number that is no integer of 1 or more, or a frozen task that is neither a task
-            nor a name.
+        PlanError: A number is not an integer of 1 or more, or ``frozen`` has something that is
+            neither a task nor a name.
     """
 
     in_flight: int = 5
@@ -40,10 +40,10 @@ class Limits:
         object.__setattr__(self, "frozen", names_of(frozen))
 
     def check(self, plan: PipelinePlan) -> None:
-        """Refuse a plan that the limits do not speak of.
+        """Check that the plan has all frozen tasks.
 
         Raises:
-            PlanError: A frozen task that the plan does not have. It lists all of them.
+            PlanError: It lists the frozen tasks that the plan does not have.
         """
         if unknown := [name for name in self.frozen if name not in plan.schedule]:
             known = ", ".join(plan.schedule) or "none"

@@ -1,7 +1,7 @@
-"""A recommender's training step on paper: fourteen tasks, their streams and published costs.
+"""A published training step for planners: fourteen tasks, their streams and costs.
 
 One training step of a large sequence recommender on one machine of eight GPUs, with an embedding
-cache that is filled ahead. It stands here without functions: planners need none.
+cache that is filled ahead. Its tasks have no functions, since planners need none.
 
     memcpy      h2d > start_shuffle > finish_shuffle
     data_dist      > start_input_dist > wait_input_dist
@@ -10,13 +10,12 @@ cache that is filled ahead. It stands here without functions: planners need none
                              > watchdog_step
 
 ``zero_grad`` and ``nccl_safety_barrier`` come before forward, ``global_tokens_allreduce`` before
-backward. From one step to the next: forward and ``zero_grad`` after the optimizer's step, and a
-prefetch after the backward before it, which updates the cache: so it comes after that forward too,
-as the cache asks, and the next forward waits for it. The caller's stream is the bottleneck: its
-tasks take 108,380 us.
+backward. Across iterations, forward and ``zero_grad`` come after the previous optimizer step, and a
+prefetch after the previous backward, which updates the cache. The bottleneck is the caller's
+stream: its tasks take 108,380 us.
 
 Source: the task, stream and cost tables of the schedulable pipeline for HSTU training in NVIDIA's
-recsys-examples. There each task has one time; here it is time on the device.
+recsys-examples. The published time of each task is used as its device time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from swpipe.planning.limits import Limits
 __all__ = ["costs", "limits", "plan"]
 
 FROZEN = ("forward", "backward", "finalize_model_grads", "optimizer_step")
-"""Tasks that train: they stay on the caller's thread and stream, in the last stage."""
+"""Tasks that train."""
 
 _NCCL = ("nccl",)
 _PCIE = ("pcie",)
@@ -50,18 +49,10 @@ _TABLE: dict[str, tuple[float, str | None, tuple[str, ...]]] = {
     "optimizer_step": (66_610, None, ()),
     "watchdog_step": (80, None, ()),
 }
-_CHAIN = (
-    "h2d",
-    "start_shuffle",
-    "finish_shuffle",
-    "start_input_dist",
-    "wait_input_dist",
-    "prefetch_embeddings",
-    "forward",
-    "backward",
-    "finalize_model_grads",
-    "optimizer_step",
-    "watchdog_step",
+_CHAIN = tuple(
+    name
+    for name in _TABLE
+    if name not in {"zero_grad", "global_tokens_allreduce", "nccl_safety_barrier"}
 )
 _DEPS = (
     *((later, sooner) for sooner, later in pairwise(_CHAIN)),
@@ -79,7 +70,7 @@ _CARRIED = (
 
 
 def plan() -> PipelinePlan:
-    """The step as a plan to plan from: all tasks in one stage, on the caller's thread."""
+    """The step as a plan to start from: all tasks in one stage, on the caller's thread."""
     return PipelinePlan(
         schedule={
             name: TaskSchedule(stream=stream, globally_ordered=resources == _NCCL)
@@ -91,7 +82,7 @@ def plan() -> PipelinePlan:
 
 
 def costs() -> CostModel:
-    """The published costs: time on the device, and who shares a communicator or the PCIe bus."""
+    """The published costs: device time, and use of the communicator and the PCIe bus."""
     return CostModel(
         {
             name: TaskCost(device_us=time_us, resources=resources)

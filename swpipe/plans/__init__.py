@@ -1,4 +1,4 @@
-"""Ready-made plans: how to overlap, for tasks that come in a familiar shape."""
+"""Ready-made plans for common kinds of training loops."""
 
 from swpipe.plans.prefetch import prefetch_plan
 

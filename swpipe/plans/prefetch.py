@@ -1,4 +1,4 @@
-"""The plan for a loop that waits for its data: prepare batches ahead while one is computed."""
+"""A plan that prepares batches ahead on a second thread while one is computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prefetch_plan(
     depth: int = 3,
     streams: Mapping[TaskRef, StreamRef] | None = None,
 ) -> PipelinePlan:
-    """Prepare batches on a thread of their own, a stage ahead of the tasks that use them.
+    """Prepare batches on their own thread, one stage ahead of the tasks that use them.
 
     ::
 
@@ -26,33 +26,35 @@ def prefetch_plan(
         io        feed 0      feed 1      feed 2
         caller                compute 0   compute 1
 
-    Each list runs in its order, and ``compute`` after ``feed``. A depth of 2 keeps the two side by
-    side; each iteration more lets the feeding thread run one batch further ahead, and so evens out
-    batches that take longer than others.
+    Each list runs in order, and ``compute`` after ``feed``. With a depth of 2 the two overlap; each
+    further iteration lets the feeding thread run one batch further ahead, which evens out batches
+    that take longer than others.
 
     Args:
         feed: Tasks that prepare a batch, in order.
         compute: Tasks that use it, in order; they run on the caller's thread.
-        carried: (consumer, producer): the consumer on one iteration needs what the producer did on
+        carried: (consumer, producer): the consumer on one iteration comes after the producer on
             the one before, such as ("forward", "step") where the step updates what forward reads.
-        group: Name of the feeding thread.
+        group: Name of the feeding thread group.
         depth: How many iterations may be in flight; 2 or more.
-        streams: Tasks whose device work goes into a queue of its own, such as a copy.
+        streams: Streams of tasks whose device work runs on a stream of its own, such as a copy.
 
     Raises:
         ValueError: A list is empty, or the depth is below 2.
     """
     if not feed or not compute:
-        raise ValueError("prefetch_plan needs a task to feed with and one to compute; name both")
+        raise ValueError("feed or compute is empty: give at least one task in each")
     if depth < 2:
-        raise ValueError(f"depth is {depth}: to prefetch takes 2 iterations in flight or more")
-    queues = {name_of(task): stream for task, stream in (streams or {}).items()}
+        raise ValueError(f"depth is {depth}: give 2 or more iterations in flight to prefetch")
+    stream_of = {name_of(task): stream for task, stream in (streams or {}).items()}
     schedule: dict[str | PipelineTask, TaskSchedule] = {
-        task: TaskSchedule(stage=0, stream=queues.get(name_of(task)), thread_group=group)
+        task: TaskSchedule(stage=0, stream=stream_of.get(name_of(task)), thread_group=group)
         for task in feed
     }
-    schedule |= {task: TaskSchedule(stage=1, stream=queues.get(name_of(task))) for task in compute}
-    named = [stream for stream in queues.values() if isinstance(stream, str)]
+    schedule |= {
+        task: TaskSchedule(stage=1, stream=stream_of.get(name_of(task))) for task in compute
+    }
+    named = [stream for stream in stream_of.values() if isinstance(stream, str)]
     return PipelinePlan(
         schedule=schedule,
         deps=[(after, before) for before, after in pairwise([*feed, *compute])],

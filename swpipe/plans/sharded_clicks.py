@@ -26,7 +26,7 @@ TASKS = (*FEED, *sparse_dist.TASKS, AUC)
 
 
 def fed(step: PipelinePlan, *, group: str = "io") -> PipelinePlan:
-    """A plan of the eleven tasks with the feed a stage ahead of them, on a thread of its own.
+    """A plan of the eleven tasks, with the feed one stage ahead on its own thread.
 
     One more iteration in flight than the stages need evens out batches that take longer to read.
     """
@@ -42,18 +42,15 @@ def serial() -> PipelinePlan:
 
 
 def _joined(step: PipelinePlan, schedule: dict[str, TaskSchedule], *, depth: int) -> PipelinePlan:
+    feed = [(after, before) for before, after in pairwise((*FEED, sparse_dist.COPY))]
     last = TaskSchedule(stage=schedule[sparse_dist.STEP].stage)
     return replace(
         step,
         schedule={**schedule, AUC: last},
-        deps=[*step.deps, *_chain(*FEED, sparse_dist.COPY), (AUC, sparse_dist.STEP)],
+        deps=[*step.deps, *feed, (AUC, sparse_dist.STEP)],
         order=[*FEED, *step.order, AUC],
         pipeline_depth=depth,
     )
-
-
-def _chain(*names: str) -> list[tuple[str, str]]:
-    return [(after, before) for before, after in pairwise(names)]
 
 
 PLANS: dict[str, Callable[[], PipelinePlan]] = {

@@ -30,8 +30,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-__all__ = ["PLANS", "TASKS", "prefetch", "semi_sync", "serial", "sparse_dist", "split"]
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
+
+__all__ = ["PLANS", "TASKS", "prefetch", "semi_sync", "serial", "sparse_dist", "split"]
 
 COPY, START, WAIT = "H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait"
 PREFETCH = "EmbPrefetch"
@@ -39,9 +40,10 @@ EMBED, DENSE, LOSS = "EmbForward", "DenseForward", "LossPostprocess"
 DENSE_BACK, EMBED_BACK = "DenseBackward", "EmbBackward"
 FINALIZE, STEP = "FinalizeGrads", "OptimStep"
 
-TASKS = (
-    COPY, START, WAIT, PREFETCH, EMBED, DENSE, LOSS, DENSE_BACK, EMBED_BACK, FINALIZE, STEP,
-)  # fmt: skip
+LAST = (LOSS, DENSE_BACK, EMBED_BACK, FINALIZE, STEP)
+"""The tasks after the forward."""
+
+TASKS = (COPY, START, WAIT, PREFETCH, EMBED, DENSE, *LAST)
 """The eleven tasks, in serial order."""
 
 ORDERED = frozenset(TASKS) - {PREFETCH}
@@ -56,13 +58,9 @@ def serial() -> PipelinePlan:
 
 
 def sparse_dist() -> PipelinePlan:
-    """Three stages: copy, exchange of ids, compute; as TorchRec's sparse-dist pipeline."""
+    """Three stages: copy, exchange of ids, compute. As in TorchRec's sparse-dist pipeline."""
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
-    order = (
-        START, COPY, PREFETCH, EMBED, DENSE, WAIT, LOSS,
-        DENSE_BACK, EMBED_BACK, FINALIZE, STEP,
-    )  # fmt: skip
-    return _plan(stages, order, streams=STREAMS)
+    return _plan(stages, (START, COPY, PREFETCH, EMBED, DENSE, WAIT, *LAST), streams=STREAMS)
 
 
 def prefetch() -> PipelinePlan:
@@ -72,13 +70,9 @@ def prefetch() -> PipelinePlan:
     and before this batch's backward, which overlaps it.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2}
-    order = (
-        START, COPY, EMBED, DENSE, WAIT, PREFETCH, LOSS,
-        DENSE_BACK, EMBED_BACK, FINALIZE, STEP,
-    )  # fmt: skip
     return _plan(
         stages,
-        order,
+        (START, COPY, EMBED, DENSE, WAIT, PREFETCH, *LAST),
         same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
         streams={**STREAMS, PREFETCH: "prefetch"},
     )
@@ -117,10 +111,8 @@ def semi_sync() -> PipelinePlan:
     embeddings and of gradients overlap. Needs the split forward.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
-    order = (
-        DENSE, LOSS, DENSE_BACK, START, COPY, PREFETCH, EMBED,
-        EMBED_BACK, WAIT, FINALIZE, STEP,
-    )  # fmt: skip
+    head, tail = (DENSE, LOSS, DENSE_BACK, START, COPY, PREFETCH), (EMBED, EMBED_BACK, WAIT)
+    order = (*head, *tail, FINALIZE, STEP)
     return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1})
 
 

@@ -1,4 +1,4 @@
-"""What tasks do to attributes of the context, against what the test sees with its own eyes."""
+"""Accesses to attributes of the context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swpipe.inference import Recording
-from tests.inference.looking import orders, reads, recorded, writes
+from tests.inference.helpers import orders, reads, recorded, writes
 
 
 def make(ctx: Any) -> None:
@@ -19,7 +19,7 @@ def make(ctx: Any) -> None:
 
 
 def test_setting_and_reading() -> None:
-    """Who sets an attribute writes it, who asks for it reads it; ``iter_idx`` is nobody's."""
+    """Setting an attribute writes it, getting it reads it; ``iter_idx`` does not count."""
 
     def use(ctx: Any) -> None:
         ctx.b = ctx.a + ctx.iter_idx
@@ -30,7 +30,7 @@ def test_setting_and_reading() -> None:
     assert orders(found) == {("use", "make", 0)}
 
 
-def test_what_a_task_set_itself_it_does_not_read() -> None:
+def test_a_task_does_not_read_what_it_set_itself() -> None:
     """Only values of other tasks count as read."""
 
     def own(ctx: Any) -> None:
@@ -41,7 +41,7 @@ def test_what_a_task_set_itself_it_does_not_read() -> None:
 
 
 def test_rebinding_and_deleting_are_writes() -> None:
-    """Both come after whoever read the attribute before."""
+    """Both come after tasks that read the attribute before."""
 
     def look(ctx: Any) -> None:
         float(ctx.a.sum())
@@ -57,8 +57,8 @@ def test_rebinding_and_deleting_are_writes() -> None:
     assert orders(found) == {("look", "make", 0), ("rebind", "look", 0), ("delete", "rebind", 0)}
 
 
-def test_asking_whether_an_attribute_is_there_reads_it() -> None:
-    """With ``hasattr`` and ``getattr``, there or not; the others are not read thereby."""
+def test_testing_for_an_attribute_reads_it() -> None:
+    """``hasattr`` and ``getattr`` read it, whether it exists or not, and no other attribute."""
 
     def ask(ctx: Any) -> None:
         hasattr(ctx, "later")
@@ -72,8 +72,8 @@ def test_asking_whether_an_attribute_is_there_reads_it() -> None:
     assert ("later", "ask", 0) in orders(found)
 
 
-def test_vars_reads_all_that_is_there() -> None:
-    """And what is set through it is seen."""
+def test_vars_reads_all_attributes() -> None:
+    """Attributes set through it are recorded."""
 
     def through_vars(ctx: Any) -> None:
         held = vars(ctx)
@@ -102,7 +102,7 @@ def through_data(ctx: Any) -> None:
 
 @pytest.mark.parametrize("change", [in_place, through_numpy, through_data])
 def test_modifying_in_place_writes(change: Any) -> None:
-    """However it is done, it comes after whoever read before."""
+    """By any means; it comes after tasks that read before."""
 
     def look(ctx: Any) -> None:
         float(ctx.a.sum())
@@ -112,7 +112,7 @@ def test_modifying_in_place_writes(change: Any) -> None:
     assert (change.__name__, "look", 0) in orders(found)
 
 
-def test_only_a_write_that_no_operator_tells_is_remarked_upon() -> None:
+def test_only_a_write_without_an_operator_is_noted() -> None:
     """The notes name task and attribute."""
 
     def remarks(found: Recording) -> list[str]:
@@ -121,7 +121,7 @@ def test_only_a_write_that_no_operator_tells_is_remarked_upon() -> None:
     assert remarks(recorded(make, in_place)) == []
     assert remarks(recorded(make, through_data)) == []
     (remark,) = remarks(recorded(make, through_numpy))
-    assert "'through_numpy' modified ctx.a " in remark
+    assert "'through_numpy' modified ctx.a," in remark
 
 
 def view(ctx: Any) -> None:
@@ -129,8 +129,8 @@ def view(ctx: Any) -> None:
     ctx.b = ctx.a[:2]
 
 
-def test_to_write_a_view_is_to_write_what_it_views() -> None:
-    """Whoever read the whole comes before."""
+def test_writing_a_view_writes_its_base() -> None:
+    """Tasks that read the base come before."""
 
     def read_whole(ctx: Any) -> None:
         ctx.c = ctx.a + 1
@@ -148,8 +148,8 @@ def test_to_write_a_view_is_to_write_what_it_views() -> None:
     }
 
 
-def test_a_view_outlives_the_attribute_that_it_was_made_from() -> None:
-    """What was read under a name that is gone is still read before the view is written."""
+def test_a_view_outlives_its_base_attribute() -> None:
+    """Reads of a deleted attribute still come before the write of its view."""
 
     def read_whole(ctx: Any) -> None:
         ctx.c = ctx.a + 1
@@ -164,8 +164,8 @@ def test_a_view_outlives_the_attribute_that_it_was_made_from() -> None:
     assert "ctx.a" in writes(found, "write_part")
 
 
-def test_views_that_nobody_writes_ask_for_no_order() -> None:
-    """Reading the whole and taking a part of it go in any order."""
+def test_views_that_are_only_read_need_no_order() -> None:
+    """Reading the base and taking a view of it can go in any order."""
 
     def read_whole(ctx: Any) -> None:
         ctx.c = ctx.a + 1
@@ -176,8 +176,8 @@ def test_views_that_nobody_writes_ask_for_no_order() -> None:
     }
 
 
-def test_what_autograd_keeps_is_read_by_backward() -> None:
-    """Backward reads an activation that it does not name, so whoever overwrites it comes later."""
+def test_backward_reads_what_autograd_saved() -> None:
+    """Backward reads a saved activation, so a task that overwrites it comes later."""
     weight = torch.ones(4, requires_grad=True)
 
     def forward(ctx: Any) -> None:
@@ -210,7 +210,7 @@ def nested() -> Batch:
 
 
 def test_a_tensor_deep_inside_a_batch_is_modified() -> None:
-    """That is a write of the batch; the user's own batch stays as it is."""
+    """It writes the batch; the user's own batch is not changed."""
 
     def look(ctx: Any) -> None:
         ctx.y = ctx.batch.rest["x"][0] + 1
@@ -225,8 +225,8 @@ def test_a_tensor_deep_inside_a_batch_is_modified() -> None:
     assert batch.rest["x"][0].tolist() == [1, 1, 1]
 
 
-def test_a_container_that_gets_another_item_is_modified() -> None:
-    """A list under two names is modified under both."""
+def test_appending_to_a_container_modifies_it() -> None:
+    """A list under two attributes is modified under both."""
 
     def share(ctx: Any) -> None:
         ctx.list = []
@@ -244,7 +244,7 @@ def test_a_container_that_gets_another_item_is_modified() -> None:
 
 
 def test_the_gradient_of_an_attribute_belongs_to_it() -> None:
-    """Backward writes the leaf that gets a gradient; whoever reads the gradient comes after."""
+    """Backward writes the leaf that gets a gradient; tasks that read the gradient come after."""
 
     def leaf(ctx: Any) -> None:
         ctx.x = torch.ones(2, requires_grad=True)
@@ -278,8 +278,8 @@ def test_sizes_are_bytes_of_what_each_task_sets() -> None:
     }
 
 
-def test_what_cannot_be_looked_into_is_named() -> None:
-    """An object of a plain class may change unseen: the notes name attribute and class."""
+def test_an_object_that_cannot_be_inspected_is_noted() -> None:
+    """Changes in a plain object are not recorded: the notes name attribute and class."""
 
     class Opaque:
         pass
@@ -287,5 +287,5 @@ def test_what_cannot_be_looked_into_is_named() -> None:
     def sets(ctx: Any) -> None:
         ctx.thing = [Opaque()]
 
-    (note,) = [one for one in recorded(sets).notes if "Not looked into" in one]
+    (note,) = [one for one in recorded(sets).notes if "Not inspected" in one]
     assert "ctx.thing (Opaque)" in note

@@ -1,4 +1,4 @@
-"""The click job: what is inferred of it makes plans that run, and its own plans lack nothing."""
+"""Inferred dependences of the click job, and its ready-made plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swpipe.core.effects import conflicts
 from swpipe.core.resolved import resolve_plan
 from swpipe.inference import Recording, record
 from swpipe.inference.orders import Edge, Orders, edge_of
-from tests.inference.looking import orders, reads, writes
+from tests.inference.helpers import orders, reads, writes
 from tests.support.plans_for_tests import scattered
 from tests.tasks.rows import write_log
 
@@ -48,8 +48,8 @@ def results(job: ClickJob, plan: PipelinePlan) -> list[torch.Tensor]:
     return [*losses, *(parameter.detach() for parameter in job.model.parameters())]
 
 
-def test_the_step_is_known_without_a_declaration(tmp_path: Path) -> None:
-    """Who touches model, gradients, optimizer, loss guard and running figures."""
+def test_a_training_step_is_inferred_without_declarations(tmp_path: Path) -> None:
+    """Accesses to model, gradients, optimizer, loss guard and running metrics."""
     found = recording_of(job_on(tmp_path))
     assert reads(found, "embed") == {"ctx.inputs", "model parameters"}
     assert "guard.first_bad" in writes(found, "forward")
@@ -70,14 +70,14 @@ def test_the_step_is_known_without_a_declaration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_plans_written_by_hand_lack_nothing(tmp_path: Path, name: str) -> None:
-    """Every conflict is in order."""
+def test_no_dependence_is_missing_in_the_ready_made_plans(tmp_path: Path, name: str) -> None:
+    """Every conflict is ordered."""
     found = recording_of(job_on(tmp_path))
     assert found.compare(PLANS[name]()).missing == ()
 
 
 def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) -> None:
-    """Two stages, two threads, and nothing declared by hand: the serial run's losses."""
+    """Two stages and two threads with inferred dependences give the serial run's losses."""
     job = job_on(tmp_path)
     inferred = record(job.tasks(), next(job.batches()), device="cpu").plan()
     piped = replace(inferred, schedule=job.plan("pipelined").schedule, pipeline_depth=3)
@@ -87,7 +87,7 @@ def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) 
 
 
 def test_inferred_dependences_are_enough_on_any_stages_and_threads(tmp_path: Path) -> None:
-    """Not only for plans that somebody would think of."""
+    """Checked on random plans."""
     job = job_on(tmp_path)
     serially = results(job, job.plan("serial"))
     for seed in range(12):
@@ -97,7 +97,7 @@ def test_inferred_dependences_are_enough_on_any_stages_and_threads(tmp_path: Pat
 
 
 def test_recording_trains_nothing(tmp_path: Path) -> None:
-    """A job that was recorded goes on as one that was not."""
+    """After a recording a job continues as if it had not been recorded."""
     recorded = job_on(tmp_path)
     recording_of(recorded)
     assert torch.equal(recorded.guard.first_bad, job_on(tmp_path).guard.first_bad)
@@ -105,8 +105,8 @@ def test_recording_trains_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, results(recorded, plan), results(job_on(tmp_path), plan)))
 
 
-def test_without_an_edge_the_plan_lacks_it(tmp_path: Path) -> None:
-    """Each inferred dependence, left out, is the one that is missing once the tasks part."""
+def test_a_removed_dependence_is_reported_missing(tmp_path: Path) -> None:
+    """Each inferred dependence, removed, is missing once its tasks are on different threads."""
     found = recording_of(job_on(tmp_path))
     needed = found.dependences()
     schedule: dict[Any, Any] = {

@@ -15,7 +15,7 @@ from swpipe.inference import comparison
 from swpipe.inference.comparison import Comparison, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording
-from tests.inference.looking import recorded
+from tests.inference.helpers import recorded
 from tests.support.safety import effects_of, random_pair
 
 
@@ -197,7 +197,7 @@ def test_the_report_has_all_parts() -> None:
     alone = str(found.report())
     assert "reads" in alone
     assert '("use", "load") in deps, for ctx.a' in alone
-    assert "Not seen by any recording" in alone
+    assert "Never recorded" in alone
     serial = PipelinePlan.serial(found.tasks)
     assert "no dependence is missing" in str(found.report(serial))
 
@@ -247,7 +247,7 @@ def test_recordings_of_several_ranks_are_taken_together() -> None:
 def test_recordings_of_other_tasks_are_not_taken_together() -> None:
     """The order is part of what was recorded."""
     one = recording(table(load=">a", step="a>"))
-    with pytest.raises(ValueError, match="a recording of step, load is of other tasks than one of"):
+    with pytest.raises(ValueError, match="cannot merge a recording of step, load with one of"):
         one.together([recording(table(step="a>", load=">a"))])
 
 

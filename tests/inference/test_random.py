@@ -1,4 +1,4 @@
-"""Random tasks that say what they touch: the recording finds that, no more and no less."""
+"""Random tasks with known accesses: the recording finds exactly these."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], 
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=40, derandomize=True)
 def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
-    """Attributes and states, read and written; and the dependences imply all that serial keeps."""
+    """Attributes and states; and the dependences imply the order of the serial run."""
     workload = random_workload(rng)
     machine = TorchMachine(workload, lambda: None)
     tasks = tasks_of(machine, workload, draws=True)

@@ -1,4 +1,4 @@
-"""Recording from the outside: what it refuses, what it leaves behind, what follows a failure."""
+"""``record`` itself: arguments, failures, restored state, and its plan."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from swpipe import PipelineTask, PlanError
 from swpipe.inference import record
-from tests.inference.looking import orders, reads, recorded, writes
+from tests.inference.helpers import orders, reads, recorded, writes
 
 
 def nothing(ctx: Any) -> None:
     """Does nothing."""
 
 
-def test_tasks_must_be_there_and_have_names_of_their_own() -> None:
-    """Both are said in the words of a refused plan."""
+def test_tasks_are_required_and_have_unique_names() -> None:
+    """Both raise PlanError."""
     with pytest.raises(PlanError, match="no tasks to record"):
         record([], None)
     with pytest.raises(PlanError, match="'a' is given 2 times"):
@@ -29,14 +29,14 @@ def test_tasks_must_be_there_and_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("iterations", [0, 1.5, True, "2"])
-def test_iterations_are_counted_in_whole_numbers(iterations: Any) -> None:
-    """From 1."""
-    with pytest.raises(ValueError, match="whole number, 1 or more"):
+def test_iterations_must_be_a_positive_integer(iterations: Any) -> None:
+    """Booleans and strings are refused too."""
+    with pytest.raises(ValueError, match="integer of 1 or more"):
         record([PipelineTask("a", nothing)], None, iterations=iterations)
 
 
-def test_what_has_no_state_cannot_be_put_back() -> None:
-    """As for the profiler."""
+def test_an_object_without_state_is_refused() -> None:
+    """As in the profiler."""
     with pytest.raises(TypeError, match="cannot be restored"):
         record([PipelineTask("a", nothing)], None, state=[object()])
 
@@ -66,33 +66,33 @@ class Failing:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
-def test_a_failure_is_the_users_own(error: BaseException) -> None:
-    """With a note of where; the model is as it was, and nobody watches any more."""
+def test_a_task_failure_is_raised_as_itself(error: BaseException) -> None:
+    """It gets a note of where; the model is restored, and recording has ended."""
     job = Failing(error)
     before = copy.deepcopy(job.model.state_dict())
     with pytest.raises(type(error)) as caught:
         recorded(job.train, job.fail)
     assert caught.value is error
-    assert "at task 'fail', iteration 1, while its effects were being recorded" in str(
+    assert "raised by task 'fail', iteration 1, while its effects were being recorded" in str(
         error.__notes__
     )
     assert all(torch.equal(v, before[k]) for k, v in job.model.state_dict().items())
     assert _get_current_dispatch_mode() is None
 
 
-def test_what_could_not_be_put_back_is_told() -> None:
-    """A list that grows, for one."""
+def test_the_notes_name_what_was_not_restored() -> None:
+    """Such as a list that grows."""
     seen = []
 
     def note(ctx: Any) -> None:
         seen.append(ctx.iter_idx)
 
-    (remark,) = [one for one in recorded(note).notes if "Not put back" in one]
+    (remark,) = [one for one in recorded(note).notes if "Not restored" in one]
     assert "the length of seen" in remark
 
 
-def test_one_iteration_sees_what_is_there() -> None:
-    """But not what only the second one does: gradients that are thrown away."""
+def test_one_iteration_records_what_it_runs() -> None:
+    """But not what only the second one does, such as setting gradients to None."""
     weight = nn.Parameter(torch.ones(2))
 
     def zero(ctx: Any) -> None:
@@ -105,8 +105,8 @@ def test_one_iteration_sees_what_is_there() -> None:
     assert writes(recorded(zero, backward), "zero") == {"weight.grad"}
 
 
-def test_compiled_functions_run_as_they_are_written() -> None:
-    """Recording sees through ``torch.compile``, without compiling anything."""
+def test_compiled_functions_run_eagerly() -> None:
+    """Recording disables ``torch.compile``."""
     model = nn.Linear(2, 2)
 
     def refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def test_compiled_functions_run_as_they_are_written() -> None:
 
 
 def test_under_inference_mode_and_autocast() -> None:
-    """Neither hides what is read."""
+    """Reads are recorded under both."""
     model = nn.Linear(2, 2)
 
     def evaluate(ctx: Any) -> None:
@@ -138,8 +138,8 @@ def test_under_inference_mode_and_autocast() -> None:
     assert writes(found, "double") == {"ctx.y"}
 
 
-def test_sparse_gradients_are_gradients() -> None:
-    """An embedding's, as indices and values."""
+def test_sparse_gradients_are_recorded() -> None:
+    """Those of an embedding, as indices and values."""
     table = nn.EmbeddingBag(5, 2, sparse=True, mode="sum")
     optimizer = torch.optim.SparseAdam(table.parameters())
 
@@ -157,7 +157,7 @@ def test_sparse_gradients_are_gradients() -> None:
 
 
 def test_a_module_as_task_and_lists_of_modules() -> None:
-    """What plain lists and dicts inside a module hold is found."""
+    """Modules and tensors in plain lists and dicts of a module are found."""
 
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -175,7 +175,7 @@ def test_a_module_as_task_and_lists_of_modules() -> None:
 
 
 def test_infer_makes_a_plan_that_keeps_the_tasks() -> None:
-    """Stage 0, the caller's thread, the given order; the dependences are those recorded."""
+    """Stage 0, the caller's thread, the given order, and the inferred dependences."""
 
     def make(ctx: Any) -> None:
         ctx.a = 1
@@ -191,8 +191,8 @@ def test_infer_makes_a_plan_that_keeps_the_tasks() -> None:
     assert plan.depth == 1
 
 
-def test_who_communicates_is_globally_ordered(tmp_path: Any) -> None:
-    """A collective in a task shows in its schedule, and in the notes."""
+def test_a_task_that_communicates_is_globally_ordered(tmp_path: Any) -> None:
+    """The schedule and the notes say so."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )

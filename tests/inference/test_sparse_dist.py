@@ -1,4 +1,4 @@
-"""The recommender's training step on sharded modules, as a recording sees it."""
+"""A recording of the recommender's training step on sharded modules."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
 
 
 @pytest.mark.parametrize("name", plans.PLANS)
-def test_the_plans_written_by_hand_lack_nothing(recording: Recording, name: str) -> None:
-    """Every conflict is in order, or stale on purpose."""
+def test_no_dependence_is_missing_in_the_ready_made_plans(recording: Recording, name: str) -> None:
+    """Every conflict is ordered or allowed to be stale."""
     plan = plans.PLANS[name]()
     assert recording.compare(plan).missing == ()
     verify(plan, recording.tasks, effects=recording.effects)
 
 
-def test_what_is_stale_on_purpose_is_noticed(recording: Recording) -> None:
-    """The look-up ahead of the update; and nothing but the tables is stale."""
+def test_staleness_is_recognised(recording: Recording) -> None:
+    """Embeddings are looked up before the update; only the tables are stale."""
     (one,) = recording.compare(replace(plans.semi_sync(), stale={})).missing
     assert one[:3] == (plans.EMBED, plans.EMBED_BACK, 1)
     assert [str(place) for place in one.places] == ["state 'tables'"]
 
 
-def test_tasks_that_say_which_batch_is_at_hand_keep_apart(recording: Recording) -> None:
+def test_tasks_that_set_the_current_batch_are_ordered(recording: Recording) -> None:
     """The replaced forwards are one for all batches: two threads would set them at one time.
 
     Only a stale plan lets the next look-up run beside this batch's dense half, and only one that
@@ -73,8 +73,8 @@ def test_tasks_that_say_which_batch_is_at_hand_keep_apart(recording: Recording) 
     verify(plan, recording.tasks)
 
 
-def test_tables_are_seen_without_their_declaration(recording: Recording) -> None:
-    """Backward updates them inside a kernel; the dense half's step does not touch them."""
+def test_tables_are_found_without_their_declaration(recording: Recording) -> None:
+    """Backward updates them inside a kernel; the dense half's step does not access them."""
     plain = [replace(task, io=()) for task in recording.tasks]
     found = record(plain, next(iter(batches(1))), device=CPU)
     written = {
@@ -88,6 +88,6 @@ def test_tables_are_seen_without_their_declaration(recording: Recording) -> None
     assert table in recording.states["tables"]
 
 
-def test_who_communicates_is_seen(recording: Recording) -> None:
+def test_collectives_are_recorded(recording: Recording) -> None:
     """The exchange of sizes, and the reduction of gradients."""
     assert {plans.START, plans.DENSE_BACK} <= recording.collectives <= plans.ORDERED

@@ -1,4 +1,4 @@
-"""Which parameters, buffers, gradients and optimizer state tasks touch, without being told."""
+"""Accesses to parameters, buffers, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.inference import record
-from tests.inference.looking import orders, reads, recorded, writes
+from tests.inference.helpers import orders, reads, recorded, writes
 
 
 class Job:
@@ -60,7 +60,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_training_step_needs_no_declaration(name: str) -> None:
-    """Whatever the optimizer: who reads parameters, makes gradients, and uses both up."""
+    """With any optimizer, accesses to parameters, gradients and optimizer state are recorded."""
     job = Job(OPTIMIZERS[name])
     found = recorded(job.zero_grad, job.forward, job.backward, job.step, batch=BATCH)
     assert reads(found, "forward") == {"ctx.batch", "model parameters"}
@@ -79,8 +79,8 @@ def test_a_training_step_needs_no_declaration(name: str) -> None:
     }
 
 
-def test_parameters_are_where_they_were_afterwards() -> None:
-    """Nothing is trained by being recorded: bits, gradients and optimizer state."""
+def test_parameters_are_restored() -> None:
+    """Recording leaves parameters, gradients and optimizer state bit for bit unchanged."""
     job = Job(OPTIMIZERS["momentum"])
     before = copy.deepcopy(job.model.state_dict())
     recorded(job.forward, job.backward, job.step, batch=BATCH)
@@ -89,8 +89,8 @@ def test_parameters_are_where_they_were_afterwards() -> None:
     assert not job.optimizer.state
 
 
-def test_gradients_that_add_up_are_read_and_written() -> None:
-    """Accumulation over iterations ties each backward to the one before."""
+def test_accumulated_gradients_are_read_and_written() -> None:
+    """Accumulation over iterations orders each backward after the one before."""
     job = Job()
     found = recorded(job.forward, job.backward, batch=BATCH)
     assert "model gradients" in reads(found, "backward")
@@ -98,7 +98,7 @@ def test_gradients_that_add_up_are_read_and_written() -> None:
 
 
 def test_buffers_are_state() -> None:
-    """A batch norm in training writes its running figures; in evaluation it reads them."""
+    """A batch norm writes its running statistics in training and reads them in evaluation."""
     norm = nn.BatchNorm1d(3)
 
     def train(ctx: Any) -> None:
@@ -132,8 +132,8 @@ def test_an_average_of_the_parameters_reads_them_and_writes_itself() -> None:
     assert ("step", "update", 1) in orders(found)
 
 
-def test_a_detached_copy_is_no_state() -> None:
-    """Once copied, a parameter's value is the context's; a view of it still is the parameter."""
+def test_a_detached_copy_is_not_state() -> None:
+    """A copy of a parameter belongs to the context; a view of it is still the parameter."""
     weight = nn.Parameter(torch.ones(3))
 
     def take(ctx: Any) -> None:
@@ -156,8 +156,8 @@ def test_a_detached_copy_is_no_state() -> None:
     assert orders(found) >= {("step", "use_view", 0), ("take", "step", 1)}
 
 
-def test_parts_of_a_model_that_are_used_apart_are_states_apart() -> None:
-    """Two halves with an optimizer each ask for no order between them."""
+def test_separately_used_parts_of_a_model_are_separate_states() -> None:
+    """Two halves with their own optimizers need no order between them."""
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
 
     def half(name: str) -> Any:
@@ -176,8 +176,8 @@ def test_parts_of_a_model_that_are_used_apart_are_states_apart() -> None:
     assert orders(found) == set()
 
 
-def test_a_tensor_that_is_replaced_is_the_same_state() -> None:
-    """An attribute of an object that becomes a new tensor each iteration."""
+def test_a_replaced_tensor_is_the_same_state() -> None:
+    """Such as an object's attribute that is a new tensor in each iteration."""
 
     class Mean:
         def __init__(self) -> None:
@@ -197,8 +197,8 @@ def test_a_tensor_that_is_replaced_is_the_same_state() -> None:
     assert mean.total.tolist() == [0]
 
 
-def test_memory_that_nothing_reaches_is_described() -> None:
-    """A cache behind too many objects still orders those who use it, under a description."""
+def test_unreachable_memory_gets_a_description() -> None:
+    """A cache nested too deeply to be found still orders the tasks that use it."""
 
     class Hidden:
         pass
@@ -216,12 +216,12 @@ def test_memory_that_nothing_reaches_is_described() -> None:
 
     found = recorded(fill, use)
     (state,) = writes(found, "fill")
-    assert state == "memory without a name (float32 [5], first met in 'fill')"
+    assert state == "unnamed memory (float32 [5], first seen in 'fill')"
     assert orders(found) == {("use", "fill", 0), ("fill", "use", 1)}
 
 
 def test_options_of_an_optimizer_are_state() -> None:
-    """A scheduler of learning rates comes after the step, and before the next one."""
+    """A learning rate scheduler comes after the step and before the next one."""
     job = Job()
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1)
 
@@ -244,7 +244,7 @@ def draw_python(ctx: Any) -> None:
 
 
 def test_draws_keep_their_order() -> None:
-    """Each generator is a state, and the notes say how to be free of it."""
+    """Each generator is a state; the notes say how to avoid the order."""
     own = torch.Generator()
 
     def one(ctx: Any) -> None:
@@ -262,23 +262,23 @@ def test_draws_keep_their_order() -> None:
     assert note.startswith("'draw_torch'")
 
 
-def test_draws_that_are_declared_need_no_order() -> None:
-    """With random=True the generator is nobody's."""
+def test_draws_with_random_true_need_no_order() -> None:
+    """With random=True the generator is not a shared state."""
     tasks = [PipelineTask(name, draw_torch, random=True) for name in ("a", "b")]
     found = record(tasks, None, device="cpu")
     assert writes(found, "a") == {"ctx.x"}
 
 
 def test_declared_states_are_merged_in() -> None:
-    """What a task declares counts, seen or not."""
+    """A declared state counts whether its access was recorded or not."""
     log = [DeclaredIO(state="log")]
     tasks = [PipelineTask(name, lambda ctx: None, io=log) for name in ("a", "b")]
     found = record(tasks, None, device="cpu")
     assert orders(found) == {("b", "a", 0), ("a", "b", 1)}
 
 
-def test_memory_goes_by_the_state_that_is_declared_to_lie_there() -> None:
-    """However it is reached, and whatever else lies in the same model."""
+def test_declared_memory_belongs_to_the_declared_state() -> None:
+    """However it is reached; the rest of the same model is not affected."""
     job = Job()
     table = job.model[2].weight
     rows = table.detach()[0]
@@ -296,8 +296,8 @@ def test_memory_goes_by_the_state_that_is_declared_to_lie_there() -> None:
     assert reads(found, "peek") == {"table"}
 
 
-def test_a_module_may_be_declared_that_no_function_leads_to() -> None:
-    """It is watched, and put back, like what they lead to."""
+def test_a_declared_module_need_not_be_reachable() -> None:
+    """It is recorded and restored like reachable modules."""
     layer = nn.Linear(3, 1)
     hidden: Any = weakref.ref(layer)  # not looked into
 
@@ -312,8 +312,8 @@ def test_a_module_may_be_declared_that_no_function_leads_to() -> None:
     assert torch.equal(layer.weight, before)
 
 
-def test_shards_are_memory() -> None:
-    """This rank's part of a tensor that several ranks share, which is no tensor to torch."""
+def test_shards_can_be_declared() -> None:
+    """This rank's part of a ShardedTensor, which is not a ``Tensor``."""
 
     class Sharded:
         def local_shards(self) -> list[Any]:
@@ -330,21 +330,21 @@ def test_shards_are_memory() -> None:
 
 
 def test_memory_of_two_states_is_refused() -> None:
-    """Which of the two would it go by?"""
+    """Memory can belong to one declared state only."""
     weight = nn.Parameter(torch.ones(2, 3))
     io = [DeclaredIO(state=name, memory=[weight.detach()[part]]) for part, name in enumerate("ab")]
     with pytest.raises(PlanError, match=r"'step' declares that state 'b' .*shape \[3\].* 'a'"):
         record([PipelineTask("step", lambda ctx: None, io)], None, device="cpu")
 
 
-def test_what_is_no_memory_is_refused() -> None:
-    """A state cannot lie in a name."""
+def test_declared_memory_must_be_tensors() -> None:
+    """A string is refused."""
     io = [DeclaredIO(state="tables", memory=[nn.Linear(1, 1), "tables.weight"])]
     with pytest.raises(PlanError, match="state 'tables' lies in 'tables.weight': give tensors"):
         record([PipelineTask("step", lambda ctx: None, io)], None, device="cpu")
 
 
-def test_what_a_plan_may_have_stale_holds_no_other_states_together() -> None:
+def test_a_declared_state_does_not_group_others() -> None:
     """A count beside the table would be read by the look-up too, and written by the step.
 
     Together they ask for no more than the table does alone. Where the table may be stale, they do.
@@ -380,8 +380,8 @@ def test_what_a_plan_may_have_stale_holds_no_other_states_together() -> None:
     assert found.compare(replace(later, stale={})).missing[0][:3] == ("look up", "update", 1)
 
 
-def test_what_backward_has_kept_is_not_read_where_it_was_put_too() -> None:
-    """A kernel's module keeps its last arguments; backward has its own hold of them."""
+def test_a_saved_tensor_is_not_read_through_another_reference() -> None:
+    """A kernel's module keeps its last arguments; backward has its own reference to them."""
 
     class Kept(nn.Module):
         last: torch.Tensor | None = None
@@ -407,7 +407,7 @@ def test_what_backward_has_kept_is_not_read_where_it_was_put_too() -> None:
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_room_that_is_made_once_is_read_by_backward(iterations: int) -> None:
+def test_a_reused_buffer_is_read_by_backward(iterations: int) -> None:
     """The next iteration writes where backward reads; one iteration alone does not show that."""
     room: list[torch.Tensor] = []
 
@@ -424,8 +424,8 @@ def test_room_that_is_made_once_is_read_by_backward(iterations: int) -> None:
     assert ("look", "backward", 1) in orders(found)
 
 
-def test_what_a_function_of_the_users_reads_going_backward_is_read() -> None:
-    """It runs in Python, and may look anywhere; so may a hook."""
+def test_reads_in_a_custom_backward_are_recorded() -> None:
+    """Custom functions and hooks run in Python and can read anything."""
     kept: list[Any] = [None]
 
     class Twice(torch.autograd.Function):
@@ -456,8 +456,8 @@ def test_what_a_function_of_the_users_reads_going_backward_is_read() -> None:
         assert (forward.__name__, "backward", 1) in orders(found)
 
 
-def test_plain_python_that_changes_is_told() -> None:
-    """Its readers are not seen: the notes name task and path, unless the task declares a state."""
+def test_changed_plain_values_are_noted() -> None:
+    """The notes name task and path, unless the task declares a state."""
 
     class Counter:
         steps = 0
@@ -473,8 +473,8 @@ def test_plain_python_that_changes_is_told() -> None:
     assert not [one for one in record([declared], None).notes if "plain Python, whose" in one]
 
 
-def test_an_operator_whose_schema_hides_a_write_is_found_out() -> None:
-    """A custom kernel that says it modifies nothing, and does."""
+def test_a_write_that_a_schema_does_not_declare_is_detected() -> None:
+    """A custom kernel modifies an argument that its schema calls read-only."""
 
     @torch.library.custom_op("swpipe_tests::sneaky", mutates_args=())
     def sneaky(x: torch.Tensor) -> torch.Tensor:
@@ -497,7 +497,7 @@ def test_an_operator_whose_schema_hides_a_write_is_found_out() -> None:
 
 
 def test_freezing_a_parameter_is_a_write() -> None:
-    """Backward must not run before or after it at will."""
+    """So it is ordered with backward."""
     job = Job()
 
     def freeze(ctx: Any) -> None:
@@ -508,7 +508,7 @@ def test_freezing_a_parameter_is_a_write() -> None:
 
 
 def test_a_buffer_that_iterations_share_orders_them() -> None:
-    """A staging buffer put into the context: it is filled anew only when all have read it."""
+    """A staging buffer in the context is refilled only after all tasks have read it."""
     staging = torch.zeros(2, 3)
 
     def copy_in(ctx: Any) -> None:
@@ -523,8 +523,8 @@ def test_a_buffer_that_iterations_share_orders_them() -> None:
     assert orders(found) == {("use", "copy_in", 0), ("copy_in", "use", 1)}
 
 
-def test_what_is_kept_for_later_is_not_read_through_the_context() -> None:
-    """Keeping the last loss ties nobody to it who only reads the context."""
+def test_keeping_an_output_does_not_make_readers_of_the_state() -> None:
+    """A task that reads the loss from the context does not read the kept one."""
 
     class Kept:
         last: Any = None
@@ -542,8 +542,8 @@ def test_what_is_kept_for_later_is_not_read_through_the_context() -> None:
     assert orders(found) == {("show", "keep", 0)}
 
 
-def test_storage_shared_by_parameters_is_one_memory() -> None:
-    """Views of one flat buffer: who writes one writes its neighbours' memory."""
+def test_parameters_can_share_a_storage() -> None:
+    """Views of one flat buffer: writing one writes the memory of the others."""
     flat = torch.zeros(4)
     left, right = nn.Parameter(flat[:2]), nn.Parameter(flat[2:])
 
@@ -558,7 +558,7 @@ def test_storage_shared_by_parameters_is_one_memory() -> None:
     assert ("write_right", "read_left", 0) in orders(found)
 
 
-def test_names_are_told_apart() -> None:
+def test_equal_names_are_numbered() -> None:
     """Two models under one name are two states."""
     jobs = Job(), Job()
     tasks = [

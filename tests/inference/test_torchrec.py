@@ -1,4 +1,4 @@
-"""TorchRec's containers and models, as recordings see them."""
+"""Recordings of TorchRec's containers and models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.inference.looking import orders, reads, recorded, writes
+from tests.inference.helpers import orders, reads, recorded, writes
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -21,8 +21,8 @@ def ids() -> Any:
     )
 
 
-def test_a_keyed_jagged_tensor_that_works_things_out_is_not_modified() -> None:
-    """Offsets made when asked for are no change; overwritten values are."""
+def test_a_keyed_jagged_tensor_that_computes_offsets_is_not_modified() -> None:
+    """Offsets computed on demand are no change; overwritten values are."""
 
     def ask(ctx: Any) -> None:
         ctx.total = ctx.batch.offsets()[-1] + ctx.batch.length_per_key()[0]
@@ -39,7 +39,7 @@ def test_a_keyed_jagged_tensor_that_works_things_out_is_not_modified() -> None:
 
 
 def test_an_embedding_bag_collection_is_read_and_trained() -> None:
-    """Tables by their names."""
+    """The tables are named."""
     tables = [
         torchrec.EmbeddingBagConfig(
             name=f"t_{name}", feature_names=[name], num_embeddings=4, embedding_dim=2

@@ -9,14 +9,14 @@ from swpipe.planning import Limits
 
 
 def test_frozen_takes_tasks_and_names() -> None:
-    """Whatever names a task takes the task or its name; a single name is one name."""
+    """Tasks and names are accepted; a single string is one name."""
     task = PipelineTask("step", lambda ctx: None)
     assert Limits(frozen=[task, "forward"]).frozen == ("step", "forward")
     assert Limits(frozen="step").frozen == ("step",)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
-    """Numbers that are no counts and a frozen task without a name are listed together."""
+def test_all_problems_are_listed_together() -> None:
+    """Invalid numbers and an invalid frozen entry."""
     with pytest.raises(PlanError) as raised:
         Limits(0, 1.5, (3,))  # type: ignore[arg-type]
     texts = [problem.text for problem in raised.value.problems]
@@ -27,14 +27,14 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     ]
 
 
-def test_true_is_no_count() -> None:
-    """A bool is an int to Python, but no number of threads."""
+def test_a_bool_is_not_a_number() -> None:
+    """True is refused as a number of threads."""
     with pytest.raises(PlanError, match="thread groups is True"):
         Limits(threads=True)
 
 
 def test_a_frozen_task_that_the_plan_lacks_is_refused() -> None:
-    """A misspelt name would freeze nothing without a word."""
+    """Otherwise a misspelt name would have no effect."""
     plan = PipelinePlan({"a": TaskSchedule(), "step": TaskSchedule()})
     Limits(frozen=("step",)).check(plan)
     with pytest.raises(PlanError, match="freeze 'stepp', which the plan does not have .it has: a"):

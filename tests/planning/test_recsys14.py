@@ -32,15 +32,15 @@ def test_the_plan_reaches_the_bound_with_little_in_flight() -> None:
 
 
 def test_frozen_tasks_stay_where_they_are() -> None:
-    """What trains stays in the last stage, on the caller's thread and stream."""
+    """Tasks that train are in the last stage, on the caller's thread and stream."""
     plan = auto_plan(recsys14.plan(), recsys14.costs(), limits=recsys14.limits()).plan
     for name in recsys14.FROZEN:
         entry = plan.schedule[name]
         assert (entry.stage, entry.thread_group, entry.stream) == (plan.max_stage, "default", None)
 
 
-def test_without_streams_a_second_thread_earns_its_place() -> None:
-    """On threads alone one of them takes 125,680 us; a second saves the work that can go aside."""
+def test_without_streams_a_second_thread_helps() -> None:
+    """One thread takes 125,680 us; a second one takes over what can run in parallel."""
     choice = auto_plan(recsys14.plan(), recsys14.costs(), limits=recsys14.limits(), streams=False)
     assert choice.threads == 2
     assert choice.ii_us < BOUND_US

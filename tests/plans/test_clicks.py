@@ -19,20 +19,20 @@ def test_a_plan_schedules_every_task_and_can_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_survives_a_file(name: str) -> None:
+def test_a_plan_can_be_saved_and_loaded(name: str) -> None:
     """As TOML and back it is the same."""
     plan = PLANS[name]()
     assert PipelinePlan.from_toml(plan.to_toml()) == plan
 
 
-def test_serial_is_what_a_pipeline_calls_serial() -> None:
+def test_serial_equals_the_generic_serial_plan() -> None:
     """Equal to ``PipelinePlan.serial`` of the same tasks."""
     tasks = [PipelineTask(name, lambda ctx: None) for name in TASKS]
     assert PLANS["serial"]() == PipelinePlan.serial(tasks)
 
 
-def test_pipelined_feeds_on_a_thread_of_its_own() -> None:
-    """What brings the batch runs beside what trains on it."""
+def test_pipelined_feeds_on_its_own_thread() -> None:
+    """Feeding and training run on different threads."""
     schedule = PLANS["pipelined"]().schedule
     assert {schedule[name].thread_group for name in FEED} == {"io"}
     assert {schedule[name].thread_group for name in COMPUTE} == {"default"}

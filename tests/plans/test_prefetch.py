@@ -10,8 +10,8 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeli
 from swpipe.plans import prefetch_plan
 
 
-def test_it_is_the_plan_one_would_write_by_hand() -> None:
-    """Feeding a stage ahead on its own thread; each list in its order; computing after feeding."""
+def test_it_equals_a_plan_written_by_hand() -> None:
+    """Feeding runs one stage ahead on its own thread; each list is in order."""
     plan = prefetch_plan(
         ["read", "copy"],
         ["forward", "step"],
@@ -67,11 +67,11 @@ def test_feeding_runs_ahead_by_the_depth_and_no_further(depth: int) -> None:
     assert ahead == [depth] * 10
 
 
-def test_it_needs_both_kinds_of_task() -> None:
-    """Without one of them there is nothing to overlap."""
-    with pytest.raises(ValueError, match="a task to feed with and one to compute"):
+def test_both_lists_need_a_task() -> None:
+    """An empty list is refused."""
+    with pytest.raises(ValueError, match="feed or compute is empty"):
         prefetch_plan([], ["forward"])
-    with pytest.raises(ValueError, match="a task to feed with and one to compute"):
+    with pytest.raises(ValueError, match="feed or compute is empty"):
         prefetch_plan(["read"], [])
 
 

@@ -56,14 +56,14 @@ def test_what_launches_collectives_is_globally_ordered(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sparse_dist", "prefetch"])
-def test_exchanges_have_the_forward_to_hide_behind(name: str) -> None:
-    """Sizes go out before this batch's forward and are asked for after it, before its backward."""
+def test_exchanges_of_sizes_overlap_with_forward(name: str) -> None:
+    """Sizes are sent before this batch's forward and awaited after it, before its backward."""
     assert before(list(resolve_plan(PLANS[name]()).period_order), START, DENSE, WAIT, DENSE_BACK)
 
 
 @pytest.mark.parametrize("tables_in_step", [True, False])
-def test_exchanges_of_embeddings_have_what_does_not_need_them(tables_in_step: bool) -> None:
-    """Sizes go out while gradients travel, and come in while embeddings do, with the dense step."""
+def test_exchanges_of_embeddings_overlap_with_other_work(tables_in_step: bool) -> None:
+    """Sizes are sent during the exchange of gradients and received during that of embeddings."""
     order = list(resolve_plan(split(tables_in_step=tables_in_step)).period_order)
     assert before(order, DENSE, DENSE_BACK, START, EMBED_BACK, EMBED, WAIT)
     assert tables_in_step or before(order, EMBED, STEP)
@@ -71,7 +71,7 @@ def test_exchanges_of_embeddings_have_what_does_not_need_them(tables_in_step: bo
 
 @pytest.mark.parametrize("name", ["prefetch", "split"])
 def test_the_next_prefetch_comes_after_this_forward_and_before_its_backward(name: str) -> None:
-    """Before it, cache lines of two batches would be locked at once; after it, nothing hides it."""
+    """Earlier, cache lines of two batches would be locked at once; later, it would not overlap."""
     plan = PLANS[name]()
     assert plan.schedule[PREFETCH].stage == plan.schedule[DENSE].stage - 1
     assert before(list(resolve_plan(plan).period_order), DENSE, PREFETCH, DENSE_BACK)
@@ -81,7 +81,7 @@ def test_the_next_prefetch_comes_after_this_forward_and_before_its_backward(name
     ("tables_in_step", "order"),
     [(True, (EMBED_BACK, STEP, EMBED)), (False, (EMBED_BACK, EMBED, STEP))],
 )
-def test_the_next_look_up_comes_once_the_tables_are_up_to_date(
+def test_the_next_look_up_comes_after_the_tables_are_updated(
     tables_in_step: bool, order: tuple[str, ...]
 ) -> None:
     """After backward where they update themselves there, or else after the optimizers."""
@@ -91,13 +91,13 @@ def test_the_next_look_up_comes_once_the_tables_are_up_to_date(
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_staleness_is_asked_for_by_name(name: str) -> None:
-    """Only the semi-synchronous plan reads tables that are one batch behind."""
+def test_only_semi_sync_allows_staleness(name: str) -> None:
+    """It reads tables that are one batch stale."""
     assert PLANS[name]().stale == ({"tables": 1} if name == "semi_sync" else {})
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_goes_to_a_file_and_back(name: str) -> None:
+def test_a_plan_can_be_saved_and_loaded(name: str) -> None:
     """It is plain data."""
     plan = PLANS[name]()
     assert PipelinePlan.from_toml(plan.to_toml()) == plan

@@ -1,1 +1,1 @@
-"""The planners that others have published, under the same simulator."""
+"""Planners published by others, evaluated with the simulator."""

@@ -1,8 +1,7 @@
-"""The space of the joint search: candidates, their neighbours, and what comes of each.
+"""The search space of the joint search: candidates, their neighbours, and their evaluation.
 
-A candidate chooses threads, streams and an order. What comes of it is judged: the lookaheads that
-``lookahead`` makes of it, the order nearest to the one that was chosen, and the
-interval under the simulator.
+A candidate chooses threads, streams and a priority order. Its evaluation adds the lookaheads that
+``lookahead`` assigns, the closest valid order, and the simulated interval.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.lookahead import best_assignment
-from swpipe.planning.published.lookahead_rules import Rules, too_deep, within
-from swpipe.planning.published.policies import POLICIES, Outlook, ranked, swaps
+from swpipe.planning.published.lookahead_rules import Rules, limit_depth, too_deep
+from swpipe.planning.published.policies import POLICIES, PolicyInputs, ranked, swaps
 from swpipe.planning.published.presets import PRESETS, Roles, thread_map
-from swpipe.planning.published.queue_rules import require
+from swpipe.planning.published.queue_rules import check_inputs
 
 GIVEN = "as given"
-"""Stands for the thread groups of the plan at hand."""
+"""Stands for the thread groups of the given plan."""
 
 
 class Candidate(NamedTuple):
@@ -32,7 +31,7 @@ class Candidate(NamedTuple):
     Attributes:
         threads: Name of a thread preset, or "as given".
         streams: Each task's stream, in the order of the schedule.
-        priority: All tasks; of those that may be next in a period, the first in this list is.
+        priority: All tasks; of those that can be next in a period, the first in this list is.
     """
 
     threads: str
@@ -40,13 +39,13 @@ class Candidate(NamedTuple):
     priority: tuple[str, ...]
 
 
-class Judged(NamedTuple):
-    """A candidate and what came of it.
+class Evaluated(NamedTuple):
+    """An evaluated candidate.
 
     Attributes:
-        candidate: The choice; its priority is the order that came of it.
+        candidate: The candidate, with the plan's order as its priority.
         plan: With lookaheads and order.
-        ii_us: Its interval under the simulator; microseconds.
+        ii_us: Its simulated interval; microseconds.
     """
 
     candidate: Candidate
@@ -55,43 +54,43 @@ class Judged(NamedTuple):
 
     @property
     def score(self) -> tuple[float, int, int]:
-        """Less is better: interval, threads, iterations in flight."""
+        """Interval, threads, iterations in flight; less is better."""
         return (round(self.ii_us, 3), len(self.plan.thread_groups), self.plan.depth)
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Threads, streams and lookaheads: all but the order."""
+        """Threads, streams and lookaheads, without the order."""
         return tuple((e.thread_group, e.stream, e.stage) for e in self.plan.schedule.values())
 
 
-class Space:
-    """All that holds for every candidate, and which have been judged.
+class SearchSpace:
+    """The candidates for one plan, and which have been evaluated.
 
     Args:
-        plan: The plan at hand.
-        costs: What its tasks cost.
-        limits: What to keep to.
+        plan: The given plan.
+        costs: The costs of its tasks.
+        limits: The planner's limits.
         streams: Whether the device has streams.
 
     Raises:
         PlanError: The plan cannot run, a task has no cost, a frozen task is unknown; or the limits
-            admit nothing.
+            allow nothing.
     """
 
     def __init__(
         self, plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams: bool
     ) -> None:
-        resolved = require(plan, costs, limits)
+        resolved = check_inputs(plan, costs, limits)
         if problems := list(too_deep(plan, limits)):
             raise PlanError(problems)
-        self._plan = within(plan, limits)
+        self._plan = limit_depth(plan, limits)
         self._costs = costs
         self._limits = limits
         self._on_device = streams
         self._roles = Roles.of(resolved, limits.frozen)
         self._rules = Rules.of(resolved, costs, limits)
         self._order = resolved.period_order
-        self._outlook = Outlook.of(resolved, costs, self._roles)
+        self._outlook = PolicyInputs.of(resolved, costs, self._roles)
         self._seen: set[object] = set()
         streams_now = tuple(self._stream(entry.stream) for entry in plan.schedule.values())
         self._first = Candidate(GIVEN, streams_now, self._order)
@@ -100,11 +99,11 @@ class Space:
             for name in (GIVEN, *PRESETS)
         }
 
-    def beginnings(self) -> Iterator[Candidate]:
-        """The plan at hand and the default preset's threads, in its order and the engine's own.
+    def initial(self) -> Iterator[Candidate]:
+        """The given and the default preset's threads, each in the given and the engine's order.
 
         Raises:
-            PlanError: Neither keeps to the limit on threads.
+            PlanError: Both exceed the limit on threads.
         """
         need = {name: self.threads_needed[name] for name in (GIVEN, "default")}
         if min(need.values()) > self._limits.threads:
@@ -112,8 +111,8 @@ class Space:
             raise PlanError(
                 [
                     Problem(
-                        f"the limit of {self._limits.threads} thread groups binds: the least that "
-                        f"any thread map takes is {min(need.values())} ({both}): allow that many"
+                        f"every plan needs at least {min(need.values())} thread groups ({both}), "
+                        f"but the limit is {self._limits.threads}: allow that many"
                     )
                 ]
             )
@@ -122,8 +121,8 @@ class Space:
             yield self._first._replace(threads=name)
             yield self._first._replace(threads=name, priority=ties)
 
-    def neighbours(self, one: Judged) -> Iterator[Candidate]:
-        """What differs from a candidate in its threads, in one home's stream, or in its order."""
+    def neighbours(self, one: Evaluated) -> Iterator[Candidate]:
+        """Candidates that differ in the threads, in one bundle's stream, or in the order."""
         for preset in PRESETS:
             yield one.candidate._replace(threads=preset)
         if self._on_device:
@@ -134,9 +133,9 @@ class Space:
         for swapped in swaps(one.plan, order, self._rules.queues):
             yield one.candidate._replace(priority=swapped)
 
-    def judge(self, candidates: Iterable[Candidate]) -> list[Judged]:
-        """What comes of each that has not been judged and keeps to the limits."""
-        judged = []
+    def evaluate(self, candidates: Iterable[Candidate]) -> list[Evaluated]:
+        """Evaluate the candidates that are new and within the limits."""
+        evaluated = []
         for candidate in candidates:
             shaped = self._shaped(candidate)
             groups = tuple(entry.thread_group for entry in shaped.schedule.values())
@@ -149,13 +148,15 @@ class Space:
             )
             if found is not None:
                 order = tuple(found.plan.order)
-                judged.append(Judged(candidate._replace(priority=order), found.plan, found.ii_us))
-        return judged
+                evaluated.append(
+                    Evaluated(candidate._replace(priority=order), found.plan, found.ii_us)
+                )
+        return evaluated
 
     def _on_other_streams(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Each home's tasks that name a stream, together, on each other stream of the plan."""
+        """Each bundle's tasks that have a stream, moved to each other stream of the plan."""
         names = [stream for stream in dict.fromkeys(self._first.streams) if stream is not None]
-        for tasks in self._roles.homes.values():
+        for tasks in self._roles.bundles.values():
             for stream in names:
                 moved = tuple(
                     stream if old is not None and name in tasks else old
@@ -165,7 +166,7 @@ class Space:
                     yield candidate._replace(streams=moved)
 
     def _shaped(self, candidate: Candidate) -> PipelinePlan:
-        """The plan at hand with a candidate's streams and threads."""
+        """The given plan with a candidate's streams and threads."""
         stream = dict(zip(self._plan.schedule, candidate.streams, strict=True))
         moved = replace(
             self._plan,

@@ -1,24 +1,21 @@
-"""Joint search: a beam over thread map x stream map x order of the period.
+"""Joint search: beam search over threads, streams and the order of the period.
 
     round   each candidate in the beam
               |- with each thread preset                      (presets)
-              |- with each home on each other stream          (its tasks move together)
-              `- with each policy for ties, and each swap of two neighbours  (policies)
-            each of these, once: lookaheads, and a score from the simulator
-            of those alike in threads, streams and lookaheads: the best
-            the best of what is left: the next beam
-    until   so many rounds, or as many as patience without a better score
+              |- with each bundle on each other stream        (its tasks move together)
+              `- with each policy, and each swap of two neighbours  (policies)
+            evaluate each new one: assign lookaheads, simulate
+            keep the best of those with the same threads, streams and lookaheads
+            the best of these are the next beam
+    until   the number of rounds is reached, or ``patience`` rounds bring no better score
 
-Lookaheads are not searched: they are what ``lookahead`` makes of threads, streams and
-order. A score is the interval under the simulator; of equals, fewer threads are better, then fewer
-iterations in flight. The search begins with the plan as given, and with its threads as in the
-default preset; so what it returns is never worse than the plan given, nor than lookaheads alone
-make of it, where that keeps to the limits.
+Lookaheads are not searched, but assigned by ``lookahead``. A score is the simulated interval; among
+equals, fewer threads are better, then fewer iterations in flight. The search starts from the given
+plan and from the default preset's threads, so the result is never worse than the given plan, nor
+than ``assign_lookaheads`` of it, if these are within the limits.
 
-Frozen tasks and the caller's own stay on the caller's thread, on their stream, and at the lookahead
-that they have. No edge is dropped, and the tickets of a communicator stay in their order. The
-search takes the plan's word for its dependences: whatever must keep its order is to be declared.
-The same plan, costs and limits always give the same result.
+Frozen tasks and the caller's tasks keep thread, stream and lookahead. No edge is dropped, and
+communicators keep their order. The plan must declare all dependences. The search is deterministic.
 
 Source: the joint search of the schedulable engine in NVIDIA's recsys-examples, made there for the
 fourteen tasks of one model by name, with limits of 4 threads and 5 iterations in flight.
@@ -32,7 +29,7 @@ from dataclasses import dataclass
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.limits import Limits
-from swpipe.planning.published.candidates import GIVEN, Judged, Space
+from swpipe.planning.published.candidates import GIVEN, Evaluated, SearchSpace
 from swpipe.planning.published.queue_rules import interval_us
 
 
@@ -41,9 +38,9 @@ class Round:
     """One round of the search.
 
     Attributes:
-        number: From 1; 0 is what the search begins with.
-        tried: Candidates that were given lookaheads and simulated.
-        kept: How many of them were left after the dominated ones had gone.
+        number: From 1; 0 is the start of the search.
+        tried: Number of candidates evaluated.
+        kept: How many of them were not dominated.
         best_us: The shortest interval in this round; microseconds.
         so_far_us: The shortest until now, this round included; microseconds.
     """
@@ -57,15 +54,15 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class JointSearch:
-    """What the search found.
+    """The result of the joint search.
 
     Attributes:
         plan: The best plan.
-        ii_us: Its interval under the simulator; microseconds.
-        given_ii_us: The same for the plan as it was given.
+        ii_us: Its simulated interval; microseconds.
+        given_ii_us: The simulated interval of the given plan; microseconds.
         threads: Name of its thread preset, or "as given".
-        rejected: Thread preset to how many threads it takes, where that is above the limit.
-        history: The rounds, the first of them what the search began with.
+        rejected: Thread preset to its number of threads, for those above the limit.
+        history: The rounds, from round 0.
         why: What was chosen, and why the search ended, in words.
     """
 
@@ -88,35 +85,35 @@ def joint_search(
     patience: int = 2,
     streams: bool = True,
 ) -> JointSearch:
-    """Search threads, streams and order together; lookaheads follow.
+    """Search threads, streams and order together, and assign lookaheads.
 
     Args:
-        plan: Serial or pipelined; it needs no functions. Tasks that may run ahead name a stream, or
-            a thread group other than the caller's.
-        costs: What each of its tasks costs.
-        limits: What to keep to; the default limits where left out.
-        beam_width: How many candidates each round goes on from; 1 or more.
-        rounds: How many rounds at most; with 0 only the beginnings are scored.
+        plan: Serial or pipelined; it may name tasks without functions. Tasks that may run ahead
+            have a stream or a thread group other than the caller's.
+        costs: A cost for each of its tasks.
+        limits: The planner's limits; by default ``Limits()``.
+        beam_width: How many candidates each round continues from; 1 or more.
+        rounds: The most rounds; with 0 only the initial candidates are evaluated.
         patience: The search ends after so many rounds without a better score; 1 or more.
         streams: Plan for a device with streams; on a CPU all cost is host time, and no task is
             moved to another stream.
 
     Raises:
         PlanError: The plan cannot run, a task has no cost, a frozen task is unknown; or the limits
-            admit no plan: the message says which limit, and the least that would do.
+            allow no plan: the message names the limit and the least value that would do.
         ValueError: A number that is out of range.
     """
     _require_numbers(beam_width=(beam_width, 1), rounds=(rounds, 0), patience=(patience, 1))
     limits = limits or Limits()
-    space = Space(plan, costs, limits, streams=streams)
-    begun = space.judge(space.beginnings())
-    beam = _best_first(begun)[:beam_width]
+    space = SearchSpace(plan, costs, limits, streams=streams)
+    initial = space.evaluate(space.initial())
+    beam = _best_first(initial)[:beam_width]
     best, without = beam[0], 0
-    history = [Round(0, len(begun), len(begun), best.ii_us, best.ii_us)]
+    history = [Round(0, len(initial), len(initial), best.ii_us, best.ii_us)]
     ended = "all rounds were used"
     for number in range(1, rounds + 1):
-        judged = space.judge(near for one in beam for near in space.neighbours(one))
-        kept = prune(judged)
+        evaluated = space.evaluate(near for one in beam for near in space.neighbours(one))
+        kept = prune(evaluated)
         if not kept:
             ended = "nothing was left to try"
             break
@@ -124,7 +121,7 @@ def joint_search(
         without += 1
         if beam[0].score < best.score:
             best, without = beam[0], 0
-        history.append(Round(number, len(judged), len(kept), beam[0].ii_us, best.ii_us))
+        history.append(Round(number, len(evaluated), len(kept), beam[0].ii_us, best.ii_us))
         if without == patience:
             ended = "patience ran out"
             break
@@ -140,21 +137,21 @@ def joint_search(
     )
 
 
-def prune(judged: Iterable[Judged]) -> list[Judged]:
-    """Drop the dominated: of those alike in threads, streams and lookaheads the best is kept."""
-    best: dict[object, Judged] = {}
-    for one in judged:
+def prune(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
+    """Keep the best of those with the same threads, streams and lookaheads."""
+    best: dict[object, Evaluated] = {}
+    for one in evaluated:
         if one.layout not in best or one.score < best[one.layout].score:
             best[one.layout] = one
     return list(best.values())
 
 
-def _best_first(judged: Iterable[Judged]) -> list[Judged]:
-    """By score; equals stay as they come, so that nothing depends on chance."""
-    return sorted(judged, key=lambda one: one.score)
+def _best_first(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
+    """By score; the sort is stable, so that the search is deterministic."""
+    return sorted(evaluated, key=lambda one: one.score)
 
 
-def _why(best: Judged, given_us: float, history: Iterable[Round], ended: str) -> str:
+def _why(best: Evaluated, given_us: float, history: Iterable[Round], ended: str) -> str:
     _, threads, depth = best.score
     tried = sum(one.tried for one in history)
     return (

@@ -1,17 +1,15 @@
 """Critical-path list scheduling: the order within a period, and nothing else.
 
-A period is a small project: its tasks, the edges of lag 0 between them, and threads, streams and
-named resources of which each does one thing at a time. The list scheduler goes through it in time.
-Of the tasks whose producers have been placed, the one whose work can begin first is next; where
-several can begin at once, the one with the longest path still before it, as costs add up along
-edges of lag 0; then the one declared first.
+The scheduler places the tasks of one period in time, subject to the edges of lag 0 and to threads,
+streams and named resources that do one thing at a time. Among the tasks whose producers have been
+placed, the next is the one whose work can start first; among several, the one with the longest path
+to the end of the period along edges of lag 0; then the one declared first.
 
-Work begins when the task's thread is free, then (for device work) its stream, its named resources
-and the device work of its producers. Only the period is looked at: what the period before leaves
-behind, and back-pressure, are seen by the simulator, which has the last word. Where it finds
-the new order no better than the given one, the given one stays.
+Work starts when the task's thread is free and, for device work, its stream, its named resources and
+the device work of its producers. Other periods and back-pressure are not considered. So both orders
+are simulated, and the given order is kept unless the new one is better.
 
-Stages, streams, thread groups and depth stay as they are, and so do the queues of communicators.
+Stages, streams, thread groups, depth and the order of each communicator's tasks do not change.
 
 Source: Graham, "Bounds for certain multiprocessing anomalies", 1966, and much since; the
 schedulable engine of NVIDIA's recsys-examples has such a planner.
@@ -26,21 +24,26 @@ from dataclasses import dataclass, replace
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
-from swpipe.planning.published.queue_rules import communicator_queues, interval_us, require, tickets
+from swpipe.planning.published.queue_rules import (
+    check_inputs,
+    communicator_queues,
+    interval_us,
+    queue_edges,
+)
 
 _LOCK = ("interpreter lock", "")
 
 
 @dataclass(frozen=True, slots=True)
 class ListSchedule:
-    """What list scheduling gave.
+    """The result of list scheduling.
 
     Attributes:
-        plan: The plan given, with the better of the two orders.
-        ii_us: Its interval between iterations under the simulator; microseconds.
-        given_ii_us: The same for the plan as it was given.
-        listed: The order that the list gave, whether or not it was chosen.
-        path_us: Task to the longest path from its beginning to the end of the period; microseconds.
+        plan: The given plan, with the better of the two orders.
+        ii_us: Its simulated interval; microseconds.
+        given_ii_us: The simulated interval of the given plan; microseconds.
+        listed: The order that the scheduler found, whether or not it was chosen.
+        path_us: Task to the longest path from its start to the end of the period; microseconds.
         why: What was chosen, in words.
     """
 
@@ -53,19 +56,19 @@ class ListSchedule:
 
 
 def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True) -> ListSchedule:
-    """Order the tasks of a period by what is longest still to do.
+    """Order the tasks of a period by their longest remaining path.
 
     Args:
-        plan: Serial or pipelined; it needs no functions.
-        costs: What each of its tasks costs.
+        plan: Serial or pipelined; it may name tasks without functions.
+        costs: A cost for each of its tasks.
         streams: Plan for a device with streams; on a CPU all cost is host time.
 
     Raises:
         PlanError: The plan cannot run, or a task has no cost.
     """
-    resolved = require(plan, costs)
+    resolved = check_inputs(plan, costs)
     edges = [dep[:2] for dep in resolved.within_period]
-    edges += tickets(communicator_queues(resolved, costs))
+    edges += queue_edges(communicator_queues(resolved, costs))
     path = _remaining(resolved, costs, edges)
     producers: dict[str, set[str]] = {name: set() for name in plan.schedule}
     for consumer, producer in edges:
@@ -77,7 +80,7 @@ def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True)
     if listed_ii < given_ii:
         why = f"the longest path first: {given_ii:.0f} us becomes {listed_ii:.0f} us"
         return ListSchedule(listed, listed_ii, given_ii, order, path, why)
-    why = f"the order given stays: {given_ii:.0f} us; longest path first: {listed_ii:.0f} us"
+    why = f"the given order is kept: {given_ii:.0f} us; longest path first: {listed_ii:.0f} us"
     return ListSchedule(plan, given_ii, given_ii, order, path, why)
 
 
@@ -86,7 +89,7 @@ def _remaining(
 ) -> dict[str, float]:
     """Each task's longest path to the end of the period, its own time counted; microseconds."""
     path = {name: costs.tasks[name].total_us for name in resolved.period_order}
-    # The edges lead forwards in period order, so one pass from its end has all it needs.
+    # Consumers come later in period order, so one pass from its end is enough.
     for name in reversed(resolved.period_order):
         after = [path[consumer] for consumer, producer in edges if producer == name]
         path[name] += max(after, default=0.0)
@@ -94,7 +97,7 @@ def _remaining(
 
 
 class _Period:
-    """One period as it fills: when each thread, stream and resource is free again."""
+    """One period while tasks are placed: when each thread, stream and resource is free again."""
 
     def __init__(self, plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool) -> None:
         self._plan = plan
@@ -105,7 +108,7 @@ class _Period:
         self._done: dict[str, float] = {}
 
     def fill(self, producers: Mapping[str, set[str]], path: Mapping[str, float]) -> tuple[str, ...]:
-        """Place every task; returns them in the order in which they were placed."""
+        """Place every task; return them in that order."""
         declared = list(self._plan.schedule)
         while len(self._done) < len(declared):
             ready = [n for n in declared if n not in self._done and producers[n] <= {*self._done}]
@@ -114,7 +117,7 @@ class _Period:
         return tuple(self._done)
 
     def _begins(self, name: str, producers: set[str]) -> tuple[float, float, float]:
-        """When the host begins, when it has submitted, when the work proper begins."""
+        """When the host work starts, when it ends, and when the main work starts."""
         host_us, device_us = self._times(name)
         held = [self._free[key] for key in self._held(name)]
         host = max([self._free[self._thread(name)], *(self._submitted[p] for p in producers)])
@@ -145,7 +148,7 @@ class _Period:
         return ("thread", self._plan.schedule[name].thread_group)
 
     def _held(self, name: str) -> list[tuple[str, str | None]]:
-        """What the work proper holds: named resources, and the stream where it is device work."""
+        """What the main work holds: named resources, and the stream if it is device work."""
         held: list[tuple[str, str | None]] = [("resource", r) for r in self._costs[name].resources]
         if self._times(name)[1]:
             stream = self._plan.schedule[name].stream

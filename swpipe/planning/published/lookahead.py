@@ -1,28 +1,26 @@
-"""Lookahead assignment: how many iterations ahead of training each task of the preparation runs.
+"""Lookahead assignment: how many iterations ahead of training each preparing task runs.
 
-A task with lookahead k works k iterations ahead of the last stage: its stage is L - k, L the last
-stage. What rules an assignment:
+A task with lookahead k works k iterations ahead of the last stage L: its stage is L - k. Rules:
 
-- **It only raises.** A lookahead that the plan has is a floor.
-- **The caller's own tasks stay**, those without a stream on the caller's thread, and so do frozen
-  tasks, at lookahead 0.
-- **No future is read.** Where a consumer comes after a producer d iterations before, the producer's
-  lookahead is at least the consumer's less d. So a raise pulls producers along, and a producer
-  that stays holds its consumers back. A dependence within a period counts with the distance that it
-  has as the plan stands: a raise may make that smaller, which asks for more, but not greater.
-- **Communicators keep their queues.** Of two tasks of one queue the later is never raised above
-  the sooner, so an iteration's collectives keep their order. Tickets stay as they are.
-- **In flight** are no more iterations than the limits allow: L + 1.
+- **Lookaheads are only raised**, never lowered below those of the given plan.
+- **Fixed tasks keep their lookahead**: the caller's tasks, which have no stream and run on the
+  caller's thread, and frozen tasks, at lookahead 0.
+- **Dependences hold.** For a dependence of distance d, the producer's lookahead is at least the
+  consumer's minus d. So raising a task raises its producers, and a fixed producer limits its
+  consumers. A dependence within a period counts with the distance that it has in the given plan: a
+  raise may make it smaller, which is stricter, but not greater.
+- **Communicators keep their order.** Of two tasks of one communicator the later one is never raised
+  above the earlier one, so an iteration's collectives keep their order.
+- **Depth** stays within the limit: at most so many iterations are in flight.
 
-How far is a matter of time. The preparation's critical path, from the beginning of a task to
-the first task that stays and needs it, takes some time; spread over n periods, a task on it
-belongs ceil(n * its time to go / the longest) periods ahead. Each n up to the cap gives an
-assignment. The simulator says which is best, the plan as it stands among them; of equals the one
-that holds the fewest iterations.
+For each task, the time of the longest path from its start to the first fixed task that needs it is
+computed. Spread over n periods, the task runs ceil(n * its time / the longest time) periods ahead.
+Each n up to the limit gives an assignment. The best one in simulation is chosen, the given plan
+included; among equals, the one with the fewest iterations in flight.
 
 Source: the lookahead scheduler of the schedulable engine in NVIDIA's recsys-examples, which its
-joint search asks for the lookaheads of each candidate. The rules above are its rules; how far it
-raises is not published, and is ours here.
+joint search calls for each candidate. The rules are the published ones; how far tasks are raised is
+not published, and is swpipe's own choice.
 """
 
 from __future__ import annotations
@@ -40,26 +38,26 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.lookahead_rules import (
     Rules,
+    limit_depth,
     lookaheads,
     too_deep,
     too_many_threads,
-    within,
 )
-from swpipe.planning.published.queue_rules import fire_order, interval_us, require
+from swpipe.planning.published.queue_rules import check_inputs, closest_order, interval_us
 from swpipe.planning.simulation.bounds import lower_bounds
 
 SAME = 1e-9
-"""Two intervals that differ by less than this part of themselves count as equal."""
+"""Relative difference below which two intervals count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookaheads:
-    """What the assignment gave.
+    """The result of lookahead assignment.
 
     Attributes:
-        plan: The plan given, with the stages and the depth that this takes, and an order.
-        ii_us: Its interval between iterations under the simulator; microseconds.
-        lookahead: Task to the periods that it runs ahead of the last stage; from 0.
+        plan: The given plan with new stages, depth and order.
+        ii_us: Its simulated interval; microseconds.
+        lookahead: Task to the number of periods that it runs ahead of the last stage.
         tried: How many assignments were simulated.
         why: What was chosen, in words.
     """
@@ -72,7 +70,7 @@ class Lookaheads:
 
 
 class Scored(NamedTuple):
-    """A plan, its interval under the simulator (microseconds), and how many were simulated."""
+    """A plan, its simulated interval in microseconds, and how many plans were simulated."""
 
     plan: PipelinePlan
     ii_us: float
@@ -82,25 +80,25 @@ class Scored(NamedTuple):
 def assign_lookaheads(
     plan: PipelinePlan, costs: CostModel, *, limits: Limits | None = None, streams: bool = True
 ) -> Lookaheads:
-    """Raise lookaheads as far as it pays.
+    """Raise lookaheads as far as that shortens the interval.
 
     Args:
-        plan: Serial or pipelined; it needs no functions. Tasks that may run ahead name a stream, or
-            a thread group other than the caller's. Both stay as they are.
-        costs: What each of its tasks costs.
-        limits: What to keep to; the default limits where left out.
+        plan: Serial or pipelined; it may name tasks without functions. Tasks that may run ahead
+            have a stream or a thread group other than the caller's; neither changes.
+        costs: A cost for each of its tasks.
+        limits: The planner's limits; by default ``Limits()``.
         streams: Plan for a device with streams; on a CPU all cost is host time.
 
     Raises:
         PlanError: The plan cannot run, a task has no cost, a frozen task is unknown; or the limits
-            admit no plan that only raises: the message says which limit, and the least that would.
+            allow no plan: the message names the limit and the least value that would do.
     """
     limits = limits or Limits()
-    resolved = require(plan, costs, limits)
+    resolved = check_inputs(plan, costs, limits)
     if problems := [*too_deep(plan, limits), *too_many_threads(plan, limits)]:
         raise PlanError(problems)
     rules = Rules.of(resolved, costs, limits)
-    given = within(plan, limits)
+    given = limit_depth(plan, limits)
     given_us = interval_us(given, costs, streams=streams)
     free = resolve_plan(replace(plan, order=()))
     orders = dict.fromkeys([resolved.period_order, free.period_order])
@@ -116,7 +114,7 @@ def assign_lookaheads(
 
 
 def _better(one: Scored, other: Scored) -> Scored:
-    """The shorter interval, or the first; with what both tried."""
+    """The one with the shorter interval, or the first; ``tried`` is the sum."""
     tried = one.tried + other.tried
     best = other if other.ii_us < one.ii_us * (1 - SAME) else one
     return best._replace(tried=tried)
@@ -133,10 +131,10 @@ def best_assignment(
     *,
     streams: bool,
 ) -> Scored | None:
-    """The best plan that some assignment gives, with the period's order nearest to ``priority``.
+    """The best plan over all assignments, with an order of the period closest to ``priority``.
 
-    None where no assignment has an order: the queues contradict the plan's edges of lag 0. Fewer
-    iterations in flight come first, and where the lower bound is reached nothing more is tried.
+    None if no assignment has an order: communicator order contradicts the plan's edges of lag 0.
+    Assignments with fewer iterations in flight are tried first, until the lower bound is reached.
     """
     least_us = lower_bounds(plan, costs, streams=streams).ii_us
     best: Scored | None = None
@@ -166,53 +164,53 @@ def _with(
         order=(),
         pipeline_depth=None if depth is None else max(depth, most + 1),
     )
-    return replace(raised, order=fire_order(raised, priority, rules.queues))
+    return replace(raised, order=closest_order(raised, priority, rules.queues))
 
 
 def _assignments(costs: CostModel, rules: Rules) -> Iterable[Mapping[str, int]]:
-    """What is worth a simulation: none twice, and the fewest iterations in flight first."""
-    ways = _ways(costs, rules)
-    longest = max((way.time_us for way in ways.values()), default=0.0)
+    """The assignments to simulate, each once, the fewest iterations in flight first."""
+    paths = _paths(costs, rules)
+    longest = max((path.time_us for path in paths.values()), default=0.0)
     targets: list[dict[str, int]] = [{}]
     targets += [
-        {n: way.base + _periods(periods, way.time_us, longest) for n, way in ways.items()}
+        {n: path.base + _periods(periods, path.time_us, longest) for n, path in paths.items()}
         for periods in range(1, rules.in_flight)
     ]
-    found = [rules.reach(target) for target in targets]
+    found = [rules.raise_to(target) for target in targets]
     unique = {tuple(levels.values()): levels for levels in found if min(levels.values()) == 0}
     return sorted(unique.values(), key=lambda levels: (max(levels.values()), sum(levels.values())))
 
 
 def _periods(periods: int, time_us: float, longest: float) -> int:
-    """The period, from 1, in which a task this far from its end begins."""
+    """How many periods ahead, from 1, a task with this remaining path runs."""
     return max(1, math.ceil(periods * time_us / longest * (1 - SAME))) if longest else 1
 
 
-class _Way(NamedTuple):
-    """From the beginning of a task to the first tasks that stay and need it.
+class _Path(NamedTuple):
+    """The paths from the start of a task to the first fixed tasks that need it.
 
     Attributes:
-        time_us: The longest way, in microseconds.
-        base: The greatest lookahead among those that stay.
+        time_us: The longest one, in microseconds.
+        base: The greatest lookahead among these fixed tasks.
     """
 
     time_us: float
     base: int
 
 
-def _ways(costs: CostModel, rules: Rules) -> dict[str, _Way]:
-    """The way of each task that may be raised and that something which stays needs."""
+def _paths(costs: CostModel, rules: Rules) -> dict[str, _Path]:
+    """The paths of each task that may be raised and that a fixed task needs."""
     consumers: dict[str, list[str]] = {name: [] for name in rules.serial}
     for consumer, producer, distance in rules.bounds:
         if not distance and consumer != producer:
             consumers[producer].append(consumer)
-    ways: dict[str, _Way] = {}
+    paths: dict[str, _Path] = {}
     for name in reversed(rules.serial):
-        if name in rules.stays:
+        if name in rules.fixed:
             continue
-        on = [_Way(0.0, rules.floor[c]) for c in consumers[name] if c in rules.stays]
-        on += [ways[c] for c in consumers[name] if c in ways]
+        on = [_Path(0.0, rules.floor[c]) for c in consumers[name] if c in rules.fixed]
+        on += [paths[c] for c in consumers[name] if c in paths]
         if on:
-            time_us = costs.tasks[name].total_us + max(way.time_us for way in on)
-            ways[name] = _Way(time_us, max(way.base for way in on))
-    return ways
+            time_us = costs.tasks[name].total_us + max(path.time_us for path in on)
+            paths[name] = _Path(time_us, max(path.base for path in on))
+    return paths

@@ -1,12 +1,11 @@
-"""What a planner may not change: the caller's own tasks, and the queues of the communicators.
+"""What planners must not change: the caller's tasks, and the order of each communicator's tasks.
 
-**The caller's own tasks** name no stream and run on the caller's thread. They train the model;
-planners leave them where they are, and let the rest run ahead of them.
+**The caller's tasks** have no stream and run on the caller's thread. They train the model; planners
+leave them there and let the others run ahead of them.
 
 **A communicator's queue** is the globally ordered tasks that use it, in the order in which the
-plan at hand submits them within a period. Its tickets stay in that order, whatever else moves. A
-communicator is a resource in the cost model; globally ordered tasks without one share one that
-nobody has named.
+given plan submits them within a period. They keep this order. A communicator is a resource in the
+cost model; globally ordered tasks without a resource share an unnamed one.
 """
 
 from __future__ import annotations
@@ -30,13 +29,15 @@ from swpipe.planning.simulation.simulator import steady_interval
 _UNNAMED = ""
 
 
-def require(plan: PipelinePlan, costs: CostModel, limits: Limits | None = None) -> ResolvedPlan:
-    """Refuse what a planner cannot begin with; resolve the rest.
+def check_inputs(
+    plan: PipelinePlan, costs: CostModel, limits: Limits | None = None
+) -> ResolvedPlan:
+    """Refuse a plan, costs or limits that a planner cannot use; resolve the plan.
 
     Args:
-        plan: The plan at hand.
-        costs: What its tasks cost.
-        limits: What the planner must keep to, where it takes limits.
+        plan: The given plan.
+        costs: The costs of its tasks.
+        limits: The planner's limits, if it has any.
 
     Raises:
         PlanError: The plan cannot run, or names a stream by a ``torch.Stream``; a task has no cost;
@@ -61,12 +62,12 @@ def require(plan: PipelinePlan, costs: CostModel, limits: Limits | None = None) 
 
 
 def interval_us(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> float:
-    """What ``simulate`` says of the interval, in microseconds; for plans that are known to run."""
+    """The simulated interval in microseconds of a validated plan."""
     program = compile_plan(resolve_plan(plan), streams=streams)
     return steady_interval(program, costs, streams=streams).ii_us
 
 
-def callers_own(plan: PipelinePlan) -> frozenset[str]:
+def caller_tasks(plan: PipelinePlan) -> frozenset[str]:
     """The tasks without a stream on the caller's thread."""
     return frozenset(
         name
@@ -76,7 +77,7 @@ def callers_own(plan: PipelinePlan) -> frozenset[str]:
 
 
 def communicator_queues(resolved: ResolvedPlan, costs: CostModel) -> tuple[tuple[str, ...], ...]:
-    """Each communicator's tasks in the order of a period; those of a single task are left out."""
+    """Each communicator's tasks in period order, for communicators of two or more tasks."""
     queues: dict[str, list[str]] = defaultdict(list)
     for name in resolved.period_order:
         if resolved.plan.schedule[name].globally_ordered:
@@ -85,25 +86,25 @@ def communicator_queues(resolved: ResolvedPlan, costs: CostModel) -> tuple[tuple
     return tuple(tuple(queue) for queue in queues.values() if len(queue) > 1)
 
 
-def tickets(queues: Sequence[Sequence[str]]) -> Iterator[Pair]:
-    """Every two neighbours in a queue, as (later, sooner)."""
+def queue_edges(queues: Sequence[Sequence[str]]) -> Iterator[Pair]:
+    """Each pair of neighbours in a queue, as (later, earlier)."""
     for queue in queues:
         yield from ((later, sooner) for sooner, later in pairwise(queue))
 
 
-def fire_order(
+def closest_order(
     plan: PipelinePlan, priority: Sequence[str], queues: Sequence[Sequence[str]]
 ) -> tuple[str, ...]:
-    """The order of a period that is nearest to ``priority``.
+    """The valid order of a period that is closest to ``priority``.
 
     Args:
-        plan: The plan; its own order is not looked at.
-        priority: All its tasks; of those that may be next, the first in this list is.
-        queues: What ``communicator_queues`` found.
+        plan: The plan; its own order is ignored.
+        priority: All its tasks; of those that can be next, the first in this list is.
+        queues: From ``communicator_queues``.
 
     Raises:
         CycleError: The plan's edges of lag 0 and the queues contradict each other.
     """
     edges = [dep[:2] for dep in dependences_of(plan) if dep.lag == 0]
     rank = {name: (place,) for place, name in enumerate(priority)}
-    return tuple(topological(rank, [*edges, *tickets(queues)]))
+    return tuple(topological(rank, [*edges, *queue_edges(queues)]))

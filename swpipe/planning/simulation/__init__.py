@@ -1,1 +1,1 @@
-"""What a plan does under a cost model, and what no plan can beat."""
+"""Simulation of plans under a cost model, and lower bounds on the interval."""

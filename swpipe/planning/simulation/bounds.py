@@ -1,23 +1,22 @@
-"""How fast any plan for these tasks can be at best, and what forbids more.
+"""Lower bounds on the interval of all plans for the same tasks, and what sets them.
 
-**ResMII**: whatever only one task at a time can use is taken once per iteration by each of its
-tasks, so no interval is shorter than the sum. That holds for
+**ResMII**: the tasks that use a resource one at a time use it once per iteration, so no interval is
+shorter than the sum of their times. Resources are
 
-- a thread: the tasks of each thread group as the plan has them, or, where threads may be chosen
-  freely, all tasks over the number of threads, and the longest task;
-- a stream, a named resource, the interpreter lock;
-- submission: tasks that name the same stream, and globally ordered ones, are submitted one after
-  the other, whatever threads they are on.
+- threads: each thread group of the plan; or, if threads can be chosen freely, the sum over all
+  tasks divided by the number of threads, and the longest task;
+- streams, named resources, the interpreter lock;
+- submission: tasks on the same named stream, and globally ordered tasks, are submitted one at a
+  time, also from different threads.
 
 **RecMII**: the consumer on iteration i comes after the producer on iteration i - d. A cycle of
-such dependences takes at least its tasks' times, and lets the iterations follow each other no
-faster than that over the sum of its distances. The heaviest cycle counts. Only what the plan
-declares is followed, not its order of tasks on threads and streams. On a device with streams a
-thread need not wait until the device is done, so that host times and device times make up cycles
-of their own.
+dependences limits the interval to at least the sum of its tasks' times over the sum of its
+distances. The heaviest cycle counts. Only declared dependences are followed, not the order of
+tasks on threads and streams. On a device with streams a thread does not wait for the device, so
+cycles of host times and of device times are separate.
 
-The interval of every plan is at least the greater of the two; whether a plan reaches it is for a
-planner to find out. Nothing is said of depth: a plan that admits too few iterations is slower.
+The interval of every plan is at least the greater of the two. The bounds ignore depth: a plan that
+admits too few iterations is slower.
 
 Source: B. R. Rau, "Iterative modulo scheduling: an algorithm for software pipelining loops"
 (MICRO-27, 1994), section 2.
@@ -44,7 +43,7 @@ class Bounds:
     """Lower bounds on the initiation interval; microseconds.
 
     Attributes:
-        res_mii_us: What the busiest resource takes per iteration.
+        res_mii_us: Time per iteration on the busiest resource.
         rec_mii_us: The heaviest cycle of dependences, per iteration of distance; 0 without one.
         busiest: The resource that sets ``res_mii_us``, in words.
         cycle: The cycle that sets ``rec_mii_us``, in words; "" without one.
@@ -66,7 +65,7 @@ class Bounds:
         return self.busiest if self.res_mii_us >= self.rec_mii_us else self.cycle
 
     def format(self) -> str:
-        """Both bounds, a line each."""
+        """Both bounds, one per line."""
         rec = f"{self.rec_mii_us / 1e3:.3f} ms, {self.cycle}" if self.cycle else "none"
         return f"ResMII: {self.res_mii_us / 1e3:.3f} ms, {self.busiest}\nRecMII: {rec}"
 
@@ -77,25 +76,25 @@ def lower_bounds(
     """Bounds for all plans with the same tasks, streams, global order and dependences.
 
     Args:
-        plan: Its ``same_period_deps`` count with the distances that its stages give them.
+        plan: The plan; its stages determine the distances of its ``same_period_deps``.
         costs: A cost for each of its tasks.
-        streams: Whether the device has streams; where not, all work is done on threads.
-        threads: None for the plan's own thread groups; a number where each task may go to any of
-            so many threads.
+        streams: Whether the device has streams; if not, all work is done on threads.
+        threads: None for the plan's thread groups; a number if each task may run on any of so many
+            threads.
 
     Raises:
         PlanError: The plan cannot run, or a task has no cost.
         ValueError: ``threads`` is below 1.
     """
     if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}: there is at least the caller's")
+        raise ValueError(f"threads is {threads}: give 1 or more, since the caller's thread counts")
     resolved = validate(plan)
     known = costs.of(plan.schedule)
-    taken = _taken(plan, known, streams, threads)
-    busiest = max(taken, key=lambda what: taken[what])
+    load = _load(plan, known, streams, threads)
+    busiest = max(load, key=lambda what: load[what])
     cycle, words = _heaviest(resolved, known, streams)
     return Bounds(
-        res_mii_us=taken[busiest] / TICKS_PER_US,
+        res_mii_us=load[busiest] / TICKS_PER_US,
         rec_mii_us=cycle.ratio_us if cycle is not None else 0.0,
         busiest=busiest,
         cycle=words,
@@ -105,34 +104,31 @@ def lower_bounds(
 # ------------------------------------------------------------------------------------- ResMII
 
 
-def _taken(
+def _load(
     plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool, threads: int | None
 ) -> dict[str, float]:
-    """What can be taken, in words, to the ticks per iteration in which it is."""
-    taken: dict[str, float] = {}
+    """Resource, in words, to ticks per iteration."""
+    load: dict[str, float] = {}
     users: dict[str, list[str]] = defaultdict(list)
     for name, what, time in _uses(plan, costs, streams, threads):
         users[what].append(name)
-        taken[what] = taken.get(what, 0) + time
+        load[what] = load.get(what, 0) + time
     if threads is not None:
         host = {name: host_time(cost, streams) for name, cost in costs.items()}
-        taken[_threads_words(threads)] = sum(host.values()) / threads
+        count = "the one thread" if threads == 1 else f"{threads} threads"
+        load[f"{count}: all tasks"] = sum(host.values()) / threads
         longest = max(host, key=lambda name: host[name])
-        taken[f"one thread: {longest} alone"] = host[longest]
+        load[f"one thread: {longest} alone"] = host[longest]
     return {
         f"{what}: {', '.join(users[what])}" if what in users else what: time
-        for what, time in taken.items()
+        for what, time in load.items()
     }
-
-
-def _threads_words(threads: int) -> str:
-    return "the one thread: all tasks" if threads == 1 else f"{threads} threads: all tasks"
 
 
 def _uses(
     plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool, threads: int | None
 ) -> Iterable[tuple[str, str, int]]:
-    """Task, what it takes, and for how many ticks."""
+    """Task, a resource that it uses, and for how many ticks."""
     for name, entry in plan.schedule.items():
         cost = costs[name]
         host = host_time(cost, streams)

@@ -1,13 +1,12 @@
-"""The maximum cycle ratio of a graph: the heaviest cycle for the distance that it spans.
+"""The maximum cycle ratio of a graph: time over distance of its heaviest cycle.
 
-Every arc says "the head's turn comes ``time`` after the tail's turn of ``distance`` turns before".
-Around a cycle that adds up to a turn that comes ``time`` after the one ``distance`` turns before:
-no schedule repeats faster than every time / distance, and the worst of all cycles is reached.
+An arc says that the head in period p starts at least ``time`` after the tail in period
+p - ``distance`` starts. So around a cycle a node repeats no faster than every time / distance, and
+the interval of the whole graph is the greatest of these ratios.
 
-The worst is found by Lawler's test in Dinkelbach's iteration: is there a cycle of positive weight
-when each arc weighs time - ratio x distance? Where there is (Bellman and Ford), its own ratio is
-the next to test; where there is none, the last one is the maximum. Times are whole ticks and all
-arithmetic is on integers, so the result is exact.
+It is computed by Dinkelbach's iteration with Lawler's test: is there a cycle of positive weight, if
+each arc weighs time - ratio x distance? If so (Bellman-Ford finds it), its ratio is tested next; if
+not, the last ratio is the maximum. Times are integers, so the result is exact.
 
 Sources: E. Lawler, "Combinatorial Optimization" (1976), chapter 3.13; W. Dinkelbach, "On nonlinear
 fractional programming" (1967); A. Dasdan, "Experimental analysis of the fastest optimum cycle
@@ -21,22 +20,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TICKS_PER_US = 10**9
-"""Times are rounded to this and counted in whole ticks: sums are exact, and equal times equal."""
+"""Times are rounded to ticks, so that sums are exact."""
 
 
 def ticks(us: float) -> int:
-    """Microseconds as whole ticks."""
+    """Microseconds in ticks."""
     return round(us * TICKS_PER_US)
 
 
 class Arc(NamedTuple):
-    """The head's turn p begins no sooner than ``time`` after the tail's turn p - distance does.
+    """The head in period p starts at least ``time`` after the tail in period p - distance.
 
     Attributes:
         tail: A node's number, from 0.
         head: A node's number.
         time: Ticks; not negative.
-        distance: Turns. May be negative; around each cycle the sum is positive.
+        distance: Periods. It can be negative; the sum around each cycle is positive.
     """
 
     tail: int
@@ -47,34 +46,34 @@ class Arc(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """Arcs, each beginning where the one before it ends; the last leads back to the first."""
+    """Arcs, each starting where the one before it ends; the last leads back to the first."""
 
     arcs: tuple[Arc, ...]
 
     @property
     def time(self) -> int:
-        """Ticks, all around."""
+        """The sum of the times, in ticks."""
         return sum(arc.time for arc in self.arcs)
 
     @property
     def distance(self) -> int:
-        """Turns, all around."""
+        """The sum of the distances, in periods."""
         return sum(arc.distance for arc in self.arcs)
 
     @property
     def ratio_us(self) -> float:
-        """Microseconds per turn."""
+        """Microseconds per period."""
         return self.time / self.distance / TICKS_PER_US
 
 
 def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> Cycle | None:
-    """The cycle with the most time per distance; None where no cycle takes more than ``above``.
+    """The cycle with the most time per distance; None if no cycle has more than ``above``.
 
     Args:
-        nodes: How many there are.
-        arcs: Sorted along the arcs of distance 0 it goes fastest. Every cycle has a positive
-            distance.
-        above: Ticks per turn. The search begins there, and is short where that is near.
+        nodes: Number of nodes.
+        arcs: Every cycle must have a positive distance. The search is fastest if the arcs are
+            sorted along those of distance 0.
+        above: Ticks per period, where the search starts; it is short if that is near the result.
     """
     best: Cycle | None = None
     time, distance = above, 1
@@ -103,7 +102,7 @@ def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -
 
 
 def _cycle_in(into: Sequence[Arc | None]) -> Cycle | None:
-    """A cycle along the last arcs of longest paths: it exists once a cycle is positive."""
+    """A cycle along the last arcs of the longest paths; there is one once a cycle is positive."""
     seen_from = [-1] * len(into)
     for begin in range(len(into)):
         node = begin

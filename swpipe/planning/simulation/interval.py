@@ -1,31 +1,41 @@
-"""The steady-state interval of a timed graph."""
+"""The interval of a timed graph in the steady state, and what limits it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swpipe.planning.simulation.causes import cause
-from swpipe.planning.simulation.cycles import TICKS_PER_US, heaviest_cycle
-from swpipe.planning.simulation.playout import ENDLESS, Player
-from swpipe.planning.simulation.timed_graph import TimedGraph
+from swpipe._engine.program import ADMIT
+from swpipe.planning.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
+from swpipe.planning.simulation.event_simulator import (
+    UNBOUNDED,
+    EventSimulator,
+    SimulatedRun,
+    simulate_run,
+)
+from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
+from swpipe.trace.span import OWN, Row
 
 LONGEST_RUN = 16
-"""Times the graph's reach, in iterations: then a repetition is given up."""
+"""How many iterations to simulate at most, in multiples of the graph's reach."""
 
 LONGEST_PATTERN = 12
-"""Iterations in the longest repetition that is looked for."""
+"""Iterations in the longest repeating pattern that is searched for."""
+
+CHAIN_RUNS = (3, LONGEST_RUN)
+"""Lengths of the runs in which a cycle of waits is searched for, in multiples of the reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How fast the steady state goes.
+    """The interval in the steady state.
 
     Attributes:
         ii_us: From one iteration to the next, in microseconds.
         exact: Whether that is exact, or a mean.
-        graph: Of what.
+        graph: The graph that it is the interval of.
     """
 
     ii_us: float
@@ -34,8 +44,8 @@ class Interval:
 
     @property
     def limit(self) -> str:
-        """What sets it, in words; found when asked for, since it takes a while."""
-        return cause(self.graph, self.ii_us)
+        """What limits it, in words; computed on request, since it can take long."""
+        return _limit(self.graph, self.ii_us)
 
 
 def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
@@ -43,53 +53,48 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
 
     Args:
         graph: The graph.
-        enough_us: To those who compare, an interval of this or more is as good as any other: where
-            a bound shows that it is, the bound stands for it, and nothing is played.
+        enough_us: If a lower bound shows that the interval is at least this, the bound is returned
+            and nothing is simulated.
     """
-    taken = max(graph.load.values())
-    cycle = heaviest_cycle(len(graph.nodes), graph.arcs, above=taken)
-    bound_us = taken / TICKS_PER_US if cycle is None else cycle.ratio_us
+    busiest = max(graph.load.values())
+    cycle = heaviest_cycle(len(graph.nodes), graph.arcs, above=busiest)
+    bound_us = busiest / TICKS_PER_US if cycle is None else cycle.ratio_us
     if not graph.contended or bound_us >= enough_us:
         return Interval(bound_us, True, graph)
-    pace = _pace(graph)
-    return Interval(max(pace.ii_us, bound_us), pace.exact, graph)
+    ii_us, exact = _simulated_interval(graph)
+    return Interval(max(ii_us, bound_us), exact, graph)
 
 
-class _Pace(NamedTuple):
-    ii_us: float
-    exact: bool
-
-
-def _pace(graph: TimedGraph) -> _Pace:
-    """The interval of a run that repeats itself tick for tick, or the mean of a long one."""
-    run = Player(graph, ENDLESS)
+def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
+    """The interval of a run that repeats, or the mean of a long run; whether it is exact."""
+    run = EventSimulator(graph, UNBOUNDED)
     size, memory = run.size, _memory(graph)
-    turns = [node.stage * size + k for k, node in enumerate(graph.nodes)]
+    offsets = [node.stage * size + k for k, node in enumerate(graph.nodes)]
     retired: list[int] = []
     shapes: list[tuple[int, ...]] = []
-    # Pattern to iterations in a row that look like the one so many before.
-    alike = [0] * (LONGEST_PATTERN + 1)
+    # Pattern length to the number of consecutive iterations equal to the one so many before.
+    equal = [0] * (LONGEST_PATTERN + 1)
     for i in range(LONGEST_RUN * graph.reach):
         retired.append(run.retired(i))
-        # All that the iteration did, seen from its end; and from the end of the one before.
-        done, end, at = retired[i], run.end, i * size
-        shape = (done - retired[i - 1], *[end[at + turn] - done for turn in turns])
+        # All ends in the iteration, relative to its retirement; and the time since the last one.
+        done, end, first = retired[i], run.end, i * size
+        shape = (done - retired[i - 1], *[end[first + offset] - done for offset in offsets])
         shapes.append(shape)
         for pattern in range(1, min(i, LONGEST_PATTERN) + 1):
-            alike[pattern] = alike[pattern] + 1 if shapes[i - pattern] == shape else 0
-            if alike[pattern] == memory:
-                return _Pace((done - retired[i - pattern]) / pattern / TICKS_PER_US, True)
+            equal[pattern] = equal[pattern] + 1 if shapes[i - pattern] == shape else 0
+            if equal[pattern] == memory:
+                return (done - retired[i - pattern]) / pattern / TICKS_PER_US, True
     half = len(retired) // 2
     taken = retired[-1] - retired[half]
-    return _Pace(taken / (len(retired) - 1 - half) / TICKS_PER_US, False)
+    return taken / (len(retired) - 1 - half) / TICKS_PER_US, False
 
 
 def _memory(graph: TimedGraph) -> int:
-    """How many iterations, one after the other, decide all that comes after them.
+    """How many consecutive iterations determine all later ones.
 
-    When the first of ``depth`` + 1 iterations is done, so are all before it, and no more than those
-    after it are in flight. How these go on is seen in their own shapes; of what was done before,
-    nothing is felt any more but a hand-over, as far back as one reaches.
+    When the first of ``depth`` + 1 iterations is retired, so are all before it, and at most those
+    after it are in flight; their own shapes show how they continue. Earlier iterations matter only
+    through a thread's wake-up time, as far back as a wait reaches.
     """
     nodes = graph.nodes
     back = (
@@ -98,3 +103,104 @@ def _memory(graph: TimedGraph) -> int:
         if time > nodes[tail].time
     )
     return graph.depth + max([1, *back])
+
+
+# ---------------------------------------------------------------------------------- the limit
+
+
+def _limit(graph: TimedGraph, ii_us: float) -> str:
+    """What is busy all the time, or the cycle of tasks that wait for each other."""
+    cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
+    least_us = cycle.ratio_us if cycle is not None else 0.0
+    if not graph.contended:
+        return "nothing" if cycle is None else _cycle_words(graph, cycle)
+    key, load = max(graph.load.items(), key=lambda item: item[1])
+    if ii_us <= load / TICKS_PER_US:
+        return _load_words(graph, key)
+    if cycle is not None and ii_us <= least_us:
+        return _cycle_words(graph, cycle)
+    for length in CHAIN_RUNS:
+        words = _chain_words(simulate_run(graph, length * graph.reach), ii_us)
+        if words is not None:
+            return words
+    return "contention between tasks, without a repeating pattern"
+
+
+def _load_words(graph: TimedGraph, key: Row | str) -> str:
+    if isinstance(key, Row):
+        nodes = [node for node in graph.nodes if node.row == key and node.time]
+        return f"{key.kind} {key.name!r}, always busy: {_names(node.task for node in nodes)}"
+    what = f"the {key}" if key == LOCK else f"resource {key!r}"
+    return f"{what}, always taken: {_names(graph.users[key])}"
+
+
+def _names(tasks: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(tasks))
+
+
+def _cycle_words(graph: TimedGraph, cycle: Cycle) -> str:
+    rows = {graph.nodes[arc.tail].row for arc in cycle.arcs}
+    if len(rows) == 1 and cycle.distance == 1:
+        return _load_words(graph, rows.pop())
+    nodes = graph.nodes
+    steps, iteration = [], 0
+    arcs = cycle.arcs
+    first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
+    for tail, head, _, lag in (*arcs[first:], *arcs[:first]):
+        steps.append(_Step(tail, iteration))
+        iteration += lag - nodes[head].stage + nodes[tail].stage
+    return _path_words(graph, steps, iteration, cycle.ratio_us)
+
+
+def _chain_words(run: SimulatedRun, ii_us: float) -> str | None:
+    """Follow back what each execution waited for last, until it repeats; None if it never does."""
+    graph = run.graph
+    size, nodes = len(graph.nodes), graph.nodes
+    path: list[int] = []
+    execution = run.execution(graph.retire, _last_unaffected(run))
+    met: dict[int, list[int]] = {}
+    while execution >= 0:
+        period, k = divmod(execution, size)
+        for place in met.get(k, ()):
+            periods = path[place] // size - period
+            took_us = (run.start[path[place]] - run.start[execution]) / TICKS_PER_US
+            if periods and abs(took_us - periods * ii_us) <= 1e-6 * took_us:
+                cycle = [*reversed(path[place + 1 :]), path[place]]
+                steps = [
+                    _Step(t % size, t // size - nodes[t % size].stage) for t in (execution, *cycle)
+                ]
+                return _path_words(graph, steps[:-1], periods, ii_us, steps[0].iteration)
+        met.setdefault(k, []).append(len(path))
+        path.append(execution)
+        execution = run.bound_by[execution]
+    return None
+
+
+def _last_unaffected(run: SimulatedRun) -> int:
+    """The last iteration retired before the end of the run could have had any effect."""
+    graph, missing = run.graph, run.iterations
+    admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
+    execution = run.execution(admit, missing)
+    if execution >= len(run.end):
+        return missing - 1
+    return max(i for i in range(missing) if i == 0 or run.retired(i) <= run.end[execution])
+
+
+class _Step(NamedTuple):
+    node: int
+    iteration: int
+
+
+def _path_words(
+    graph: TimedGraph, steps: Sequence[_Step], distance: int, ratio_us: float, origin: int = 0
+) -> str:
+    """A cycle that begins and ends with the same task, ``distance`` iterations later."""
+    words: list[str] = []
+    for node, iteration in (*steps, _Step(steps[0].node, steps[0].iteration + distance)):
+        number = iteration - origin
+        word = f"{graph.nodes[node].task} {'i' if not number else f'i{number:+d}'}"
+        if graph.device_of and graph.nodes[node].row.kind == "thread":
+            word += " (host)"
+        if graph.nodes[node].time or graph.nodes[node].task in OWN:
+            words.append(word)
+    return f"a cycle, {ratio_us / 1e3:.3f} ms per iteration: {' -> '.join(words)}"

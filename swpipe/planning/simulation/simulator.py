@@ -1,8 +1,7 @@
-r"""The timeline of a plan under a cost model, its interval, and what sets it.
+r"""Simulates a plan under a cost model: its timeline, its interval, and what limits it.
 
-The plan is compiled by ``swpipe._engine.program``, as for a run, and that program is played out:
-its lanes,
-host waits, event waits, ``<admit>``, ``<retire>`` and back-pressure.
+The plan is compiled by ``swpipe._engine.program``, as for a run, and the program is simulated with
+its host waits, event waits, ``<admit>``, ``<retire>`` and back-pressure.
 
     thread  default   <admit> i+1  (1) forward i  backward i  step i (2) <retire> i
             io        read i+2 .. copy i+1 ^
@@ -11,28 +10,26 @@ host waits, event waits, ``<admit>``, ``<retire>`` and back-pressure.
             caller's    ### forward i ### backward i ###`-> ### forward i+1 ###
                                                         (3)
 
-What is assumed:
+Assumptions:
 
-- A task takes its ``host_us`` on its thread, every time the same. The first ``gil_us`` of it need
-  the interpreter lock, which goes to threads in the order in which they are ready for it, and is
-  not taken away (Python takes it away after 5 ms: a longer part makes others wait too long here).
-- Then its ``device_us`` stand in its stream: they begin when the stream has come to them, their
-  event waits (3) are done and their resources are free. A stream is in order; two streams run side
-  by side at full speed.
-- A named resource is held while the device work runs, or the host work where there is none. It goes
-  to who was ready first; a task that needs two takes both at once.
-- A host wait (1) is for the producer's submission. A thread that must wait wakes ``handover_us``
-  after that. Passing an instruction costs nothing else, nor do ``<admit>``, ``<retire>`` (2), the
-  reading of the next batch, and what the caller does between two calls of ``progress()``: what
-  takes time there belongs into a task.
-- On a device without streams all work is host work: host and device time add up on the thread.
-- Batches come from the host, always one more, until the last.
+- A task takes its ``host_us`` on its thread, always the same. The first ``gil_us`` of it need the
+  interpreter lock, which is granted in the order of requests and is not taken away. (Python takes
+  it away after 5 ms, so for longer parts the simulated waits are too long.)
+- Then its ``device_us`` run on its stream, once the stream has reached them, their event waits (3)
+  are done and their resources are free. A stream is in order; streams do not slow each other down.
+- A named resource is held during the device work, or the host work if there is none. It is granted
+  to the first that is ready; a task that needs two takes both at once.
+- A host wait (1) is for the producer's submission. A waiting thread wakes ``handover_us`` later.
+  Nothing else costs time: not instructions, ``<admit>``, ``<retire>`` (2), reading the next batch,
+  nor what the caller does between calls of ``progress()``. Model such work as a task.
+- On a device without streams all work is host work: host and device times add up on the thread.
+- Batches are on the host, and there is always another one until the last.
 
-**The interval** is exact where ``exact`` says so. Where nothing is contended (see ``timed_graph``)
-it is the maximum cycle ratio of the program's timed graph: no simulation, however long, would tell
-it as well, for lanes that differ by little take long to settle. Where something is, the run is
-played until it repeats itself tick for tick; where it does not within some hundred iterations, the
-interval is the mean of the later half, and not below what the graph and the resources allow.
+**The interval** is exact if ``exact`` is true. Without contention (see ``timed_graph``) it is the
+maximum cycle ratio of the program's timed graph. This is more accurate than a simulation, since
+threads of nearly equal load take long to reach the steady state. With contention, the run is
+simulated until it repeats exactly; if it does not within some hundred iterations, the interval is
+the mean of the second half, but not below the bounds of the graph and the resources.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
+from swpipe.planning.simulation.event_simulator import SimulatedRun, simulate_run
 from swpipe.planning.simulation.interval import Interval, interval_of
-from swpipe.planning.simulation.playout import Playout, play
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.perfetto import Arrow, arrows_of
 from swpipe.trace.span import Row, Span, in_order
@@ -64,9 +61,9 @@ class Load:
 
     Attributes:
         name: Of the thread group, the stream or the resource.
-        kind: Which of these it is; "lock" is the interpreter's.
+        kind: Which of these it is; "lock" is the interpreter lock.
         busy_us: Per iteration, in microseconds.
-        idle: The part of the interval in which it has nothing to do, from 0 to 1: its bubbles.
+        idle: The fraction of the interval in which it is idle, from 0 to 1.
     """
 
     name: str
@@ -77,20 +74,20 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a plan does under a cost model.
+    """The result of simulating a plan.
 
     Attributes:
-        plan: What was simulated.
+        plan: The simulated plan.
         ii_us: From one iteration to the next in the steady state, in microseconds.
-        exact: Whether ``ii_us`` is exact, or the mean over a run that never repeated itself.
-        limit: What sets it, in words: what is busy all the time, or a cycle of tasks, each waiting
-            for the one before it.
-        latency_us: From the first iteration's admission until it is handed out and its device work
-            is done.
+        exact: Whether ``ii_us`` is exact, or the mean over a run that did not repeat.
+        limit: What limits it, in words: what is always busy, or a cycle of tasks that wait for
+            each other.
+        latency_us: From the first iteration's admission until it is retired and its device work
+            is finished.
         loads: Threads, then streams, then resources, then the interpreter lock.
-        spans: Who runs when, in a run of ``iterations``, from fill to drain.
+        spans: The timeline of a run of ``iterations``, prologue and epilogue included.
         iterations: How many iterations ``spans`` has.
-        arrows: What the plan declares of one iteration.
+        arrows: The declared dependences of one iteration.
     """
 
     plan: PipelinePlan
@@ -104,11 +101,11 @@ class Simulation:
     arrows: tuple[Arrow, ...]
 
     def trace(self) -> Trace:
-        """The timeline, to be drawn and saved like a measured one."""
+        """The timeline, which can be drawn and saved like a measured one."""
         return Trace(self.spans, arrows=self.arrows)
 
     def format(self) -> str:
-        """A head line, a row per thread, stream and resource, and what limits the interval."""
+        """The interval, a table of threads, streams and resources, and what limits the interval."""
         from tabulate import tabulate
 
         rows = [
@@ -132,13 +129,13 @@ class Simulation:
 def simulate(
     plan: PipelinePlan, costs: CostModel, *, streams: bool = True, iterations: int | None = None
 ) -> Simulation:
-    """Play a plan out under a cost model.
+    """Simulate a plan under a cost model.
 
     Args:
-        plan: What to simulate; names are enough, it needs no functions.
+        plan: What to simulate; it may name tasks without functions.
         costs: A cost for each of its tasks.
         streams: Whether the device has streams; False for a CPU.
-        iterations: How many to show in ``spans``; None for a few more than the plan's depth. The
+        iterations: How many ``spans`` shows; by default a few more than the plan's depth. The
             interval does not depend on it.
 
     Raises:
@@ -151,15 +148,15 @@ def simulate(
     graph = timed_graph(compile_plan(resolved, streams=streams), costs, streams=streams)
     interval = interval_of(graph)
     shown = plan.depth + 4 if iterations is None else iterations
-    playout = play(graph, shown)
+    run = simulate_run(graph, shown)
     return Simulation(
         plan=plan,
         ii_us=interval.ii_us,
         exact=interval.exact,
         limit=interval.limit,
-        latency_us=_latency_us(playout),
+        latency_us=_latency_us(run),
         loads=tuple(sorted(_loads(graph, interval), key=lambda load: _KINDS.index(load.kind))),
-        spans=in_order(_spans(playout)),
+        spans=in_order(_spans(run)),
         iterations=shown,
         arrows=arrows_of(resolved),
     )
@@ -168,13 +165,13 @@ def simulate(
 def steady_interval(
     program: Program, costs: CostModel, *, streams: bool = True, enough_us: float = math.inf
 ) -> Interval:
-    """The interval alone, for those who compare many plans: several times quicker.
+    """The interval alone, several times faster than ``simulate``.
 
     Args:
         program: Compiled with the same ``streams``.
         costs: A cost for each of its tasks.
         streams: As for ``simulate``.
-        enough_us: An interval of this or more need not be exact: a lower bound of it will do.
+        enough_us: For an interval of this or more, a lower bound may be returned.
 
     Raises:
         PlanError: A task has no cost.
@@ -182,10 +179,10 @@ def steady_interval(
     return interval_of(timed_graph(program, costs, streams=streams), enough_us)
 
 
-def _latency_us(playout: Playout) -> float:
-    graph = playout.graph
+def _latency_us(run: SimulatedRun) -> float:
+    graph = run.graph
     admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
-    return (playout.retired(0) - playout.start[playout.turn(admit, 0)]) / TICKS_PER_US
+    return (run.retired(0) - run.start[run.execution(admit, 0)]) / TICKS_PER_US
 
 
 def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
@@ -198,19 +195,19 @@ def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
             yield Load(key, "lock" if key == LOCK else "resource", busy_us, idle)
 
 
-def _spans(playout: Playout) -> Iterable[Span]:
-    nodes = playout.graph.nodes
-    for turn, (start, end) in enumerate(zip(playout.start, playout.end, strict=True)):
-        period, k = divmod(turn, len(nodes))
+def _spans(run: SimulatedRun) -> Iterable[Span]:
+    nodes = run.graph.nodes
+    for execution, (start, end) in enumerate(zip(run.start, run.end, strict=True)):
+        period, k = divmod(execution, len(nodes))
         node = nodes[k]
         iteration = period - node.stage
-        if not 0 <= iteration < playout.iterations:
+        if not 0 <= iteration < run.iterations:
             continue
         wait = 0
         if node.row.kind == "thread":
-            before = turn - k + node.previous - (len(nodes) if node.first else 0)
-            wait = start - playout.end[before] if before >= 0 else start
-        elif start == end:  # an event, and no work
+            before = execution - k + node.previous - (len(nodes) if node.first else 0)
+            wait = start - run.end[before] if before >= 0 else start
+        elif start == end:  # an event without work
             continue
         begin_ns, end_ns = start // _TICKS_PER_NS, end // _TICKS_PER_NS
         yield Span(node.task, iteration, node.row, begin_ns, end_ns, wait // _TICKS_PER_NS)

@@ -1,25 +1,24 @@
-r"""A compiled program under a cost model as a timed graph: which turn waits for which, how long.
+r"""A compiled program under a cost model as a timed event graph.
 
-Two nodes for each instruction, its host work H and, on a device with streams, its device work D::
+Each instruction has a node for its host work H and, on a device with streams, one for its device
+work D::
 
-    lane        H a ---> H b ---> H c -.          a thread runs its instructions in order,
-                 |        |        |    `-> H a   of the next period: lag 1
+    one thread  H a ---> H b ---> H c -.          instructions run in order;
+                 |        |        |    `-> H a   the next period's first: lag 1
                  v        v        v
-    streams     D a      D b ---> D c             in-order queues; D b -> D c: the same stream, or
-                                                  an event wait
-    two lanes   H a ---> H d                      a host wait: D a is queued, not done
-    admission   D <retire> ---> H <admit>         back-pressure: iteration i - depth is done
+    streams     D a      D b ---> D c             the same stream, or an event wait
+    two threads H a ---> H d                      a host wait: D a is submitted, not finished
+    admission   D <retire> ---> H <admit>         back-pressure: iteration i - depth is finished
 
-Turns are counted in periods, as the engine does, and an arc carries the lag between its ends. What
-lies between them, the *maximum cycle ratio* of this graph, is the interval of a program on which
-nothing is contended. (F. Baccelli et al., "Synchronization and Linearity", 1992: timed event
-graphs.)
+Each node is executed once per period, and an arc has the lag between its ends in periods. Without
+contention the interval of the program is the *maximum cycle ratio* of this graph (F. Baccelli et
+al., "Synchronization and Linearity", 1992).
 
-*Contended* is what no order is fixed for ahead of time, and is had by who comes first:
+*Contended* are resources that are granted in no fixed order, to whoever requests them first:
 
-- the interpreter lock, where tasks of two thread groups or more hold it;
-- a named resource that tasks of two rows or more use (a row is a thread or a stream);
-- the caller's stream, where tasks of two thread groups or more submit to it.
+- the interpreter lock, if tasks of two or more thread groups hold it;
+- a named resource that tasks on two or more rows use (a row is a thread or a stream);
+- the caller's stream, if tasks of two or more thread groups submit to it.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ from swpipe.planning.simulation.cycles import Arc, ticks
 from swpipe.trace.span import Row
 
 LOCK = "interpreter lock"
-"""What the lock is called among the resources."""
-
-_NOTHING = TaskCost()
-"""What ``<admit>`` and ``<retire>`` cost."""
+"""The name of the lock among the resources."""
 
 
 class Node(NamedTuple):
@@ -49,15 +45,14 @@ class Node(NamedTuple):
 
     Attributes:
         task: The instruction's task.
-        stage: Shifted, as in the program: in period p it works on iteration p - stage.
+        stage: As in the program: in period p it works on iteration p - stage.
         row: The thread group or the stream.
-        time: Ticks that it takes.
-        lock: Ticks, the first of these, in which it needs the interpreter lock and others may hold
-            it; 0 where no others do.
-        resources: Contended ones that it holds all the time.
-        previous: Host work: the node before it in its lane, whose end is its arrival; of the
-            period before where this is the lane's first.
-        first: It is that.
+        time: Duration in ticks.
+        lock: The first so many of these ticks need the interpreter lock; 0 if no other thread
+            holds it.
+        resources: Contended resources that it holds from start to end.
+        previous: For host work, the node before it on its thread; for the thread's first, its last.
+        first: Whether it is the first on its thread.
     """
 
     task: str
@@ -72,20 +67,19 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TimedGraph:
-    """What ``playout`` runs, and what the interval is computed from.
+    """Nodes and arcs of a program.
 
     Attributes:
-        nodes: Host work in the order of the lanes, then device work.
-        arcs: Which binds which; ``distance`` is a lag in periods. Along those of lag 0 the tails
-            come first.
-        optional: As many of the arcs, the last ones, bind only where both iterations exist.
+        nodes: Host work in the order of the program, then device work.
+        arcs: Their ``distance`` is a lag in periods; tails of arcs of lag 0 come before heads.
+        optional: The last so many arcs apply only if both iterations exist.
         depth: Of the program.
-        retire: The node whose end is an iteration's end.
-        queue: Device work that goes to the caller's stream in the order of submission, whoever
-            submits; empty where one thread does, and the arcs say it all.
+        retire: The node that ends an iteration.
+        queue: Device work on the caller's stream in the order of submission by several threads;
+            empty if one thread submits, since the arcs then fix the order.
         device_of: Host node to its device node.
-        load: Row, resource or the lock to the ticks per iteration in which it is taken.
-        users: Resource or the lock to the tasks that take it.
+        load: Row, resource or lock to the ticks per iteration in which it is busy.
+        users: Resource or lock to the tasks that use it.
     """
 
     nodes: tuple[Node, ...]
@@ -100,22 +94,22 @@ class TimedGraph:
 
     @property
     def contended(self) -> bool:
-        """Whether anything is had by who comes first, so that the arcs alone do not say it all."""
+        """Whether anything is granted in no fixed order, so that the arcs do not fix all times."""
         return bool(self.queue) or any(node.lock or node.resources for node in self.nodes)
 
     @property
     def reach(self) -> int:
-        """Periods, or iterations, over which one turn can bear on another at once."""
+        """Periods over which one execution can affect another directly."""
         return self.depth + max(arc.distance for arc in self.arcs) + 1
 
 
 def host_time(cost: TaskCost, streams: bool) -> int:
-    """Ticks on the thread: on a device without streams all work is done there."""
+    """Ticks on the thread; on a device without streams all work is done there."""
     return ticks(cost.host_us) + (0 if streams else ticks(cost.device_us))
 
 
 def timed_graph(program: Program, costs: CostModel, *, streams: bool) -> TimedGraph:
-    """The graph of a program that was compiled with the same ``streams``."""
+    """The graph of a program compiled with the same ``streams``."""
     return _Builder(program, costs, streams).build()
 
 
@@ -127,7 +121,7 @@ class _Builder:
         known = costs.of(program.order)
         order = _in_lag_order(program)
         self.instructions = order
-        self.costs = [known.get(ins.task, _NOTHING) for ins in order]
+        self.costs = [known.get(ins.task, TaskCost()) for ins in order]
         self.times = [host_time(cost, streams) for cost in self.costs]
         self.host = {ins.task: k for k, ins in enumerate(order)}
         self.device: dict[str, int] = {}
@@ -187,7 +181,7 @@ class _Builder:
         for cost, row, stream_row in zip(self.costs, self.rows, self.stream_rows, strict=True):
             for resource in cost.resources:
                 users[resource].add(stream_row if self.streams and cost.device_us else row)
-        # A stream that several threads submit to keeps an order of its own, and is one row.
+        # A stream that several threads submit to is one row: it is in order.
         return {resource for resource, rows in users.items() if len(rows) > 1}
 
     def _shared_queue(self) -> list[int]:
@@ -205,7 +199,7 @@ class _Builder:
             lag = int(ins.position == 0)
             yield Arc(previous, here, nodes[previous].time, lag)
             for wait in ins.host_waits:
-                # All that the lane does up to there is done: its last instruction there says so.
+                # The wait is for the instruction at this position of the other thread.
                 lane = self.program.lanes[wait.lane]
                 passed = self.host[lane.instructions[wait.position].task]
                 yield Arc(passed, here, nodes[passed].time + self.handover, wait.lag)
@@ -217,7 +211,7 @@ class _Builder:
             yield Arc(chain[-1], chain[0], nodes[chain[-1]].time, 1)
 
     def _queues(self) -> Iterable[list[int]]:
-        """Device work of each stream, in the order in which every period submits it."""
+        """Device work of each stream, in the order of submission within a period."""
         chains: dict[StreamRef, list[int]] = defaultdict(list)
         place = {name: k for k, name in enumerate((*self.program.order, RETIRE))}
         for ins in sorted(self.instructions, key=lambda ins: place.get(ins.task, -1)):
@@ -228,13 +222,13 @@ class _Builder:
         return chains.values()
 
     def _optional(self, nodes: Sequence[Node]) -> Iterable[Arc]:
-        """Event waits, and back-pressure: they bind iterations."""
+        """Event waits and back-pressure, which apply between iterations."""
         if not self.streams:
             return
         stage = {ins.task: ins.stage for ins in self.instructions}
         for ins in self.instructions:
             for wait in ins.event_waits:
-                if wait.producer in self.device:  # the batch itself is taken to lie on the host
+                if wait.producer in self.device:  # the batch itself is assumed to be on the host
                     tail, head = self.device[wait.producer], self.device[ins.task]
                     lag = stage[ins.task] - stage[wait.producer] + wait.distance
                     yield Arc(tail, head, nodes[tail].time, lag)
@@ -267,17 +261,17 @@ class _Builder:
 
 
 def _queues(ins: Instruction, cost: TaskCost) -> bool:
-    """Whether an instruction leaves anything on its stream: work, a wait or an event."""
+    """Whether an instruction submits anything to its stream: work, a wait or an event."""
     waits = any(wait.producer != ADMIT for wait in ins.event_waits)
     return ins.task == RETIRE or cost.device_us > 0 or (ins.task != ADMIT and (waits or ins.record))
 
 
 def _in_lag_order(program: Program) -> list[Instruction]:
-    """All instructions, the default lane's two own ones where its list has them."""
+    """All instructions, with ``<admit>`` and ``<retire>`` where the default group has them."""
     found = {ins.task: ins for lane in program.lanes for ins in lane.instructions}
     default = program.lanes[0]
     if default.group != DEFAULT_GROUP:
-        raise ValueError("a program's first lane is the caller's")
+        raise ValueError("the first lane of a program must be the default group's")
     order = [found[name] for name in program.order]
     index = default.instructions.index(found[ADMIT])
     after = default.instructions[index + 1].task

@@ -25,10 +25,10 @@ from swpipe.planning import (
     simulate,
 )
 from swpipe.planning.published import joint
-from swpipe.planning.published.candidates import GIVEN, Judged, Space
-from swpipe.planning.published.policies import POLICIES, Outlook, ranked, swaps
+from swpipe.planning.published.candidates import GIVEN, Evaluated, SearchSpace
+from swpipe.planning.published.policies import POLICIES, PolicyInputs, ranked, swaps
 from swpipe.planning.published.presets import PRESETS, Roles
-from swpipe.planning.published.queue_rules import callers_own, communicator_queues
+from swpipe.planning.published.queue_rules import caller_tasks, communicator_queues
 from tests.planning.papers import paper
 
 
@@ -65,7 +65,7 @@ def threads_of(found: JointSearch) -> set[str]:
     ],
 )
 def test_threads_are_limited(threads: int, ii_us: float, preset: str) -> None:
-    """Each thread more hides more of what blocks the host; no more are used than allowed."""
+    """Each additional thread hides more blocking host work; the limit holds."""
     found = joint_search(STEP, COSTS, limits=Limits(threads=threads))
     assert (found.ii_us, found.threads) == (ii_us, preset)
     assert len(threads_of(found)) == threads
@@ -79,7 +79,7 @@ def test_a_thread_per_task_is_rejected_by_the_limit() -> None:
 
 
 def test_in_flight_is_limited() -> None:
-    """With fewer iterations in flight less can be hidden, on the same threads."""
+    """With fewer iterations in flight less is hidden by the same threads."""
     deep = joint_search(STEP, COSTS, limits=Limits(in_flight=5))
     flat = joint_search(STEP, COSTS, limits=Limits(in_flight=2))
     assert (deep.ii_us, flat.plan.depth) == (60, 2)
@@ -114,76 +114,76 @@ def test_the_order_is_searched() -> None:
 
 
 def test_streams_are_searched() -> None:
-    """A home on a stream that is held up fares better on another."""
-    space = Space(STEP, COSTS, Limits(), streams=True)
-    (first, *_) = space.judge(space.beginnings())
+    """A bundle on a busy stream is faster on another."""
+    space = SearchSpace(STEP, COSTS, Limits(), streams=True)
+    (first, *_) = space.evaluate(space.initial())
     tried = {c.streams for c in space.neighbours(first)}
     assert ("dist", "dist", "cache", None) in tried
     assert ("memcpy", "cache", "cache", None) in tried
     assert len(tried) == 1 + 3 * 2
-    on_cpu = Space(STEP, COSTS, Limits(), streams=False)
-    (first, *_) = on_cpu.judge(on_cpu.beginnings())
+    on_cpu = SearchSpace(STEP, COSTS, Limits(), streams=False)
+    (first, *_) = on_cpu.evaluate(on_cpu.initial())
     assert {c.streams for c in on_cpu.neighbours(first)} == {first.candidate.streams}
 
 
-def test_the_tasks_of_a_home_move_together() -> None:
-    """And the caller's own never, nor a frozen one that has a stream."""
+def test_the_tasks_of_a_bundle_move_together() -> None:
+    """The caller's tasks never move, nor a frozen one that has a stream."""
     plan = recsys14.plan()
-    space = Space(plan, recsys14.costs(), recsys14.limits(), streams=True)
-    (first, *_) = space.judge(space.beginnings())
-    homes = {
+    space = SearchSpace(plan, recsys14.costs(), recsys14.limits(), streams=True)
+    (first, *_) = space.evaluate(space.initial())
+    bundles = {
         e.stream: [n for n in plan.schedule if plan.schedule[n].stream == e.stream]
         for e in plan.schedule.values()
     }
     for candidate in space.neighbours(first):
         stream = dict(zip(plan.schedule, candidate.streams, strict=True))
-        assert all(len({stream[name] for name in tasks}) == 1 for tasks in homes.values())
-        assert {stream[name] for name in homes[None]} == {None}
-    frozen = Space(STEP, COSTS, Limits(frozen=["dist"]), streams=True)
-    (first, *_) = frozen.judge(frozen.beginnings())
+        assert all(len({stream[name] for name in tasks}) == 1 for tasks in bundles.values())
+        assert {stream[name] for name in bundles[None]} == {None}
+    frozen = SearchSpace(STEP, COSTS, Limits(frozen=["dist"]), streams=True)
+    (first, *_) = frozen.evaluate(frozen.initial())
     assert {candidate.streams[1] for candidate in frozen.neighbours(first)} == {"dist"}
 
 
 def test_every_preset_policy_and_swap_is_tried() -> None:
     """Of one candidate: all thread presets, an order for each policy, and one for each swap."""
     plan, costs = recsys14.plan(), recsys14.costs()
-    space = Space(plan, costs, recsys14.limits(), streams=True)
-    (first, *_) = space.judge(space.beginnings())
+    space = SearchSpace(plan, costs, recsys14.limits(), streams=True)
+    (first, *_) = space.evaluate(space.initial())
     near = list(space.neighbours(first))
     assert {candidate.threads for candidate in near} == {GIVEN, *PRESETS}
     order = first.candidate.priority
     resolved = resolve_plan(plan)
-    outlook = Outlook.of(resolved, costs, Roles.of(resolved, recsys14.FROZEN))
-    policies = {ranked(policy, outlook, order) for policy in POLICIES}
+    inputs = PolicyInputs.of(resolved, costs, Roles.of(resolved, recsys14.FROZEN))
+    policies = {ranked(policy, inputs, order) for policy in POLICIES}
     swapped = {*swaps(first.plan, order, communicator_queues(resolved, costs))}
     assert len(swapped) > 3
     assert {candidate.priority for candidate in near} == {order} | policies | swapped
 
 
-def test_it_begins_with_the_order_given_and_the_engines_own() -> None:
+def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
     """Each with the plan's own threads, and with the default preset."""
     free = PipelinePlan(
         {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
         deps=[("train", "a"), ("train", "b")],
         order=["b", "a"],
     )
-    space = Space(free, blocking(a=1, b=1, train=1), Limits(), streams=True)
-    begun = {(candidate.threads, candidate.priority) for candidate in space.beginnings()}
+    space = SearchSpace(free, blocking(a=1, b=1, train=1), Limits(), streams=True)
+    initial = {(candidate.threads, candidate.priority) for candidate in space.initial()}
     orders = (("b", "a", "train"), ("a", "b", "train"))
-    assert begun == {(threads, order) for threads in (GIVEN, "default") for order in orders}
+    assert initial == {(threads, order) for threads in (GIVEN, "default") for order in orders}
 
 
-def test_nothing_is_judged_twice() -> None:
-    """Presets that come to the same threads are one candidate."""
-    space = Space(STEP, COSTS, Limits(), streams=True)
-    begun = space.judge(space.beginnings())
-    near = list(space.neighbours(begun[0]))
-    assert space.judge(space.beginnings()) == []
-    assert len(space.judge(near)) < len(near)
-    assert space.judge(near) == []
+def test_nothing_is_evaluated_twice() -> None:
+    """Presets that give the same threads are one candidate."""
+    space = SearchSpace(STEP, COSTS, Limits(), streams=True)
+    initial = space.evaluate(space.initial())
+    near = list(space.neighbours(initial[0]))
+    assert space.evaluate(space.initial()) == []
+    assert len(space.evaluate(near)) < len(near)
+    assert space.evaluate(near) == []
 
 
-def test_frozen_and_own_tasks_stay_where_they_are() -> None:
+def test_frozen_and_caller_tasks_are_not_moved() -> None:
     """Lookahead 0, the caller's thread, their stream: in whatever is found."""
     limits = Limits(frozen=["cache"])
     found = joint_search(STEP, COSTS, limits=limits)
@@ -191,41 +191,41 @@ def test_frozen_and_own_tasks_stay_where_they_are() -> None:
     assert found.plan.schedule["cache"] == TaskSchedule(last, "cache")
     assert found.plan.schedule["train"] == TaskSchedule(last)
     groups = {n: replace(e, thread_group="io") for n, e in STEP.schedule.items()}
-    space = Space(replace(STEP, schedule=groups), COSTS, limits, streams=True)
-    for one in space.judge(space.beginnings()):
+    space = SearchSpace(replace(STEP, schedule=groups), COSTS, limits, streams=True)
+    for one in space.evaluate(space.initial()):
         assert one.plan.schedule["cache"].thread_group == "default"
 
 
 # ---------------------------------------------------------------------------------- pruning
 
 
-def judged_of(plan: PipelinePlan, costs: CostModel, limits: Limits) -> list[Judged]:
+def judged_of(plan: PipelinePlan, costs: CostModel, limits: Limits) -> list[Evaluated]:
     """What a first round judges."""
-    space = Space(plan, costs, limits, streams=True)
-    begun = space.judge(space.beginnings())
-    return space.judge(near for one in begun for near in space.neighbours(one))
+    space = SearchSpace(plan, costs, limits, streams=True)
+    initial = space.evaluate(space.initial())
+    return space.evaluate(near for one in initial for near in space.neighbours(one))
 
 
-def test_whatever_is_dropped_has_a_better_twin() -> None:
-    """Alike in threads, streams and lookaheads, with a score no worse; and none alike are left."""
-    judged = judged_of(recsys14.plan(), recsys14.costs(), recsys14.limits())
-    kept = joint.prune(judged)
+def test_pruned_candidates_are_dominated() -> None:
+    """One with the same layout and no worse score is kept, and only one."""
+    evaluated = judged_of(recsys14.plan(), recsys14.costs(), recsys14.limits())
+    kept = joint.prune(evaluated)
     best = {one.layout: one.score for one in kept}
-    assert len(best) == len(kept) < len(judged)
-    assert all(best[one.layout] <= one.score for one in judged)
-    assert all(any(one is other for other in judged) for one in kept)
+    assert len(best) == len(kept) < len(evaluated)
+    assert all(best[one.layout] <= one.score for one in evaluated)
+    assert all(any(one is other for other in evaluated) for one in kept)
 
 
-def test_of_those_that_are_alike_the_best_is_kept() -> None:
+def test_the_best_of_equal_layouts_is_kept() -> None:
     """Whichever comes first."""
-    judged = judged_of(STEP, COSTS, Limits())
-    one = judged[0]
+    evaluated = judged_of(STEP, COSTS, Limits())
+    one = evaluated[0]
     better = one._replace(ii_us=one.ii_us - 1)
     assert joint.prune([one, better]) == joint.prune([better, one]) == [better]
 
 
 def test_pruning_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for all in the beam, the search without it finds nothing better."""
+    """With an unbounded beam, the search without pruning finds nothing better."""
     cases = [paper(seed, most_tasks=4) for seed in range(6)]
 
     def search(prune: bool) -> list[float]:
@@ -248,7 +248,7 @@ def rises(values: Iterable[float]) -> bool:
     return any(later > sooner for sooner, later in pairwise(values))
 
 
-def test_the_history_tells_each_round() -> None:
+def test_the_history_has_each_round() -> None:
     """What was tried and kept, the best of the round, and the best so far, which never rises."""
     found = joint_search(STEP, COSTS, limits=Limits(threads=4), rounds=5)
     assert [one.number for one in found.history] == list(range(len(found.history)))
@@ -270,13 +270,13 @@ def test_it_ends_when_patience_does() -> None:
 
 
 def test_it_ends_when_nothing_is_left_to_try() -> None:
-    """One task of the caller's can be planned in one way."""
+    """A single caller's task has one plan."""
     found = joint_search(PipelinePlan({"train": TaskSchedule()}), blocking(train=5))
     assert (found.ii_us, len(found.history)) == (5, 1)
     assert "until nothing was left to try" in found.why
 
 
-def test_the_beam_is_as_wide_as_it_is_told() -> None:
+def test_the_beam_width_is_kept() -> None:
     """A wider one tries more."""
 
     def tried(width: int) -> int:
@@ -311,7 +311,7 @@ def test_it_is_deterministic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
-    """They verify, are as quick as said, and within the limits; tickets stay in their order."""
+    """They verify, have the reported interval, and keep limits and communicator order."""
     better = 0
     for seed in range(16):
         given = paper(seed)
@@ -326,7 +326,7 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
         assert len(threads_of(found)) <= given.limits.threads
         queues = communicator_queues(resolve_plan(given.plan), given.costs)
         assert communicator_queues(resolve_plan(found.plan), given.costs) == queues
-        for name in callers_own(given.plan):
+        for name in caller_tasks(given.plan):
             stays = replace(given.plan.schedule[name], stage=0)
             assert replace(found.plan.schedule[name], stage=0) == stays
         better += found.ii_us < found.given_ii_us
@@ -354,19 +354,19 @@ def test_the_published_step_reaches_its_bound() -> None:
 # -------------------------------------------------------------------------------- bad input
 
 
-def test_limits_that_admit_nothing_say_the_least_that_would() -> None:
+def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
     """One thread, where the plan and every preset have more; fewer iterations than stages."""
     groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
     spread = replace(STEP, schedule=groups)
-    with pytest.raises(PlanError, match=r"limit of 1 thread groups binds: .* is 2 \(as given: 5"):
+    with pytest.raises(PlanError, match=r"at least 2 thread groups \(as given: 5"):
         joint_search(spread, COSTS, limits=Limits(threads=1))
     assert len(threads_of(joint_search(spread, COSTS, limits=Limits(threads=2)))) == 2
     stages = {n: replace(e, stage=k) for k, (n, e) in enumerate(STEP.schedule.items())}
-    with pytest.raises(PlanError, match="limit of 3 iterations in flight binds: .* allow 4"):
+    with pytest.raises(PlanError, match="limit is 3 iterations in flight: allow 4"):
         joint_search(replace(STEP, schedule=stages), COSTS, limits=Limits(in_flight=3))
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     """A task without a cost, a frozen one that is unknown, numbers out of range."""
     with pytest.raises(PlanError, match="task 'train' has no cost"):
         joint_search(STEP, blocking(copy=1, dist=1, cache=1))

@@ -25,7 +25,7 @@ def on_streams(**streams: str | None) -> dict[str, TaskSchedule]:
 
 
 def test_the_longest_path_goes_first() -> None:
-    """Of two tasks for one stream the one that a long task waits for is submitted first."""
+    """Of two tasks on one stream, the one that a long task waits for is submitted first."""
     plan = PipelinePlan(
         on_streams(quick="a", key="a", long="b", end=None),
         deps=[("long", "key"), ("end", "long"), ("end", "quick")],
@@ -39,8 +39,8 @@ def test_the_longest_path_goes_first() -> None:
     assert "161 us becomes 111 us" in found.why
 
 
-def test_what_can_begin_goes_before_what_is_longer() -> None:
-    """The list goes by time: a task whose work can begin precedes a longer one that must wait."""
+def test_a_task_that_can_start_goes_before_a_longer_one() -> None:
+    """A task whose work can start precedes a longer one that must wait."""
     plan = PipelinePlan(
         on_streams(first="a", second="a", other="b", end=None),
         deps=[("end", "first"), ("end", "second"), ("end", "other")],
@@ -100,7 +100,7 @@ def work(host: float, device: float = 0, gil: float = 0, *resources: str) -> Tas
         ),
     ],
 )
-def test_what_is_taken_is_waited_for(
+def test_busy_resources_are_waited_for(
     first: tuple[TaskSchedule, TaskCost],
     second: tuple[TaskSchedule, TaskCost],
     other: tuple[TaskSchedule, TaskCost],
@@ -113,7 +113,7 @@ def test_what_is_taken_is_waited_for(
 
 
 def test_on_a_cpu_device_time_is_time_on_the_thread() -> None:
-    """Streams mean nothing there: two tasks of one thread are in each other's way."""
+    """Streams have no effect: two tasks of one thread run one after the other."""
     plan = PipelinePlan(
         {
             "first": TaskSchedule(stream="a", thread_group="x"),
@@ -134,8 +134,8 @@ def test_only_the_order_changes() -> None:
         assert replace(found.plan, order=given.plan.order) == given.plan
 
 
-def test_tickets_of_a_communicator_stay() -> None:
-    """A collective with a longer path behind it does not take the turn of one that comes first."""
+def test_communicator_order_is_kept() -> None:
+    """A collective with a longer path does not overtake the one before it."""
     schedule = {
         "a": TaskSchedule(stream="a", globally_ordered=True),
         "b": TaskSchedule(stream="b", globally_ordered=True),
@@ -162,7 +162,7 @@ def test_tickets_of_a_communicator_stay() -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_no_plan_becomes_worse_or_wrong(streams: bool) -> None:
-    """Random plans: each result verifies, is as quick as it says, no slower than what was given."""
+    """Random plans: each result verifies, has the reported interval, and is no slower."""
     better = 0
     for seed in range(40):
         given = paper(seed)
@@ -176,7 +176,7 @@ def test_no_plan_becomes_worse_or_wrong(streams: bool) -> None:
     assert better
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     """A task without a cost, and a plan that cannot run."""
     plan = recsys14.plan()
     costs = dict(recsys14.costs().tasks)

@@ -15,7 +15,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, assign_lookaheads, recsys14, simulate
 from swpipe.planning.published.lookahead_rules import lookaheads
-from swpipe.planning.published.queue_rules import callers_own, communicator_queues
+from swpipe.planning.published.queue_rules import caller_tasks, communicator_queues
 from tests.planning.papers import paper
 
 
@@ -41,8 +41,8 @@ STEP = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), carried=[("t
 COSTS = device(copy=50, dist=40, train=100)
 
 
-def test_the_preparation_runs_ahead_as_far_as_it_must() -> None:
-    """One period hides all of it; more would only hold more batches."""
+def test_preparation_runs_ahead_only_as_far_as_needed() -> None:
+    """One period hides all of it; more would only keep more batches in memory."""
     found = assign_lookaheads(STEP, COSTS)
     assert found.lookahead == {"copy": 1, "dist": 1, "train": 0}
     assert found.plan.depth == 2
@@ -51,13 +51,13 @@ def test_the_preparation_runs_ahead_as_far_as_it_must() -> None:
 
 
 def test_nothing_more_is_tried_once_the_bound_is_reached() -> None:
-    """The plan given, the same with an order, and one period ahead: no need to look further."""
+    """Only the given plan, the same with an order, and one period ahead are simulated."""
     assert assign_lookaheads(STEP, COSTS).tried == 3
     assert assign_lookaheads(STEP, device(copy=90, dist=80, train=100)).tried == 4
 
 
 def test_a_long_preparation_is_spread_over_periods() -> None:
-    """What takes longer than a period is cut where its time says."""
+    """Work that takes longer than a period is divided according to its time."""
     costs = device(copy=90, dist=80, train=100)
     found = assign_lookaheads(STEP, costs)
     assert found.lookahead == {"copy": 2, "dist": 1, "train": 0}
@@ -65,7 +65,7 @@ def test_a_long_preparation_is_spread_over_periods() -> None:
 
 
 def test_in_flight_is_capped() -> None:
-    """With room for two iterations the long preparation is not hidden whole."""
+    """With two iterations in flight the long preparation is hidden only in part."""
     costs = device(copy=90, dist=80, train=100)
     found = assign_lookaheads(STEP, costs, limits=Limits(in_flight=2))
     assert found.lookahead == {"copy": 1, "dist": 1, "train": 0}
@@ -74,21 +74,21 @@ def test_in_flight_is_capped() -> None:
 
 
 def test_a_given_depth_above_the_cap_is_lowered() -> None:
-    """The plan's own room for iterations counts too."""
+    """The plan's own depth is limited too."""
     roomy = replace(STEP, pipeline_depth=7)
     assert assign_lookaheads(roomy, COSTS).plan.depth <= 5
     assert assign_lookaheads(roomy, COSTS, limits=Limits(in_flight=7)).plan.depth == 7
 
 
 def test_it_only_raises() -> None:
-    """A lookahead that nobody needs stays as it is, though the others rise."""
+    """A lookahead that no task needs is not lowered."""
     entries = {name: replace(entry, stage=1) for name, entry in STEP.schedule.items()}
     floors = replace(STEP, schedule={**entries, "log": TaskSchedule(stream="side")})
     found = assign_lookaheads(floors, device(copy=90, dist=80, train=100, log=1))
     assert found.lookahead == {"copy": 2, "dist": 1, "train": 0, "log": 1}
 
 
-def test_the_callers_own_tasks_stay() -> None:
+def test_the_callers_tasks_are_fixed() -> None:
     """Tasks without a stream on the caller's thread, wherever they are."""
     step = chain(("read", None), ("copy", "memcpy"), ("train", None), carried=[("train", "train")])
     found = assign_lookaheads(step, device(read=50, copy=40, train=100))
@@ -98,8 +98,8 @@ def test_the_callers_own_tasks_stay() -> None:
     assert found.lookahead["read"] == 1
 
 
-def test_a_thread_of_its_own_lets_a_task_run_ahead() -> None:
-    """On a CPU, which has no streams, threads do what streams do on a device."""
+def test_a_task_on_another_thread_can_run_ahead() -> None:
+    """A CPU has no streams, so threads make overlap possible."""
     schedule = {"read": TaskSchedule(thread_group="io"), "train": TaskSchedule()}
     plan = PipelinePlan(schedule, deps=[("train", "read")])
     costs = CostModel({"read": TaskCost(host_us=80), "train": TaskCost(host_us=100)})
@@ -114,7 +114,7 @@ def test_frozen_tasks_stay_at_lookahead_0() -> None:
     assert found.lookahead == {"copy": 1, "dist": 0, "train": 0}
 
 
-def test_no_future_is_read() -> None:
+def test_dependences_limit_lookaheads() -> None:
     """A task that needs the step before may run one period ahead and no more; its feed may."""
     step = replace(STEP, cross_iter_deps=[("dist", "train", 1)])
     found = assign_lookaheads(step, device(copy=90, dist=5, train=60))
@@ -124,8 +124,8 @@ def test_no_future_is_read() -> None:
     assert found.lookahead == {"copy": 1, "dist": 0, "train": 0}
 
 
-def test_a_raise_pulls_producers_along() -> None:
-    """What is needed from the iteration before is raised to one period less."""
+def test_raising_a_task_raises_its_producers() -> None:
+    """A producer at distance 1 is raised to one period less."""
     step = replace(
         STEP,
         schedule={**STEP.schedule, "late": TaskSchedule(stream="side")},
@@ -136,7 +136,7 @@ def test_a_raise_pulls_producers_along() -> None:
     validate(found.plan)
 
 
-def test_nothing_falls_because_the_last_stage_rises() -> None:
+def test_no_lookahead_falls_when_the_last_stage_rises() -> None:
     """Where all of the last stage would be pulled ahead, the others would fall behind it."""
     schedule = {**STEP.schedule, "late": TaskSchedule(1, "side")}
     step = replace(
@@ -147,8 +147,8 @@ def test_nothing_falls_because_the_last_stage_rises() -> None:
     assert found.lookahead["late"] == 0
 
 
-def test_a_dependence_within_a_period_asks_for_no_less() -> None:
-    """Its distance is given by stages: raising the consumer alone would stretch it."""
+def test_a_dependence_within_a_period_keeps_its_distance() -> None:
+    """Its distance depends on the stages: raising the consumer alone would increase it."""
     step = replace(STEP, deps=[("dist", "copy"), ("train", "dist")])
     step = replace(
         step,
@@ -181,7 +181,7 @@ def on_communicators(**of: str) -> CostModel:
 
 
 def test_no_collective_overtakes_another_of_its_communicator() -> None:
-    """The later of two in one queue is held back by the sooner, which is the caller's."""
+    """The later of two is limited by the earlier one, which is a caller's task."""
     shared = assign_lookaheads(COLLECTIVES, on_communicators(count="x", dist="x"))
     assert shared.lookahead == {"count": 0, "dist": 0, "train": 0}
     unnamed = assign_lookaheads(COLLECTIVES, on_communicators())
@@ -190,8 +190,8 @@ def test_no_collective_overtakes_another_of_its_communicator() -> None:
     assert apart.lookahead == {"count": 0, "dist": 1, "train": 0}
 
 
-def test_one_that_has_overtaken_goes_no_further() -> None:
-    """A plan may begin with a later collective ahead of a sooner one: it stays where it is."""
+def test_a_collective_that_is_ahead_is_not_raised_further() -> None:
+    """A given plan can have a later collective ahead of an earlier one: it is fixed."""
     plan = PipelinePlan(
         {
             "count": TaskSchedule(1, globally_ordered=True),
@@ -215,7 +215,7 @@ def test_one_that_has_overtaken_goes_no_further() -> None:
     assert (ahead("x"), ahead("y")) == (1, 2)
 
 
-def test_tickets_stay_in_order() -> None:
+def test_communicator_queues_are_kept() -> None:
     """The communicators' queues are those of the plan given."""
     for seed in range(40):
         given = paper(seed)
@@ -226,7 +226,7 @@ def test_tickets_stay_in_order() -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
-    """They verify, are as quick as said, within the limits; nothing but stages and order moves."""
+    """They verify, have the reported interval, keep limits, and change only stages and order."""
     raised = 0
     for seed in range(60):
         given = paper(seed)
@@ -235,7 +235,7 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
         before, after = lookaheads(given.plan), lookaheads(found.plan)
         assert after == found.lookahead
         assert all(after[name] >= before[name] for name in before)
-        assert all(after[name] == before[name] for name in callers_own(given.plan))
+        assert all(after[name] == before[name] for name in caller_tasks(given.plan))
         assert found.plan.depth <= given.limits.in_flight
         assert found.ii_us == simulate(found.plan, given.costs, streams=streams).ii_us
         assert found.ii_us <= simulate(given.plan, given.costs, streams=streams).ii_us
@@ -255,18 +255,18 @@ def test_the_published_step_reaches_its_bound() -> None:
 # ---------------------------------------------------------------------------------- bad input
 
 
-def test_limits_that_admit_nothing_say_the_least_that_would() -> None:
+def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
     """Stages beyond the iterations in flight, more thread groups than allowed."""
     deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
-    with pytest.raises(PlanError, match="limit of 2 iterations in flight binds: .* allow 4"):
+    with pytest.raises(PlanError, match="limit is 2 iterations in flight: allow 4"):
         assign_lookaheads(deep, COSTS, limits=Limits(in_flight=2))
     assert assign_lookaheads(deep, COSTS, limits=Limits(in_flight=4)).plan.depth == 4
     groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
-    with pytest.raises(PlanError, match="limit of 3 thread groups binds: .* allow 4"):
+    with pytest.raises(PlanError, match="limit is 3, .* allow 4"):
         assign_lookaheads(replace(STEP, schedule=groups), COSTS, limits=Limits(threads=3))
 
 
-def test_frozen_tasks_must_be_where_they_are_to_stay() -> None:
+def test_frozen_tasks_must_be_in_place() -> None:
     """In the last stage, on the caller's thread, and in the plan."""
     deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
     with pytest.raises(PlanError, match="'copy' is frozen, but runs 3 ahead"):
@@ -278,7 +278,7 @@ def test_frozen_tasks_must_be_where_they_are_to_stay() -> None:
         assign_lookaheads(STEP, COSTS, limits=Limits(frozen=["fwd"]))
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     """A task without a cost; a stream that is an object, which cannot be moved by name."""
     with pytest.raises(PlanError, match="task 'dist' has no cost"):
         assign_lookaheads(STEP, device(copy=1, train=1))

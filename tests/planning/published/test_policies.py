@@ -8,15 +8,15 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import recsys14
-from swpipe.planning.published.policies import POLICIES, Outlook, ranked, swaps
+from swpipe.planning.published.policies import POLICIES, PolicyInputs, ranked, swaps
 from swpipe.planning.published.presets import Roles
-from swpipe.planning.published.queue_rules import communicator_queues, fire_order
+from swpipe.planning.published.queue_rules import closest_order, communicator_queues
 
 STEP = recsys14.plan()
 COSTS = recsys14.costs()
 RESOLVED = resolve_plan(STEP)
 ORDER = list(RESOLVED.period_order)
-OUTLOOK = Outlook.of(RESOLVED, COSTS, Roles.of(RESOLVED, recsys14.FROZEN))
+OUTLOOK = PolicyInputs.of(RESOLVED, COSTS, Roles.of(RESOLVED, recsys14.FROZEN))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_there_are_five_policies() -> None:
     assert all(sorted(ranking) == sorted(STEP.schedule) for ranking in rankings)
 
 
-def test_ways_and_slack() -> None:
-    """Microseconds along the iteration: a side branch may wait while the main one takes longer."""
+def test_remaining_paths_and_slack() -> None:
+    """In microseconds: a short branch has slack beside a longer one."""
     plan = PipelinePlan(
         {name: TaskSchedule() for name in ("a", "side", "main", "end")},
         deps=[("side", "a"), ("main", "a"), ("end", "side"), ("end", "main")],
@@ -55,22 +55,22 @@ def test_ways_and_slack() -> None:
     times = {"a": 10, "side": 20, "main": 50, "end": 5}
     costs = CostModel({name: TaskCost(host_us=1, device_us=us - 1) for name, us in times.items()})
     resolved = resolve_plan(plan)
-    outlook = Outlook.of(resolved, costs, Roles.of(resolved))
-    assert outlook.way_us == {"a": 65, "side": 25, "main": 55, "end": 5}
-    assert outlook.slack_us == {"a": 0, "side": 30, "main": 0, "end": 0}
+    inputs = PolicyInputs.of(resolved, costs, Roles.of(resolved))
+    assert inputs.remaining_us == {"a": 65, "side": 25, "main": 55, "end": 5}
+    assert inputs.slack_us == {"a": 0, "side": 30, "main": 0, "end": 0}
 
 
 def test_no_order_breaks_an_edge_or_a_queue() -> None:
-    """Whatever a policy ranks first, producers precede consumers, and tickets keep their order."""
+    """Under every policy producers precede consumers, and communicators keep their order."""
     queues = communicator_queues(RESOLVED, COSTS)
     for policy in POLICIES:
-        order = fire_order(STEP, ranked(policy, OUTLOOK, ORDER), queues)
+        order = closest_order(STEP, ranked(policy, OUTLOOK, ORDER), queues)
         place = {name: at for at, name in enumerate(order)}
         assert all(place[producer] < place[consumer] for consumer, producer in STEP.deps)
         assert [n for n in order if n in queues[0]] == list(queues[0])
 
 
-def test_only_neighbours_that_nothing_orders_are_swapped() -> None:
+def test_only_unordered_neighbours_are_swapped() -> None:
     """Neither an edge within the period, nor a communicator's queue."""
     plan = PipelinePlan(
         {name: TaskSchedule() for name in "abcd"},

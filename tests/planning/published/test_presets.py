@@ -44,11 +44,11 @@ CACHE = {"prefetch_embeddings"}
     ],
 )
 def test_the_published_presets(preset: str, expected: dict[str, set[str]]) -> None:
-    """On the fourteen tasks the roles give the thread maps that stand there by name."""
+    """On the fourteen tasks the roles give the published thread maps."""
     assert threads(preset) == expected
 
 
-def test_by_stream_follows_the_streams_at_hand() -> None:
+def test_by_stream_follows_the_current_streams() -> None:
     """A task that has been moved is submitted with the others of its new stream."""
     moved = {n: replace(e, stream="prefetch") if n in DIST else e for n, e in STEP.schedule.items()}
     assert threads("by_stream", replace(STEP, schedule=moved)) == {
@@ -57,7 +57,7 @@ def test_by_stream_follows_the_streams_at_hand() -> None:
     }
 
 
-def test_two_homes_are_io_and_data_dist() -> None:
+def test_two_bundles_are_io_and_data_dist() -> None:
     """A step without an embedding cache has no prefetch."""
     plan = PipelinePlan(
         {"copy": TaskSchedule(stream="a"), "dist": TaskSchedule(stream="b"), "f": TaskSchedule()},
@@ -66,8 +66,8 @@ def test_two_homes_are_io_and_data_dist() -> None:
     assert dict(Roles.of(resolve_plan(plan)).role) == {"copy": "io", "dist": "data_dist"}
 
 
-def test_between_the_first_and_the_last_all_is_data_dist() -> None:
-    """More than three homes: those between share a thread."""
+def test_bundles_between_first_and_last_are_data_dist() -> None:
+    """More than three bundles: those between share a thread."""
     names = ["a", "b", "c", "d"]
     plan = PipelinePlan(
         {**{n: TaskSchedule(stream=n) for n in names}, "f": TaskSchedule()},
@@ -81,8 +81,8 @@ def test_between_the_first_and_the_last_all_is_data_dist() -> None:
     ]
 
 
-def test_a_thread_group_is_a_home_where_there_is_no_stream() -> None:
-    """Reading on a thread of its own prepares, too."""
+def test_a_thread_group_without_streams_is_a_bundle() -> None:
+    """A task that reads on another thread prepares, too."""
     plan = PipelinePlan(
         {
             "read": TaskSchedule(thread_group="reader"),
@@ -92,13 +92,13 @@ def test_a_thread_group_is_a_home_where_there_is_no_stream() -> None:
         deps=[("copy", "read"), ("train", "copy")],
     )
     roles = Roles.of(resolve_plan(plan))
-    assert dict(roles.homes) == {"reader": ("read",), "memcpy": ("copy",)}
+    assert dict(roles.bundles) == {"reader": ("read",), "memcpy": ("copy",)}
     assert dict(roles.role) == {"read": "io", "copy": "data_dist"}
     assert threads("by_stream", plan, roles) == {"reader": {"read"}, "memcpy": {"copy"}}
 
 
 def test_what_comes_after_the_callers_tasks_does_not_prepare() -> None:
-    """Copying the loss back has a stream, but no role; ``by_stream`` gives it a thread anyway."""
+    """Copying the loss back has a stream but no role; ``by_stream`` still gives it a thread."""
     plan = PipelinePlan(
         {
             "copy": TaskSchedule(stream="in"),
@@ -115,7 +115,7 @@ def test_what_comes_after_the_callers_tasks_does_not_prepare() -> None:
 
 
 def test_frozen_tasks_are_on_the_callers_thread_in_every_preset() -> None:
-    """Even one with a stream, and what comes after it in the same iteration prepares nothing."""
+    """Also one with a stream; tasks after it in the same iteration do not prepare."""
     roles = Roles.of(resolve_plan(STEP), ["start_input_dist"])
     for preset in PRESETS:
         assert thread_map(preset, roles, STEP)["start_input_dist"] == "default"

@@ -34,7 +34,7 @@ def costs(**host_us: float) -> CostModel:
 
 
 def test_no_plan_is_faster_than_its_bounds() -> None:
-    """On 400 random plans, whatever is contended; free to choose, as many threads bound it less."""
+    """On 400 random plans; with threads to choose freely the bound is no higher."""
     reached = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -60,7 +60,7 @@ def test_the_busiest_thread_of_the_plan_bounds_it() -> None:
 
 
 def test_threads_may_be_chosen_freely() -> None:
-    """Then all tasks share them, and no task is split."""
+    """Then all tasks share them, and a task is not split."""
     one = lower_bounds(feeding(), costs(read=30, train=20), threads=1)
     two = lower_bounds(feeding(), costs(read=30, train=20), threads=2)
     assert (one.ii_us, one.limiting) == (50.0, "the one thread: all tasks")
@@ -100,7 +100,7 @@ def test_a_cycle_runs_on_the_device_or_on_the_host() -> None:
         ({"globally_ordered": True}, {"host_us": 9.0}, "submission in global order: a, b"),
     ],
 )
-def test_each_resource_is_taken_by_one_at_a_time(
+def test_each_resource_bounds_the_interval(
     schedule: dict[str, object], cost: dict[str, object], words: str
 ) -> None:
     """Twice 9 us on threads of their own are 18 us, and the simulator agrees."""
@@ -118,7 +118,7 @@ def test_each_resource_is_taken_by_one_at_a_time(
 
 
 def test_dependences_in_the_same_period_count_with_the_distance_of_the_stages() -> None:
-    """The caller's task waits for the other thread's of the batch after."""
+    """The caller's task waits for the other thread's task of the next batch."""
     plan = PipelinePlan(
         {"a": TaskSchedule(0, thread_group="io"), "b": TaskSchedule(1)},
         deps=[("b", "a")],
@@ -142,7 +142,7 @@ def test_they_print_in_two_lines() -> None:
     assert "RecMII: none" in lower_bounds(feeding(), costs(read=1, train=1)).format()
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     """Fewer threads than one, tasks without a cost, plans that cannot run."""
     with pytest.raises(ValueError, match="threads is 0"):
         lower_bounds(feeding(), costs(read=1, train=1), threads=0)

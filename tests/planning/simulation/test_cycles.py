@@ -56,8 +56,8 @@ def test_it_is_the_greatest_ratio_of_all_cycles(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_found_is_a_cycle(seed: int) -> None:
-    """Each arc begins where the one before it ends."""
+def test_the_result_is_a_cycle(seed: int) -> None:
+    """Each arc starts where the one before it ends."""
     arcs = random_graph(random.Random(seed), 12)
     found = heaviest_cycle(12, arcs)
     assert found is not None
@@ -67,13 +67,13 @@ def test_what_is_found_is_a_cycle(seed: int) -> None:
 
 
 def test_without_a_cycle_nothing_limits() -> None:
-    """A chain may repeat as fast as it likes, and so may a cycle that takes no time."""
+    """A chain does not limit the interval, nor does a cycle that takes no time."""
     assert heaviest_cycle(3, [Arc(0, 1, 5, 0), Arc(1, 2, 5, 1)]) is None
     assert heaviest_cycle(2, [Arc(0, 1, 0, 0), Arc(1, 0, 0, 1)]) is None
 
 
-def test_the_search_may_begin_above_some_cycles() -> None:
-    """It finds the same from below the heaviest, and nothing from there on."""
+def test_the_search_can_start_above_some_cycles() -> None:
+    """It finds the same cycle from below its ratio, and none from its ratio on."""
     light, heavy = Arc(0, 0, 3, 1), Arc(1, 1, 5, 1)
     for above in (2, 3, 4):
         found = heaviest_cycle(2, [light, heavy], above=above)
@@ -83,5 +83,5 @@ def test_the_search_may_begin_above_some_cycles() -> None:
 
 
 def test_ticks_add_up_exactly() -> None:
-    """A tenth is a tenth: ten of them make one."""
+    """Ten times 0.1 is 1."""
     assert 10 * ticks(0.1) == ticks(1.0) == TICKS_PER_US

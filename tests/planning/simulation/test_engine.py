@@ -117,7 +117,7 @@ def turns(spans: Iterable[Span]) -> dict[tuple[object, ...], tuple[int, ...]]:
 
 
 @STREAMS
-def test_every_turn_begins_and_ends_when_the_simulator_says(streams: bool) -> None:
+def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None:
     """On random plans, from fill to drain, and how long each thread stood before it.
 
     Where a device holds back admission, the engine finds out only when the device is done that
@@ -134,7 +134,7 @@ def test_every_turn_begins_and_ends_when_the_simulator_says(streams: bool) -> No
 
 
 @STREAMS
-def test_the_steady_interval_is_the_simulators(streams: bool) -> None:
+def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
     """On random plans, over a whole cycle of the steady state."""
     settled = 0
     for seed in range(80):

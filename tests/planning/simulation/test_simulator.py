@@ -1,4 +1,4 @@
-"""Timelines on paper: against a second reading of the same program, and cases told in words."""
+"""Simulated timelines, compared with a reference simulator and with hand-computed cases."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.errors import PlanError
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
+from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
-from swpipe.planning.simulation.playout import ENDLESS, Player, play
 from swpipe.planning.simulation.simulator import Simulation, simulate, steady_interval
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.trace.span import Row, Span
@@ -70,8 +70,8 @@ def feeding(depth: int = 2, group: str = "io") -> PipelinePlan:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
-def test_every_turn_ends_when_the_reference_says(streams: bool) -> None:
-    """On random plans, fill, steady state and drain, to the nanosecond."""
+def test_every_task_ends_at_the_time_of_the_reference(streams: bool) -> None:
+    """On random plans, in prologue, steady state and epilogue, to the nanosecond."""
     compared = 0
     for seed in range(150):
         rng = random.Random(seed)
@@ -93,7 +93,7 @@ def test_every_turn_ends_when_the_reference_says(streams: bool) -> None:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
 def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
-    """Where it is called exact: a run of many iterations keeps to it in its later part."""
+    """An exact interval is that of the later part of a run of many iterations."""
     for seed in range(60):
         rng = random.Random(seed)
         plan = random_case(seed).plan
@@ -112,8 +112,8 @@ def done_us(simulation: Simulation, iteration: int) -> float:
     return max(s.end_ns for s in simulation.spans if s.iteration == iteration) / 1e3
 
 
-def test_turns_of_one_row_never_overlap() -> None:
-    """Whatever is contended: a thread does one thing at a time, and so does a stream."""
+def test_spans_of_one_row_never_overlap() -> None:
+    """A thread does one thing at a time, and so does a stream, contended or not."""
     for seed in range(60):
         rng = random.Random(seed)
         plan = random_case(seed).plan
@@ -136,8 +136,8 @@ def contended_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
     return CostModel({name: cost() for name in plan.schedule}, rng.choice((0.0, 2.0)))
 
 
-def test_what_is_contended_is_had_by_one_at_a_time() -> None:
-    """The lock in the first part of the host work, a resource all the time."""
+def test_contended_resources_are_held_by_one_task_at_a_time() -> None:
+    """The lock for the first part of the host work, a resource for all of the work."""
     for seed in range(60):
         rng = random.Random(seed)
         plan = random_case(seed).plan
@@ -159,8 +159,8 @@ def test_what_is_contended_is_had_by_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
-def test_what_is_called_exact_repeats_for_ever(streams: bool) -> None:
-    """A run with contention keeps to its interval, tick for tick, long after it was recognised."""
+def test_an_exact_interval_keeps_repeating(streams: bool) -> None:
+    """A run with contention repeats exactly, long after the pattern was found."""
     contended = 0
     for seed in (*range(100), *FALSE_STARTS):
         rng = random.Random(seed)
@@ -173,7 +173,7 @@ def test_what_is_called_exact_repeats_for_ever(streams: bool) -> None:
         if not graph.contended or not found.exact:
             continue
         contended += 1
-        run = Player(graph, ENDLESS)
+        run = EventSimulator(graph, UNBOUNDED)
         ends = [run.retired(i) for i in range(260)]
         patterns = [
             pattern
@@ -191,14 +191,17 @@ FALSE_STARTS = (1660, 1874, 1967, 2047, 2269, 3477)
 """One or two iterations are like those before them, and later ones are not."""
 
 
-def test_an_endless_run_begins_like_any_other() -> None:
-    """Until the end draws near it makes no difference how many iterations there are."""
+def test_an_unbounded_run_starts_like_any_other() -> None:
+    """The number of iterations has no effect until the last ones are in flight."""
     for seed in range(40):
         plan = random_case(seed).plan
         costs = contended_costs(random.Random(seed), plan)
         graph = timed_graph(compile_plan(resolve_plan(plan), streams=True), costs, streams=True)
         if graph.contended:
-            endless, played = Player(graph, ENDLESS), play(graph, 3 * graph.depth + 10)
+            endless, played = (
+                EventSimulator(graph, UNBOUNDED),
+                simulate_run(graph, 3 * graph.depth + 10),
+            )
             assert [endless.retired(i) for i in range(10)] == [played.retired(i) for i in range(10)]
 
 
@@ -206,7 +209,7 @@ def test_an_endless_run_begins_like_any_other() -> None:
 
 
 def test_a_serial_plan_takes_the_sum() -> None:
-    """One after the other, and so is the first iteration."""
+    """Tasks run one after the other, and the first iteration takes the same time."""
     plan = PipelinePlan({n: TaskSchedule() for n in "abc"}, order="abc", pipeline_depth=1)
     costs = CostModel({"a": TaskCost(3), "b": TaskCost(4), "c": TaskCost(5)})
     found = simulate(plan, costs, streams=False)
@@ -214,7 +217,7 @@ def test_a_serial_plan_takes_the_sum() -> None:
     assert found.limit == "thread 'default', always busy: a, b, c"
 
 
-def test_the_busier_of_two_threads_sets_the_pace() -> None:
+def test_the_busier_of_two_threads_sets_the_interval() -> None:
     """The other idles for the rest of each interval."""
     found = simulate(feeding(), CostModel({"read": TaskCost(30), "train": TaskCost(20)}))
     assert found.ii_us == 30.0
@@ -251,14 +254,14 @@ def test_device_work_waits_for_the_event_of_another_stream() -> None:
     assert us(at(found, "train", 0, "stream")) == (41.0, 51.0)
 
 
-def test_an_iteration_is_admitted_when_the_one_a_depth_before_is_done() -> None:
-    """Back-pressure: the host does not run ahead of the device any further."""
+def test_admission_waits_for_the_iteration_depth_before() -> None:
+    """Back-pressure limits how far the host runs ahead of the device."""
     plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=2)
     found = simulate(plan, CostModel({"train": TaskCost(1, device_us=50)}), iterations=4)
     assert us(at(found, "<admit>", 2))[0] == us(at(found, "train", 0, "stream"))[1]
 
 
-def test_too_little_depth_is_told_as_a_cycle_through_admission() -> None:
+def test_too_little_depth_is_reported_as_a_cycle_through_admission() -> None:
     """At depth 1 the device idles while the host submits."""
     plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=1)
     found = simulate(plan, CostModel({"train": TaskCost(5, device_us=50)}))
@@ -266,7 +269,7 @@ def test_too_little_depth_is_told_as_a_cycle_through_admission() -> None:
     assert "<retire> i -> <admit> i+1" in found.limit
 
 
-def test_the_lock_goes_to_who_was_ready_first() -> None:
+def test_the_lock_is_granted_in_order_of_requests() -> None:
     """Both threads run Python all the time: their times add up."""
     costs = CostModel({"read": TaskCost(30, 30), "train": TaskCost(20, 20)})
     found = simulate(feeding(), costs, streams=False)
@@ -275,7 +278,7 @@ def test_the_lock_goes_to_who_was_ready_first() -> None:
 
 
 def test_only_the_part_that_needs_the_lock_waits_for_it() -> None:
-    """What blocks or computes without it runs side by side."""
+    """Work that does not need it runs in parallel."""
     costs = CostModel({"read": TaskCost(30, 10), "train": TaskCost(20, 10)})
     assert simulate(feeding(depth=4), costs, streams=False).ii_us == 30.0
 
@@ -298,8 +301,8 @@ def test_a_named_resource_is_used_by_one_at_a_time() -> None:
     assert simulate(plan, CostModel(alone)).ii_us == 40.0
 
 
-def test_threads_that_share_the_callers_stream_stand_in_line_as_they_submit() -> None:
-    """What was submitted first is done first, and one at a time."""
+def test_the_callers_stream_runs_in_order_of_submission() -> None:
+    """Work of several threads runs one at a time, first submitted first."""
     costs = CostModel({"read": TaskCost(5, device_us=30), "train": TaskCost(10, device_us=20)})
     found = simulate(feeding(depth=4), costs)
     assert found.ii_us == 50.0
@@ -308,7 +311,7 @@ def test_threads_that_share_the_callers_stream_stand_in_line_as_they_submit() ->
     assert submitted == sorted(submitted)
 
 
-def test_the_spans_are_those_of_so_many_iterations() -> None:
+def test_the_spans_show_the_requested_iterations() -> None:
     """From the first to the last, each with all its tasks."""
     found = simulate(
         feeding(), CostModel({"read": TaskCost(3), "train": TaskCost(2)}), iterations=7
@@ -318,7 +321,7 @@ def test_the_spans_are_those_of_so_many_iterations() -> None:
     assert len([s for s in found.spans if s.task == "read"]) == 7
 
 
-def test_it_draws_like_a_measured_trace() -> None:
+def test_the_timeline_is_a_trace() -> None:
     """The chart has the thread groups; the interval of the trace is the simulation's."""
     found = simulate(feeding(), CostModel({"read": TaskCost(3e3), "train": TaskCost(2e3)}))
     trace = found.trace()
@@ -334,7 +337,7 @@ def test_it_prints_a_table() -> None:
     assert "limited by thread 'io', always busy: read" in text
 
 
-def test_a_cycle_is_told_by_tasks_and_iterations() -> None:
+def test_a_cycle_is_reported_with_tasks_and_iterations() -> None:
     """Each waits for the one before it."""
     plan = PipelinePlan(
         {
@@ -354,8 +357,8 @@ def test_a_cycle_is_told_by_tasks_and_iterations() -> None:
     )
 
 
-def test_contention_that_never_repeats_itself_is_told_as_a_mean() -> None:
-    """It is near that of a run several times as long, and says that it is no more than that."""
+def test_an_interval_that_never_repeats_is_a_mean() -> None:
+    """It is near that of a run several times as long, and is marked as not exact."""
     plan = random_case(3359).plan
     costs = contended_costs(random.Random(3359), plan)
     found = simulate(plan, costs, iterations=400)
@@ -365,8 +368,8 @@ def test_contention_that_never_repeats_itself_is_told_as_a_mean() -> None:
     assert (end - begin) / 250 == pytest.approx(found.ii_us, rel=2e-2)
 
 
-def test_a_repetition_is_recognised_whoever_runs_ahead() -> None:
-    """The caller's lane admits early, and yet every iteration is like the one before."""
+def test_repetition_is_found_if_a_thread_runs_ahead() -> None:
+    """The caller's thread admits early, and every iteration is still like the one before."""
     plan = random_case(171).plan
     costs = contended_costs(random.Random(171), plan)
     found = simulate(plan, costs, iterations=400)
@@ -375,8 +378,8 @@ def test_a_repetition_is_recognised_whoever_runs_ahead() -> None:
     assert (end - begin) / 250 == pytest.approx(found.ii_us, rel=1e-5)
 
 
-def test_tasks_that_wait_for_each_others_lock_are_told_as_a_cycle() -> None:
-    """No thread and no resource is busy all the time: the order of the turns is what limits."""
+def test_tasks_that_wait_for_each_others_lock_are_reported_as_a_cycle() -> None:
+    """No thread or resource is always busy: the order of the tasks limits the interval."""
     costs = CostModel({"read": TaskCost(30e3, 20e3), "train": TaskCost(25e3, 20e3)})
     found = simulate(feeding(depth=2), costs, streams=False)
     assert (found.ii_us, found.exact) == (45e3, True)
@@ -390,7 +393,7 @@ def test_tasks_that_wait_for_each_others_lock_are_told_as_a_cycle() -> None:
 
 
 def test_a_plan_that_cannot_run_is_refused() -> None:
-    """With what is wrong, though its tasks are not at hand."""
+    """Also if its tasks have no functions."""
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()}, deps=[("a", "b"), ("b", "a")])
     with pytest.raises(PlanError, match="form a cycle"):
         simulate(plan, CostModel({"a": TaskCost(), "b": TaskCost()}))
@@ -403,24 +406,24 @@ def test_a_task_without_a_cost_is_named() -> None:
 
 
 def test_at_least_one_iteration() -> None:
-    """There is no timeline of none."""
+    """Fewer are refused."""
     costs = CostModel({"read": TaskCost(), "train": TaskCost()})
     with pytest.raises(ValueError, match="iterations is 0"):
         simulate(feeding(), costs, iterations=0)
 
 
-def test_tasks_that_cost_nothing_are_no_trouble() -> None:
+def test_tasks_can_cost_nothing() -> None:
     """The interval is 0, and nothing limits it."""
     found = simulate(feeding(), CostModel({"read": TaskCost(), "train": TaskCost()}))
     assert (found.ii_us, found.latency_us, found.limit) == (0.0, 0.0, "nothing")
     assert {load.idle for load in found.loads} == {1.0}
 
 
-def test_an_uncontended_interval_is_computed_and_not_played(
+def test_an_uncontended_interval_is_not_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A planner asks thousands of times; the bench tells how long one answer takes."""
-    monkeypatch.setattr(swpipe.planning.simulation.interval, "Player", None)
+    monkeypatch.setattr(swpipe.planning.simulation.interval, "EventSimulator", None)
     costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
     program = compile_plan(resolve_plan(feeding(group="default")), streams=True)
     assert steady_interval(program, costs).ii_us == 350.0

@@ -1,4 +1,4 @@
-"""Memory that goes from task to task by other ways than attributes, and the order it asks for."""
+"""Memory that passes between tasks without an attribute, and the order that it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.inference.looking import orders, reads, recorded, writes
+from tests.inference.helpers import orders, reads, recorded, writes
 
 
 class Hidden:
@@ -17,7 +17,7 @@ class Hidden:
         self.get = lambda: tensor
 
 
-def test_a_gradient_left_along_the_graph_is_handed_over() -> None:
+def test_a_gradient_in_a_hidden_leaf_is_a_transfer() -> None:
     """The seam of a step that is cut in two: backward writes no attribute that the rest reads.
 
     Planned without this order, tables were updated before their gradients were there.
@@ -40,7 +40,7 @@ def test_a_gradient_left_along_the_graph_is_handed_over() -> None:
     assert place in writes(found, "backward")
     assert place in reads(found, "go_on")
     (note,) = [note for note in found.notes if "no attribute led to" in note]
-    assert note.startswith("'go_on' uses memory (float32 [4]) that 'backward' made or wrote")
+    assert note.startswith("'go_on' uses memory (float32 [4]) that 'backward' created or wrote")
     (told,) = [one for one in found.dependences().needed if one.consumer == "go_on"]
     assert str(told) == f'("go_on", "backward") in deps, for {place}'
 
@@ -55,8 +55,8 @@ def look(ctx: Any) -> None:
     float(ctx.box.get().sum())
 
 
-def test_what_is_written_out_of_sight_is_in_order_with_those_who_look() -> None:
-    """Readers before the write stay before it, and those after it after."""
+def test_hidden_writes_are_ordered_with_reads() -> None:
+    """Readers stay before or after the write."""
 
     def change(ctx: Any) -> None:
         ctx.box.get().add_(1)
@@ -71,8 +71,8 @@ def test_what_is_written_out_of_sight_is_in_order_with_those_who_look() -> None:
     }
 
 
-def test_looking_alone_asks_for_no_order() -> None:
-    """Two that read what a third one made may do so in any order."""
+def test_hidden_reads_need_no_order() -> None:
+    """Two tasks that read what a third one created can do so in any order."""
 
     def peek(ctx: Any) -> None:
         float(ctx.box.get().max())
@@ -82,8 +82,8 @@ def test_looking_alone_asks_for_no_order() -> None:
     assert not [note for note in found.notes if "no attribute led to" in note]
 
 
-def test_what_attributes_tell_is_not_told_twice() -> None:
-    """Every task that reads what another one set uses its memory too."""
+def test_memory_in_attributes_is_no_transfer() -> None:
+    """The attribute orders the tasks already."""
 
     def make(ctx: Any) -> None:
         ctx.a = torch.ones(4)

@@ -1,4 +1,4 @@
-"""What a recording says, in a form that tests can write down."""
+"""Helpers that express recorded effects and dependences in short form."""
 
 from __future__ import annotations
 

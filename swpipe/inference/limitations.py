@@ -1,0 +1,119 @@
+"""Notes on what a recording did not observe or is unsure of, and what to declare instead."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from swpipe.core.task import PipelineTask
+from swpipe.inference.accesses import TaskAccesses
+from swpipe.inference.generators import TORCH
+from swpipe.inference.observation import IterationObservation, TaskObservation
+from swpipe.inference.transfers import Transfer
+
+NEVER_RECORDED = (
+    "Never recorded: what threads started by a task do; Python objects outside the context, such "
+    "as files and sockets; which tasks read data in a kernel outside torch's dispatcher; what "
+    "other batches do (another branch, another shape). Declare such state in every task that uses "
+    'it: DeclaredIO(state="its name", mode="r", "w" or "rw").'
+)
+
+
+def notes_on(
+    tasks: Sequence[PipelineTask],
+    iterations: Iterable[IterationObservation],
+    accesses: Mapping[str, TaskAccesses],
+    transfers: Iterable[Transfer],
+    not_restored: Sequence[str],
+) -> tuple[str, ...]:
+    """All notes on a recording, each once; the last one applies to every recording."""
+    observed = [one for iteration in iterations for one in iteration.tasks]
+    found = [
+        *_silent_writes(accesses),
+        *_plain_values(tasks, observed),
+        *_draws(tasks, observed),
+        *_collectives(observed),
+        *_opaque_values(observed),
+        *_transfers(transfers),
+    ]
+    if not_restored:
+        found.append(
+            f"Not restored after recording: {listed(not_restored)}. Models, optimizers, "
+            "objects with state_dict, tensors and generators were."
+        )
+    return (*dict.fromkeys(found), NEVER_RECORDED)
+
+
+def _silent_writes(accesses: Mapping[str, TaskAccesses]) -> Iterator[str]:
+    for task, of_task in accesses.items():
+        if of_task.silent:
+            yield (
+                f"{task!r} modified {listed(sorted(of_task.silent))}, but no operator says that it "
+                "writes there (numpy, or a kernel whose schema does not declare it). The write was "
+                "detected by its content; reads of this kind are not detected: declare them."
+            )
+
+
+def _plain_values(
+    tasks: Sequence[PipelineTask], observed: Iterable[TaskObservation]
+) -> Iterator[str]:
+    declaring = {task.name for task in tasks if any(io.state and "w" in io.mode for io in task.io)}
+    changed: dict[str, set[str]] = defaultdict(set)
+    for one in observed:
+        changed[one.task] |= one.changes.plain
+    for task, paths in changed.items():
+        if paths and task not in declaring:
+            yield (
+                f"{task!r} changes {listed(sorted(paths))}: plain Python, whose readers are not "
+                f'recorded. If another task reads it, give {task!r} DeclaredIO(state="its name", '
+                'mode="rw") and the reader the same with mode="r".'
+            )
+
+
+def _draws(tasks: Sequence[PipelineTask], observed: Sequence[TaskObservation]) -> Iterator[str]:
+    drawing = {one.task for one in observed if TORCH in one.changes.generators}
+    for task in tasks:
+        if task.name in drawing:
+            yield (
+                f"{task.name!r} draws from {TORCH} without random=True: tasks that draw keep their "
+                "serial order. With random=True each run is seeded by its task and iteration, and "
+                "no order is needed."
+            )
+
+
+def _collectives(observed: Iterable[TaskObservation]) -> Iterator[str]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for one in observed:
+        found[one.task] |= one.operators.collectives
+    for task, names in found.items():
+        if names:
+            yield (
+                f"{task!r} communicates ({listed(sorted(names))}): it is scheduled as globally "
+                "ordered. The plan sets the order of collectives across ranks, which a recording "
+                "of one rank cannot check; library hooks may communicate without being recorded."
+            )
+
+
+def _opaque_values(observed: Iterable[TaskObservation]) -> Iterator[str]:
+    kinds = {f"ctx.{name} ({kind})": None for one in observed for name, kind in one.opaque.items()}
+    if kinds:
+        yield (
+            f"Not inspected: {listed(list(kinds))}. Setting, reading and deleting these "
+            "attributes is recorded; changes inside them are not. A task that modifies such a "
+            "value in place should set the attribute again."
+        )
+
+
+def _transfers(transfers: Iterable[Transfer]) -> Iterator[str]:
+    for one in transfers:
+        yield (
+            f"{one.consumer!r} uses memory ({one.description}) that {one.producer!r} created or "
+            "wrote, and that no attribute led to: it passed inside an object or along autograd's "
+            f"graph. {one.consumer!r} is ordered after {one.producer!r}."
+        )
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names separated by commas, at most so many of them."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,195 @@
+"""Snapshots of the state that tasks can reach, and what changes from one to the next.
+
+Snapshots are taken between tasks. They complement the recorded operators: however a task changes
+something, it shows in which tensors there are, in version counters, or in the content of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, tensors_in
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device
+from swpipe.inference.declared import assign_declared
+from swpipe.inference.generators import generator_states
+from swpipe.inference.recorded_context import RecordedContext, attributes
+from swpipe.inference.state_items import StateItem, reachable_items
+from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
+from swpipe.shortcut.changes import same_node
+
+
+class ObjectId(NamedTuple):
+    """Identity of something that attributes can share and that can be modified in place.
+
+    Attributes:
+        kind: "storage", "container" or "tensor" (its ``requires_grad`` and ``grad``).
+        number: The storage's number, or the object's ``id``.
+    """
+
+    kind: str
+    number: int
+
+
+class Changes(NamedTuple):
+    """What changed between two snapshots.
+
+    Attributes:
+        items: State items that were added or removed, or whose tensor was replaced.
+        objects: Containers and tensors of the context that were modified in place.
+        storages: Storages with another content or version.
+        silent: Those of them whose version counter did not change.
+        generators: Names of generators that were drawn from.
+        options: Names of optimizers whose options changed.
+        plain: Paths to plain Python values that changed.
+    """
+
+    items: frozenset[StateItem]
+    objects: frozenset[ObjectId]
+    storages: frozenset[StorageId]
+    silent: frozenset[StorageId]
+    generators: frozenset[str]
+    options: frozenset[str]
+    plain: frozenset[str]
+
+
+class _TensorState(NamedTuple):
+    tensor: Tensor
+    storages: frozenset[StorageId]
+    version: int | None
+    requires_grad: bool
+    grad: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, storages: Storages) -> _TensorState:
+        return cls(
+            tensor,
+            storages.of(tensor),
+            _version(tensor),
+            tensor.requires_grad,
+            grad_or_none(tensor),
+        )
+
+    def replaced_by(self, later: _TensorState) -> bool:
+        """Whether ``later`` is another tensor or in other memory; contents are not compared."""
+        return (
+            self.tensor is not later.tensor
+            or self.storages != later.storages
+            or self.requires_grad != later.requires_grad
+        )
+
+
+class ReachableState:
+    """A snapshot of the state that tasks can reach.
+
+    Attributes:
+        attributes: The context's attributes.
+        objects: Attribute to what it holds that can be modified in place.
+        items: State item to the storages of its tensor.
+        optimizers: An optimizer's id to its name.
+    """
+
+    def __init__(
+        self,
+        ctx: RecordedContext,
+        tasks: Iterable[PipelineTask],
+        storages: Storages,
+        device: Device,
+    ) -> None:
+        device.synchronize()
+        reached = reachable_items(tasks)
+        tensors = assign_declared(reached.tensors, tasks)
+        self._items = {item: _TensorState.of(tensor, storages) for item, tensor in tensors.items()}
+        self._nodes: dict[int, Node] = {}
+        self._tensors: dict[int, _TensorState] = {}
+        self.items = {item: state.storages for item, state in self._items.items()}
+        self.attributes = attributes(ctx)
+        known = {id(state.tensor) for state in self._items.values()}
+        self.objects = {
+            name: frozenset(self._objects_in(value, known, storages))
+            for name, value in self.attributes.items()
+        }
+        self._sums: dict[StorageId, int] = {}
+        for state in self._states():
+            self._sums |= checksums(state.tensor) if state.storages - self._sums.keys() else {}
+        self._generators = generator_states(device, reached.generators)
+        self.optimizers = {number: name for name, (number, _) in reached.options.items()}
+        self._options = {name: options for name, (_, options) in reached.options.items()}
+        self._plain = reached.plain
+
+    def storages(self) -> frozenset[StorageId]:
+        """The storages of all state items."""
+        return frozenset[StorageId]().union(*self.items.values())
+
+    def changes_until(self, later: ReachableState) -> Changes:
+        """What changed until a later snapshot, which must be the present state."""
+        sums = dict(later._sums)
+        new_version = set[StorageId]()
+        for state in self._states():
+            if state.storages - sums.keys():
+                sums |= checksums(state.tensor)
+            if _version(state.tensor) != state.version:
+                new_version |= state.storages
+        new_content = {s for s, content in self._sums.items() if sums.get(s, content) != content}
+        return Changes(
+            items=frozenset(
+                (self._items.keys() ^ later._items.keys())
+                | {
+                    item
+                    for item in self._items.keys() & later._items.keys()
+                    if self._items[item].replaced_by(later._items[item])
+                }
+            ),
+            objects=frozenset(self._modified()),
+            storages=frozenset(new_content | new_version),
+            silent=frozenset(new_content - new_version),
+            # A generator that is new was just created, or its library imported.
+            generators=_differing(self._generators, later._generators) & self._generators.keys(),
+            options=_differing(self._options, later._options),
+            plain=_differing(self._plain, later._plain),
+        )
+
+    def _objects_in(self, value: object, known: set[int], storages: Storages) -> Iterator[ObjectId]:
+        for node in nodes_in(value):
+            self._nodes[id(node.value)] = node
+            yield ObjectId("container", id(node.value))
+        for tensor in (part for one in tensors_in(value) for part in unsharded(one)):
+            # A parameter's gradient is a state item, and no part of the context.
+            grad = None if id(tensor) in known else grad_or_none(tensor)
+            for one in (tensor,) if grad is None else (tensor, grad):
+                if id(one) not in known:
+                    self._tensors.setdefault(id(one), _TensorState.of(one, storages))
+                    yield ObjectId("tensor", id(one))
+                yield from (ObjectId("storage", number) for number in storages.of(one))
+
+    def _modified(self) -> Iterator[ObjectId]:
+        for number, node in self._nodes.items():
+            if not same_node(node, Node.of(node.value)):
+                yield ObjectId("container", number)
+        for number, state in self._tensors.items():
+            tensor = state.tensor
+            same_grad = grad_or_none(tensor) is state.grad
+            if tensor.requires_grad != state.requires_grad or not same_grad:
+                yield ObjectId("tensor", number)
+
+    def _states(self) -> Iterator[_TensorState]:
+        yield from self._items.values()
+        yield from self._tensors.values()
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> frozenset[str]:
+    return frozenset(
+        (before.keys() ^ after.keys())
+        | {name for name in before.keys() & after.keys() if not _equal(before[name], after[name])}
+    )
+
+
+def _equal(before: object, after: object) -> bool:
+    return before is after or before == after  # NaN is the same as itself

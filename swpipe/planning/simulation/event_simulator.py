@@ -1,0 +1,310 @@
+"""Discrete-event simulation of a timed graph: when each node of a run starts and ends.
+
+    ready ──> starts at once                      if it is not contended
+          ──> waits in a queue, ordered by ready time ──> starts
+              (for its resources, then for the interpreter lock; for the caller's stream, if
+              several threads submit to it, in the order of submission)
+
+A node's execution in one period is ready once all its predecessors have ended. If it is not
+contended, its end is computed at once, however far ahead in time. Contended executions wait in a
+heap until nothing else can be computed. Then the earliest of them is granted: whatever is not
+computed yet comes after one in the heap, and so cannot be ready earlier. So only contended
+executions are processed in order of time.
+
+Executions for iterations that do not exist, before the first and after the last, take no time;
+threads still go through them and do their host waits, as in the engine.
+
+A run may have no last iteration: it is simulated as far as requested. Retirement holds back
+admission, so nothing gets further ahead of contended work than the depth allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
+
+UNBOUNDED = sys.maxsize
+"""The number of iterations of a run without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """Start and end of every execution. Number ``period * nodes + node`` is a node's in a period.
+
+    Attributes:
+        graph: What was simulated.
+        iterations: How many there were.
+        start: Execution to ticks since the first period began; all that it needs is available.
+        end: Execution to ticks.
+        bound_by: Execution to the last to end of those it waited for; -1 for none.
+    """
+
+    graph: TimedGraph
+    iterations: int
+    start: Sequence[int]
+    end: Sequence[int]
+    bound_by: Sequence[int]
+
+    def execution(self, node: int, iteration: int) -> int:
+        """The execution of a node for an iteration."""
+        nodes = self.graph.nodes
+        return (iteration + nodes[node].stage) * len(nodes) + node
+
+    def retired(self, iteration: int) -> int:
+        """When an iteration was retired, in ticks."""
+        return self.end[self.execution(self.graph.retire, iteration)]
+
+
+def simulate_run(graph: TimedGraph, iterations: int) -> SimulatedRun:
+    """Simulate so many iterations, prologue and epilogue included."""
+    simulator = EventSimulator(graph, iterations)
+    while simulator.step():
+        pass
+    return SimulatedRun(graph, iterations, simulator.ready, simulator.end, simulator.bound_by)
+
+
+class _Request(IntEnum):
+    SUBMIT = 0
+    HOLD = 1
+    LOCK = 2
+
+
+_HELD = -1
+"""The time at which a resource is free, while its holder waits for the lock: not known yet."""
+
+_LOCK = 0
+"""The lock's number among the resources."""
+
+
+class EventSimulator:
+    """A run, simulated step by step.
+
+    Args:
+        graph: What to simulate; a graph without contention needs a bounded run.
+        iterations: How many there are; may be ``UNBOUNDED``.
+
+    Attributes:
+        ready: Execution to ticks; its start, once its end is known.
+        end: Execution to ticks; -1 while unknown.
+        bound_by: As in ``SimulatedRun``.
+    """
+
+    def __init__(self, graph: TimedGraph, iterations: int) -> None:
+        self.graph, self.iterations = graph, iterations
+        self.size = len(graph.nodes)
+        self.limit = self.size * (iterations + graph.depth - 1)
+        self.ready: list[int] = []
+        self.end: list[int] = []
+        self.bound_by: list[int] = []
+        self._pending: list[int] = []
+        self._waits = _Waits(graph, iterations)
+        self._out = _outgoing(graph)
+        self._stage = [node.stage for node in graph.nodes]
+        self._time = [node.time for node in graph.nodes]
+        self._lock = [node.lock for node in graph.nodes]
+        # For contended executions:
+        number = {LOCK: _LOCK}
+        self._needs = [
+            tuple([number.setdefault(what, len(number)) for what in node.resources])
+            for node in graph.nodes
+        ]
+        self._request = [
+            _Request.HOLD if node.resources else _Request.LOCK if node.lock else None
+            for node in graph.nodes
+        ]
+        self._heap: list[tuple[int, int, _Request]] = []
+        self._free = [0] * len(number)
+        self._holder = [-1] * len(number)
+        self._blocked: dict[int, list[tuple[int, int, _Request]]] = {}
+        self._last = -1  # the last execution in the caller's stream
+        self._next: dict[int, int] = {}
+        self._grow()
+        self._propagate(
+            [execution for execution in range(self.size) if not self._pending[execution]]
+        )
+
+    def step(self) -> bool:
+        """Grant the earliest request and compute all that follows; False if there is none."""
+        if not self._heap:
+            return False
+        if ready := self._grant(*heapq.heappop(self._heap)):
+            self._propagate(ready)
+        return True
+
+    def retired(self, iteration: int) -> int:
+        """Simulate until an iteration is retired; when, in ticks."""
+        retire = self.graph.retire
+        execution = (iteration + self._stage[retire]) * self.size + retire
+        while execution >= len(self.end) or self.end[execution] < 0:
+            self.step()
+        return self.end[execution]
+
+    def _grow(self) -> int:
+        """Add some periods; the number of executions that there are now."""
+        more = min(2 * self.graph.depth, (self.limit - len(self.end)) // self.size)
+        for _ in range(more):
+            self._pending += self._waits.in_next_period()
+        self.ready += [0] * (more * self.size)
+        self.end += [-1] * (more * self.size)
+        self.bound_by += [-1] * (more * self.size)
+        return len(self.end)
+
+    # ------------------------------------------------------------- uncontended
+
+    def _propagate(self, stack: list[int]) -> None:
+        """Compute all executions that follow from those on the stack, except contended ones."""
+        size, total, count = self.size, self.iterations, len(self.end)
+        stage, time, request, out = self._stage, self._time, self._request, self._out
+        ready, pending, end, bound_by = self.ready, self._pending, self.end, self.bound_by
+        queue = self.graph.queue
+        while stack:
+            execution = stack.pop()
+            k = execution % size
+            iteration = execution // size - stage[k]
+            exists = 0 <= iteration < total
+            ended = end[execution]
+            if ended < 0:
+                ended = ready[execution]
+                if exists:
+                    if (needed := request[k]) is not None:
+                        heapq.heappush(self._heap, (ended, execution, needed))
+                        continue
+                    ended += time[k]
+                end[execution] = ended
+            for ahead, extra, distance in out[k]:
+                other = execution + ahead
+                if other >= count:
+                    if other >= self.limit:
+                        continue
+                    count = self._grow()
+                if distance is not None and not (exists and 0 <= iteration + distance < total):
+                    continue
+                if ended + extra > ready[other]:
+                    ready[other] = ended + extra
+                    bound_by[other] = execution
+                pending[other] -= 1
+                if not pending[other]:
+                    stack.append(other)
+            if queue:
+                stack += self._after_submission(execution, k, exists)
+
+    # --------------------------------------------------------------- contended
+
+    def _grant(self, time: int, execution: int, request: _Request) -> list[int]:
+        """Grant a request; the executions that can be computed now."""
+        if request is _Request.SUBMIT:
+            return self._submit(execution)
+        k = execution % self.size
+        needs = self._needs[k] if request is _Request.HOLD else (_LOCK,)
+        free, begin = self._free, time
+        for what in needs:
+            if free[what] == _HELD:
+                self._blocked.setdefault(what, []).append((time, execution, request))
+                return []
+            begin = max(begin, free[what])
+        if begin > time:
+            for what in needs:
+                if free[what] == begin:
+                    self.bound_by[execution] = self._holder[what]
+        if request is _Request.HOLD and self._lock[k]:
+            for what in needs:
+                free[what] = _HELD
+            heapq.heappush(self._heap, (begin, execution, _Request.LOCK))
+            return []
+        self._start(execution, k, begin)
+        return [execution]
+
+    def _start(self, execution: int, k: int, begin: int) -> None:
+        self.ready[execution] = begin
+        self.end[execution] = begin + self._time[k]
+        if self._lock[k]:
+            self._free[_LOCK] = begin + self._lock[k]
+            self._holder[_LOCK] = execution
+        for what in self._needs[k]:
+            self._free[what] = self.end[execution]
+            self._holder[what] = execution
+            for waiting in self._blocked.pop(what, ()):
+                heapq.heappush(self._heap, waiting)
+
+    # ------------------------------------------------------ the caller's stream
+
+    def _after_submission(self, execution: int, k: int, exists: bool) -> list[int]:
+        """Submit to the caller's stream, and release what waits there for this execution."""
+        device = self.graph.device_of.get(k, -1)
+        if exists and device in self.graph.queue:
+            heapq.heappush(
+                self._heap, (self.end[execution], execution - k + device, _Request.SUBMIT)
+            )
+        behind = self._next.pop(execution, -1)
+        return self._release(execution, behind) if behind >= 0 else []
+
+    def _submit(self, execution: int) -> list[int]:
+        ahead, self._last = self._last, execution
+        if ahead >= 0 and self.end[ahead] < 0:
+            self._next[ahead] = execution
+            return []
+        return self._release(ahead, execution)
+
+    def _release(self, ahead: int, execution: int) -> list[int]:
+        if ahead >= 0 and self.end[ahead] > self.ready[execution]:
+            self.ready[execution] = self.end[ahead]
+            self.bound_by[execution] = ahead
+        self._pending[execution] -= 1
+        return [] if self._pending[execution] else [execution]
+
+
+class _Waits:
+    """How many predecessors each execution has, period by period.
+
+    They are those of the period before, except for waits that apply for the first time, or no more.
+    """
+
+    def __init__(self, graph: TimedGraph, iterations: int) -> None:
+        self.period = 0
+        self.counts = [0] * len(graph.nodes)
+        self.first: dict[int, list[int]] = defaultdict(list)
+        self.over: dict[int, list[int]] = defaultdict(list)
+        nodes, fixed = graph.nodes, len(graph.arcs) - graph.optional
+        for _, head, _, lag in graph.arcs[:fixed]:
+            self.first[lag].append(head)
+        for tail, head, _, lag in graph.arcs[fixed:]:
+            stages = (nodes[head].stage, nodes[tail].stage + lag)
+            if max(stages) < min(stages) + iterations:
+                self.first[max(stages)].append(head)
+                self.over[min(stages) + iterations].append(head)
+        for node in graph.queue:  # the one ahead of it in the queue
+            self.first[nodes[node].stage].append(node)
+            self.over[nodes[node].stage + iterations].append(node)
+
+    def in_next_period(self) -> list[int]:
+        """Node to the number of its predecessors; valid until the next call."""
+        for head in self.first.get(self.period, ()):
+            self.counts[head] += 1
+        for head in self.over.get(self.period, ()):
+            self.counts[head] -= 1
+        self.period += 1
+        return self.counts
+
+
+_OutArc: TypeAlias = tuple[int, int, int | None]
+"""An arc relative to its tail: offset to the head's execution; ticks in addition to the tail's own
+time; for arcs that apply only if both iterations exist, the offset between the iterations."""
+
+
+def _outgoing(graph: TimedGraph) -> list[list[_OutArc]]:
+    out: list[list[_OutArc]] = [[] for _ in graph.nodes]
+    stage, time = [node.stage for node in graph.nodes], [node.time for node in graph.nodes]
+    size, fixed = len(graph.nodes), len(graph.arcs) - graph.optional
+    for tail, head, taken, lag in graph.arcs[:fixed]:
+        out[tail].append((lag * size + head - tail, taken - time[tail], None))
+    for tail, head, taken, lag in graph.arcs[fixed:]:
+        distance = lag - stage[head] + stage[tail]
+        out[tail].append((lag * size + head - tail, taken - time[tail], distance))
+    return out
