@@ -68,7 +68,7 @@ def test_tasks_that_set_the_current_batch_are_ordered(recording: Recording) -> N
         name: replace(plan.schedule[name], thread_group="look-ups", globally_ordered=False)
         for name in (plans.PREFETCH, plans.EMBED)
     }
-    with pytest.raises(PlanError, match="'batch at hand'"):
+    with pytest.raises(PlanError, match="'current batch'"):
         verify(replace(plan, schedule={**plan.schedule, **apart}), recording.tasks)
     verify(plan, recording.tasks)
 
