@@ -73,9 +73,8 @@ def auto_plan(
         limits: What to keep to; None for ``Limits()``.
         streams: Whether the device has streams; False for a CPU.
         effects: What the tasks touch, where it is known: the plan found must keep its order.
-        effort: How long to look for a better plan where the bound is not reached: 1 is some 0.03 s
-            for 14 tasks and 3 s for 200, on two cores; others are in proportion. Without numba it
-            is 0.1 s for 14 tasks, and walks are a good deal shorter.
+        effort: How long to search where the lower bound is not reached: 1 takes about a second for
+            14 tasks and ten for 200.
 
     Raises:
         ValueError: ``effort`` is not above 0.

@@ -66,13 +66,11 @@ class Estimator:
                 over = graph.handover_us if head < n else 0.0
                 into[head].append(_Into(tail, tail % n, time_us, over, distance))
         held = [[(threads + row, us) for row, us in of] for of in graph.reservations]
+        for v, host_us in enumerate(graph.host_us):
+            held[v].insert(0, (-1, host_us))  # the row of the task's thread
         operations = 2 * n if graph.streams else n
         self._operations = [
-            [
-                (v, into[v], held[v], graph.host_us[v] if v < n else None)
-                for v in range(task, operations, n)
-            ]
-            for task in range(n)
+            [(v, into[v], held[v]) for v in range(task, operations, n)] for task in range(n)
         ]
         self._at = [0.0] * (2 * n)
         self._cause = [-1] * (2 * n)
@@ -105,7 +103,7 @@ class Estimator:
                 if admit < 0:
                     admit = free[0]
                 start = admit + handover_us if mine else admit
-            for operation, into, held, host_us in self._operations[task]:
+            for operation, into, held in self._operations[task]:
                 because = -1
                 for edge in into:
                     tail, producer, time_us, across_us, distance = edge
@@ -117,26 +115,19 @@ class Estimator:
                             ready += across_us
                         if ready > start:
                             start, because = ready, tail
-                if host_us is not None and free[mine] > start:
-                    start, because = free[mine], last[mine]
                 for row, _ in held:
-                    if free[row] > start:
-                        start, because = free[row], last[row]
+                    k = mine if row < 0 else row
+                    if free[k] > start:
+                        start, because = free[k], last[k]
                 at[operation], cause[operation] = start, because
-                if host_us is not None:
-                    free[mine], last[mine] = start + host_us, operation
-                    if first[mine] < 0:
-                        first[mine] = start
-                    elif start + host_us - first[mine] > limit_us:
-                        return math.inf
                 for row, time_us in held:
-                    free[row], last[row] = start + time_us, operation
-                    if first[row] < 0:
-                        first[row] = start
-                    elif start + time_us - first[row] > limit_us:
+                    k = mine if row < 0 else row
+                    free[k], last[k] = start + time_us, operation
+                    if first[k] < 0:
+                        first[k] = start
+                    elif start + time_us - first[k] > limit_us:
                         return math.inf
-        us = self._row_time(free, first, last)
-        us = self._later_time(us, later, thread)
+        us = self._later_time(self._row_time(free, first, last), later, thread)
         if us > limit_us:
             return us
         admit = admit if admit >= 0 else free[0]
