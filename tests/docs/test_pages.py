@@ -28,7 +28,7 @@ NOT_OUR_WORDS = re.compile(
 )
 """Metaphors that stood for a term of ``docs/guide/glossary.md``."""
 
-PENDING = ("swpipe/planning/modulo/", "swpipe/inference/")
+PENDING = ("swpipe/inference/",)
 """Packages that have not been reworded yet."""
 
 
