@@ -1,4 +1,4 @@
-"""A plan that a race hides in, what verification says, and the same plan mended."""
+"""A plan with a race, what verification reports, and the fixed plan."""
 
 from dataclasses import replace
 
@@ -32,14 +32,14 @@ try:
 except PlanError as error:
     print(error)
 
-mended = replace(plan, cross_iter_deps=[("embed", "train", 1)])
-print(f"\nmended: {verify(mended, effects=effects).orders} orders are kept")
+fixed = replace(plan, cross_iter_deps=[("embed", "train", 1)])
+print(f"\nfixed: {verify(fixed, effects=effects).orders} orders are kept")
 
 late = replace(plan, same_period_deps=[("train", "embed")], stale={"model": 1})
 print(f"stale on purpose: {verify(late, effects=effects).orders} orders are kept")
 
 sizes = {("read", "ids"): 2**20, ("embed", "ids"): 64 * 2**20, ("train", "loss"): 4}
 try:
-    verify(mended, effects=effects, sizes=sizes, budget_bytes=100 * 2**20)
+    verify(fixed, effects=effects, sizes=sizes, budget_bytes=100 * 2**20)
 except PlanError as error:
     print(f"\n{error.problems[0].text}")

@@ -44,7 +44,7 @@ def balanced_partition(workloads: Sequence[float], parts: int) -> list[list[int]
     """
     if parts < 1 or len(workloads) % parts:
         raise ValueError(
-            f"{len(workloads)} rows cannot be dealt evenly to {parts} ranks: give every rank "
+            f"{len(workloads)} rows cannot be divided evenly among {parts} ranks: give every rank "
             "equally many rows (a loader's drop_last=True does)"
         )
     for row, work in enumerate(workloads):

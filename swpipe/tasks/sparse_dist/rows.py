@@ -213,10 +213,10 @@ def _rebuilt(value: Any, fresh: Callable[[Any], Any]) -> Any:
         return type(value)(*made.values()) if hasattr(value, "_fields") else tuple(made.values())
     if isinstance(value, list):
         return list(made.values())
-    anew = copy.copy(value)
+    clone = copy.copy(value)
     for key, child in made.items():
         if isinstance(value, Mapping):
-            anew[key] = child
+            clone[key] = child
         else:
-            object.__setattr__(anew, key, child)
-    return anew
+            object.__setattr__(clone, key, child)
+    return clone

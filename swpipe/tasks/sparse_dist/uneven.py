@@ -10,9 +10,8 @@ have answered, and all ranks decide the same::
     "stop"      ^    ^    ^                d and e stay with rank 0
     "pad"       ^    ^    ^    P    P      rank 1 gets batches from ``pad``
 
-Each step is agreed ``ahead`` steps in advance, over a separate gloo group, so ranks rarely wait.
-All ranks run the same steps, and end or fail at the same step. A rank that dies, does not answer
-within ``timeout_s``, or whose data fails, is an error on all others.
+Each step is agreed ``ahead`` steps in advance, over a separate gloo group. All ranks end or fail at
+the same step. A rank that dies, fails, or does not answer in time is an error on all others.
 """
 
 from __future__ import annotations
@@ -69,12 +68,12 @@ def pad_with_last(weight: str) -> Pad:
                 "this rank has no batch at all, so none to repeat at zero weight: give it some "
                 "data, or pad with a given batch (pad_with)"
             )
-        anew = copy.copy(last)
+        clone = copy.copy(last)
         if isinstance(last, dict):
-            anew[weight] = torch.zeros_like(last[weight])
+            clone[weight] = torch.zeros_like(last[weight])
         else:
-            object.__setattr__(anew, weight, torch.zeros_like(getattr(last, weight)))
-        return anew
+            object.__setattr__(clone, weight, torch.zeros_like(getattr(last, weight)))
+        return clone
 
     return pad
 
@@ -256,7 +255,7 @@ class EvenIterator:
         return _HAS in statuses
 
     def _end(self, pull: _Pull) -> None:
-        """Complete the agreements on later steps, so that no collective is left pending."""
+        """Complete the agreements on later steps: no collective may be left pending."""
         self._over = True
         self._last = NO_BATCH
         for step, later in enumerate(self._ahead, start=self.steps + 1):

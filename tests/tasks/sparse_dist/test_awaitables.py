@@ -64,14 +64,14 @@ class TwoStreams:
         self.log.append(("hold", *streams))
 
 
-def test_the_first_to_wait_gets_the_result_itself() -> None:
+def test_the_first_wait_returns_the_result_itself() -> None:
     """With its graph, and nothing copied."""
     result = torch.ones(2, requires_grad=True) * 2
     assert Replayable(OneShot(result), CpuDevice()).wait() is result
 
 
-def test_later_ones_get_the_numbers_without_the_graph() -> None:
-    """As leaves that require grad where the result did; containers are their own."""
+def test_later_waits_return_the_values_without_the_graph() -> None:
+    """As leaves that require grad if the result did, in new containers."""
     result = {"a": torch.ones(2, requires_grad=True) * 2, "b": torch.ones(1)}
     handle = Replayable(OneShot(result), CpuDevice())
     handle.wait()
@@ -82,8 +82,8 @@ def test_later_ones_get_the_numbers_without_the_graph() -> None:
     assert torch.equal(again["a"], result["a"])
 
 
-def test_the_context_is_handed_out_once_it_is_filled() -> None:
-    """To later ones, too, each its own."""
+def test_the_context_is_returned_once_it_is_filled() -> None:
+    """Later waits return a copy of it."""
     context: dict[str, Any] = {}
     handle = Replayable(OneShot(1, context), CpuDevice(), context)
     first, second = handle.wait_with_context()[1], handle.wait_with_context()[1]
@@ -92,8 +92,8 @@ def test_the_context_is_handed_out_once_it_is_filled() -> None:
     assert torch.equal(second["filled"], torch.ones(1))
 
 
-def test_of_two_threads_one_waits() -> None:
-    """The other gets its result."""
+def test_only_one_of_two_threads_waits() -> None:
+    """The other one gets the same result."""
     handle = Replayable(OneShot(torch.ones(1)), CpuDevice())
     ready = threading.Barrier(2)
 
@@ -115,8 +115,8 @@ def test_fused_sizes_give_one_handle_per_module_and_the_same_ones_again() -> Non
         assert found == [("ids of a", "context of a"), ("ids of b", "context of b")]
 
 
-def test_an_exchange_ends_on_the_stream_that_began_it() -> None:
-    """The stream that waits comes after it, and holds what it gets; on the same one, nothing."""
+def test_an_exchange_is_completed_on_the_stream_that_started_it() -> None:
+    """A different waiting stream waits for it and holds the result."""
     device = TwoStreams()
     seen = []
 

@@ -1,4 +1,4 @@
-"""Rows dealt to ranks: as many to each, and about equal work."""
+"""Balanced partitions: equal numbers of rows, about equal workloads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swpipe.tasks.sparse_dist.balance import balanced_partition
 
 
 def heaviest(workloads: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
-    """What the rank with the most work has."""
+    """The largest workload of a rank."""
     return max(sum(workloads[row] for row in share) for share in shares)
 
 
 def least_heaviest(workloads: Sequence[float], parts: int) -> float:
-    """The best that any deal of equally many rows reaches, by trying all of them."""
+    """The optimum over all partitions into equal numbers of rows."""
     size = len(workloads) // parts
 
     def best(left: tuple[int, ...]) -> float:
@@ -50,7 +50,9 @@ def least_heaviest(workloads: Sequence[float], parts: int) -> float:
         )
     )
 )
-def test_each_rank_gets_as_many_rows_and_none_is_lost(case: tuple[int, list[float]]) -> None:
+def test_all_ranks_get_equally_many_rows_and_none_is_lost(
+    case: tuple[int, list[float]],
+) -> None:
     """Whatever the workloads are."""
     parts, workloads = case
     shares = balanced_partition(workloads, parts)
@@ -60,7 +62,7 @@ def test_each_rank_gets_as_many_rows_and_none_is_lost(case: tuple[int, list[floa
 
 
 @pytest.mark.parametrize(("parts", "rows"), [(2, 4), (2, 6), (3, 3), (4, 2)])
-def test_a_small_deal_is_close_to_the_best(parts: int, rows: int) -> None:
+def test_a_small_partition_is_close_to_the_optimum(parts: int, rows: int) -> None:
     """Within 5% of the optimum on each of 30 skewed cases, within 0.5% on average."""
     over = []
     for seed in range(30):
@@ -73,8 +75,8 @@ def test_a_small_deal_is_close_to_the_best(parts: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
-def test_a_large_skewed_deal_is_even(parts: int) -> None:
-    """Giant rows are set off against many light ones: the heaviest rank is within 0.1%."""
+def test_a_large_skewed_partition_is_even(parts: int) -> None:
+    """Giant rows are balanced with many light ones: the maximum is within 0.1%."""
     draws = random.Random(parts)
     workloads = [draws.paretovariate(1.5) for _ in range(parts * 256)]
     mean = sum(workloads) / parts
@@ -84,7 +86,7 @@ def test_a_large_skewed_deal_is_even(parts: int) -> None:
 
 
 def test_differencing_alone_does_better_than_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the swaps that follow, the deal is more even than rows as they came."""
+    """Even without swaps, the partition is more even than the original order."""
     monkeypatch.setattr(balance, "SWAPS_PER_SHARE", 0)
     draws = random.Random(5)
     workloads = [draws.uniform(1.0, 100.0) for _ in range(4 * 64)]
@@ -94,8 +96,8 @@ def test_differencing_alone_does_better_than_chance(monkeypatch: pytest.MonkeyPa
     assert heaviest(workloads, balanced_partition(workloads, 4)) < 1.001 * mean
 
 
-def test_equal_workloads_keep_the_deal_deterministic() -> None:
-    """Ties are decided by row numbers: ranks that compute the deal agree."""
+def test_equal_workloads_give_a_deterministic_partition() -> None:
+    """Row numbers break ties, so that all ranks compute the same partition."""
     assert balanced_partition([1.0] * 8, 2) == balanced_partition([1.0] * 8, 2)
     assert balanced_partition([], 3) == [[], [], []]
 
@@ -103,12 +105,12 @@ def test_equal_workloads_keep_the_deal_deterministic() -> None:
 @pytest.mark.parametrize(
     ("workloads", "says"),
     [
-        ([1.0, 2.0, 3.0], "3 rows cannot be dealt evenly to 2 ranks"),
+        ([1.0, 2.0, 3.0], "3 rows cannot be divided evenly among 2 ranks"),
         ([1.0, float("nan")], "the workload of row 1 is nan"),
         ([float("inf"), 1.0], "the workload of row 0 is inf"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused(workloads: list[float], says: str) -> None:
-    """Odd numbers of rows and workloads that are no numbers."""
+def test_rows_that_cannot_be_divided_are_refused(workloads: list[float], says: str) -> None:
+    """Uneven numbers of rows, and workloads that are not finite."""
     with pytest.raises(ValueError, match=says):
         balanced_partition(workloads, 2)

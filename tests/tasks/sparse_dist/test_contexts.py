@@ -1,4 +1,4 @@
-"""The context of a batch: who fills which field, who empties it, and that nobody shares it."""
+"""The context of a batch: the tasks that fill and empty each field; never shared."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def _ends() -> list[str]:
     return found
 
 
-def test_iterators_of_any_length_end_and_stay_ended(two_ranks: Ranks) -> None:
-    """As many outputs as batches, then StopIteration whenever it is asked again."""
+def test_iterators_of_any_length_end_for_good(two_ranks: Ranks) -> None:
+    """One output per batch, then StopIteration on every further call."""
     assert two_ranks.run(_ends) == [[], []]
 
 
@@ -66,7 +66,7 @@ def _none_ends() -> int:
 
 
 def test_none_is_the_end_of_the_data(two_ranks: Ranks) -> None:
-    """As TorchRec takes it."""
+    """As in TorchRec."""
     assert two_ranks.run(_none_ends) == [2, 2]
 
 
@@ -81,13 +81,13 @@ def _switches(ended: bool) -> bool:
         return _equal(outputs + to_the_end(pipeline, batches(4, seed=1)), whole)
 
 
-def test_another_iterator_goes_on_after_those_in_flight(two_ranks: Ranks) -> None:
+def test_another_iterator_continues_after_the_batches_in_flight(two_ranks: Ranks) -> None:
     """No batch is lost where the first iterator has ended."""
     assert two_ranks.run(_switches, True) == [True, True]
 
 
 def test_another_iterator_in_the_middle_of_the_first_takes_over(two_ranks: Ranks) -> None:
-    """What was pulled of the first is trained on; what was not stays in it."""
+    """Batches pulled from the first are trained on; the others stay in it."""
     assert two_ranks.run(_switches, False) == [True, True]
 
 
@@ -137,7 +137,7 @@ def _marks(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_detaching_in_mid_training_changes_nothing(two_ranks: Ranks, name: str) -> None:
+def test_detaching_during_training_changes_nothing(two_ranks: Ranks, name: str) -> None:
     """Evaluations with batches in flight: the model is as before, and the training goes on."""
     assert two_ranks.run(_interrupted, name) == [[], []]
 
@@ -226,7 +226,7 @@ def _on_streams(job: Job, forward: str) -> list[str]:
 def test_the_plans_hold_on_a_device_with_streams(
     two_ranks: Ranks, sharding: str, forward: str
 ) -> None:
-    """Their dependences order every state, across streams, too."""
+    """Their dependences order every state, also across streams."""
     assert two_ranks.run(_on_streams, Job(sharding), forward) == [[], []]
 
 

@@ -41,6 +41,6 @@ def _late_on_rank_1() -> bool:
     return any(through)
 
 
-def test_no_rank_goes_on_while_another_connects(two_ranks: Ranks) -> None:
+def test_no_rank_continues_while_another_connects(two_ranks: Ranks) -> None:
     """One that failed at once and closed the group broke the others' connecting to it."""
     assert two_ranks.run(_late_on_rank_1) == [False, False]

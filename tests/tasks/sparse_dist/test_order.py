@@ -82,7 +82,7 @@ def _delayed(name: str, runs: int, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", THREADS)
-def test_threads_and_delays_change_no_number_and_never_hang(two_ranks: Ranks, name: str) -> None:
+def test_threads_and_delays_change_no_result_and_never_hang(two_ranks: Ranks, name: str) -> None:
     """Up to four threads per rank issue collectives, each late by random times."""
     assert two_ranks.run(_delayed, name, 4, 6) == [[], []]
 
@@ -90,7 +90,7 @@ def test_threads_and_delays_change_no_number_and_never_hang(two_ranks: Ranks, na
 @pytest.mark.slow
 @pytest.mark.parametrize("name", THREADS)
 def test_two_hundred_runs_never_hang(two_ranks: Ranks, name: str) -> None:
-    """The same, for long."""
+    """The same with many more runs."""
     assert two_ranks.run(_delayed, name, 100, 6, deadline_s=170.0) == [[], []]
 
 
@@ -117,8 +117,8 @@ def _one_raises() -> None:
             pipeline.progress(data)
 
 
-def test_a_rank_that_raises_takes_the_job_down_with_its_own_error() -> None:
-    """Within seconds; the error is that rank's, with the task and the iteration."""
+def test_a_rank_that_raises_ends_the_job_with_its_own_error() -> None:
+    """Within seconds, and with the task and the iteration."""
     with Ranks(2, grace_s=3.0) as ranks:
         ranks.run(_delayed, "prefetch", 1, 2)  # so that starting and importing are not timed
         begin_s = time.monotonic()

@@ -48,14 +48,14 @@ def _id(job: Job) -> str:
 
 
 @pytest.mark.parametrize("job", QUICK, ids=_id)
-def test_every_pipeline_gives_what_torchrec_gives(two_ranks: Ranks, job: Job) -> None:
+def test_every_pipeline_equals_torchrec(two_ranks: Ranks, job: Job) -> None:
     """Outputs of ten batches and all parameters after them are equal in every bit, on each rank."""
     assert two_ranks.run(differences, job, 10) == [{}, {}]
 
 
 @pytest.mark.parametrize("forward", ["pipelined", "prefetch"])
 def test_every_forward_gives_the_same(two_ranks: Ranks, forward: str) -> None:
-    """Those that do not cut the graph, too, under the plans that they suit."""
+    """Also the forwards that do not cut the graph, under the plans that support them."""
     assert two_ranks.run(_with_forward, forward) == [{}, {}]
 
 
@@ -63,7 +63,7 @@ def _with_forward(forward: str) -> dict[str, list[str]]:
     return differences(Job(modules=2), 6, EXACT[:3], forward=forward)
 
 
-def test_a_shuffler_deals_the_same_rows_under_every_plan(two_ranks: Ranks) -> None:
+def test_a_shuffler_assigns_the_same_rows_under_every_plan(two_ranks: Ranks) -> None:
     """TorchRec's base pipeline, given the batches as the shuffler deals them, agrees."""
     assert two_ranks.run(differences, Job(), 6, EXACT, True) == [{}, {}]
 
@@ -71,7 +71,7 @@ def test_a_shuffler_deals_the_same_rows_under_every_plan(two_ranks: Ranks) -> No
 @pytest.mark.parametrize(
     "job", [QUICK[0], *(pytest.param(job, marks=pytest.mark.slow) for job in QUICK[1:])], ids=_id
 )
-def test_what_is_inferred_is_all_that_is_needed(two_ranks: Ranks, job: Job) -> None:
+def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks, job: Job) -> None:
     """Random stages and threads, and no dependence but those that a recording found.
 
     Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
@@ -80,7 +80,7 @@ def test_what_is_inferred_is_all_that_is_needed(two_ranks: Ranks, job: Job) -> N
     assert two_ranks.run(inferred_differences, job, 8, (1, 2, 3, 4)) == [{}, {}]
 
 
-def test_a_stale_plan_is_not_the_same(two_ranks: Ranks) -> None:
+def test_a_stale_plan_gives_other_results(two_ranks: Ranks) -> None:
     """One batch of staleness changes all outputs but the first: these comparisons can fail."""
     found = two_ranks.run(differences, Job(), 4, ("jagged_semi_sync_sparse_dist",))
     for of_rank in found:
@@ -103,7 +103,7 @@ def _torchrec_prefetch() -> str:
 
 
 def test_torchrecs_own_prefetch_pipeline_fails_on_a_cpu(two_ranks: Ranks) -> None:
-    """Ours runs there; should TorchRec's begin to, the docs say something that is not so."""
+    """Ours runs there. If TorchRec's does too one day, the docs have to change."""
     assert two_ranks.run(_torchrec_prefetch) == ["AssertionError"] * 2
 
 
@@ -130,5 +130,5 @@ def test_steps_on_four_ranks(four_ranks: Ranks, job: Job) -> None:
 
 @pytest.mark.slow
 def test_shuffled_steps_on_four_ranks(four_ranks: Ranks) -> None:
-    """Rows go to ranks that are neither the last nor the next."""
+    """Rows also move to ranks other than the neighbours."""
     assert four_ranks.run(differences, Job(), 15, EXACT, True, deadline_s=170) == [{}] * 4

@@ -131,16 +131,16 @@ def _refused_names() -> str:
         (_Branching, 1, "torch.fx cannot trace the forward of _Branching"),
     ],
 )
-def test_what_cannot_be_pipelined_is_told_by_name(
+def test_a_module_that_cannot_be_pipelined_is_named(
     two_ranks: Ranks, cls: type[Model], modules: int, says: str
 ) -> None:
-    """The error names the module, what is in the way, and the mend; on every rank."""
+    """The error names the module, the reason and the fix, on every rank."""
     for said in two_ranks.run(_refused, cls, Job(modules=modules)):
         assert said.startswith("RewriteError: ")
         assert says in said
 
 
-def test_a_second_call_that_no_trace_has_seen_is_told_when_it_comes(two_ranks: Ranks) -> None:
+def test_an_untraced_second_call_is_reported_when_it_happens(two_ranks: Ranks) -> None:
     """The direct path cannot see the forward; the forward itself says so, instead of hanging."""
     for said in two_ranks.run(_refused_direct, _Twice):
         assert said.startswith("RuntimeError: module 'tables.0' is called, but its input")
@@ -153,7 +153,7 @@ def test_the_direct_path_needs_no_trace(two_ranks: Ranks) -> None:
 
 
 def test_the_direct_path_does_not_guess(two_ranks: Ranks) -> None:
-    """Two attributes of the type are told; naming one of them mends it."""
+    """Two matching attributes are an error; naming one of them fixes it."""
     for said in two_ranks.run(_refused_two_ids):
         assert "2 (ids, more) is a KeyedJaggedTensor" in said
     assert two_ranks.run(_named_of_two) == ["", ""]
@@ -163,14 +163,14 @@ def _named_of_two() -> str:
     return _refused_two_ids(inputs={"tables.0": "ids"})
 
 
-def test_a_name_that_is_no_module_is_told(two_ranks: Ranks) -> None:
-    """With those that there are."""
+def test_an_unknown_module_name_is_reported(two_ranks: Ranks) -> None:
+    """The error lists the modules there are."""
     with pytest.raises(RewriteError, match=r"'tabels.0'.* those are tables.0"):
         two_ranks.run(_refused_names)
 
 
-def test_a_batch_that_cannot_be_moved_is_told(two_ranks: Ranks) -> None:
-    """Its type, and the methods that it lacks."""
+def test_a_batch_that_cannot_be_moved_is_reported(two_ranks: Ranks) -> None:
+    """The error has its type and the missing methods."""
     for said in two_ranks.run(_refused_batch):
         assert said.startswith("TypeError: batch 0 is a _NoTo without to and record_stream")
 
@@ -191,7 +191,7 @@ def _lenient() -> tuple[str, list[str]]:
     return report, ours.differences(by_torchrec(job, batches(5), model=_changed(_Computed)[0]))
 
 
-def test_without_strict_it_runs_unpipelined_and_says_so(two_ranks: Ranks) -> None:
+def test_without_strict_a_module_runs_unpipelined_and_is_reported(two_ranks: Ranks) -> None:
     """The report has the reason; the numbers are TorchRec's."""
     for report, where in two_ranks.run(_lenient):
         assert "tables.0 (ShardedEmbeddingBagCollection) NOT pipelined: its input" in report
@@ -209,7 +209,7 @@ def _report() -> str:
         return str(pipeline.report)
 
 
-def test_the_report_tells_where_inputs_come_from(two_ranks: Ranks) -> None:
+def test_the_report_shows_the_inputs(two_ranks: Ranks) -> None:
     """One line for each module, and the versions found."""
     report = two_ranks.run(_report)[0]
     assert "torchrec 1.8" in report
@@ -230,8 +230,8 @@ def _outside() -> str:
     return ""
 
 
-def test_calling_an_attached_model_is_told(two_ranks: Ranks) -> None:
-    """Instead of taking the ids of a batch in flight."""
+def test_calling_an_attached_model_is_an_error(two_ranks: Ranks) -> None:
+    """It must not use the ids of a batch in flight."""
     for said in two_ranks.run(_outside):
         assert "module 'tables.0' is called" in said
         assert "detach() it first" in said

@@ -39,7 +39,7 @@ def _issued(job: Job) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("job", [Job(), Job(pooled=False), Job("row_wise", modules=2)], ids=str)
-def test_gradients_are_under_way_when_the_dense_backward_ends(two_ranks: Ranks, job: Job) -> None:
+def test_gradients_are_sent_before_the_dense_backward_ends(two_ranks: Ranks, job: Job) -> None:
     """One exchange of each kind for a step, sizes of all modules fused; none is left for later."""
     found = two_ranks.run(_issued, job)[0]
     assert found.keys() == {START, WAIT, EMBED, DENSE_BACK}
@@ -82,7 +82,7 @@ class All2All_Pooled_Req(torch.autograd.Function):  # noqa: N801 - TorchRec's na
         return gradient
 
 
-def test_an_exchange_is_where_the_graph_stops_until_it_goes_on() -> None:
+def test_the_graph_is_cut_at_the_exchange() -> None:
     """What lies behind it has no gradient yet, and then the right one."""
     table = torch.ones(2, requires_grad=True)
     seam = Seam()

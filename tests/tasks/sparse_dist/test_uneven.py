@@ -183,7 +183,7 @@ def _one_loader_fails(after: int) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_a_loader_that_fails_ends_all_ranks_at_its_step(two_ranks: Ranks, after: int) -> None:
-    """Its own rank gets the error itself, the others hear whose it is; nobody waits."""
+    """The failing rank raises the error itself, the others name that rank; none waits."""
     other, own = two_ranks.run(_one_loader_fails, after)
     assert own == (after, "OSError", "disk on fire")
     assert other[:2] == (after, "RankDataError")
