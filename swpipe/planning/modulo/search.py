@@ -28,7 +28,7 @@ from swpipe.planning.modulo.starts import starts
 from swpipe.planning.simulation.cycles import Arc, heaviest_cycle, ticks
 from swpipe.planning.simulation.simulator import steady_interval
 
-_WORK, _WORK_PER_TASK = 300_000, 35_000
+_WORK, _WORK_PER_TASK = 200_000, 35_000
 """The usual effort, in operations estimated: what takes about a second for 14 tasks."""
 
 _LIMITS_SHARE = 0.15
