@@ -8,22 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Self
 
 from swpipe.core.errors import PlanError, Problem
+from swpipe.core.plain_data import read_rows
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCost:
-    """What one run of one task takes. All times are microseconds.
+    """The cost of one run of one task.
 
     Attributes:
-        host_us: The submitting thread is busy, or blocked.
-        gil_us: The part of ``host_us`` in which it holds the interpreter lock; no two threads do
-            that at once.
-        device_us: Work that it queues on its stream; none on a device without streams.
-        resources: What only one task at a time can use: a communicator, a direction of the copy
-            engine. Held while the device work runs or, where there is none, the host work.
+        host_us: Microseconds for which the task occupies its thread, busy or blocked.
+        gil_us: The part of ``host_us`` in which the thread holds the interpreter lock, which only
+            one thread at a time can hold.
+        device_us: Microseconds of device work that the task queues; 0 without streams.
+        resources: What only one task at a time can use, such as a communicator or a direction of
+            the copy engine. Held during the device work or, without any, during the host work.
     """
 
     host_us: float = 0.0
@@ -33,7 +34,7 @@ class TaskCost:
 
     @property
     def total_us(self) -> float:
-        """Host time, then device time: how long a task takes that runs alone."""
+        """Microseconds that the task takes when it runs alone: host time, then device time."""
         return self.host_us + self.device_us
 
 
@@ -43,11 +44,10 @@ class CostModel:
 
     Attributes:
         tasks: Task name to its cost.
-        handover_us: What it takes a thread to wake once what it waits for has come; microseconds.
+        handover_us: Microseconds from the moment a thread wakes another until that one runs.
 
     Raises:
-        PlanError: A cost that is negative or no number, or a ``gil_us`` above its ``host_us``. It
-            lists all of them.
+        PlanError: A cost is negative or not a number, or a ``gil_us`` is above its ``host_us``.
     """
 
     tasks: Mapping[str, TaskCost]
@@ -63,14 +63,11 @@ class CostModel:
 
     @classmethod
     def mean(cls, models: Sequence[CostModel]) -> Self:
-        """The mean of each time: over batches, or over ranks. Resources are those of any.
-
-        Args:
-            models: At least one; of the same tasks.
+        """The mean of each time, over batches or ranks; the union of the resources.
 
         Raises:
-            PlanError: One lacks a task that the first one has.
-            ValueError: There are no models.
+            PlanError: A model has no cost for a task of the first model.
+            ValueError: ``models`` is empty.
         """
         if not models:
             raise ValueError("models is empty: give at least one cost model")
@@ -79,29 +76,22 @@ class CostModel:
         return cls(tasks, fmean(model.handover_us for model in models))
 
     def of(self, names: Iterable[str]) -> dict[str, TaskCost]:
-        """The costs of these tasks, in their order.
+        """The costs of these tasks, in the order given.
 
         Raises:
-            PlanError: Some have none; it lists them.
+            PlanError: Tasks have no cost; the error lists them.
         """
         names = tuple(names)
         missing = [name for name in names if name not in self.tasks]
         if missing:
             known = ", ".join(self.tasks) or "none"
-            raise PlanError(
-                [
-                    Problem(
-                        f"task {name!r} has no cost (there are costs for: {known}): measure it, or "
-                        "write it into the model",
-                        (name,),
-                    )
-                    for name in missing
-                ]
-            )
+            rule = f"has no cost (there are costs for: {known})"
+            mend = "measure it, or write it into the model"
+            raise PlanError([Problem(f"task {n!r} {rule}: {mend}", (n,)) for n in missing])
         return {name: self.tasks[name] for name in names}
 
     def to_json(self) -> str:
-        """The model as JSON; ``from_json`` gives an equal one back. Zeros are left out."""
+        """The model as JSON; ``from_json`` returns an equal model. Zeros are left out."""
         rows = {
             name: {key: value for key, value in asdict(cost).items() if value}
             for name, cost in self.tasks.items()
@@ -110,34 +100,23 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The model that a JSON text describes.
+        """Read a model from JSON.
 
         Raises:
-            json.JSONDecodeError: The text is not JSON; the message has line and column.
-            PlanError: It is JSON, but no cost model.
+            json.JSONDecodeError: ``text`` is not JSON.
+            PlanError: It is JSON, but not a cost model.
         """
         data: object = json.loads(text)
         if not isinstance(data, dict) or not isinstance(data.get("tasks"), dict):
             raise PlanError([Problem('a cost model is a JSON object with an object "tasks"')])
-        known = {f.name for f in fields(TaskCost)}
-        problems = []
-        for name, row in data["tasks"].items():
-            if not isinstance(row, dict):
-                problems.append(Problem(f"tasks.{name} is {row!r}: it must be an object", (name,)))
-                continue
-            problems += [
-                Problem(f"tasks.{name}: unknown key {key!r}; known are {', '.join(sorted(known))}")
-                for key in row
-                if key not in known
-            ]
+        problems: list[Problem] = []
+        known = sorted(f.name for f in fields(TaskCost))
+        rows = read_rows(data["tasks"], "tasks", known, problems, "an object")
         if unknown := sorted(set(data) - {"tasks", "handover_us"}):
             problems.append(Problem(f"unknown keys in the cost model: {', '.join(unknown)}"))
         if problems:
             raise PlanError(problems)
-        tasks = {
-            name: TaskCost(**{**row, "resources": _names(row.get("resources", ()))})
-            for name, row in data["tasks"].items()
-        }
+        tasks = {name: TaskCost(**row) for name, row in rows.items()}
         return cls(tasks, data.get("handover_us", 0.0))
 
     def save(self, path: str | Path) -> None:
@@ -146,7 +125,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a model from a JSON file; errors as for its text."""
+        """Read a model from a JSON file; raises the errors of ``from_json``."""
         return cls.from_json(Path(path).read_text())
 
 
@@ -166,10 +145,6 @@ def _is_time(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return math.isfinite(value) and value >= 0
-
-
-def _names(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _problems(name: str, cost: object) -> Iterable[Problem]:

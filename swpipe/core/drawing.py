@@ -1,4 +1,4 @@
-"""A plan drawn as text: the period x task grid, and the table of its stages."""
+"""Format a plan as text: the period x task grid, and a table of its stages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def format_grid(
     iterations: int | None = None,
     faulty: Collection[str] = (),
 ) -> str:
-    """The iteration that each task works on in each period; ``.`` where there is none.
+    """A grid of the iteration that each task runs on in each period; ``.`` means none.
 
     Args:
-        plan: Stages and groups are read from it; it need not be a valid plan.
-        order: Task names, top to bottom.
-        periods: How many periods to draw, from period 0.
-        iterations: How many iterations the data has; None for no end.
-        faulty: Tasks whose cells are marked with ``!``.
+        plan: A plan with valid stages; it need not be valid otherwise.
+        order: Task names, from top to bottom.
+        periods: The number of periods, from period 0.
+        iterations: The number of iterations; None for no limit.
+        faulty: Tasks to mark with ``!``.
     """
     head = ["", *(f"p{period}" for period in range(periods))]
     rows = [head]
@@ -48,7 +48,7 @@ def format_grid(
 
 
 def format_stages(resolved: ResolvedPlan) -> str:
-    """Stage by stage: each task's group and stream, and what it waits for, with lags."""
+    """A table of tasks by stage: thread group, stream, and dependences with their lags."""
     from tabulate import tabulate
 
     waits: dict[str, list[str]] = {name: [] for name in resolved.period_order}
@@ -66,19 +66,13 @@ def format_stages(resolved: ResolvedPlan) -> str:
         )
         for name in sorted(waits, key=lambda name: schedule[name].stage)
     ]
-    headers = (
-        "stage",
-        "task",
-        "thread group",
-        "stream",
-        "globally ordered",
-        "after (lag in periods)",
-    )
+    headers = ["stage", "task", "thread group", "stream", "globally ordered"]
+    headers.append("after (lag in periods)")
     return f"depth {resolved.plan.depth}\n" + tabulate(rows, headers=headers)
 
 
 def stream_name(stream: StreamRef) -> str:
-    """How a stream is called in print."""
+    """The name of a stream in messages and tables."""
     if stream is None:
         return "caller's"
     return stream if isinstance(stream, str) else f"torch.Stream({stream.stream_id})"

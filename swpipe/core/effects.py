@@ -1,14 +1,12 @@
-"""What tasks touch, and which of them must therefore keep their serial order.
+"""What tasks read and write, and which of them must therefore keep their serial order.
 
-A *location* is something that tasks read and write: an attribute of the context, of which every
-iteration has its own, or a state that persists from one iteration to the next. Two tasks *conflict*
-over a location when both touch it and one of them writes it. A serial run orders all conflicts; a
-plan that orders them in the same way gives the same numbers.
+A *location* is an attribute of the context, which each iteration has for itself, or a state, which
+persists between iterations. Two tasks *conflict* if both access a location and one of them writes
+it. A plan that orders all conflicts like a serial run gives the same numbers.
 
-For a conflict over an attribute the two are on one iteration: distance 0. Over a state it is
-enough to order each pair within an iteration (distance 0, in serial order) and from one iteration
-to the next (distance 1, each pair either way round, and each writer after itself): whatever lies
-further apart follows from those.
+Conflicts over an attribute are within one iteration: distance 0. For a state it is enough to order
+each pair within an iteration (distance 0, in serial order) and between successive iterations
+(distance 1: every pair in both directions, and each writer after itself). Larger distances follow.
 """
 
 from __future__ import annotations
@@ -22,12 +20,7 @@ from swpipe.core.task import PipelineTask
 
 
 class Location(NamedTuple):
-    """Something that tasks read and write.
-
-    Attributes:
-        name: Of the attribute, or of the state; or in a few words, of memory without a name.
-        persistent: True for a state, which persists between iterations; False for an attribute.
-    """
+    """An attribute or, if persistent, a state; it may be "unnamed memory (...)"."""
 
     name: str
     persistent: bool
@@ -40,12 +33,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What one task touches in one iteration.
-
-    Attributes:
-        reads: Places whose content it may use.
-        writes: Places that it may set, delete or modify in place.
-    """
+    """What one task may read, and may set, delete or modify in place, in one iteration."""
 
     reads: frozenset[Location] = frozenset()
     writes: frozenset[Location] = frozenset()
@@ -61,13 +49,7 @@ Hazard: TypeAlias = Literal["read after write", "write after read", "write after
 
 
 class Conflict(NamedTuple):
-    """The consumer on iteration i must come after the producer on iteration i - distance.
-
-    Attributes:
-        distance: 0 or 1.
-        place: What both touch.
-        hazard: What the order protects.
-    """
+    """The consumer on iteration i must run after the producer on iteration i - distance."""
 
     consumer: str
     producer: str
@@ -77,7 +59,7 @@ class Conflict(NamedTuple):
 
 
 def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
-    """What the tasks' ``DeclaredIO`` say that they touch."""
+    """The effects that the tasks declare in their ``DeclaredIO``."""
     return {
         task.name: Effects(
             frozenset(Location(io.state, True) for io in task.io if io.state and "r" in io.mode),
@@ -88,10 +70,7 @@ def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
 
 
 def conflicts(effects: EffectTable) -> list[Conflict]:
-    """Every conflict between tasks, by consumer; ``effects`` is in serial order.
-
-    One hazard for each pair, distance and place.
-    """
+    """Every conflict, by consumer, with one hazard each; ``effects`` is in serial order."""
     users: dict[Location, list[str]] = defaultdict(list)
     for name, touched in effects.items():
         for place in touched.reads | touched.writes:
@@ -102,7 +81,7 @@ def conflicts(effects: EffectTable) -> list[Conflict]:
 
 
 def _over(place: Location, names: Sequence[str], effects: EffectTable) -> Iterator[Conflict]:
-    """The conflicts between those that touch one place."""
+    """The conflicts between the tasks that access one location."""
     writers = {name for name in names if place in effects[name].writes}
     for later, consumer in enumerate(names if writers else ()):
         reads = place in effects[consumer].reads
@@ -110,7 +89,7 @@ def _over(place: Location, names: Sequence[str], effects: EffectTable) -> Iterat
             hazard = _hazard(producer in writers, reads, consumer in writers)
             if hazard is not None and sooner < later:
                 yield Conflict(consumer, producer, 0, place, hazard)
-            # With itself, too: a writer comes after itself of the iteration before.
+            # Also with itself: a writer runs after itself on the iteration before.
             if hazard is not None and place.persistent:
                 yield Conflict(consumer, producer, 1, place, hazard)
 

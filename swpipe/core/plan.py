@@ -14,6 +14,7 @@ from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
 import torch
 
 from swpipe.core.errors import PlanError, Problem
+from swpipe.core.plain_data import read_rows
 from swpipe.core.task import PipelineTask, TaskRef, name_of, names_of
 
 DEFAULT_GROUP = "default"
@@ -29,13 +30,12 @@ class TaskSchedule:
     """Where and when one task runs.
 
     Attributes:
-        stage: Periods after an iteration's entry in which the task runs on it; from 0.
-        stream: Name of an in-order queue of device work, or a ``torch.Stream``; None is the stream
-            that is current for the caller of ``progress()``. Without meaning on a device that has
-            no streams.
+        stage: How many periods after an iteration is admitted the task runs on it; 0 or more.
+        stream: The name of a stream, or a ``torch.Stream``; None is the current stream of the
+            caller of ``progress()``. Ignored on a device without streams.
         thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
-        globally_ordered: The task is submitted in the same order on every rank, one such task at a
-            time (collectives, and what launches them: backward under DDP).
+        globally_ordered: Submit such tasks one at a time, in the same order on every rank: for
+            collectives, and for tasks that launch them, such as backward under DDP.
     """
 
     stage: int = 0
@@ -46,43 +46,35 @@ class TaskSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """How to make a named stream.
-
-    Attributes:
-        priority: Lower runs first, as in CUDA: 0 is the default, -1 is higher.
-    """
+    """How to create a named stream. As in CUDA, a lower ``priority`` runs first."""
 
     priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """A complete plan. Whatever names a task takes the task or its name; names are what is kept.
+    """A complete plan. Tasks may be given as themselves or by name; the plan stores names.
 
-    Pairs read "the consumer comes after the producer"; the consumer stands first.
+    In each pair the consumer comes first, and runs after the producer.
 
     Attributes:
         schedule: Task to ``TaskSchedule``, in declaration order.
-        deps: (consumer, producer): on the same iteration.
-        cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i comes after
-            the producer on iteration i - distance; distance is 1 where left out.
-        same_period_deps: (consumer, producer): in the same period, whichever iterations the two are
-            on.
-        order: Names that run in this order within a period; it decides ties, and must not
-            contradict the dependences. Need not name every task.
-        streams: Stream name to ``StreamSpec``; a stream that is not listed has the default one.
-        pipeline_depth: How many iterations may be in flight; None is the least that works, max
-            stage + 1. Each iteration more lets worker groups run one period further ahead of the
-            caller.
-        stale: State to how many iterations behind a task may read it: staleness that is meant. It
-            changes no order; ``swpipe.analysis.verification`` refuses a plan with staleness not
-            named here.
-        tasks: The tasks themselves, where they were given, or ``schedule`` had them as keys. Not
-            part of the plan's data.
+        deps: (consumer, producer), on the same iteration.
+        cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i runs after
+            the producer on iteration i - distance; the default distance is 1.
+        same_period_deps: (consumer, producer), in the same period, on any iterations.
+        order: Tasks in the order in which they run within a period, as far as the dependences
+            leave it open; it must not contradict them, and need not name every task.
+        streams: Stream name to ``StreamSpec``, for streams that differ from the default.
+        pipeline_depth: How many iterations may be in flight; None is the minimum, max stage + 1.
+            Each further iteration lets worker groups run one period further ahead of the caller.
+        stale: State to how many iterations behind tasks may intentionally read it. It changes no
+            order; ``swpipe.analysis.verification`` refuses any other staleness.
+        tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
 
     Raises:
-        PlanError: An entry that is not of the form above. What only shows together with the tasks
-            and the device is checked when a pipeline is built.
+        PlanError: An entry does not have the form above. The rest is checked when a pipeline is
+            built.
     """
 
     schedule: Mapping[str, TaskSchedule]
@@ -127,7 +119,7 @@ class PipelinePlan:
 
     @classmethod
     def serial(cls, tasks: Iterable[PipelineTask]) -> Self:
-        """All tasks in one stage on the caller's thread, in the order given."""
+        """A plan that runs all tasks in one stage on the caller's thread, in the order given."""
         tasks = tuple(tasks)
         return cls(schedule={task: TaskSchedule() for task in tasks}, order=tasks, pipeline_depth=1)
 
@@ -151,10 +143,10 @@ class PipelinePlan:
     # ------------------------------------------------------------------ files
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what stands in a TOML or JSON file. Entries at their default are left out.
+        """The plan as plain data, for TOML or JSON, without default values.
 
         Raises:
-            TypeError: A task's stream is a ``torch.Stream``; only named streams can be written.
+            TypeError: A task's stream is a ``torch.Stream``; only named streams can be saved.
         """
         for name, entry in self.schedule.items():
             if isinstance(entry.stream, torch.Stream):
@@ -167,10 +159,10 @@ class PipelinePlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The plan that plain data describes.
+        """Read a plan from plain data.
 
         Raises:
-            PlanError: A key that no plan has, a missing schedule, or a value of the wrong kind.
+            PlanError: A key is unknown, a value has the wrong type, or the schedule is missing.
         """
         problems = [
             Problem(f"unknown key {key!r} in the plan; known are {', '.join(_KEYS)}")
@@ -192,32 +184,32 @@ class PipelinePlan:
         return cls(schedule=schedule, streams=streams, **rest)
 
     def to_toml(self) -> str:
-        """The plan as TOML; ``from_toml`` gives an equal plan back."""
+        """The plan as TOML; ``from_toml`` returns an equal plan."""
         import tomli_w  # writing is rare: not worth importing with the framework
 
         return tomli_w.dumps(self.to_dict())
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """The plan that a TOML text describes.
+        """Read a plan from TOML.
 
         Raises:
-            tomllib.TOMLDecodeError: The text is not TOML; the message has line and column.
-            PlanError: It is TOML, but no plan.
+            tomllib.TOMLDecodeError: ``text`` is not TOML.
+            PlanError: It is TOML, but not a plan.
         """
         return cls.from_dict(tomllib.loads(text))
 
     def to_json(self) -> str:
-        """The plan as JSON; ``from_json`` gives an equal plan back."""
+        """The plan as JSON; ``from_json`` returns an equal plan."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The plan that a JSON text describes.
+        """Read a plan from JSON.
 
         Raises:
-            json.JSONDecodeError: The text is not JSON; the message has line and column.
-            PlanError: It is JSON, but no plan.
+            json.JSONDecodeError: ``text`` is not JSON.
+            PlanError: It is JSON, but not a plan.
         """
         data: object = json.loads(text)
         if not isinstance(data, dict):
@@ -231,20 +223,20 @@ class PipelinePlan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan from a ``.toml`` or ``.json`` file; errors as for their texts."""
+        """Read a plan from a ``.toml`` or ``.json`` file; raises the errors of its format."""
         path = Path(path)
         text = path.read_text()
         return cls.from_json(text) if path.suffix == ".json" else cls.from_toml(text)
 
     def digest(self) -> str:
-        """A fingerprint (hex) of all that ranks must agree on, for comparing plans across ranks."""
+        """A hash (hex) of ``agreed_fields``, for comparing plans across ranks."""
         data = {key: _plain(value) for key, value in self.agreed_fields().items()}
         # As pairs: the order of the schedule counts.
         data["schedule"] = [[name, row] for name, row in data["schedule"].items()]
         return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
     def agreed_fields(self) -> dict[str, Any]:
-        """Field to value, for all fields that ranks must agree on: those that order something."""
+        """Field to value, for the fields that all ranks must agree on, since they affect order."""
         names = [name for name in _KEYS if name not in _MAY_DIFFER]
         return {name: getattr(self, name) for name in names} | {"pipeline_depth": self.depth}
 
@@ -254,7 +246,7 @@ _MAY_DIFFER = {
     "streams": "a stream's priority orders nothing",
     "stale": "it allows reads, and changes no order",
 }
-"""Fields that no digest counts, and why. Tasks are no data."""
+"""Fields that ``digest`` ignores, and why."""
 
 
 def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str, TaskSchedule]:
@@ -295,7 +287,7 @@ def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
 def _edges(
     what: str, entries: Iterable[Any], problems: list[Problem], *, far: bool = False
 ) -> tuple[tuple[Any, ...], ...]:
-    """(consumer, producer) or, of those that are far, (consumer, producer, distance)."""
+    """Checked (consumer, producer) pairs; with ``far``, each has a distance too."""
     form = "(consumer, producer[, distance]) with a distance of 1 or more iterations"
     good: list[tuple[Any, ...]] = []
     for entry in entries:
@@ -315,7 +307,7 @@ def _edges(
 
 
 def _plain(value: Any) -> Any:
-    """What a file holds: lists, dicts, and of an entry the fields that are not at their default."""
+    """Lists, dicts and scalars; of schedule entries, only the values that are not the default."""
     if isinstance(value, torch.Stream):
         return "<torch.Stream>"
     if isinstance(value, Mapping):
@@ -339,28 +331,18 @@ def _table(
     if not isinstance(table, Mapping):
         problems.append(Problem(f"{key} is {table!r}: it must be a table"))
         return {}
-    known = {name: _kinds(hint) for name, hint in get_type_hints(kind).items()}
-    made: dict[str, Any] = {}
-    for name, entry in table.items():
-        if not isinstance(entry, Mapping):
-            problems.append(Problem(f"{key}.{name} is {entry!r}: it must be a table"))
-            continue
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-        for field_name, value in values.items():
-            where = f"{key}.{name}"
-            if field_name not in known:
-                text = f"{where}: unknown key {field_name!r}; known are {', '.join(known)}"
+    kinds = {name: _kinds(hint) for name, hint in get_type_hints(kind).items()}
+    rows = read_rows(table, key, kinds, problems)
+    for name, row in rows.items():
+        for field_name, value in row.items():
+            if type(value) not in kinds[field_name]:
+                wanted = " or ".join(each.__name__ for each in kinds[field_name])
+                text = f"{key}.{name}.{field_name} is {value!r}: it must be a {wanted}"
                 problems.append(Problem(text))
-            elif type(value) not in known[field_name]:
-                wanted = " or ".join(each.__name__ for each in known[field_name])
-                problems.append(
-                    Problem(f"{where}.{field_name} is {value!r}: it must be a {wanted}")
-                )
-        made[name] = kind(**{k: v for k, v in values.items() if k in known})
-    return made
+    return {name: kind(**row) for name, row in rows.items()}
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
-    """The types that a file can hold of those that a field may have."""
+    """The types of a field that a file can hold."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(get_origin(k) or k for k in kinds if k not in (type(None), torch.Stream))

@@ -1,4 +1,4 @@
-"""What to compute: a name, a function of the iteration's context, its declared outside effects."""
+"""What to compute: a name, a function of the iteration's context, and declared side effects."""
 
 from __future__ import annotations
 
@@ -14,28 +14,25 @@ Mode: TypeAlias = Literal["r", "w", "rw"]
 
 @dataclass(frozen=True, slots=True)
 class DeclaredIO:
-    """An effect of a task outside its context: how to put it back, and what it is to be called.
+    """A side effect of a task, outside its context.
 
-    A shortcut task does not run; ``capture`` and ``restore`` let swpipe put such an effect back all
-    the same. A one-shot value (the handle of a collective, say) must come out of ``capture`` in a
-    form that can be handed out again and again: wait for it once, and hand out the result.
+    While a task is shortcut it does not run; ``capture`` and ``restore`` reproduce its side effect.
+    ``restore`` may get the captured value many times: of a one-shot value, such as the handle of a
+    collective, capture the result instead.
 
-    ``state`` names what is touched. Two tasks that name one state, one of them writing it, must run
-    in their serial order under every plan; ``swpipe.analysis.verification`` sees to that.
+    If two tasks name the same ``state`` and one of them writes it, every plan must run them in
+    serial order; ``swpipe.analysis.verification`` checks this.
 
     Attributes:
-        capture: Called right after the task ran; returns the state to keep.
-        restore: Called instead of the task, with what ``capture`` returned (tensors come back
-            detached).
+        capture: Called right after the task ran; returns the value to keep.
+        restore: Called instead of the task with that value, its tensors detached.
         state: Name of something that outlives an iteration: "model", "cache", "data.log".
-        mode: The task reads ("r"), writes ("w"), or both reads and writes it ("rw").
-        memory: What the state lies in, where that is known: tensors, or modules with theirs, alone
-            or in lists and dicts. It need be said once. What a recording sees of that memory goes
-            by the state's name then.
+        mode: Whether the task reads ("r"), writes ("w") or does both ("rw").
+        memory: The tensors and modules that hold the state, alone or in lists and dicts; needed
+            only once per state. A recording reports accesses to this memory by the state's name.
 
     Raises:
-        ValueError: Neither a state nor capture and restore, one of the two without the other, an
-            empty name, another mode, or memory of no state.
+        ValueError: The fields are incomplete or contradict each other.
     """
 
     capture: Callable[[], Any] | None = None
@@ -62,19 +59,19 @@ class DeclaredIO:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
-    """One named unit of work. Its name stands for it in plans.
+    """One named unit of work. Plans refer to it by name.
 
     Attributes:
-        name: Unique among the tasks of a pipeline; not empty, and not in angle brackets.
+        name: Unique among the tasks of a pipeline; not empty, and does not begin with "<".
         fn: Reads and writes attributes of the context; its return value is ignored.
-        io: Effects outside the context.
-        random: The task draws from torch's default generators. Each of its runs is then seeded from
-            the pipeline's seed, its name and the iteration, so that every plan draws the same
-            numbers; such tasks run one at a time, since the generators are shared by all threads.
+        io: Side effects outside the context.
+        random: The task draws from torch's default generators. Each run is seeded from the
+            pipeline's seed, the task's name and the iteration, so every plan draws the same
+            numbers. All threads share the generators, so such tasks run one at a time.
 
     Raises:
-        TypeError: ``name`` is not a string or ``fn`` cannot be called.
-        ValueError: ``name`` is empty or in angle brackets.
+        TypeError: ``name`` is not a string, or ``fn`` cannot be called.
+        ValueError: ``name`` is empty or begins with "<".
     """
 
     name: str
@@ -98,14 +95,14 @@ class PipelineTask:
 
 
 TaskRef: TypeAlias = str | PipelineTask
-"""A task, or its name: whatever names a task takes either."""
+"""A task or its name."""
 
 
 def name_of(ref: TaskRef) -> str:
-    """The name of a task given as itself or by name."""
+    """The name of a task."""
     return ref if isinstance(ref, str) else ref.name
 
 
 def names_of(refs: Iterable[TaskRef]) -> tuple[str, ...]:
-    """The names of several tasks, each given as itself or by name."""
+    """The names of several tasks."""
     return tuple(name_of(ref) for ref in refs)
