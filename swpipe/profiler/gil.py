@@ -40,11 +40,7 @@ in between, and the CPU time went into requesting it."""
 
 
 class GilContender:
-    """A thread that competes for the interpreter lock within a ``with`` block.
-
-    Attributes:
-        held_s: Seconds for which it has held the lock so far.
-    """
+    """A thread that competes for the interpreter lock; it has held it for ``held_s`` seconds."""
 
     def __init__(self) -> None:
         self.held_s = 0.0
@@ -78,11 +74,7 @@ class GilContender:
 
 
 class GilTimes(Observer):
-    """Observes a serial run next to a contender.
-
-    Attributes:
-        runs: Task to the seconds for which it held the lock, one entry per run.
-    """
+    """Observes a serial run; ``runs`` has each task's seconds with the lock, run by run."""
 
     def __init__(self, contender: GilContender) -> None:
         self._contender = contender

@@ -19,11 +19,7 @@ class _Run(NamedTuple):
 
 
 class HostTimes(Observer):
-    """Observes tasks. Each task has a list of its own, which one thread at a time writes to.
-
-    Args:
-        tasks: The tasks to time; others are ignored.
-    """
+    """Observes ``tasks``. Each has a list of its own, which one thread at a time writes to."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
         self._new: dict[str, list[_Run]] = {name: [] for name in tasks}

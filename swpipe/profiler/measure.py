@@ -32,11 +32,8 @@ class WindowTimer:
 
     Attributes:
         pipe: The pipeline; idle, and borrowed for profiling.
-        batch: What every iteration gets.
         copy: Makes the batches of a window from ``batch``, before the window.
         warmup: Iterations before the first sample; at least 1, in which a shortcut task is cached.
-        measure: Iterations that are timed.
-        pipelined: Run under the plan, instead of serially.
     """
 
     pipe: SWPipeline

@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 
 class Bars(NamedTuple):
-    """The bars of one color.
-
-    Attributes:
-        label: The text in the legend.
-        value_s: Task to the length of its bar, in seconds; tasks that are missing have no bar.
-        error_s: Task to the half-width of its error bar, in seconds.
-    """
+    """The bars of one color: by task, their lengths and the half-widths of their error bars."""
 
     label: str
     value_s: Mapping[str, float]

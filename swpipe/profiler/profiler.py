@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from swpipe._state.discovery import Found, find_state, given_state
@@ -56,17 +57,9 @@ class TaskProfiler:
         copy: Callable[[Any], Any] | None = None,
     ) -> ProfileResult:
         """Profile on one batch. For arguments and errors see ``profile_many``."""
-        return self.profile_many(
-            [batch],
-            num_warmup,
-            num_measure,
-            num_rounds,
-            pipelined,
-            tasks,
-            verbose,
-            labels=[label],
-            copy=copy,
-        )[0]
+        counts = (num_warmup, num_measure, num_rounds)
+        given = (*counts, pipelined, tasks, verbose)
+        return self.profile_many([batch], *given, labels=[label], copy=copy)[0]
 
     def profile_many(
         self,
@@ -175,9 +168,7 @@ def _result(
         spread_s={name: estimate.spread_s for name, estimate in saved.items()},
         host_s=measured.times.host_s,
         blocked_s=measured.times.blocked_s,
-        num_warmup=counts.num_warmup,
-        num_measure=counts.num_measure,
-        num_rounds=counts.num_rounds,
+        **asdict(counts),
         put_back=tuple(map(str, owners)),
         already_shortcut=left_out,
     )

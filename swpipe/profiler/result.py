@@ -61,8 +61,6 @@ class ProfileResult(_Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
     Attributes:
-        batch: The label of the batch.
-        mode: ``"serial"``, or ``"pipelined"`` for a measurement under the plan.
         baseline_s: Wall time of an iteration in which all tasks run.
         baseline_spread_s: Half-width of the error bar of ``baseline_s``.
         exposed_s: Task to the wall time saved if it cost nothing; never negative.

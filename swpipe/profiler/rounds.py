@@ -56,12 +56,7 @@ class Counts:
 
 
 class Measured(NamedTuple):
-    """What was measured on one batch.
-
-    Attributes:
-        columns: ``BASELINE`` and each task to their windows.
-        times: The times of the tasks on their threads.
-    """
+    """The windows of ``BASELINE`` and of each task, and the tasks' times on their threads."""
 
     columns: dict[str, Column]
     times: HostTimes

@@ -32,12 +32,7 @@ from swpipe.shortcut.writes import AttributeWrites
 
 
 class Changes(NamedTuple):
-    """Names of attributes.
-
-    Attributes:
-        produced: Added, rebound or modified in place.
-        deleted: Removed.
-    """
+    """Names of attributes; ``produced`` were added, rebound or modified in place."""
 
     produced: tuple[str, ...]
     deleted: tuple[str, ...]
@@ -46,9 +41,7 @@ class Changes(NamedTuple):
 class ContextWatch:
     """Finds what the thread that enters a ``with`` block changes on a context within it.
 
-    Attributes:
-        before: The attributes at the start of the block.
-        changes: The changes; set at the end of the block.
+    ``before`` has the attributes at the start of the block; ``changes`` is set at its end.
     """
 
     changes: Changes

@@ -14,7 +14,7 @@ So upstream parameters stay in the graph: their gradients are zeros, not None.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,47 +63,37 @@ def connect(
     return outputs
 
 
-class _Zero(NamedTuple):
-    tensor: Tensor
-    version: int
-
-
 class ZeroGradients:
     """Zero gradients, reused while they match the tensors they are for."""
 
     def __init__(self) -> None:
-        self._kept: list[_Zero] = []
+        self._kept: list[tuple[Tensor, int]] = []  # with version counters
         self._stream: Any = None
 
     def like(self, upstream: Sequence[Tensor], stream: Any) -> tuple[Tensor, ...]:
-        """Zeros of the shapes, dtypes and devices of ``upstream``.
-
-        Args:
-            upstream: The tensors that get them as gradients.
-            stream: The current stream. Zeros made on another stream are not reused.
-        """
+        """Zeros like ``upstream``. Those made under another current ``stream`` are not reused."""
         old = self._kept if stream == self._stream else []
         self._kept = [
-            old[k] if k < len(old) and _matches(old[k], tensor) else _fresh(tensor)
+            old[k] if k < len(old) and _matches(*old[k], tensor) else _fresh(tensor)
             for k, tensor in enumerate(upstream)
         ]
         self._stream = stream
-        return tuple(zero.tensor for zero in self._kept)
+        return tuple(zero for zero, _ in self._kept)
 
 
-def _fresh(tensor: Tensor) -> _Zero:
+def _fresh(tensor: Tensor) -> tuple[Tensor, int]:
     zero = torch.zeros_like(tensor.detach())
-    return _Zero(zero, zero._version)
+    return zero, zero._version
 
 
-def _matches(zero: _Zero, tensor: Tensor) -> bool:
-    a, b = ((t.layout, t.shape, t.dtype, t.device) for t in (zero.tensor, tensor))
+def _matches(zero: Tensor, version: int, tensor: Tensor) -> bool:
+    a, b = ((t.layout, t.shape, t.dtype, t.device) for t in (zero, tensor))
     return (
-        type(zero.tensor) is Tensor
+        type(zero) is Tensor
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and a == b
         and tensor.layout is torch.strided
-        and zero.tensor._version == zero.version  # no hook has modified the gradient in place
+        and zero._version == version  # no hook has modified the gradient in place
     )
 
 

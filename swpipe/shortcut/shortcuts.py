@@ -52,11 +52,7 @@ from swpipe.shortcut.graft import ZeroGradients, connect, gradient_edges, neares
 
 
 class Shortcuts:
-    """The tasks that are replayed, and their caches.
-
-    Attributes:
-        names: Tasks to run through ``run``; always the same set object.
-    """
+    """The tasks to run through ``run``, in ``names`` (always the same set), and their caches."""
 
     def __init__(self, device: Device | None = None) -> None:
         self.names: set[str] = set()
@@ -107,11 +103,8 @@ class _Cached(NamedTuple):
 
     Attributes:
         clone: A detached clone, which stands for the tensor in the cached values.
-        version: The clone's version counter when it was made.
         leaf: The tensor was a leaf that required grad.
         computed: The tensor required grad and was computed by autograd.
-        grad: A clone of the tensor's ``.grad``.
-        retains_grad: ``retain_grad()`` was called on the tensor.
         place: The attribute or io that contained it, for messages.
     """
 
@@ -136,12 +129,7 @@ class _Cached(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """What a task produced.
-
-    Attributes:
-        attributes: Name to value.
-        states: What each io captured, in the order of the task's io.
-    """
+    """What a task produced: attributes by name, and what each of its io captured, in order."""
 
     attributes: dict[str, Any]
     states: list[Any]
@@ -177,15 +165,7 @@ def _call_io(
 
 
 class _Cache:
-    """The outputs of one run of a task.
-
-    Args:
-        task: The task's name.
-        live: What it produced. Tensors other than parameters are cloned.
-        deleted: Names of attributes that it deleted.
-        inputs: Names of attributes whose tensors the outputs were computed from.
-        device: The device that the task runs on.
-    """
+    """The outputs of one run of a task, computed from the attributes ``inputs``."""
 
     def __init__(
         self,
@@ -212,15 +192,14 @@ class _Cache:
         self._values = map_tensors(live, cache)
         self._check_replayable(task)
         self._stream = device.current_stream()
-        self._ready = device.new_event() if device.has_streams else None
-        if self._ready is not None:
-            self._ready.record(self._stream)
+        self._ready = device.new_event()
+        self._ready.record(self._stream)
 
     def replay(self, task: PipelineTask, ctx: Any) -> None:
         """Leave ``ctx`` as the cached run did."""
         self._check_unmodified(task.name)
         stream = self._device.current_stream()
-        if self._ready is not None and stream != self._stream:
+        if stream != self._stream:
             self._ready.wait(stream)  # the cache was made under another plan, on another stream
         fresh = self._new_tensors(vars(ctx), stream)
         values = map_tensors(self._values, lambda tensor: fresh.get(id(tensor), tensor))

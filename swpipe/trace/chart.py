@@ -47,11 +47,7 @@ def label(row: Row) -> str:
 
 
 def chart(panels: Sequence[Panel], width: int = 100) -> str:
-    """Draw timelines below each other, each from 0, on one scale.
-
-    Args:
-        panels: The timelines; each has one line per row.
-        width: The number of columns.
+    """Draw timelines below each other, each from 0, on one scale of ``width`` columns.
 
     Raises:
         ValueError: A panel has no span, or ``width`` is too small.

@@ -45,19 +45,13 @@ class TimedEvent(Protocol):
 
 
 def timed_event(device: Device) -> TimedEvent | None:
-    """A new timing event; None if the device has no streams or its events have no timing."""
-    event = device.new_event(timing=True) if device.has_streams else None
+    """A new timing event; None if the device's events have no timing."""
+    event = device.new_event(timing=True)
     return event if isinstance(event, TimedEvent) else None
 
 
 class Recorder:
-    """Observes a pipeline until ``finish``.
-
-    Args:
-        program: Maps the lanes of instructions to thread groups.
-        device: If it has streams and timing events, streams are recorded too.
-        streams: The plan's streams, by their names in the plan.
-    """
+    """Observes a pipeline until ``finish``; streams too, if the device has timing events."""
 
     def __init__(self, program: Program, device: Device, streams: Mapping[Any, Stream]) -> None:
         self._rows = tuple(Row("thread", lane.group) for lane in program.lanes)
@@ -134,14 +128,7 @@ class _Log:
 
 
 class DeviceClock:
-    """Converts events to the time of the host clock at which the device reached them.
-
-    Args:
-        device: A device with streams and timing events.
-        streams: The plan's streams, by their names in the plan.
-        base: An event of the device.
-        origin_ns: The ``time.perf_counter_ns`` that is time 0.
-    """
+    """Converts events to nanoseconds from ``origin_ns``, a ``time.perf_counter_ns``."""
 
     def __init__(
         self, device: Device, streams: Mapping[Any, Stream], base: TimedEvent, origin_ns: int
@@ -160,7 +147,7 @@ class DeviceClock:
     def of(
         cls, device: Device, streams: Mapping[Any, Stream], origin_ns: int
     ) -> DeviceClock | None:
-        """The clock of a device; None if it has no streams or no timing events."""
+        """The clock of a device; None if it has no timing events."""
         base = timed_event(device)
         return None if base is None else cls(device, streams, base, origin_ns)
 

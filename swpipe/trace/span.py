@@ -28,8 +28,7 @@ class Span:
     Times are nanoseconds from an origin that all spans of a timeline share.
 
     Attributes:
-        task: The task's name; swpipe itself adds ``<admit>`` and ``<retire>``.
-        iteration: From 0.
+        task: The task's name, or ``<admit>`` or ``<retire>``.
         row: Where it ran. A task that queues device work has one span on its thread and one on its
             stream.
         start_ns: When the task's function was called, or its work on the stream started.
@@ -77,13 +76,7 @@ def rows_of(spans: Iterable[Span]) -> tuple[Row, ...]:
 
 
 class Panel(NamedTuple):
-    """One of several timelines that are drawn below each other.
-
-    Attributes:
-        heading: A line above the timeline; none if empty.
-        spans: The spans to draw, measured or predicted.
-        beside: Spans of other iterations in the same time; drawn in grey.
-    """
+    """One of several timelines; spans of other iterations, in ``beside``, are drawn in grey."""
 
     heading: str
     spans: Sequence[Span]

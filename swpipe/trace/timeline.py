@@ -46,12 +46,7 @@ HEADINGS = {"thread": "thread groups", "stream": "streams"}
 def plot(
     panels: Sequence[Panel], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draw timelines below each other into a picture.
-
-    Args:
-        panels: The timelines, from the top.
-        path: The file to write; its suffix selects the format: .png, .svg, .pdf.
-        title: A line above the timelines.
+    """Draw timelines below each other; the suffix of ``path`` selects .png, .svg or .pdf.
 
     Raises:
         ValueError: A panel has no span.

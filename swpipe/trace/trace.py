@@ -19,14 +19,9 @@ from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes:
-    """The mean times of one task on one row.
+    """The mean times of one task on one row: from start to end, and waiting before the start.
 
-    Attributes:
-        task: Its name.
-        row: The thread group that ran it, or the stream of its device work.
-        runs: The number of spans.
-        mean_s: Seconds from start to end; on a thread, the time the task blocks the host.
-        mean_wait_s: Seconds that the thread waited before the start; 0 on streams.
+    On a thread, ``mean_s`` is the time the task blocks the host; on a stream, nothing waits.
     """
 
     task: str
@@ -39,15 +34,10 @@ class TaskTimes:
 class Trace:
     """A record of when each task ran, from ``SWPipeline.trace`` or ``Trace.load``.
 
-    Args:
-        spans: The recorded spans.
-        beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
-        arrows: Dependences within an iteration; saved with the spans.
-
     Attributes:
         spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
-        beside: As given, by start.
-        arrows: As given.
+        beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
+        arrows: Dependences within an iteration; saved with the spans.
     """
 
     def __init__(
@@ -123,16 +113,12 @@ class Trace:
         for span in self.spans:
             runs[span.row, span.task].append(span)
         rows = rows_of(self.spans)
-        return tuple(
-            TaskTimes(
-                task,
-                row,
-                len(spans),
-                fmean(span.duration_ns for span in spans) / 1e9,
-                fmean(span.wait_ns for span in spans) / 1e9,
-            )
-            for (row, task), spans in sorted(runs.items(), key=lambda item: rows.index(item[0][0]))
-        )
+        times = []
+        for (row, task), spans in sorted(runs.items(), key=lambda item: rows.index(item[0][0])):
+            mean_s = fmean(span.duration_ns for span in spans) / 1e9
+            wait_s = fmean(span.wait_ns for span in spans) / 1e9
+            times.append(TaskTimes(task, row, len(spans), mean_s, wait_s))
+        return tuple(times)
 
     def format_summary(self) -> str:
         """A table of ``task_times`` and ``busy``, and the initiation interval.
@@ -194,11 +180,7 @@ class Trace:
 
 
 def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:
-    """Draw several traces for a terminal, below each other on one scale.
-
-    Args:
-        traces: Heading to trace, from the top; for example a predicted and a measured one.
-        width: The number of columns.
+    """Draw several traces, by heading, for a terminal, below each other on one scale.
 
     Raises:
         ValueError: A trace is empty, or ``width`` is too small.
@@ -209,17 +191,7 @@ def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:
 def plot_stacked(
     traces: Mapping[str, Trace], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draw several traces into a picture, below each other on one scale.
-
-    Args:
-        traces: Heading to trace, from the top.
-        path: The file to write; its suffix selects PNG, SVG or PDF.
-        title: A line above the traces.
-
-    Raises:
-        ValueError: A trace is empty.
-        ImportError: matplotlib is not installed; see ``swpipe[plot]``.
-    """
+    """Draw several traces, by heading, like ``Trace.plot``, below each other on one scale."""
     timeline.plot(_panels(traces), path, title=title)
 
 
