@@ -217,16 +217,14 @@ class SWPipeline:
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
-        label = "pipelined" if verbose else None
-        return run_to_end(self.iterate(loader), self.device, loader, label)
+        contexts = self.iterate(loader)
+        return run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> IterContext:
         """Run every task on one batch, one by one, on this thread and the caller's stream.
 
-        Args:
-            batch: The batch.
-            iter_idx: The iteration's number, from 0, on which the seeds of tasks with
-                ``random=True`` depend; None for ``next_iteration``, which is counted then.
+        Seeds of tasks with ``random=True`` depend on the iteration's number, ``iter_idx``, from 0.
+        If it is None, the number is ``next_iteration``, which then increases.
         """
         with self._access:
             self.check_idle("running serially")
@@ -238,9 +236,8 @@ class SWPipeline:
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` serially; gives the same numbers as ``run``."""
-        label = "serial" if verbose else None
         contexts = map(self.run_one_serial_iter, loader)
-        return run_to_end(contexts, self.device, loader, label)
+        return run_to_end(contexts, self.device, loader, "serial" if verbose else None)
 
     def enable_shortcut(self, *tasks: TaskRef) -> None:
         """Cache what each task's next run produces; replay that afterwards instead of running it.
@@ -345,9 +342,7 @@ class SWPipeline:
     def format_program(self, *, streams: bool | None = None) -> str:
         """What each thread group does in a period, and what it waits for; a line per group.
 
-        Args:
-            streams: Show the program for a device with streams, or for one without; None for the
-                pipeline's own device.
+        If ``streams`` is None, the program is that for the pipeline's own device.
         """
         streams = self.device.has_streams if streams is None else streams
         return format_program(compile_plan(self._resolved, streams=streams))

@@ -32,11 +32,7 @@ def plan_facts(plan: PipelinePlan) -> dict[str, str]:
 
 
 def differences(held: Sequence[Facts]) -> str:
-    """In what ranks differ, on one line; empty where they do not.
-
-    Args:
-        held: Each rank's facts, by rank.
-    """
+    """In what ranks differ, on one line; empty where they do not. ``held`` is by rank."""
     told = []
     for fact in dict.fromkeys(chain.from_iterable(held)):
         values = [facts.get(fact, "none") for facts in held]

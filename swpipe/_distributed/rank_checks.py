@@ -81,12 +81,7 @@ class _Turns:
 
 
 class Begun(NamedTuple):
-    """How far a pipeline is.
-
-    Attributes:
-        pipeline: Its number, as ``check_same_plan`` tells it; 0 before that.
-        periods: How many it has begun.
-    """
+    """A pipeline's number (from ``check_same_plan``; 0 before), and the periods it has begun."""
 
     pipeline: int
     periods: int
@@ -111,9 +106,6 @@ def check_same_plan(plan: PipelinePlan) -> int:
     """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
 
     Every rank has to call this: it is a collective.
-
-    Args:
-        plan: This rank's.
 
     Returns:
         The pipeline's number among those compared, from 1, alike on all ranks; 0 without others.
@@ -144,15 +136,9 @@ def check_same_shortcuts(
     are compared through the job's store, not by a collective: it would get in between those of
     iterations in flight.
 
-    Args:
-        digest: Of the pipeline's plan.
-        names: Tasks that will be shortcut.
-        begun: How far the pipeline is.
-        timeout_s: That the other ranks have to come here, too.
-
     Raises:
-        RuntimeError: The ranks differ, or one has not come, or has gone on without. Where they
-            differ, it is raised on all.
+        RuntimeError: The ranks differ (raised on all), or one continues without, or does not call
+            this within ``timeout_s``.
     """
     if _alone():
         return
@@ -167,10 +153,8 @@ def check_same_shortcuts(
         tell_failure(error)  # the others are in collectives that will fail when this rank ends
         raise
     if len(set(others)) > 1:
-        held = "; ".join(
-            f"rank {rank} shortcuts {', '.join(json.loads(said)[1])}"
-            for rank, said in enumerate(others)
-        )
+        named = [", ".join(json.loads(said)[1]) for said in others]
+        held = "; ".join(f"rank {rank} shortcuts {tasks}" for rank, tasks in enumerate(named))
         raise RuntimeError(
             "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
             f"each other's collectives for ever: {held}. Enable the same tasks on all ranks, in "
@@ -181,12 +165,8 @@ def check_same_shortcuts(
 def answer_check(begun: Begun) -> None:
     """Tell ranks that wait for this one to enable shortcuts, if any do, that it has gone on.
 
-    Called where nothing moves; may be called from any thread.
-
-    Args:
-        begun: How far the pipeline is that does not move. Ranks that have begun as many periods
-            are not answered, and those that wait for another pipeline neither, were it of the same
-            plan: this one may be late.
+    Called from any thread when nothing moves in the pipeline. Ranks that have begun as many
+    periods, or wait for another pipeline, are not answered: this rank may be late.
     """
     if _alone():
         return
@@ -198,10 +178,8 @@ def answer_check(begun: Begun) -> None:
                 return
             other = Begun(*json.loads(store.get(waiting)))
             if other.pipeline == begun.pipeline and other.periods < begun.periods:
-                store.set(
-                    _SHORTCUTS.format(_turns.count, dist.get_rank()),
-                    json.dumps([begun.periods, other.periods]),
-                )
+                own = _SHORTCUTS.format(_turns.count, dist.get_rank())
+                store.set(own, json.dumps([begun.periods, other.periods]))
                 _turns.count += 1
         except (RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
             return

@@ -29,13 +29,6 @@ class Engine:
     """What all runs of a pipeline share.
 
     Attributes:
-        program: The compiled plan.
-        tasks: Task name to task.
-        device: Where streams and events come from.
-        streams: The plan's name of each stream to the stream.
-        host: Where threads and counters come from.
-        shortcuts: Which tasks are replayed instead of run.
-        seeds: Seeds of tasks with ``random=True``.
         observers: Returns the observers that are active now.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
             kept from one run to the next, so that short runs wait for the device as well.
@@ -57,7 +50,6 @@ class InFlight:
     """One iteration in flight.
 
     Attributes:
-        ctx: Its context.
         state: The caller's torch settings when it was admitted; None where no worker needs them.
         variables: The caller's context variables then; likewise.
         source: Event after which other streams may read the batch; None where it is on the host.
@@ -75,7 +67,6 @@ class InFlightIterations:
     """The iterations of one run that are in flight, and the events of their tasks.
 
     Attributes:
-        engine: The pipeline's.
         first: The pipeline's number of the run's first iteration; lanes count from 0.
         total: How many iterations the run has; ``FOREVER`` until its data has ended.
         depth: How many may be in flight.

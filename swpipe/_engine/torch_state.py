@@ -13,28 +13,16 @@ from typing import NamedTuple
 import torch
 
 
-class Autocast(NamedTuple):
-    """The autocast setting of one device type."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def of_this_thread(cls, kind: str) -> Autocast:
-        """The calling thread's setting."""
-        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-
 class TorchState(NamedTuple):
     """The settings of one thread that tasks can depend on.
 
-    A named tuple, not a dataclass: one is made and compared at every ``progress()``.
+    A named tuple, not a dataclass: one is made and compared at every ``progress()``. ``autocast``
+    has a tuple (device type, enabled, dtype) for each device type.
     """
 
     grad: bool
     inference: bool
-    autocast: tuple[Autocast, ...]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
     default_device: torch.device | None
     threads: int
 
@@ -44,7 +32,10 @@ class TorchState(NamedTuple):
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple([Autocast.of_this_thread(kind) for kind in autocast_types]),
+            tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in autocast_types
+            ),
             _default_device(),
             torch.get_num_threads(),
         )

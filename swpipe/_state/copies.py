@@ -53,9 +53,8 @@ class _SavedTensor:
         self._copies = [(part, _to_host(part)) for part in _parts(self._memory)]
 
     def restore(self) -> None:
-        tensor, memory = self._tensor, self._memory
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            self._restore(tensor, memory)
+        with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
+            self._restore(self._tensor, self._memory)
 
     def _restore(self, tensor: Tensor, memory: Tensor) -> None:
         if self._leaf:

@@ -40,12 +40,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Found(NamedTuple):
-    """An object that the search found.
-
-    Attributes:
-        path: The path to it, such as ``"self.model"``.
-        owner: The object.
-    """
+    """An object that the search found, and the path to it, such as ``"self.model"``."""
 
     path: str
     owner: Any
@@ -122,12 +117,10 @@ def given_state(state: Any) -> tuple[Found, ...]:
         TypeError: One of them has no state that can be restored.
     """
     if isinstance(state, torch.Tensor) or has_state(state):
-        named: Iterable[tuple[str, Any]] = [("state", state)]
-    elif isinstance(state, Mapping):
-        named = state.items()
-    else:
-        named = [(f"state[{index}]", owner) for index, owner in enumerate(state)]
-    found = tuple(Found(str(name), owner) for name, owner in named)
+        state = {"state": state}
+    elif not isinstance(state, Mapping):
+        state = {f"state[{index}]": owner for index, owner in enumerate(state)}
+    found = tuple(Found(str(name), owner) for name, owner in state.items())
     for one in found:
         if not (isinstance(one.owner, torch.Tensor) or has_state(one.owner)):
             raise TypeError(
@@ -150,9 +143,7 @@ class _Step(NamedTuple):
 def _walk(start: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
     """Breadth-first search: each object is found on its shortest path.
 
-    Args:
-        start: Where to start.
-        seen: Objects found before, by id. It keeps them alive, so that ids are not reused.
+    ``seen`` has the objects found before, and keeps them alive, so that ids are not reused.
     """
     while start:
         near, far = deque(start), list[_Step]()

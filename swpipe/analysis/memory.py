@@ -36,14 +36,7 @@ SHOWN_ATTRIBUTES = 3
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One attribute, as one task sets it.
-
-    Attributes:
-        attribute: Its name.
-        task: Who sets it.
-        copies: How many iterations can hold it at once.
-        bytes_each: What one of them holds.
-    """
+    """One attribute, as one task sets it; ``copies`` iterations can hold it at once."""
 
     attribute: str
     task: str
@@ -63,12 +56,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What the iterations in flight hold at most.
-
-    Attributes:
-        held: Every attribute, the largest first.
-        streams: Whether the device has streams.
-    """
+    """What the iterations in flight hold at most: every attribute, the largest first."""
 
     held: tuple[Held, ...]
     streams: bool
@@ -85,13 +73,7 @@ class Footprint:
 
 
 def bytes_in_flight(resolved: ResolvedPlan, sizes: Sizes, *, streams: bool) -> Footprint:
-    """An upper bound on what the contexts in flight hold.
-
-    Args:
-        resolved: The plan, validated.
-        sizes: What each task leaves in its attributes.
-        streams: Whether the device has streams.
-    """
+    """An upper bound on what the contexts in flight hold; the plan is validated."""
     before, plan = HappensBefore.of(resolved, streams=streams), resolved.plan
     held = []
     for attribute, lives in _lives(resolved, sizes).items():

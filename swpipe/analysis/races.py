@@ -33,12 +33,7 @@ SHOWN_PLACES = 4
 
 
 class RequiredOrder(NamedTuple):
-    """An order that must be kept in every interleaving.
-
-    Attributes:
-        conflict: The consumer on iteration i comes after the producer on iteration i - distance.
-        either: The opposite order will do as well, if it is always the same one.
-    """
+    """An order that must be kept in every interleaving; ``either`` allows the opposite one too."""
 
     conflict: Conflict
     either: bool
@@ -111,12 +106,9 @@ def violations(
 def race_problems(
     resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | None = None
 ) -> list[Problem]:
-    """Every required order that the plan breaks, in words, with the edge that would mend it.
+    """Every required order that a validated plan breaks, with the edge that would restore it.
 
-    Args:
-        resolved: The plan, validated.
-        effects: What each task touches, in serial order.
-        streams: Whether the device has streams; None asks for both kinds of device.
+    ``effects`` is in serial order; if ``streams`` is None, both kinds of device are checked.
     """
     required = tuple(required_orders(effects, resolved.plan.stale))
     guaranteed = guarantees(resolved, streams) if required else ()

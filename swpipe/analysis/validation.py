@@ -66,22 +66,19 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
         if count > 1:
             yield Problem(f"task {name!r} is given {count} times: names are unique", (name,))
         if name not in plan.schedule:
-            yield Problem(
-                f"task {name!r} has no schedule: add it to the plan, or leave the task out"
-            )
+            mend = "add it to the plan, or leave the task out"
+            yield Problem(f"task {name!r} has no schedule: {mend}")
+    known = ", ".join(names.elements()) or "none"
     for name in plan.schedule:
         if name not in names:
-            known = ", ".join(names.elements()) or "none"
-            yield Problem(
-                f"the plan schedules {name!r}, which is not among the tasks ({known}): "
-                "correct the name, or take it out of the schedule",
-                (name,),
-            )
+            what = f"the plan schedules {name!r}, which is not among the tasks ({known})"
+            mend = "correct the name, or take it out of the schedule"
+            yield Problem(f"{what}: {mend}", (name,))
 
 
 def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
     for name, entry in plan.schedule.items():
-        yield from _entry(name, entry, device)
+        yield from (Problem(f"task {name!r}: {text}", (name,)) for text in _entry(entry, device))
     used = {e.stream for e in plan.schedule.values() if isinstance(e.stream, str)}
     for stream, spec in plan.streams.items():
         if not isinstance(spec, StreamSpec) or type(spec.priority) is not int:
@@ -104,29 +101,23 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
         )
 
 
-def _entry(name: str, entry: TaskSchedule, device: str | None) -> Iterator[Problem]:
+def _entry(entry: TaskSchedule, device: str | None) -> Iterator[str]:
     if type(entry.stage) is not int or entry.stage < 0:
-        yield Problem(
-            f"task {name!r}: stage is {entry.stage!r}; stages are integers from 0", (name,)
-        )
+        yield f"stage is {entry.stage!r}; stages are integers from 0"
     if not isinstance(entry.thread_group, str) or not entry.thread_group:
-        yield Problem(
-            f"task {name!r}: thread_group is {entry.thread_group!r}; give a name, "
-            f"{DEFAULT_GROUP!r} for the caller's own thread",
-            (name,),
+        yield (
+            f"thread_group is {entry.thread_group!r}; give a name, {DEFAULT_GROUP!r} for the "
+            "caller's own thread"
         )
     stream = entry.stream
     if isinstance(stream, torch.Stream):
         if device is not None and not _fits(stream.device, device):
-            yield Problem(
-                f"task {name!r}: its stream belongs to {stream.device}, unknown to the pipeline's "
-                f"device ({device}): name the stream instead, or give SWPipeline that device",
-                (name,),
+            yield (
+                f"its stream belongs to {stream.device}, unknown to the pipeline's device "
+                f"({device}): name the stream instead, or give SWPipeline that device"
             )
     elif stream is not None and not (isinstance(stream, str) and stream):
-        yield Problem(
-            f"task {name!r}: stream is {stream!r}; give a name, a torch.Stream, or None", (name,)
-        )
+        yield f"stream is {stream!r}; give a name, a torch.Stream, or None"
 
 
 def _fits(stream: torch.device, device: str) -> bool:

@@ -26,12 +26,11 @@ from swpipe.core.task import PipelineTask
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found in order.
+    """A plan that was found correct.
 
     Attributes:
-        orders: How many orders between two tasks had to be kept, and are. None at all mean that
-            nothing is known of what the tasks touch.
-        footprint: What may be in flight at most; None where no sizes were given.
+        orders: How many required orders it keeps; 0 means that no conflict is known.
+        footprint: What may be in flight at most; None if no sizes were given.
     """
 
     orders: int

@@ -54,7 +54,11 @@ class CostModel:
     handover_us: float = 0.0
 
     def __post_init__(self) -> None:
-        problems = [p for name, cost in self.tasks.items() for p in _problems(name, cost)]
+        problems = [
+            Problem(f"task {name!r}: {text}", (name,))
+            for name, cost in self.tasks.items()
+            for text in _faults(cost)
+        ]
         if not _is_time(self.handover_us):
             problems.append(Problem(f"handover_us is {self.handover_us!r}: {_RULE}"))
         if problems:
@@ -147,21 +151,18 @@ def _is_time(value: object) -> bool:
     return math.isfinite(value) and value >= 0
 
 
-def _problems(name: str, cost: object) -> Iterable[Problem]:
+def _faults(cost: object) -> Iterable[str]:
     if not isinstance(cost, TaskCost):
-        yield Problem(f"task {name!r}: its cost is {cost!r}; give a TaskCost", (name,))
+        yield f"its cost is {cost!r}; give a TaskCost"
         return
     times = {key: getattr(cost, key) for key in ("host_us", "gil_us", "device_us")}
     for key, value in times.items():
         if not _is_time(value):
-            yield Problem(f"task {name!r}: {key} is {value!r}: {_RULE}", (name,))
+            yield f"{key} is {value!r}: {_RULE}"
     if all(map(_is_time, times.values())) and cost.gil_us > cost.host_us:
-        yield Problem(
-            f"task {name!r}: gil_us is {cost.gil_us}, but host_us only {cost.host_us}: the lock is "
-            "held for a part of the host time",
-            (name,),
-        )
+        rule = "the lock is held for a part of the host time"
+        yield f"gil_us is {cost.gil_us}, but host_us only {cost.host_us}: {rule}"
     if not isinstance(cost.resources, tuple) or not all(
         isinstance(r, str) and r for r in cost.resources
     ):
-        yield Problem(f"task {name!r}: resources is {cost.resources!r}; give names", (name,))
+        yield f"resources is {cost.resources!r}; give names"

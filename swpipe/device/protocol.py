@@ -40,7 +40,7 @@ class Device(Protocol):
 
     Attributes:
         type: The torch device type, such as "cpu" or "cuda".
-        name: The type, with the index where there is one: "cuda:0".
+        name: The type and index: "cuda:0".
         has_streams: Whether work is asynchronous, on streams ordered by events.
         has_nvtx: Whether tools show NVTX ranges next to its work.
         pins_memory: Whether copies to it are faster from pinned host memory.

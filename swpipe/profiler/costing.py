@@ -101,11 +101,6 @@ def measure_costs(
 def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[str]]) -> CostModel:
     """Add resources, each of which only one task at a time can use.
 
-    Args:
-        costs: The model.
-        resources: Task to the resources to add: a communicator, a direction of the copy engine, a
-            disk.
-
     Raises:
         PlanError: A task has no cost.
     """
