@@ -68,8 +68,6 @@ class Instruction:
     Attributes:
         task: Its name; ``<admit>`` and ``<retire>`` are swpipe's own.
         stage: Shifted stage: in period p it works on iteration p - stage; from 0.
-        lane: Index of its lane in the program.
-        position: Its index within the lane, from 0.
         stream: As in the plan; None where the device has no streams.
         host_waits: To be done before it, in every period.
         event_waits: To be done on its stream, where the iteration concerned exists.

@@ -29,13 +29,11 @@ class TorchState(NamedTuple):
     @classmethod
     def of_this_thread(cls, autocast_types: tuple[str, ...]) -> TorchState:
         """The settings of the calling thread; autocast for these device types."""
+        is_enabled = torch.is_autocast_enabled
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in autocast_types
-            ),
+            tuple([(k, is_enabled(k), torch.get_autocast_dtype(k)) for k in autocast_types]),
             _default_device(),
             torch.get_num_threads(),
         )

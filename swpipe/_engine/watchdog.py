@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """``timeout_s``, validated.
-
-    Raises:
-        ValueError: It is neither None nor a number of seconds above 0.
-    """
+    """``timeout_s``; ValueError if it is neither None nor a number of seconds above 0."""
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if timeout_s is None or (number and timeout_s > 0):
         return timeout_s

@@ -31,13 +31,7 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """The contents of a container at one moment.
-
-    Attributes:
-        value: The container itself.
-        keys: Names of its children (dictionary keys, attribute names); empty for sequences.
-        children: Its items, one level deep.
-    """
+    """A container and its contents, one level deep, at one moment; sequences have no keys."""
 
     value: Any
     keys: tuple[Any, ...]

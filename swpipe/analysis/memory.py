@@ -110,11 +110,8 @@ def size_problems(plan: PipelinePlan, sizes: Sizes) -> Iterator[Problem]:
         if task not in plan.schedule:
             yield Problem(f"sizes has task {task!r}, which the plan does not schedule")
         elif type(size) is not int or size < 0:
-            yield Problem(
-                f"the size of ctx.{attribute} after task {task!r} is {size!r}: give a number of "
-                "bytes, 0 or more",
-                (task,),
-            )
+            what = f"the size of ctx.{attribute} after task {task!r} is {size!r}"
+            yield Problem(f"{what}: give a number of bytes, 0 or more", (task,))
 
 
 def in_words(size: int) -> str:

@@ -127,14 +127,9 @@ def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
     """States that ``plan.stale`` names and no task touches."""
     touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.persistent}
     known = ", ".join(sorted(touched)) or "none"
-    return [
-        Problem(
-            f"stale names state {state!r}, which no task touches (touched are: {known}): correct "
-            "the name, or take it out"
-        )
-        for state in plan.stale
-        if state not in touched
-    ]
+    rule = f"which no task touches (touched are: {known}): correct the name, or take it out"
+    unknown = [state for state in plan.stale if state not in touched]
+    return [Problem(f"stale names state {state!r}, {rule}") for state in unknown]
 
 
 # --------------------------------------------------------------------------------------- in words

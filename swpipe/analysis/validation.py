@@ -22,9 +22,9 @@ def validate(
 
     Args:
         plan: The plan.
-        tasks: The tasks that it is to run; None for those that it has itself, if any.
-        device: Name of the device that the pipeline uses, such as "cpu" or "cuda:0"; without an
-            index, any of its kind. None if it is not known yet.
+        tasks: The tasks to run; None for the plan's own, if any.
+        device: The pipeline's device, such as "cpu" or "cuda:0", or "cuda" for any of this type.
+            None if it is not known yet.
 
     Raises:
         PlanError: Lists all that is wrong, with the period x task grid.
@@ -58,9 +58,8 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
         return
     for task in tasks:
         if not isinstance(task, PipelineTask):
-            yield Problem(
-                f"tasks has {task!r}, which is no task: write PipelineTask(name, function)"
-            )
+            mend = "write PipelineTask(name, function)"
+            yield Problem(f"tasks has {task!r}, which is no task: {mend}")
     names = Counter(task.name for task in tasks if isinstance(task, PipelineTask))
     for name, count in names.items():
         if count > 1:
@@ -133,11 +132,9 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
     for source, names in pairs:
         for name in names:
             if name not in plan.schedule:
-                yield Problem(
-                    f"{source} names {name!r}, which the schedule does not have "
-                    f"(it has: {', '.join(plan.schedule)})",
-                    tuple(n for n in names if n in plan.schedule),
-                )
+                known = f"(it has: {', '.join(plan.schedule)})"
+                text = f"{source} names {name!r}, which the schedule does not have {known}"
+                yield Problem(text, tuple(n for n in names if n in plan.schedule))
     for name, count in Counter(plan.order).items():
         if count > 1:
             yield Problem(f"order names {name!r} {count} times: once is enough", (name,))

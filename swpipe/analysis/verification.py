@@ -133,16 +133,11 @@ def _table(
 
 
 def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:
+    rule = f"which the plan does not schedule (it has: {', '.join(plan.schedule)})"
     for name in table:
         if name not in plan.schedule:
-            yield Problem(
-                f"effects name task {name!r}, which the plan does not schedule (it has: "
-                f"{', '.join(plan.schedule)}): they belong to other tasks"
-            )
+            yield Problem(f"effects name task {name!r}, {rule}: they belong to other tasks")
     for name in plan.schedule:
         if name not in table:
-            yield Problem(
-                f"nothing is known of what task {name!r} touches: give it an entry in effects, "
-                "Effects() if it touches nothing",
-                (name,),
-            )
+            mend = "give it an entry in effects, Effects() if it touches nothing"
+            yield Problem(f"nothing is known of what task {name!r} touches: {mend}", (name,))

@@ -17,12 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a plan.
-
-    Attributes:
-        text: What is wrong: the task, the value, the rule and the mend.
-        tasks: Names of the tasks concerned; their cells are marked in the grid.
-    """
+    """One thing that is wrong with a plan; the cells of ``tasks`` are marked in the grid."""
 
     text: str
     tasks: tuple[str, ...] = ()

@@ -256,9 +256,8 @@ def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str,
         if not isinstance(key, str | PipelineTask):
             problems.append(Problem(f"schedule key {key!r} is neither a task nor a task's name"))
         if not isinstance(entry, TaskSchedule):
-            problems.append(
-                Problem(f"task {name!r}: its schedule is {entry!r}; give a TaskSchedule", (name,))
-            )
+            text = f"task {name!r}: its schedule is {entry!r}; give a TaskSchedule"
+            problems.append(Problem(text, (name,)))
         if name in named:
             problems.append(Problem(f"task {name!r} is scheduled twice; names are unique", (name,)))
         named[name] = entry
@@ -278,9 +277,8 @@ def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
 def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
     for state, behind in stale.items():
         if not isinstance(state, str) or type(behind) is not int or behind < 1:
-            problems.append(
-                Problem(f"stale entry {state!r}: {behind!r}: write state = iterations, 1 or more")
-            )
+            text = f"stale entry {state!r}: {behind!r}: write state = iterations, 1 or more"
+            problems.append(Problem(text))
     return dict(stale)
 
 

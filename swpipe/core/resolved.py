@@ -15,8 +15,7 @@ class ResolvedPlan:
     """A plan, its dependences and its two orders.
 
     Attributes:
-        plan: The plan.
-        dependences: Everything that it declares, each with distance and lag; no duplicates.
+        dependences: All that the plan declares, each with distance and lag; no duplicates.
         period_order: One order of the tasks within a period; every edge of lag 0 points backwards.
         serial_order: The order of a serial run.
     """
@@ -40,9 +39,7 @@ class ResolvedPlan:
 def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> ResolvedPlan:
     """Derive what follows from a plan. ``swpipe.analysis.validation.validate`` checks it as well.
 
-    Args:
-        plan: The plan; its stages are numbers.
-        names: Its tasks in the order in which they were given; None for the schedule's order.
+    ``names`` are its tasks in the order in which they were given; None is the schedule's order.
 
     Raises:
         KeyError: A dependence or the order has a name that the schedule does not have.

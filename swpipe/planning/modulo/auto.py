@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swpipe.analysis import verify
-from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import EffectTable
 from swpipe.core.errors import PlanError, Problem
@@ -84,9 +83,8 @@ def auto_plan(
     if not effort > 0:
         raise ValueError(f"effort is {effort}: it must be above 0")
     limits = limits if limits is not None else Limits()
-    validate(plan)
-    limits.check(plan)
     bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
+    limits.check(plan)
     graph = schedule_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)
     search = Search(plan, costs, graph, effort)
