@@ -28,9 +28,6 @@ NOT_OUR_WORDS = re.compile(
 )
 """Metaphors that stood for a term of ``docs/guide/glossary.md``."""
 
-PENDING = ("swpipe/inference/",)
-"""Packages that have not been reworded yet."""
-
 
 def public_names() -> dict[str, list[str]]:
     """Each public module that defines ``__all__``, with these names as they are listed."""
@@ -110,7 +107,6 @@ def test_metaphors_do_not_come_back() -> None:
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in files
         for match in NOT_OUR_WORDS.finditer(path.read_text(encoding="utf-8"))
-        if not path.relative_to(ROOT).as_posix().startswith(PENDING)
     ]
     assert found == []
 
