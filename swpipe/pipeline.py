@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -10,23 +11,16 @@ from typing import Any, Self
 
 import torch
 
-from swpipe._distributed.rank_checks import (
-    Begun,
-    answer_check,
-    check_same_plan,
-    check_same_shortcuts,
-    tell_failure,
-)
-from swpipe._engine.exclusive import ExclusiveAccess
-from swpipe._engine.iterations import Engine, PushedBatches, make_streams
+from swpipe._distributed.rank_checks import check_same_shortcuts
+from swpipe._engine.driver import Driver, Place
+from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
 from swpipe._engine.program_text import format_program
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._engine.run import Run
 from swpipe._engine.serial import SerialLane
 from swpipe._engine.waiting import Host
-from swpipe._engine.watchdog import Watchdog, checked_timeout
+from swpipe._engine.watchdog import checked_timeout
 from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import IterContext
 from swpipe.core.drawing import format_grid, format_stages
@@ -86,10 +80,10 @@ class SWPipeline:
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in resolved.serial_order)
         self._serial = SerialLane(self.tasks)
-        self._check_ranks = self._alike = check_ranks
+        self._alike = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         self._observers = Observers(self.device)
-        self._engine = Engine(
+        engine = Engine(
             program=compile_plan(resolved, streams=streams, record_all=record_all_events),
             tasks=by_name,
             device=self.device,
@@ -99,40 +93,31 @@ class SWPipeline:
             seeds=TaskSeeds(seed, self.device),
             observers=self._observers,
         )
-        self._run: Run | None = None
-        self._watchdog: Watchdog | None = None
-        self._ended: Iterator[Any] | None = None
-        self._drained: list[IterContext] = []  # not handed out: drain() failed after that
-        self._next_iteration = 0
-        self._pushed = PushedBatches()
-        self._number = 0  # among the pipelines that were compared across ranks
-        self._periods = 0  # begun, in all runs
-        self._access = ExclusiveAccess()
+        made = sys._getframe(1)
+        self._driver = Driver(
+            engine,
+            plan,
+            self._stall_timeout_s,
+            check_ranks=check_ranks,
+            made_at=Place(made.f_code.co_filename, made.f_lineno),
+        )
 
     @property
     def in_flight(self) -> int:
         """How many iterations have been pulled and not been handed out."""
-        return len(self._drained) + (0 if self._run is None else self._run.in_flight)
+        return self._driver.in_flight
 
     @property
     def next_iteration(self) -> int:
         """The number of the next iteration, where none is in flight."""
-        return self._next_iteration
+        return self._driver.next_iteration
 
     def fill_pipeline(self, iterator: Iterator[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
         Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises.
         """
-        with self._access:
-            if self._run is not None:
-                raise RuntimeError(
-                    f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
-                    "progress() with the iterator that it was filled from, or drain() first"
-                )
-            run = self._prepared(iterator)
-            while run.period < self._engine.program.depth - 1 and not run.finished:
-                self._advance(run)
+        self._driver.fill(iterator)
 
     def progress(self, iterator: Iterator[Any]) -> IterContext:
         """Run one period: admit a batch, run every task once, hand out the oldest iteration.
@@ -153,12 +138,7 @@ class SWPipeline:
                 was in flight is dropped, and the pipeline can be filled again. An iteration that
                 was complete when another failed is handed out first; the next call raises.
         """
-        with self._access:
-            # If it called the iterator again instead, one that restarts would never end.
-            ended, self._ended = self._ended, None
-            if self._run is None and ended is iterator:
-                raise StopIteration
-            return self._next(self._prepared(iterator))
+        return self._driver.progress(iterator)
 
     def push(self, batch: Any) -> IterContext | None:
         """Admit one batch and run one period: ``progress`` for callers without an iterator.
@@ -170,19 +150,11 @@ class SWPipeline:
         Raises:
             BaseException: As for ``progress``. The batch of a call that raises is dropped.
         """
-        with self._access:
-            run = self._prepared(self._pushed)
-            self._pushed.batches = (batch,)
-            try:
-                return self._advance(run)
-            finally:
-                self._pushed.batches = ()
+        return self._driver.push(batch)
 
     def flush(self) -> list[IterContext]:
         """``drain`` for pushed batches; iterations of an iterator are refused."""
-        if self._run is not None and self._run.iterator is not self._pushed:
-            raise self._mixed(self._run, self._pushed)
-        return self.drain()
+        return self._driver.flush()
 
     def drain(self) -> list[IterContext]:
         """Stop admitting; finish what is in flight, and hand it out, oldest first.
@@ -193,16 +165,7 @@ class SWPipeline:
             BaseException: As for ``progress``. Contexts that were complete before are not lost: the
                 next call hands them out.
         """
-        with self._access:
-            run = self._run
-            if run is not None:
-                run.stop_admitting()
-                self._prepared(run.iterator)
-                while not run.over:
-                    self._drained.append(self._next(run))
-                self._forget(run)
-            contexts, self._drained = self._drained, []
-            return contexts
+        return self._driver.drain()
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[IterContext]:
         """Yield the context of every iteration over ``loader``, in order."""
@@ -226,12 +189,13 @@ class SWPipeline:
         Seeds of tasks with ``random=True`` depend on the iteration's number, ``iter_idx``, from 0.
         If it is None, the number is ``next_iteration``, which then increases.
         """
-        with self._access:
-            self.check_idle("running serially")
-            if iter_idx is not None:
-                return self._serial.run(self._engine, IterContext(batch, iter_idx))
-            ctx = self._serial.run(self._engine, IterContext(batch, self._next_iteration))
-            self._next_iteration += 1
+        driver = self._driver
+        with driver:
+            driver.refuse_in_flight("running serially")
+            number = driver.next_iteration if iter_idx is None else iter_idx
+            ctx = self._serial.run(driver.engine, IterContext(batch, number))
+            if iter_idx is None:
+                driver.next_iteration += 1
             return ctx
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
@@ -250,16 +214,16 @@ class SWPipeline:
             RuntimeError: Another rank enables other tasks, or continues without, or does not
                 answer within ``stall_timeout_s``.
         """
-        names, shortcuts = self.task_names(*tasks), self._engine.shortcuts
+        names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            wanted, begun = {*shortcuts.names, *names}, Begun(self._number, self._periods)
+            wanted, begun = {*shortcuts.names, *names}, self._driver.ranks.begun()
             check_same_shortcuts(self.plan.digest(), wanted, begun, timeout_s)
         shortcuts.enable(names)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
         """Run tasks as usual again, and drop their caches; without arguments, of all tasks."""
-        self._engine.shortcuts.disable(self.task_names(*(tasks or self.tasks)))
+        self._driver.engine.shortcuts.disable(self.task_names(*(tasks or self.tasks)))
 
     @contextmanager
     def shortcut(self, *tasks: TaskRef) -> Iterator[None]:
@@ -274,13 +238,13 @@ class SWPipeline:
     @property
     def shortcut_tasks(self) -> frozenset[str]:
         """Names of the tasks that are shortcut."""
-        return frozenset(self._engine.shortcuts.names)
+        return frozenset(self._driver.engine.shortcuts.names)
 
     def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
         """The names of some tasks; ValueError for one that this pipeline does not have."""
         names = names_of(tasks)
         for name in names:
-            if name not in self._engine.tasks:
+            if name not in self._driver.engine.tasks:
                 known = ", ".join(task.name for task in self.tasks)
                 raise ValueError(f"this pipeline has no task {name!r}; it has {known}")
         return names
@@ -292,7 +256,7 @@ class SWPipeline:
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Record when each task runs, and where, within the block."""
-        recorder = Recorder(self._engine.program, self.device, self._engine.streams)
+        recorder = Recorder(self._driver.engine.program, self.device, self._driver.engine.streams)
         trace = Trace(arrows=arrows_of(self._resolved))
         try:
             with self.observe(recorder):
@@ -302,13 +266,8 @@ class SWPipeline:
 
     def check_idle(self, purpose: str) -> None:
         """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
-        if self.closed:
-            raise RuntimeError(f"the pipeline is closed: make a new one before {purpose}")
-        if self._run is not None:
-            raise RuntimeError(
-                f"{self.in_flight} iterations are in flight: finish their iterator, or call "
-                f"drain(), before {purpose}"
-            )
+        with self._driver:
+            self._driver.refuse_in_flight(purpose)
 
     @contextmanager
     def borrow(self) -> Iterator[None]:
@@ -318,10 +277,11 @@ class SWPipeline:
         untouched. ``next_iteration`` is restored.
         """
         self.check_idle("borrowing it")
-        engine, next_iteration = self._engine, self._next_iteration
+        driver = self._driver
+        engine, next_iteration = driver.engine, driver.next_iteration
         shortcuts = Shortcuts(self.device)
         shortcuts.enable(engine.shortcuts.names)
-        self._engine = replace(engine, shortcuts=shortcuts)
+        driver.engine = replace(engine, shortcuts=shortcuts)
         try:
             yield
         except BaseException:
@@ -329,7 +289,7 @@ class SWPipeline:
                 self.drain()
             raise
         finally:
-            self._engine, self._next_iteration = engine, next_iteration
+            driver.engine, driver.next_iteration = engine, next_iteration
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""
@@ -350,91 +310,22 @@ class SWPipeline:
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._access.closed
+        return self._driver.access.closed is not None
 
     def close(self) -> None:
-        """Stop the threads and drop what is in flight. The pipeline cannot be used any more."""
-        self._access.closed = True
-        run, self._run = self._run, None
-        if run is not None:
-            run.end()
-        self._drained.clear()
-        self._stop_watchdog()
+        """Stop the threads and drop what is in flight. The pipeline cannot be used any more.
+
+        Safe in a signal handler and in a task. While another call is under way, on this thread or
+        another, that call does the work when it returns, and raises RuntimeError.
+
+        Warns:
+            RuntimeWarning: A task on a worker thread has not returned; its thread ends when it
+                does.
+        """
+        self._driver.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-    def _prepared(self, iterator: Iterator[Any]) -> Run:
-        """The run over this iterator, ready to be advanced by the calling thread."""
-        run = self._run or self._begin(iterator)
-        if run.iterator is not iterator:
-            raise self._mixed(run, iterator)
-        run.read_callers_settings()
-        if self._watchdog is not None:
-            self._watchdog.drive_from_here()
-        return run
-
-    def _begin(self, iterator: Iterator[Any]) -> Run:
-        if not hasattr(iterator, "__next__"):
-            raise TypeError(
-                f"progress() takes an iterator, not {type(iterator).__name__}: "
-                "pass iter(loader), and the same one each time"
-            )
-        if self._check_ranks:
-            self._number = check_same_plan(self.plan)
-            self._check_ranks = False
-        run = self._run = Run(self._engine, iterator, self._next_iteration)
-        if self._stall_timeout_s is not None:
-            on_idle = self._answer_others if self._number else None
-            self._watchdog = Watchdog(run, self._stall_timeout_s, on_idle)
-        if self._access.closed:
-            self.close()
-            raise RuntimeError("the pipeline was closed by another thread during this call")
-        return run
-
-    def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
-        source, end = "of another iterator", "finish it, or call drain()"
-        if run.iterator is self._pushed:
-            source, end = "of pushed batches", "call flush()"
-        return RuntimeError(
-            f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
-            f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
-        )
-
-    def _answer_others(self) -> None:
-        answer_check(Begun(self._number, self._periods))
-
-    def _next(self, run: Run) -> IterContext:
-        while not run.over:
-            ctx = self._advance(run)
-            if ctx is not None:
-                return ctx
-        self._ended = None
-        raise StopIteration
-
-    def _advance(self, run: Run) -> IterContext | None:
-        self._periods += 1
-        try:
-            ctx = run.advance()
-        except BaseException as error:
-            self._forget(run)
-            tell_failure(error)
-            raise
-        if run.over:
-            self._forget(run)
-        return ctx
-
-    def _forget(self, run: Run) -> None:
-        run.end()
-        self._next_iteration = run.iterations.first + run.admitted
-        self._run = None
-        self._ended = run.iterator if run.data_ended and run.retired else None
-        self._stop_watchdog()
-
-    def _stop_watchdog(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None

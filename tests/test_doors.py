@@ -16,9 +16,9 @@ OF_OTHERS = {
     # Python's
     "_current_frames", "_exit", "_getframe", "_replace",
     # torch's and numpy's
-    "_C", "_bit_generator", "_buffers", "_cdata", "_engine_run_backward", "_get_default_store",
-    "_has_storage", "_indices", "_is_profiler_enabled", "_len_torch_function_stack", "_parameters",
-    "_pytree", "_values", "_version",
+    "_C", "_abort_process_group", "_bit_generator", "_buffers", "_cdata", "_engine_run_backward",
+    "_get_default_store", "_has_storage", "_indices", "_is_profiler_enabled",
+    "_len_torch_function_stack", "_parameters", "_pytree", "_values", "_version",
     # TorchRec's
     "_dist", "_get_leaf_module_names", "_module", "_override_input_dist_forwards",
     "_start_data_dist",

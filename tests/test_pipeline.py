@@ -405,7 +405,7 @@ def test_only_an_idle_pipeline_can_be_borrowed() -> None:
         with pipe.borrow():
             assert pipe.run(range(3)).iterations == 3
         assert pipe.next_iteration == 2
-    with pytest.raises(RuntimeError, match="closed: make a new one before borrowing it"):
+    with pytest.raises(RuntimeError, match="closed: make a new one"):
         with pipe.borrow():
             pass
 

@@ -16,6 +16,7 @@ time-out, at no cost per step, the watchdog of that rank answers::
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 import weakref
@@ -23,12 +24,17 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
+from swpipe.core.errors import add_note, write_error
 from swpipe.core.plan import PipelinePlan
 
 T = TypeVar("T")
+
+STORE_S = 2.0
+"""How long a failing rank waits for the job's store: whoever holds it may have stopped."""
 
 FIRST_FAILURE = "swpipe/first_failure"
 """The store's key for it."""
@@ -91,7 +97,8 @@ _turns = _Turns()
 _pipelines = _Turns()
 
 
-def _alone() -> bool:
+def is_alone() -> bool:
+    """Whether this process is no rank of several."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
@@ -113,7 +120,7 @@ def check_same_plan(plan: PipelinePlan) -> int:
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
     """
-    if _alone():
+    if is_alone():
         return 0
     number = 1 + _pipelines.take()
     _line.store()  # the store is there now
@@ -140,7 +147,7 @@ def check_same_shortcuts(
         RuntimeError: The ranks differ (raised on all), or one continues without, or does not call
             this within ``timeout_s``.
     """
-    if _alone():
+    if is_alone():
         return
     turn = _turns.take()
     store = _line.store()
@@ -168,7 +175,7 @@ def answer_check(begun: Begun) -> None:
     Called from any thread when nothing moves in the pipeline. Ranks that have begun as many
     periods, or wait for another pipeline, are not answered: this rank may be late.
     """
-    if _alone():
+    if is_alone():
         return
     with _turns.lock:
         waiting = _SHORTCUTS.format(_turns.count, _ANY)
@@ -207,21 +214,61 @@ def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
     return said
 
 
+def rank_prefix() -> str:
+    """Such as "rank 3: "; empty for a process that is no rank of several."""
+    return "" if is_alone() else f"rank {dist.get_rank()}: "
+
+
+def abort_process_groups(grace_s: float) -> None:
+    """Abort the communication of all process groups, for as long as ``grace_s`` at most.
+
+    NCCL's calls then return with an error; gloo's go on.
+    """
+    try:
+        _within(grace_s, distributed_c10d._abort_process_group)
+    except (RuntimeError, ValueError) as error:
+        write_error(f"swpipe: the process groups could not be aborted: {error}")
+
+
 def tell_failure(error: BaseException) -> None:
     """Leave word of this rank's failure, or note on the error which rank had failed before."""
-    if _alone():
+    if is_alone():
         return
     own = {"rank": dist.get_rank(), "error": _said(error), "time_s": time.time()}
     try:
-        first = _first_failure(own)
+        first = _within(STORE_S, lambda: _first_failure(own))
     except RuntimeError as gone:
-        error.add_note(f"swpipe: whether another rank had failed before is not known: {gone}")
+        add_note(error, f"swpipe: whether another rank had failed before is not known: {gone}")
         return
     if first["rank"] != own["rank"]:
-        error.add_note(
+        add_note(
+            error,
             f"swpipe: rank {first['rank']} had failed before, which may be the cause: "
-            f"{first['error']}"
+            f"{first['error']}",
         )
+
+
+def _within(seconds: float, act: Callable[[], T]) -> T:
+    """What ``act`` returns or raises; RuntimeError if it does neither in time."""
+    answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((act(), None))
+        except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
+            answer.put((None, error))
+
+    threading.Thread(target=run, name="swpipe-store", daemon=True).start()
+    try:
+        value, error = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise RuntimeError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # whose traceback refers to this frame
+    return value  # type: ignore[return-value]  # there is one, since there is no error
 
 
 def _said(error: BaseException) -> str:

@@ -1,27 +1,93 @@
-"""One call at a time may run a pipeline, and none once it is closed."""
+"""One call at a time may use a pipeline, and none once it is closed.
+
+    progress()  enters: holder = its frame ......... leaves: holder = None
+    close()     sets ``closed``, reads the holder:   a call under way cleans up when it leaves;
+                                                     without one, close() cleans up itself
+
+A holder counts only while its frame is on some thread's stack. An exception that arrives between
+entering and leaving (Ctrl-C) can thus not lock a pipeline: the next call finds a frame that is no
+longer executed, and takes over. The lock is reentrant, since a signal handler may come in between,
+and nothing waits while holding it.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+import weakref
+from types import FrameType
+
+CLOSED = "the pipeline is closed: make a new one"
+FORKED = (
+    "the pipeline is closed: this process was forked from the one that made it, and a fork has no "
+    "threads but its own: make a new one here"
+)
 
 
 class ExclusiveAccess:
-    """Lets one ``with`` block in at a time; another one raises instead of waiting."""
+    """Lets one call in at a time; another one raises instead of waiting.
 
-    __slots__ = ("_lock", "closed")
+    Attributes:
+        closed: Why nobody is let in any more; None while calls are.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.closed = False
+        self.closed: str | None = None
+        self._holder: FrameType | None = None
+        self._lock = threading.RLock()
+        _accesses.add(self)
 
-    def __enter__(self) -> None:
-        if self.closed:
-            raise RuntimeError("the pipeline is closed: make a new one")
-        if not self._lock.acquire(blocking=False):
+    def enter(self, frame: FrameType) -> None:
+        """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
+        if self.closed is None and not self.try_enter(frame):
             raise RuntimeError(
                 "the pipeline is in use already, by another thread or by one of its own tasks: "
                 "make one call at a time"
             )
+        # After the holder is set: either close() sees this call, or this call sees ``closed``.
+        if self.closed is not None:
+            if self._holder is frame:
+                self._holder = None
+            raise RuntimeError(self.closed)
 
-    def __exit__(self, *failure: object) -> None:
-        self._lock.release()
+    def try_enter(self, frame: FrameType) -> bool:
+        """Begin a call, closed or not, unless another is under way."""
+        with self._lock:
+            if self.holder() is not None:
+                return False
+            self._holder = frame
+            return True
+
+    def leave(self) -> None:
+        """End the call."""
+        self._holder = None
+
+    def holder(self) -> int | None:
+        """The thread, by ``ident``, of the call that is under way; None if there is none."""
+        holder = self._holder
+        if holder is not None:
+            for ident, top in sys._current_frames().items():
+                frame: FrameType | None = top
+                while frame is not None and frame is not holder:
+                    frame = frame.f_back
+                if frame is holder:
+                    return ident
+        return None
+
+    def close_in_fork(self) -> None:
+        """Close in a child process, in which other threads may have held the lock."""
+        self._lock = threading.RLock()
+        self._holder = None
+        self.closed = self.closed or FORKED
+
+
+_accesses: weakref.WeakSet[ExclusiveAccess] = weakref.WeakSet()
+
+
+def _close_all_in_fork() -> None:
+    for access in list(_accesses):
+        access.close_in_fork()
+
+
+os.register_at_fork(after_in_child=_close_all_in_fork)

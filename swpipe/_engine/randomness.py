@@ -67,7 +67,7 @@ class GeneratorAccess:
     def __init__(self, seeds: TaskSeeds, counter: ProgressCounter) -> None:
         self._seeds = seeds
         self._counter = counter
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._requests = 0
         self._before: GeneratorStates | None = None
         self._ended = False

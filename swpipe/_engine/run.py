@@ -12,49 +12,50 @@ Guarantees
       the task has returned and its event is recorded, never before.
     - The first failure of any lane ends the run (2): it is kept, every counter is cancelled, no
       lane starts another task, and the caller gets the failure itself, with a note that names task,
-      iteration and group.
+      iteration and group. A KeyboardInterrupt or SystemExit on the caller's thread is raised even
+      after another failure, and any exception of the caller's even after ``stop``.
     - ``InFlightIterations.total``, the number of iterations, is set before ``<admit>`` publishes
       that the data has ended; every task comes after ``<admit>`` of its iteration, and so knows
       whether that iteration exists.
     - ``<retire>`` hands out a context and forgets it in the same step; a failure that comes right
       after it is raised by the next call.
-    - When the interpreter exits, every run is ended: a worker that is killed inside torch would
-      abort the process.
+    - ``stop`` sets flags and takes no lock: a signal handler may call it. ``end`` does the rest. It
+      may be interrupted at any place, and called again, until ``ended``.
+    - A call that an exception cut short anywhere (Ctrl-C) leaves ``interrupted`` set: the run is
+      then good for nothing but ``end``.
 
 Assumptions
     - One thread at a time drives a run; the pipeline sees to that.
     - A task's function returns in the end. Python cannot end a thread from outside: one that does
-      not return is left running, named in the failure's note, and ends at its next instruction.
+      not return is left running, named in the failure's note or a warning, and ends at its next
+      instruction; when the interpreter exits, at the next line of Python that it runs.
 """
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextvars import Context, copy_context
 from typing import Any, NamedTuple
 
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
+from swpipe._engine.process import runs
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Lane
 from swpipe._engine.torch_state import ThreadTorchState, TorchState
 from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
 from swpipe.core.context import IterContext
+from swpipe.core.errors import StallError, add_note
 from swpipe.device import Event
 
 JOIN_GRACE_S = 0.1
 """How long, in all, a run that fails or is closed waits for tasks that are still running."""
 
-EXIT_GRACE_S = 10.0
-"""The same when the interpreter exits, where a thread that is killed inside torch aborts the
-process."""
-
-_runs: weakref.WeakSet[Run] = weakref.WeakSet()
-"""Every run that something refers to, such as its own threads."""
+_FINISH_S = 10.0  # the same of a finished run, whose threads are past their last task
+_LEAVE_S = 1.0  # for an interrupt that is on its way
 
 
 class _HostWait(NamedTuple):
@@ -107,11 +108,16 @@ class Run:
         self.state: TorchState | None = None
         self.variables: Context | None = None
         self._sources: list[Event | None] = [None] * engine.program.depth
-        self.failure: BaseException | None = None
+        self._failure: dict[str, BaseException] = {}  # its setdefault lets the first one win
+        self.stalled: StallError | None = None
         self.stopping = False
+        self.draining = False
         self.data_ended = False
-        self.driving = False
-        self.lock = threading.Lock()
+        self.ending = False
+        self.ended = False
+        # The thread that is inside ``start`` or ``advance``: it puts itself in, and takes itself
+        # out, unless the watchdog has done so, to interrupt it.
+        self.driver: dict[str, int] = {"thread": threading.get_ident()}
         self._handed_out: IterContext | None = None
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         self.lanes = tuple(LaneRunner(lane, engine.host.counter()) for lane in engine.program.lanes)
@@ -119,8 +125,6 @@ class Run:
             lane.torch_state = None if lane is self.lanes[0] else ThreadTorchState()
             lane.ops = tuple(self._op(ins, lane, observed=False) for ins in lane.instructions)
             lane.observed_ops = tuple(self._op(x, lane, observed=True) for x in lane.instructions)
-        self._order_streams_after_the_callers()
-        self._start()
 
     def _op(self, ins: Instruction, lane: LaneRunner, *, observed: bool) -> _Op:
         waits = []
@@ -145,15 +149,24 @@ class Run:
         for stream in self.engine.streams.values():
             begin.wait(stream)
 
-    def _start(self) -> None:
-        _runs.add(self)
-        try:
-            for lane in self.lanes[1:]:
-                target = functools.partial(self._work, lane)
-                lane.thread = self.engine.host.start(f"swpipe-{lane.group}", target)
-        except BaseException:
-            self.end()
-            raise
+    def start(self) -> None:
+        """Start the threads; once, before the first ``advance``."""
+        runs.add(self)
+        self._order_streams_after_the_callers()
+        for lane in self.lanes[1:]:
+            target = functools.partial(self._work, lane)
+            lane.thread = self.engine.host.start(f"swpipe-{lane.group}", target)
+        self.driver.clear()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first failure, until ``end``."""
+        return self._failure.get("first")
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last call was cut short; meaningful between calls."""
+        return bool(self.driver) or self.ending or (self.stopping and self.failure is None)
 
     @property
     def finished(self) -> bool:
@@ -190,31 +203,46 @@ class Run:
         Raises the run's first failure, as itself, which ends the run; but after a context that was
         retired in the same period, the next call does.
         """
+        self.driver["thread"] = threading.get_ident()
         try:
             try:
-                self.driving = True
                 self._run_period(self.lanes[0], self.period)
                 self.period += 1
             finally:
                 self._leave()
-        except BaseException as error:  # noqa: BLE001 - kept, and raised below
+        except BaseException as error:
             self.fail(error, self.lanes[0])
+            if self._handed_out is None and self._goes_first(error):
+                raise
         handed_out, self._handed_out = self._handed_out, None
-        if handed_out is None:
+        if handed_out is not None:
+            if self.driver:  # an exception came before _leave() had
+                self._leave()
+        else:
             if self.failure is not None:
                 raise self.failure
             if self.stopping:
-                raise RuntimeError("the pipeline was closed by another thread during this call")
+                raise RuntimeError(
+                    "the pipeline was closed during this call: by another thread, by a signal "
+                    "handler, or by one of its tasks"
+                )
         return handed_out
 
+    def _goes_first(self, error: BaseException) -> bool:
+        """Whether what the caller's thread raised is raised, whatever another thread did."""
+        if isinstance(error, Cancelled) or self.stalled is not None:  # it is the interrupt
+            return False
+        return self.failure is None or not isinstance(error, Exception)
+
     def _leave(self) -> None:
-        # The watchdog interrupts a driving caller while it holds this lock: so the interrupt comes
-        # before this function returns, and not while ``advance`` handles a failure.
-        with self.lock:
-            self.driving = False
+        # If the watchdog has taken the entry, its interrupt is on the way. It is awaited here, so
+        # that it arrives neither while ``advance`` handles a failure nor after it has returned.
+        if self.driver.pop("thread", None) is None:
+            time.sleep(_LEAVE_S)
 
     def stop_admitting(self) -> None:
         """Stop admitting; finish what is in flight."""
+        self.draining = True
         self.iterations.total = min(self.iterations.total, self.admitted)
 
     def _run_period(self, lane: LaneRunner, period: int) -> None:
@@ -323,59 +351,83 @@ class Run:
     # ------------------------------------------------------------------ ending
 
     def fail(self, error: BaseException, lane: LaneRunner) -> None:
-        """Keep the first failure, with a note of where it happened, and wake everyone."""
+        """Keep the first failure, wake everyone, and note on it where it happened."""
         if isinstance(error, Cancelled):
             return
-        if lane.instruction.task == ADMIT:
-            where = f"pulling the batch of iteration {self.iterations.first + self.admitted}"
-        else:
-            where = (
-                f"at task {lane.instruction.task!r}, iteration "
-                f"{self.iterations.first + lane.period - lane.instruction.stage}, "
-                f"thread group {lane.group!r}"
-            )
         if isinstance(error, StopIteration):
             # Raised by progress() it would mean the end of the data (compare PEP 479).
             cause = error
             error = RuntimeError("a task raised StopIteration, which only the user's iterator may")
             error.__cause__ = cause
-        self.stop(error, f"swpipe: {where}")
+        self.stop(error)
+        first = self.failure
+        if first is None or first is error:
+            add_note(error, f"swpipe: {self._place(lane)}")
+        elif not isinstance(error, Exception):
+            add_note(error, f"swpipe: after {type(first).__name__}: {first}")
 
-    def stop(self, error: BaseException | None = None, note: str = "") -> None:
-        """End the run; the first error given is the one that the caller gets."""
-        with self.lock:
-            if error is not None and self.failure is None and not self.stopping:
-                self.failure = error
-                if note:
-                    error.add_note(note)
-            self.stopping = True
+    def _place(self, lane: LaneRunner) -> str:
+        if lane.instruction.task == ADMIT:
+            return f"pulling the batch of iteration {self.iterations.first + self.admitted}"
+        return (
+            f"at task {lane.instruction.task!r}, iteration "
+            f"{self.iterations.first + lane.period - lane.instruction.stage}, "
+            f"thread group {lane.group!r}"
+        )
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Tell all lanes to stop; the first error given is the one that the caller gets."""
+        if error is not None and not self.stopping:
+            self._failure.setdefault("first", error)
+        self.stopping = True
         for lane in self.lanes:
             lane.progress.cancel()
         self.iterations.generators.cancel()
 
     def end(self) -> None:
         """Stop the threads, wait for them, and drop what is in flight."""
-        if not self.finished:
+        if self.ended:
+            return
+        if not self.finished or self.driver:
             self.stop()
+        self.ending = True
         self.lanes[0].progress.advance(FOREVER)
-        self.join(None if self.finished else JOIN_GRACE_S)
-        for lane in self.lanes[1:]:
-            if lane.thread is not None and lane.thread.is_alive() and self.failure is not None:
-                self.failure.add_note(
-                    f"swpipe: thread group {lane.group!r} is still inside task "
-                    f"{lane.instruction.task!r}; its thread ends when that returns"
-                )
+        self.join(JOIN_GRACE_S if self.stopping else _FINISH_S)
         self.iterations.generators.end()
         if not self.finished:
             self._abandon()
         self.iterations.clear()
+        self.ended = True
+        self._failure.clear()  # its traceback refers to this run
 
-    def join(self, grace_s: float | None) -> None:
-        """Wait for the threads to end, for no longer than ``grace_s`` in all; None is for ever."""
-        deadline = None if grace_s is None else time.monotonic() + grace_s
+    def left_inside(self) -> list[str]:
+        """Which threads have not ended, and where they are."""
+        return [
+            f"thread group {lane.group!r} is still inside task {lane.instruction.task!r}"
+            for lane in self.lanes[1:]
+            if lane.thread is not None and lane.thread.is_alive()
+        ]
+
+    def join(self, grace_s: float) -> None:
+        """Wait for the threads to end, for no longer than ``grace_s`` in all."""
+        deadline = time.monotonic() + grace_s
         for lane in self.lanes[1:]:
-            if lane.thread is not None:
-                lane.thread.join(None if deadline is None else max(0, deadline - time.monotonic()))
+            if lane.thread is not None and lane.thread.ident != threading.get_ident():
+                lane.thread.join(max(0, deadline - time.monotonic()))
+
+    def forget_in_fork(self) -> None:
+        """In a child process: the threads are the parent's, and so is the device's work."""
+        self.stopping = self.ended = True
+        self._failure.clear()
+        self.iterations.clear()
+
+    def cut_short(self) -> None:
+        """End what Python code still runs, at its next line."""
+        for lane in self.lanes[1:]:
+            if lane.thread is not None and lane.thread.is_alive() and lane.thread.ident:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(lane.thread.ident), ctypes.py_object(Cancelled)
+                )
 
     def _abandon(self) -> None:
         """Hold what is in flight, and order the caller's next work after its device work."""
@@ -391,16 +443,6 @@ class Run:
                 self._mark_end(i)
         except Exception as error:
             if self.failure is None:
+                self.ended = True
                 raise
-            self.failure.add_note(f"swpipe: the device's streams could not be joined: {error}")
-
-
-@atexit.register
-def _end_all() -> None:
-    """End what nobody closed, and wait for tasks that a failed run left running."""
-    runs = list(_runs)
-    for run in runs:
-        run.stop()
-    deadline = time.monotonic() + EXIT_GRACE_S
-    for run in runs:
-        run.join(max(0, deadline - time.monotonic()))
+            add_note(self.failure, f"swpipe: the device's streams could not be joined: {error}")

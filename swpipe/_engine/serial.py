@@ -11,6 +11,7 @@ from swpipe._engine.iterations import Engine
 from swpipe._engine.observers import observing
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.context import IterContext
+from swpipe.core.errors import add_note
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
@@ -39,7 +40,8 @@ class SerialLane:
                 else:
                     _call(engine, task, ctx)
             except BaseException as error:
-                error.add_note(f"swpipe: at task {task.name!r}, iteration {ctx.iter_idx}, serially")
+                place = f"at task {task.name!r}, iteration {ctx.iter_idx}, serially"
+                add_note(error, f"swpipe: {place}")
                 tell_failure(error)
                 raise
         return ctx

@@ -9,13 +9,16 @@ Guarantees
       that call is visible to the waiter.
     - After ``cancel()`` every present and later ``wait`` whose count is not reached raises
       ``Cancelled``.
-    - No wake-up is lost: count, cancellation and the list of waiters change only under the lock,
-      and a waiter joins the list in the same critical section in which it found the count too low.
+    - No call takes a lock. A signal handler may call ``cancel`` whatever it interrupted, and an
+      exception that arrives in the middle of a call (Ctrl-C) leaves nothing that others wait for.
 
 Assumptions
     - One thread at a time advances a counter, to ever greater counts.
-    - Nothing is assumed of the interpreter lock: ``count`` is read outside the lock for reports
-      only.
+    - Each operation of a dictionary is atomic, with and without the interpreter lock.
+    - A waiter registers before it reads ``count``, and a writer reads the waiters after it has set
+      ``count``, so that one of the two sees the other. If the hardware reorders these, or an
+      exception arrives between taking a waiter and waking it, that waiter wakes by itself: it looks
+      every ``WAKE_S``.
 
 A waiter has no time-out of its own: a failure anywhere cancels every counter, and so does the run's
 watchdog. All threads and counters come from a ``Host``, which a test can replace by a scheduler
@@ -24,13 +27,15 @@ that explores interleavings.
 
 from __future__ import annotations
 
+import _thread
+import sys
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
 WAKE_S = 0.2
-"""A waiter wakes this often to handle signals: a Ctrl-C that arrives just before the sleep begins
-does not end it, and would otherwise be seen only after it."""
+"""A waiter wakes this often: a Ctrl-C that arrives just before the sleep begins does not end it,
+and would otherwise be seen only after it."""
 
 
 class Cancelled(BaseException):
@@ -40,20 +45,18 @@ class Cancelled(BaseException):
 class ProgressCounter:
     """A counter that only grows, by one writer at a time, and that any thread can wait for."""
 
-    __slots__ = ("_cancelled", "_lock", "_waiters", "count")
+    __slots__ = ("_cancelled", "_waiters", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self._lock = threading.Lock()
-        self._waiters: list[tuple[int, threading.Lock]] = []
+        self._waiters: dict[threading.Lock, int] = {}  # a held lock per waiter, to its count
         self._cancelled = False
 
     def advance(self, count: int) -> None:
         """Set the counter and wake whoever waits for no more than that."""
-        with self._lock:
-            self.count = count
-            if self._waiters:
-                self._wake(lambda target: target <= count)
+        self.count = count
+        if self._waiters:
+            self._wake(count)
 
     def wait(self, count: int) -> None:
         """Sleep until the counter has reached ``count``.
@@ -61,34 +64,35 @@ class ProgressCounter:
         Raises:
             Cancelled: ``cancel`` was called before it did.
         """
-        with self._lock:
-            if self.count >= count:
-                return
-            if self._cancelled:
-                raise Cancelled
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiters.append((count, gate))
-        while not gate.acquire(timeout=WAKE_S):
-            pass  # pending signal handlers have run now
-        with self._lock:
-            if self.count < count:
-                raise Cancelled
+        while not self.reaches(count, WAKE_S):
+            pass  # an exception that a signal raised just before the sleep is seen now
+
+    def reaches(self, count: int, timeout_s: float) -> bool:
+        """The same, for one sleep of ``timeout_s`` at most; whether it has reached ``count``."""
+        if self.count >= count:
+            return True
+        gate = threading.Lock()
+        gate.acquire()
+        self._waiters[gate] = count
+        try:
+            if self.count < count and not self._cancelled:
+                gate.acquire(timeout=timeout_s)
+        finally:
+            self._waiters.pop(gate, None)
+        if self.count < count and self._cancelled:
+            raise Cancelled
+        return self.count >= count
 
     def cancel(self) -> None:
         """Wake everyone; whoever waits for a count not reached gets ``Cancelled``."""
-        with self._lock:
-            self._cancelled = True
-            self._wake(lambda target: True)
+        self._cancelled = True
+        self._wake(sys.maxsize)
 
-    def _wake(self, due: Callable[[int], bool]) -> None:
-        left = []
-        for target, gate in self._waiters:
-            if due(target):
+    def _wake(self, count: int) -> None:
+        for gate, target in self._waiters.copy().items():
+            # Only one thread gets the entry, so no lock is released twice.
+            if target <= count and self._waiters.pop(gate, None) is not None:
                 gate.release()
-            else:
-                left.append((target, gate))
-        self._waiters = left
 
 
 class HostThread(Protocol):
@@ -102,6 +106,53 @@ class HostThread(Protocol):
     def is_alive(self) -> bool: ...
 
 
+class WorkerThread:
+    """A daemon thread that starts when it is made.
+
+    An exception that a signal raises in the middle of ``threading.Thread.start`` or ``join`` leaves
+    a thread that runs and counts as ended, or is replaced by "release unlocked lock". So another
+    thread, which gets no signals, does the start, and ``join`` begins when the work is done.
+    """
+
+    def __init__(self, name: str, target: Callable[[], None]) -> None:
+        self._target = target
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._refused: RuntimeError | None = None
+        self._started, self._done = ProgressCounter(), ProgressCounter()
+        _thread.start_new_thread(self._start, ())
+        self._started.wait(1)
+        if self._refused is not None:
+            raise self._refused
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's number."""
+        return self._thread.ident
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, for no longer than ``timeout`` seconds."""
+        if self._done.reaches(1, threading.TIMEOUT_MAX if timeout is None else timeout):
+            self._thread.join(timeout)
+
+    def is_alive(self) -> bool:
+        """Whether its work is not done."""
+        return self._done.count == 0
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system refuses one more
+            self._refused = error
+        finally:
+            self._started.advance(1)
+
+    def _run(self) -> None:
+        try:
+            self._target()
+        finally:
+            self._done.advance(1)
+
+
 class Host:
     """Threads and counters of the operating system."""
 
@@ -111,6 +162,4 @@ class Host:
 
     def start(self, name: str, target: Callable[[], None]) -> HostThread:
         """Run ``target`` on a new thread, which does not keep the interpreter alive."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        thread.start()
-        return thread
+        return WorkerThread(name, target)

@@ -1,19 +1,26 @@
 """Detect that nothing moves, and report who waits for whom.
 
-One thread per run checks where the lanes are, a few times per ``timeout_s``. When no lane has moved
-for that long while the caller is inside ``progress()``, the run fails with a ``StallError`` whose
+One thread per run looks where the lanes are, a few times per ``timeout_s``. When no lane has moved
+for that long while a call of the caller's is under way, the run fails with a ``StallError`` whose
 message names, for each thread group, the task that it is in or the dependence that it waits for,
-with all stacks.
+with all stacks. Time in which the process itself did not run (stopped by a signal, a paused
+container) does not count.
 
-A caller that waits for another lane is woken through the counter that it waits for. One that is
-stuck inside a task of its own is interrupted: on the main thread by SIGINT, which ends blocking
-calls too; on another thread by an asynchronous exception, which is raised as soon as Python code
-runs there.
+    caller waits for another lane       woken through the counter that it waits for
+    caller is inside a task             1. the report is written to standard error
+                                        2. the thread is interrupted: SIGINT on the main thread, an
+                                           asynchronous exception on another
+      and still is after ``GRACE_S``,   3. the process groups are aborted (NCCL's calls return)
+      as one of several ranks           4. after ``GRACE_S`` more, the process exits with
+                                           ``STALL_EXIT_CODE``, so that the other ranks end
+
+A caller that is no rank of several is not ended: nobody else waits for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -22,8 +29,15 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from swpipe._distributed.rank_checks import (
+    abort_process_groups,
+    is_alone,
+    rank_prefix,
+    tell_failure,
+)
 from swpipe._engine.program import ADMIT, HostWait
-from swpipe.core.errors import StallError
+from swpipe._engine.waiting import WorkerThread
+from swpipe.core.errors import StallError, write_error
 
 if TYPE_CHECKING:
     from swpipe._engine.run import LaneRunner, Run
@@ -39,60 +53,112 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     )
 
 
+GRACE_S = 2.0
+"""How long a caller that was interrupted has to leave its task."""
+
+STALL_EXIT_CODE = 70
+"""With what a rank exits that nothing else ends."""
+
+LOOK_COUNTS_AT_MOST = 2.0
+"""How many intervals one look can add: a process that was stopped looks once when it continues."""
+
+
 class Watchdog:
-    """Watches one run from a thread of its own until ``stop``."""
+    """Watches one run from a thread of its own until ``stop``.
+
+    Args:
+        run: What to watch.
+        timeout_s: After how many seconds without movement it fails.
+        caller: Gives the thread, by ``ident``, of the call that is under way; None if there is
+            none.
+        on_idle: Called at each look that finds that nothing has moved.
+    """
 
     def __init__(
-        self, run: Run, timeout_s: float, on_idle: Callable[[], None] | None = None
+        self,
+        run: Run,
+        timeout_s: float,
+        caller: Callable[[], int | None],
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
         self._run = run
         self._timeout_s = timeout_s
-        self._on_idle = on_idle  # called at each check that finds that nothing has moved
+        self._caller = caller
+        self._on_idle = on_idle
         self._stop = threading.Event()
-        self._caller: int | None = None
-        self._thread = threading.Thread(target=self._watch, name="swpipe-watchdog", daemon=True)
-        self._thread.start()
+        self._thread: WorkerThread | None = None
 
-    def drive_from_here(self) -> None:
-        """The calling thread is the one that drives the run now."""
-        self._caller = threading.get_ident()
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread = WorkerThread("swpipe-watchdog", self._watch)
 
     def stop(self) -> None:
         """End the watchdog's thread."""
         self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if self._thread is not None and self._thread.ident != threading.get_ident():
+            self._thread.join(GRACE_S)
 
     def _watch(self) -> None:
         seen: list[tuple[int, int]] = []
-        since = time.monotonic()
-        while not self._stop.wait(min(self._timeout_s / 5, 1.0)):
+        interval_s = min(self._timeout_s / 5, 1.0)
+        idle_s, last = 0.0, time.monotonic()
+        while not self._stop.wait(interval_s):
             now = time.monotonic()
+            looked_s, last = min(now - last, LOOK_COUNTS_AT_MOST * interval_s), now
             places = [(lane.period, lane.position) for lane in self._run.lanes]
-            if places != seen or not self._run.driving:
-                seen, since = places, now
-            elif now - since >= self._timeout_s:
-                self._fail(now - since)
+            if places != seen or not self._run.driver:
+                seen, idle_s = places, 0.0
+                continue
+            idle_s += looked_s
+            if idle_s < self._timeout_s:
+                if self._on_idle is not None:
+                    self._on_idle()
+            elif (caller := self._caller()) is not None:
+                self._fail(idle_s, caller)
                 return
-            elif self._on_idle is not None:
-                self._on_idle()
 
-    def _fail(self, idle_s: float) -> None:
+    def _fail(self, idle_s: float, caller: int) -> None:
         run = self._run
-        caller = run.lanes[0]
-        error = StallError(f"nothing has moved for {idle_s:.1f} s\n{self._report()}")
-        stuck_inside = unmet(run, caller) is None
+        error = StallError(
+            f"{rank_prefix()}nothing has moved for {idle_s:.1f} s\n{self._report(caller)}"
+        )
+        inside = unmet(run, run.lanes[0]) is None
+        place = (run.lanes[0].period, run.lanes[0].position)
+        run.stalled = error
         run.stop(error)
-        with run.lock:
-            if run.driving and run.failure is error and stuck_inside and self._caller is not None:
-                _interrupt(self._caller)
+        if not inside:
+            return
+        write_error(f"swpipe: StallError: {error}")
+        if run.driver.pop("thread", None) is None:
+            return  # the call has just left
+        _interrupt(caller)
+        tell_failure(error)
+        if is_alone() or self._has_left(place):
+            return
+        abort_process_groups(GRACE_S)
+        if not self._has_left(place):
+            write_error(
+                f"swpipe: {rank_prefix()}the call has not returned: this process exits with code "
+                f"{STALL_EXIT_CODE}, so that the other ranks do not wait for it"
+            )
+            os._exit(STALL_EXIT_CODE)
 
-    def _report(self) -> str:
+    def _has_left(self, place: tuple[int, int]) -> bool:
+        """Whether the caller leaves the task within the grace."""
+        for _ in range(20):
+            lane = self._run.lanes[0]
+            if self._stop.wait(GRACE_S / 20) or (lane.period, lane.position) != place:
+                return True
+            if self._run.ending or self._caller() is None:
+                return True
+        return False
+
+    def _report(self, caller: int) -> str:
         frames = sys._current_frames()
         lines = []
         for lane in self._run.lanes:
             lines.append(f"  thread group {lane.group!r}: {_doing(self._run, lane)}")
-            ident = self._caller if lane.thread is None else lane.thread.ident
+            ident = caller if lane.thread is None else lane.thread.ident
             frame = frames.get(ident) if ident is not None else None
             if frame is not None:
                 stack = "".join(traceback.format_stack(frame))

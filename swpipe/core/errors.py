@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,3 +52,17 @@ class InternalError(RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}. This is a fault in swpipe, not in your code: please report it.")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to any exception; one that refuses notes has it written to standard error."""
+    try:
+        error.add_note(note)
+    except Exception:  # noqa: BLE001 - a frozen dataclass, say, or notes that are not a list
+        write_error(f"{type(error).__name__}: {note}")
+
+
+def write_error(text: str) -> None:
+    """Write to standard error what no exception or warning can carry."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

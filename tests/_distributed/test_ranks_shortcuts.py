@@ -107,9 +107,9 @@ def _comes_late() -> list[str]:
         if dist.get_rank() == 1:
             waiting = ranks_module._SHORTCUTS.format(ranks_module._turns.count, ranks_module._ANY)
             _get_default_store().wait([waiting])
-            assert other._periods > pipe._periods
-            other._answer_others()
-            pipe._answer_others()
+            assert other._driver.ranks.periods > pipe._driver.ranks.periods
+            other._driver.ranks.answer()
+            pipe._driver.ranks.answer()
         pipe.enable_shortcut(NAMES[0])
         return list(pipe.shortcut_tasks)
 

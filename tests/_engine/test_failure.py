@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,7 +288,7 @@ def test_the_first_of_two_failures_is_the_one_raised() -> None:
     with SWPipeline(plan, tasks(h2d=at(2, fail_first), forward=at(0, fail_second))) as pipe:
         data = iter(range(9))
         pipe.fill_pipeline(data)
-        runs.append(weakref.ref(pipe._run))
+        runs.append(weakref.ref(pipe._driver.run))
         with pytest.raises(Planted, match="first"):
             pipe.progress(data)
 
@@ -314,7 +315,7 @@ def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> N
 
     def let_it_fail() -> None:
         retired.set()
-        while not pipe._run.stopping:  # type: ignore[union-attr]
+        while not pipe._driver.run.stopping:  # type: ignore[union-attr]
             threading.Event().wait(0.001)
 
     with (
@@ -353,44 +354,38 @@ def test_draining_keeps_what_came_out_before_a_failure() -> None:
         assert pipe.drain() == []
 
 
-def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure() -> None:
+def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A task that fails just when the stall is reported: the stall is raised, as itself.
 
-    The interrupt comes while the caller waits for the run's lock, which the watchdog holds.
+    The watchdog has taken the caller's entry by then, and the caller waits for its interrupt.
     """
-
-    class Watched:
-        """The run's lock; the first time that the caller takes it, it is interrupted instead."""
-
-        def __init__(self) -> None:
-            self.lock, self.interrupts = threading.Lock(), 1
-
-        def __enter__(self) -> None:
-            if self.interrupts and run.stopping and run.driving:
-                self.interrupts = 0
-                raise StallError
-            self.lock.acquire()
-
-        def __exit__(self, *failure: object) -> None:
-            self.lock.release()
-
     stall = StallError("nothing has moved")
-    watched = Watched()
+    interrupts: list[float] = []
+
+    def interrupt(seconds: float) -> None:
+        interrupts.append(seconds)
+        raise KeyboardInterrupt
 
     def fail() -> None:
-        with watched.lock:
-            run.failure, run.stopping = stall, True
+        run.stalled = stall
+        run.stop(stall)
+        assert run.driver.pop("thread") == threading.get_ident()
+        monkeypatch.setattr(swpipe._engine.run, "time", SimpleNamespace(sleep=interrupt))
         raise Planted
 
     data = iter(range(9))
     with SWPipeline(piped(), tasks(forward=at(0, fail))) as pipe:
         pipe.fill_pipeline(data)
-        run: Any = pipe._run
-        run.lock = watched
+        run: Any = pipe._driver.run
+        monkeypatch.setattr(run, "end", lambda: None)
         with pytest.raises(StallError) as caught:
             pipe.progress(data)
+        monkeypatch.undo()
+        run.end()
     assert caught.value is stall
-    assert not watched.interrupts
+    assert len(interrupts) == 1
 
 
 def test_ctrl_c_while_waiting_for_a_worker_comes_through() -> None:
@@ -447,8 +442,8 @@ def test_closing_from_another_thread_ends_a_call_in_progress() -> None:
 def test_closing_while_a_run_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison across ranks takes its time; a close in it once left threads running."""
     pipe = SWPipeline(piped(), tasks())
-    monkeypatch.setattr("swpipe.pipeline.check_same_plan", lambda digest: pipe.close())
-    with pytest.raises(RuntimeError, match="closed by another thread"):
+    monkeypatch.setattr("swpipe._engine.driver.check_same_plan", lambda digest: pipe.close())
+    with pytest.raises(RuntimeError, match="closed during this call"):
         pipe.run(range(9))
     assert swpipe_threads() == []
 

@@ -125,7 +125,7 @@ def test_a_borrowed_pipeline_is_restored(pipe: SWPipeline) -> None:
             timer(pipe, pipelined=True).window()
             pipe.enable_shortcut("see")
             pipe.disable_shortcut("act")
-        shortcuts = pipe._engine.shortcuts
+        shortcuts = pipe._driver.engine.shortcuts
         assert shortcuts.names == {"act"}
         assert shortcuts._caches["act"]
         SEEN.clear()

@@ -10,6 +10,7 @@ one. Of a run that ends, the threads that can end are waited for as long as they
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -41,6 +42,7 @@ class Hang(Host):
         self, monkeypatch: pytest.MonkeyPatch, noticed: Callable[[], bool] = lambda: True
     ) -> None:
         monkeypatch.setattr(swpipe._engine.watchdog, "time", self)
+        monkeypatch.setattr(swpipe._engine.watchdog, "LOOK_COUNTS_AT_MOST", math.inf)
         self.inside, self.release = threading.Event(), threading.Event()
         self.looks = 0
         self.noticed = noticed
@@ -87,7 +89,7 @@ class _Known:
 
 def has_come_to(pipe: SWPipeline, group: str, task: str, iteration: int) -> bool:
     """Whether a thread group has come to a task's turn on an iteration."""
-    run = pipe._run
+    run = pipe._driver.run
     lanes = () if run is None else run.lanes
     return any(
         (lane.group, lane.instruction.task, lane.period - lane.instruction.stage)

@@ -87,12 +87,13 @@ class HostClocks:
 class ClockedCounter(ProgressCounter):
     """A counter that passes its writer's clock to those who waited."""
 
-    __slots__ = ("_base", "_clocks", "_known")
+    __slots__ = ("_base", "_clocks", "_known", "_lock")
 
     def __init__(self, base: ProgressCounter, clocks: HostClocks) -> None:
         super().__init__()
         self._base = base
         self._clocks = clocks
+        self._lock = threading.Lock()
         self._known: list[tuple[int, Clock]] = []  # count to the writer's clock, by count
 
     def advance(self, count: int) -> None:

@@ -178,7 +178,7 @@ def _compare(bench: Bench) -> None:
     if states != plain_states:
         device.report(WrongNumber(f"states {states} are not {plain_states}"))
     if not case.drains:
-        turns = turns_of(case, bench.pipe._engine.program)
+        turns = turns_of(case, bench.pipe._driver.engine.program)
         if bench.machine.turns != turns:
             device.report(OutOfTurn(f"turns {bench.machine.turns} are not {turns}"))
 

@@ -1,0 +1,291 @@
+"""Drives a pipeline: one run after another, one call at a time, and one way to end.
+
+    progress, drain, ...   enter --> advance the run --> leave
+    close(), anywhere      closed = True, run.stop()      flags only: no lock, no wait
+                           a call under way ------------> ends the run when it leaves
+                           no call under way -----------> close() ends it
+
+Guarantees
+    - ``close`` may be called anywhere: by a signal handler in the middle of another call, by a
+      task, by another thread, or twice. What the handler or the task raises comes out as itself.
+    - An exception may arrive at any place (Ctrl-C). The next call finds out that the last one was
+      cut short, ends what it has left, and begins anew; or, where nothing was lost, goes on.
+    - Ending may be cut short as well: every step can be done again.
+
+Assumptions
+    - Whoever is cut short lets the exception out: nobody resumes a suspended call (a greenlet).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
+from swpipe._engine.exclusive import CLOSED, ExclusiveAccess
+from swpipe._engine.iterations import Engine, PushedBatches
+from swpipe._engine.run import JOIN_GRACE_S, Run
+from swpipe._engine.watchdog import Watchdog
+from swpipe.core.context import IterContext
+from swpipe.core.errors import add_note
+from swpipe.core.plan import PipelinePlan
+
+
+class RankProgress:
+    """What other ranks may ask: which pipeline this is, and how many periods it has begun."""
+
+    def __init__(self) -> None:
+        self.number = 0  # among the pipelines that were compared across ranks
+        self.periods = 0  # begun, in all runs
+
+    def begun(self) -> Begun:
+        """Both, as they are now."""
+        return Begun(self.number, self.periods)
+
+    def answer(self) -> None:
+        """Answer a rank that waits for this one to enable shortcuts."""
+        answer_check(self.begun())
+
+
+class Place(NamedTuple):
+    """A line of source code."""
+
+    filename: str
+    line: int
+
+
+class Driver:
+    """Runs the iterations of one pipeline.
+
+    Attributes:
+        engine: What the next run uses.
+        run: The one in flight; None if nothing is.
+        drained: Contexts that were complete when ``drain`` failed; the next ``drain`` returns them.
+        next_iteration: The number of the next run's first iteration.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: PipelinePlan,
+        stall_timeout_s: float | None,
+        *,
+        check_ranks: bool,
+        made_at: Place,
+    ) -> None:
+        self.engine = engine
+        self.run: Run | None = None
+        self.drained: list[IterContext] = []
+        self.next_iteration = 0
+        self.ranks = RankProgress()
+        self.access = ExclusiveAccess()
+        self._plan = plan
+        self._stall_timeout_s = stall_timeout_s
+        self._check_ranks = check_ranks
+        self._made_at = made_at
+        self._watchdog: Watchdog | None = None
+        self._ended: Iterator[Any] | None = None
+        self._pushed = PushedBatches()
+
+    @property
+    def in_flight(self) -> int:
+        """How many iterations have been pulled and not been handed out."""
+        return len(self.drained) + (0 if self.run is None else self.run.in_flight)
+
+    def __enter__(self) -> None:
+        self.enter(sys._getframe(1))
+
+    def enter(self, frame: FrameType) -> None:
+        """Begin a call, which lasts for as long as ``frame`` is executed, or until it leaves."""
+        self.access.enter(frame)
+        if self.run is not None and self.run.interrupted:
+            self._end_with_warning(self.run)
+
+    def __exit__(self, *failure: object) -> None:
+        try:
+            if self.access.closed is not None:
+                self._end_all()
+        finally:
+            self.access.leave()
+
+    def fill(self, iterator: Iterator[Any]) -> None:
+        """Run the prologue."""
+        with self:
+            if self.run is not None:
+                raise RuntimeError(
+                    f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
+                    "progress() with the iterator that it was filled from, or drain() first"
+                )
+            run = self._prepared(iterator)
+            while run.period < self.engine.program.depth - 1 and not run.finished:
+                self._advance(run)
+
+    def progress(self, iterator: Iterator[Any]) -> IterContext:
+        """Run one period, or as many as it takes to hand out an iteration."""
+        with self:
+            # If it called the iterator again instead, one that restarts would never end.
+            ended, self._ended = self._ended, None
+            if self.run is None and ended is iterator:
+                raise StopIteration
+            return self._next(self._prepared(iterator))
+
+    def push(self, batch: Any) -> IterContext | None:
+        """Run one period on a batch; what it handed out."""
+        with self:
+            run = self._prepared(self._pushed)
+            self._pushed.batches = (batch,)
+            try:
+                return self._advance(run)
+            finally:
+                self._pushed.batches = ()
+
+    def flush(self) -> list[IterContext]:
+        """``drain``, of pushed batches only."""
+        if self.run is not None and self.run.iterator is not self._pushed:
+            raise self._mixed(self.run, self._pushed)
+        return self.drain()
+
+    def drain(self) -> list[IterContext]:
+        """Stop admitting, finish what is in flight, and hand it out."""
+        with self:
+            run = self.run
+            if run is not None:
+                run.read_callers_settings()
+                run.stop_admitting()
+                while not run.over:
+                    self.drained.append(self._next(run))
+                self._end(run)
+            contexts, self.drained = self.drained, []
+            return contexts
+
+    def refuse_in_flight(self, purpose: str) -> None:
+        """Raise RuntimeError if iterations are in flight; within a call."""
+        if self.run is not None:
+            raise RuntimeError(
+                f"{self.in_flight} iterations are in flight: finish their iterator, or call "
+                f"drain(), before {purpose}"
+            )
+
+    def close(self) -> None:
+        """Stop the threads and drop what is in flight, or make the call under way do so."""
+        self.access.closed = self.access.closed or CLOSED
+        run = self.run
+        if run is not None:
+            run.stop()
+        deadline = time.monotonic() + JOIN_GRACE_S
+        while not self.access.try_enter(sys._getframe()):
+            if self._must_not_wait(run) or time.monotonic() > deadline:
+                return  # the call under way sees the flags
+            time.sleep(1e-3)
+        try:
+            self._end_all()
+        finally:
+            self.access.leave()
+
+    def __del__(self) -> None:
+        """Close, since nobody refers to the pipeline any more; say so if it had threads."""
+        if self.run is None or sys.is_finalizing():
+            return
+        self.close()
+        text = (
+            "a pipeline with iterations in flight was dropped without close(): use "
+            "'with SWPipeline(...) as pipe', or call close()"
+        )
+        warnings.warn_explicit(text, ResourceWarning, *self._made_at)
+
+    def _must_not_wait(self, run: Run | None) -> bool:
+        """Whether the call under way may itself wait for the calling thread."""
+        ident = threading.get_ident()
+        workers = () if run is None else run.lanes[1:]
+        return self.access.holder() == ident or any(
+            lane.thread is not None and lane.thread.ident == ident for lane in workers
+        )
+
+    def _prepared(self, iterator: Iterator[Any]) -> Run:
+        """The run over this iterator, ready to be advanced by the calling thread."""
+        run = self.run or self._begin(iterator)
+        if run.iterator is not iterator:
+            raise self._mixed(run, iterator)
+        if run.draining:
+            raise RuntimeError("drain() was interrupted: call it again before anything else")
+        run.read_callers_settings()
+        return run
+
+    def _begin(self, iterator: Iterator[Any]) -> Run:
+        if not hasattr(iterator, "__next__"):
+            raise TypeError(
+                f"progress() takes an iterator, not {type(iterator).__name__}: "
+                "pass iter(loader), and the same one each time"
+            )
+        if self._check_ranks:
+            self.ranks.number = check_same_plan(self._plan)
+            self._check_ranks = False
+        run = self.run = Run(self.engine, iterator, self.next_iteration)
+        if self.access.closed is not None:  # by now, when there was no run to stop
+            run.stop()
+        try:
+            run.start()
+            if self._stall_timeout_s is not None:
+                answer = self.ranks.answer if self.ranks.number else None
+                caller = self.access.holder
+                self._watchdog = Watchdog(run, self._stall_timeout_s, caller, answer)
+                self._watchdog.start()
+        except BaseException:
+            self._end(run)
+            raise
+        return run
+
+    def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
+        source, end = "of another iterator", "finish it, or call drain()"
+        if run.iterator is self._pushed:
+            source, end = "of pushed batches", "call flush()"
+        return RuntimeError(
+            f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
+            f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
+        )
+
+    def _next(self, run: Run) -> IterContext:
+        while not run.over:
+            ctx = self._advance(run)
+            if ctx is not None:
+                return ctx
+        self._ended = None
+        raise StopIteration
+
+    def _advance(self, run: Run) -> IterContext | None:
+        self.ranks.periods += 1
+        try:
+            ctx = run.advance()
+        except BaseException as error:
+            for left in self._end(run):
+                add_note(error, left)
+            tell_failure(error)
+            raise
+        if run.over:
+            self._end(run)
+        return ctx
+
+    def _end(self, run: Run) -> list[str]:
+        """End the run, whatever was done of that before; returns which tasks have not returned."""
+        run.end()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        self.next_iteration = run.iterations.first + run.admitted
+        self._ended = run.iterator if run.data_ended and run.retired else None
+        self.run = None
+        return [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]
+
+    def _end_all(self) -> None:
+        self.drained.clear()
+        if self.run is not None:
+            self._end_with_warning(self.run)
+
+    def _end_with_warning(self, run: Run) -> None:
+        for left in self._end(run):
+            warnings.warn(left, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,73 @@
+"""What becomes of runs when the interpreter exits, and in a forked child.
+
+    exit    stop all runs --> join, EXIT_GRACE_S --> raise Cancelled in what still runs --> join
+            --> name on standard error what is left
+    fork    the child has none of the threads: its runs count as ended, and nothing is waited for
+
+A thread that returns from torch into an interpreter that no longer exists aborts the process. So
+what still runs Python is ended before that; what is inside one long call gets no further. The
+script's exit code stays its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import weakref
+from typing import Protocol
+
+from swpipe.core.errors import write_error
+
+EXIT_GRACE_S = 5.0
+"""How long the interpreter waits, in all, for tasks that still run when it exits."""
+
+_UNWIND_S = 1.0  # for a task that an exception was raised in
+
+
+class EndableRun(Protocol):
+    """What this module needs of a run."""
+
+    def stop(self) -> None: ...
+
+    def join(self, grace_s: float) -> None: ...
+
+    def cut_short(self) -> None: ...
+
+    def left_inside(self) -> list[str]: ...
+
+    def forget_in_fork(self) -> None: ...
+
+
+runs: weakref.WeakSet[EndableRun] = weakref.WeakSet()
+"""Every run that has started and that something refers to, such as its own threads."""
+
+
+def end_all() -> None:
+    """End what nobody closed, and wait for tasks that a failed run left running."""
+    alive = list(runs)
+    for run in alive:
+        run.stop()
+    _join(alive, EXIT_GRACE_S)
+    for run in alive:
+        run.cut_short()
+    _join(alive, _UNWIND_S)
+    for left in [left for run in alive for left in run.left_inside()]:
+        write_error(f"swpipe: {left}; the interpreter exits without waiting for it")
+
+
+def _join(alive: list[EndableRun], grace_s: float) -> None:
+    deadline = time.monotonic() + grace_s
+    for run in alive:
+        run.join(max(0, deadline - time.monotonic()))
+
+
+def forget_all() -> None:
+    """In a child process, end all runs without their threads."""
+    for run in list(runs):
+        run.forget_in_fork()
+    runs.clear()
+
+
+atexit.register(end_all)
+os.register_at_fork(after_in_child=forget_all)

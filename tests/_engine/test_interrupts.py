@@ -1,0 +1,185 @@
+"""An exception may arrive anywhere: afterwards a pipeline can be closed, and used again."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import swpipe
+from swpipe import PipelinePlan, SWPipeline
+from tests.support.plans_for_tests import piped, spread, tasks
+from tests.support.sequencer import PATIENCE_S
+
+SWPIPE = str(Path(swpipe.__file__).parent)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt in this thread at the n-th place, from 0.
+
+    A place is an instruction of swpipe's, or in ``threading`` one at which CPython looks for
+    signals: the first of a function, and whatever follows a call or a jump backwards.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.seen = 0
+        self.where = ""
+
+    def __enter__(self) -> Interrupter:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        own = frame.f_code.co_filename.startswith(SWPIPE)
+        if not own and frame.f_code.co_filename != threading.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        looks = signal_checks(frame.f_code)
+        if not own:
+            frame.f_trace_lines = False
+
+        def at_instruction(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "opcode" and (own or frame.f_lasti in looks):
+                self._place(frame)
+            return at_instruction
+
+        self._place(frame)
+        return at_instruction
+
+    def _place(self, frame: FrameType) -> None:
+        self.seen += 1
+        if self.seen == self.n + 1:
+            sys.settrace(None)
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            raise KeyboardInterrupt
+
+    @property
+    def raised(self) -> bool:
+        """Whether there were so many places."""
+        return self.seen > self.n
+
+
+_CHECKS: dict[Any, frozenset[int]] = {}
+
+
+def signal_checks(code: Any) -> frozenset[int]:
+    """The offsets of instructions before which CPython looks for signals."""
+    if code not in _CHECKS:
+        found, after = set(), False
+        for ins in dis.get_instructions(code):
+            if after:
+                found.add(ins.offset)
+            after = ins.opname.startswith(("CALL", "RESUME")) or "BACKWARD" in ins.opname
+        _CHECKS[code] = frozenset(found)
+    return _CHECKS[code]
+
+
+def swpipe_threads() -> list[str]:
+    """Threads of swpipe's that are alive, when those that end have had time to."""
+    deadline = time.monotonic() + PATIENCE_S
+    while names := [t.name for t in threading.enumerate() if t.name.startswith("swpipe-")]:
+        if time.monotonic() > deadline:
+            return names
+        time.sleep(0.001)
+    return []
+
+
+def use_again(pipe: SWPipeline) -> list[int]:
+    """Run on new data; where that is refused, do what the error says first."""
+    for _ in range(3):
+        try:
+            return [ctx.batch for ctx in pipe.iterate(range(100, 104))]
+        except RuntimeError as refusal:
+            if "drain()" not in str(refusal):
+                raise
+            with suppress(KeyboardInterrupt):
+                pipe.drain()
+    raise AssertionError("still refused")
+
+
+def fill(pipe: SWPipeline, data: Iterator[int]) -> None:
+    """The prologue."""
+    pipe.fill_pipeline(data)
+
+
+def first(pipe: SWPipeline, data: Iterator[int]) -> None:
+    """The prologue and one period."""
+    pipe.progress(data)
+
+
+def second(pipe: SWPipeline, data: Iterator[int]) -> None:
+    """A period with iterations in flight, and the end of the data."""
+    for _ in range(3):
+        pipe.progress(data)
+
+
+def drain(pipe: SWPipeline, data: Iterator[int]) -> None:
+    """The epilogue."""
+    pipe.drain()
+
+
+def close(pipe: SWPipeline, data: Iterator[int]) -> None:
+    """An end with iterations in flight."""
+    pipe.close()
+
+
+def leave(pipe: SWPipeline, data: Iterator[int]) -> None:
+    """The same by the end of a with block."""
+    pipe.__exit__(None, None, None)
+
+
+CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], None]]] = {
+    "fill_pipeline": (False, fill),
+    "the first progress": (False, first),
+    "progress to the end": (True, second),
+    "drain": (True, drain),
+    "close": (True, close),
+    "__exit__": (True, leave),
+}
+"""Whether the pipeline is full before, and what is interrupted."""
+
+
+def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Interrupter]:
+    """A pipeline of which one call was interrupted at its n-th place."""
+    full, act = CALLS[name]
+    pipe = SWPipeline(plan, tasks(), device="cpu")
+    data = iter(range(4))
+    if full:
+        pipe.fill_pipeline(data)
+    interrupter = Interrupter(n)
+    with suppress(KeyboardInterrupt, StopIteration), interrupter:
+        act(pipe, data)
+    return pipe, interrupter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("plan", [piped(), spread()], ids=["two groups", "four groups"])
+def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
+    plan: PipelinePlan, name: str
+) -> None:
+    """Every place in turn: no thread is left, and a new fill works, or after the mend it names."""
+    n, raised = 0, True
+    while raised:
+        pipe, interrupter = interrupted(plan, name, n)
+        where = f"place {n}, {interrupter.where}"
+        raised = interrupter.raised
+        if not pipe.closed and n % 2:
+            assert use_again(pipe) == [100, 101, 102, 103], where
+        pipe.close()
+        assert swpipe_threads() == [], where
+        assert pipe.in_flight == 0, where
+        n += 1
+    assert n > 50
