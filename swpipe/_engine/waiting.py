@@ -16,9 +16,8 @@ Assumptions
     - One thread at a time advances a counter, to ever greater counts.
     - Each operation of a dictionary is atomic, with and without the interpreter lock.
     - A waiter registers before it reads ``count``, and a writer reads the waiters after it has set
-      ``count``, so that one of the two sees the other. If the hardware reorders these, or an
-      exception arrives between taking a waiter and waking it, that waiter wakes by itself: it looks
-      every ``WAKE_S``.
+      ``count``, so that one of the two sees the other. If the hardware reorders these, the waiter
+      wakes by itself: it looks every ``WAKE_S``.
 
 A waiter has no time-out of its own: a failure anywhere cancels every counter, and so does the run's
 watchdog. All threads and counters come from a ``Host``, which a test can replace by a scheduler
@@ -90,9 +89,11 @@ class ProgressCounter:
 
     def _wake(self, count: int) -> None:
         for gate, target in self._waiters.copy().items():
-            # Only one thread gets the entry, so no lock is released twice.
-            if target <= count and self._waiters.pop(gate, None) is not None:
-                gate.release()
+            if target <= count:
+                try:
+                    gate.release()
+                except RuntimeError:  # it was woken, and has not left yet
+                    continue
 
 
 class HostThread(Protocol):

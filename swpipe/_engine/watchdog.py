@@ -36,7 +36,7 @@ from swpipe._distributed.rank_checks import (
     tell_failure,
 )
 from swpipe._engine.program import ADMIT, HostWait
-from swpipe._engine.waiting import WorkerThread
+from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.core.errors import StallError, write_error
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._caller = caller
         self._on_idle = on_idle
-        self._stop = threading.Event()
+        self._stopped = ProgressCounter()
         self._thread: WorkerThread | None = None
 
     def start(self) -> None:
@@ -94,7 +94,7 @@ class Watchdog:
 
     def stop(self) -> None:
         """End the watchdog's thread."""
-        self._stop.set()
+        self._stopped.advance(1)
         if self._thread is not None and self._thread.ident != threading.get_ident():
             self._thread.join(GRACE_S)
 
@@ -102,7 +102,7 @@ class Watchdog:
         seen: list[tuple[int, int]] = []
         interval_s = min(self._timeout_s / 5, 1.0)
         idle_s, last = 0.0, time.monotonic()
-        while not self._stop.wait(interval_s):
+        while not self._stopped.reaches(1, interval_s):
             now = time.monotonic()
             looked_s, last = min(now - last, LOOK_COUNTS_AT_MOST * interval_s), now
             places = [(lane.period, lane.position) for lane in self._run.lanes]
@@ -147,7 +147,7 @@ class Watchdog:
         """Whether the caller leaves the task within the grace."""
         for _ in range(20):
             lane = self._run.lanes[0]
-            if self._stop.wait(GRACE_S / 20) or (lane.period, lane.position) != place:
+            if self._stopped.reaches(1, GRACE_S / 20) or (lane.period, lane.position) != place:
                 return True
             if self._run.ending or self._caller() is None:
                 return True
