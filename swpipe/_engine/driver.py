@@ -22,12 +22,13 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
-from swpipe._engine.exclusive import CLOSED, ExclusiveAccess
+from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
 from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
@@ -57,6 +58,19 @@ class Place(NamedTuple):
 
     filename: str
     line: int
+
+
+def end_dropped(run: Run, watchdog: Watchdog, made_at: Place) -> None:
+    """End a run whose pipeline nobody refers to any more, and say so."""
+    if run.ended:  # and the call that ended it was cut short before it told this finalizer
+        return
+    run.end()
+    watchdog.stop()
+    text = (
+        "a pipeline with iterations in flight was dropped without close(): use "
+        "'with SWPipeline(...) as pipe', or call close()"
+    )
+    warnings.warn_explicit(text, ResourceWarning, *made_at)
 
 
 class Driver:
@@ -89,6 +103,7 @@ class Driver:
         self._check_ranks = check_ranks
         self._made_at = made_at
         self._watchdog: Watchdog | None = None
+        self._dropped: weakref.finalize[..., Driver] | None = None
         self._ended: Iterator[Any] | None = None
         self._pushed = PushedBatches()
 
@@ -173,12 +188,14 @@ class Driver:
 
     def close(self) -> None:
         """Stop the threads and drop what is in flight, or make the call under way do so."""
-        self.access.closed = self.access.closed or CLOSED
+        self.access.close()
+        if self.access.forked:  # whoever held the lock is not in this process
+            self.run = None
         run = self.run
         if run is not None:
             run.stop()
         deadline = time.monotonic() + JOIN_GRACE_S
-        while not self.access.try_enter(sys._getframe()):
+        while not self.access.forked and not self.access.try_enter(sys._getframe()):
             if self._must_not_wait(run) or time.monotonic() > deadline:
                 return  # the call under way sees the flags
             time.sleep(1e-3)
@@ -186,17 +203,6 @@ class Driver:
             self._end_all()
         finally:
             self.access.leave()
-
-    def __del__(self) -> None:
-        """Close, since nobody refers to the pipeline any more; say so if it had threads."""
-        if self.run is None or sys.is_finalizing():
-            return
-        self.close()
-        text = (
-            "a pipeline with iterations in flight was dropped without close(): use "
-            "'with SWPipeline(...) as pipe', or call close()"
-        )
-        warnings.warn_explicit(text, ResourceWarning, *self._made_at)
 
     def _must_not_wait(self, run: Run | None) -> bool:
         """Whether the call under way may itself wait for the calling thread."""
@@ -230,11 +236,13 @@ class Driver:
             run.stop()
         try:
             run.start()
-            if self._stall_timeout_s is not None:
-                answer = self.ranks.answer if self.ranks.number else None
-                caller = self.access.holder
-                self._watchdog = Watchdog(run, self._stall_timeout_s, caller, answer)
-                self._watchdog.start()
+            answer = self.ranks.answer if self.ranks.number else None
+            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder, answer)
+            self._watchdog = watchdog
+            watchdog.start()
+            # Not __del__: what a signal handler raises within that is lost, at each end of a run.
+            self._dropped = weakref.finalize(self, end_dropped, run, watchdog, self._made_at)
+            self._dropped.atexit = False
         except BaseException:
             self._end(run)
             raise
@@ -276,6 +284,8 @@ class Driver:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+        if self._dropped is not None:
+            self._dropped.detach()
         self.next_iteration = run.iterations.first + run.admitted
         self._ended = run.iterator if run.data_ended and run.retired else None
         self.run = None

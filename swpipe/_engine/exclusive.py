@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import weakref
 from types import FrameType
 
 CLOSED = "the pipeline is closed: make a new one"
@@ -25,18 +24,39 @@ FORKED = (
 )
 
 
-class ExclusiveAccess:
-    """Lets one call in at a time; another one raises instead of waiting.
+_forks = 0  # between the first process and this one
 
-    Attributes:
-        closed: Why nobody is let in any more; None while calls are.
-    """
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class ExclusiveAccess:
+    """Lets one call in at a time; another one raises instead of waiting."""
 
     def __init__(self) -> None:
-        self.closed: str | None = None
+        self._closed = False
         self._holder: FrameType | None = None
         self._lock = threading.RLock()
-        _accesses.add(self)
+        self._made_after = _forks
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that made the pipeline."""
+        return self._made_after != _forks
+
+    @property
+    def closed(self) -> str | None:
+        """Why nobody is let in any more; None while calls are."""
+        return FORKED if self.forked else CLOSED if self._closed else None
+
+    def close(self) -> None:
+        """Let no further call in."""
+        self._closed = True
 
     def enter(self, frame: FrameType) -> None:
         """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
@@ -74,20 +94,3 @@ class ExclusiveAccess:
                 if frame is holder:
                     return ident
         return None
-
-    def close_in_fork(self) -> None:
-        """Close in a child process, in which other threads may have held the lock."""
-        self._lock = threading.RLock()
-        self._holder = None
-        self.closed = self.closed or FORKED
-
-
-_accesses: weakref.WeakSet[ExclusiveAccess] = weakref.WeakSet()
-
-
-def _close_all_in_fork() -> None:
-    for access in list(_accesses):
-        access.close_in_fork()
-
-
-os.register_at_fork(after_in_child=_close_all_in_fork)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import os
 import time
-import weakref
 from typing import Protocol
 
 from swpipe.core.errors import write_error
@@ -28,6 +27,8 @@ _UNWIND_S = 1.0  # for a task that an exception was raised in
 class EndableRun(Protocol):
     """What this module needs of a run."""
 
+    ended: bool
+
     def stop(self) -> None: ...
 
     def join(self, grace_s: float) -> None: ...
@@ -39,13 +40,26 @@ class EndableRun(Protocol):
     def forget_in_fork(self) -> None: ...
 
 
-runs: weakref.WeakSet[EndableRun] = weakref.WeakSet()
-"""Every run that has started and that something refers to, such as its own threads."""
+_runs: dict[int, EndableRun] = {}
+# Not a WeakSet: an exception that a signal raises in the callback of a weak reference is lost.
+
+
+def add_run(run: EndableRun) -> None:
+    """Account for a run that starts."""
+    for other in list(_runs.values()):
+        remove_run(other)
+    _runs[id(run)] = run
+
+
+def remove_run(run: EndableRun) -> None:
+    """Forget a run that has ended, unless a task of it has not returned."""
+    if run.ended and not run.left_inside():
+        _runs.pop(id(run), None)
 
 
 def end_all() -> None:
     """End what nobody closed, and wait for tasks that a failed run left running."""
-    alive = list(runs)
+    alive = list(_runs.values())
     for run in alive:
         run.stop()
     _join(alive, EXIT_GRACE_S)
@@ -64,9 +78,9 @@ def _join(alive: list[EndableRun], grace_s: float) -> None:
 
 def forget_all() -> None:
     """In a child process, end all runs without their threads."""
-    for run in list(runs):
+    for run in list(_runs.values()):
         run.forget_in_fork()
-    runs.clear()
+    _runs.clear()
 
 
 atexit.register(end_all)

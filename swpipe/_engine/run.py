@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
-from swpipe._engine.process import runs
+from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Lane
 from swpipe._engine.torch_state import ThreadTorchState, TorchState
 from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
@@ -115,9 +115,10 @@ class Run:
         self.data_ended = False
         self.ending = False
         self.ended = False
-        # The thread that is inside ``start`` or ``advance``: it puts itself in, and takes itself
-        # out, unless the watchdog has done so, to interrupt it.
-        self.driver: dict[str, int] = {"thread": threading.get_ident()}
+        self.in_call = True  # inside ``start`` or ``advance``, or one of them was cut short
+        # The thread that is inside ``advance``: it puts itself in, and takes itself out, unless the
+        # watchdog has done so, to interrupt it.
+        self.driver: dict[str, int] = {}
         self._handed_out: IterContext | None = None
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         self.lanes = tuple(LaneRunner(lane, engine.host.counter()) for lane in engine.program.lanes)
@@ -151,12 +152,12 @@ class Run:
 
     def start(self) -> None:
         """Start the threads; once, before the first ``advance``."""
-        runs.add(self)
+        add_run(self)
         self._order_streams_after_the_callers()
         for lane in self.lanes[1:]:
             target = functools.partial(self._work, lane)
             lane.thread = self.engine.host.start(f"swpipe-{lane.group}", target)
-        self.driver.clear()
+        self.in_call = False
 
     @property
     def failure(self) -> BaseException | None:
@@ -166,7 +167,7 @@ class Run:
     @property
     def interrupted(self) -> bool:
         """Whether the last call was cut short; meaningful between calls."""
-        return bool(self.driver) or self.ending or (self.stopping and self.failure is None)
+        return self.in_call or self.ending or (self.stopping and self.failure is None)
 
     @property
     def finished(self) -> bool:
@@ -203,6 +204,7 @@ class Run:
         Raises the run's first failure, as itself, which ends the run; but after a context that was
         retired in the same period, the next call does.
         """
+        self.in_call = True
         self.driver["thread"] = threading.get_ident()
         try:
             try:
@@ -212,7 +214,8 @@ class Run:
                 self._leave()
         except BaseException as error:
             self.fail(error, self.lanes[0])
-            if self._handed_out is None and self._goes_first(error):
+            # With a context to hand out, the next call raises it; but once closed, there is none.
+            if self._goes_first(error) and (self._handed_out is None or self.failure is None):
                 raise
         handed_out, self._handed_out = self._handed_out, None
         if handed_out is not None:
@@ -226,6 +229,7 @@ class Run:
                     "the pipeline was closed during this call: by another thread, by a signal "
                     "handler, or by one of its tasks"
                 )
+        self.in_call = False
         return handed_out
 
     def _goes_first(self, error: BaseException) -> bool:
@@ -388,7 +392,7 @@ class Run:
         """Stop the threads, wait for them, and drop what is in flight."""
         if self.ended:
             return
-        if not self.finished or self.driver:
+        if not self.finished or self.in_call:
             self.stop()
         self.ending = True
         self.lanes[0].progress.advance(FOREVER)
@@ -399,6 +403,7 @@ class Run:
         self.iterations.clear()
         self.ended = True
         self._failure.clear()  # its traceback refers to this run
+        remove_run(self)
 
     def left_inside(self) -> list[str]:
         """Which threads have not ended, and where they are."""

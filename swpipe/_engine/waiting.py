@@ -111,13 +111,17 @@ class WorkerThread:
     """A daemon thread that starts when it is made.
 
     An exception that a signal raises in the middle of ``threading.Thread.start`` or ``join`` leaves
-    a thread that runs and counts as ended, or is replaced by "release unlocked lock". So another
-    thread, which gets no signals, does the start, and ``join`` begins when the work is done.
+    a thread that runs and counts as ended, or is replaced by "release unlocked lock"; one that it
+    raises while a ``threading.Thread`` is deallocated is lost. So another thread, which gets no
+    signals, does the start, and the thread itself has the last reference to its object.
     """
 
     def __init__(self, name: str, target: Callable[[], None]) -> None:
         self._target = target
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.ident: int | None = None
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, name=name, daemon=True
+        )
         self._refused: RuntimeError | None = None
         self._started, self._done = ProgressCounter(), ProgressCounter()
         _thread.start_new_thread(self._start, ())
@@ -125,15 +129,9 @@ class WorkerThread:
         if self._refused is not None:
             raise self._refused
 
-    @property
-    def ident(self) -> int | None:
-        """The thread's number."""
-        return self._thread.ident
-
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, for no longer than ``timeout`` seconds."""
-        if self._done.reaches(1, threading.TIMEOUT_MAX if timeout is None else timeout):
-            self._thread.join(timeout)
+        """Wait until its work is done, for no longer than ``timeout`` seconds."""
+        self._done.reaches(1, threading.TIMEOUT_MAX if timeout is None else timeout)
 
     def is_alive(self) -> bool:
         """Whether its work is not done."""
@@ -141,13 +139,16 @@ class WorkerThread:
 
     def _start(self) -> None:
         try:
-            self._thread.start()
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                thread.start()
         except RuntimeError as error:  # the system refuses one more
             self._refused = error
         finally:
             self._started.advance(1)
 
     def _run(self) -> None:
+        self.ident = threading.get_ident()
         try:
             self._target()
         finally:

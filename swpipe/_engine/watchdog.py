@@ -20,6 +20,7 @@ A caller that is no rank of several is not ended: nobody else waits for it.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -68,7 +69,7 @@ class Watchdog:
 
     Args:
         run: What to watch.
-        timeout_s: After how many seconds without movement it fails.
+        timeout_s: After how many seconds without movement it fails; None for never.
         caller: Gives the thread, by ``ident``, of the call that is under way; None if there is
             none.
         on_idle: Called at each look that finds that nothing has moved.
@@ -77,20 +78,21 @@ class Watchdog:
     def __init__(
         self,
         run: Run,
-        timeout_s: float,
+        timeout_s: float | None,
         caller: Callable[[], int | None],
         on_idle: Callable[[], None] | None = None,
     ) -> None:
         self._run = run
-        self._timeout_s = timeout_s
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._caller = caller
         self._on_idle = on_idle
         self._stopped = ProgressCounter()
         self._thread: WorkerThread | None = None
 
     def start(self) -> None:
-        """Start to watch."""
-        self._thread = WorkerThread("swpipe-watchdog", self._watch)
+        """Start to watch, unless nothing is to be reported ever."""
+        if self._timeout_s < math.inf:
+            self._thread = WorkerThread("swpipe-watchdog", self._watch)
 
     def stop(self) -> None:
         """End the watchdog's thread."""
@@ -106,7 +108,7 @@ class Watchdog:
             now = time.monotonic()
             looked_s, last = min(now - last, LOOK_COUNTS_AT_MOST * interval_s), now
             places = [(lane.period, lane.position) for lane in self._run.lanes]
-            if places != seen or not self._run.driver:
+            if places != seen or not self._run.in_call:
                 seen, idle_s = places, 0.0
                 continue
             idle_s += looked_s

@@ -25,12 +25,17 @@ SWPIPE = str(Path(swpipe.__file__).parent)
 class Interrupter:
     """Raises KeyboardInterrupt in this thread at the n-th place, from 0.
 
-    A place is an instruction of swpipe's, or in ``threading`` one at which CPython looks for
+    A place is an instruction of swpipe's, or of ``threading``, before which CPython looks for
     signals: the first of a function, and whatever follows a call or a jump backwards.
+
+    Args:
+        n: Where to raise.
+        everywhere: Count every instruction of swpipe's as a place.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, *, everywhere: bool = False) -> None:
         self.n = n
+        self.everywhere = everywhere
         self.seen = 0
         self.where = ""
 
@@ -51,7 +56,7 @@ class Interrupter:
             frame.f_trace_lines = False
 
         def at_instruction(frame: FrameType, event: str, arg: Any) -> Any:
-            if event == "opcode" and (own or frame.f_lasti in looks):
+            if event == "opcode" and ((own and self.everywhere) or frame.f_lasti in looks):
                 self._place(frame)
             return at_instruction
 

@@ -1,0 +1,139 @@
+"""python -m tests._engine.signal_trials HOW CALL COUNT SEED: real signals at random moments.
+
+    close     a SIGALRM handler closes the pipeline and raises SystemExit
+    closing   a SIGALRM handler closes the pipeline and returns
+    one       a single SIGINT
+    storm     five SIGINTs, 50 us apart
+
+Prints one line per trial that went wrong, and "COUNT trials" at the end.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from swpipe import SWPipeline
+from tests.support.plans_for_tests import spread, tasks
+
+GRACE_S = 10.0
+
+
+class Trial:
+    """One pipeline, and a signal that comes while it is driven."""
+
+    def __init__(self, how: str, call: str, rng: random.Random) -> None:
+        self.how, self.call = how, call
+        self.after_s = rng.uniform(200e-6, 4e-3)
+        self.signals = 5 if how == "storm" else 1
+        self.raised = ""
+        self.driving = False
+        self.pipe = SWPipeline(spread(), tasks(), device="cpu")
+
+    def close(self, signum: int, frame: FrameType | None) -> None:
+        """What the handler of SIGALRM does."""
+        self.signals -= 1
+        self.pipe.close()
+        if self.how == "close":
+            raise SystemExit(0)
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Like Ctrl-C, which somebody presses until there is an effect."""
+        if self.signals > 0 and self.driving:
+            self.signals -= 1
+            raise KeyboardInterrupt
+
+    def run(self) -> str:
+        """What went wrong; empty if nothing did."""
+        closing = self.how in ("close", "closing")
+        signal.signal(signal.SIGALRM, self.close if closing else self.interrupt)
+        again_s = 50e-6 if self.how == "storm" else 0.0
+        signal.setitimer(signal.ITIMER_REAL, self.after_s, again_s)
+        while self.signals > 0 or not self.raised:
+            try:  # several times, since a signal may come while the one before is handled
+                try:
+                    try:
+                        self.under_fire()
+                    except KeyboardInterrupt:
+                        self.raised = "KeyboardInterrupt"
+                except KeyboardInterrupt:
+                    self.raised = "KeyboardInterrupt"
+            except KeyboardInterrupt:
+                self.raised = "KeyboardInterrupt"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        wanted = {"close": "SystemExit", "closing": "RuntimeError: the pipeline"}
+        if not self.raised.startswith(wanted.get(self.how, "KeyboardInterrupt")):
+            return f"raised {self.raised!r}"
+        return self.afterwards()
+
+    def under_fire(self) -> None:
+        """Drive, and note what that raises."""
+        try:
+            self.driving = True
+            self.drive()
+        except (SystemExit, RuntimeError) as error:
+            self.raised = f"{type(error).__name__}: {error}"
+            if "drain()" in self.raised:
+                self.pipe.drain()
+        finally:
+            self.driving = False
+
+    def drive(self) -> None:
+        """Call it until the signal comes."""
+        while True:
+            data = iter(range(50))
+            if self.call == "drain":
+                self.pipe.fill_pipeline(data)
+                self.pipe.drain()
+            else:
+                for _ in self.pipe.iterate(data):
+                    pass
+
+    def afterwards(self) -> str:
+        """Whether the pipeline runs again, and closes."""
+        if not self.pipe.closed:
+            try:
+                self.pipe.drain()
+                out = [ctx.batch for ctx in self.pipe.iterate(range(5))]
+            except RuntimeError as error:
+                return f"bricked: {error}"
+            if out != [0, 1, 2, 3, 4]:
+                return f"handed out {out}"
+        self.pipe.close()
+        deadline = time.monotonic() + GRACE_S
+        while left := [t.name for t in threading.enumerate() if t.name.startswith("swpipe-")]:
+            if time.monotonic() > deadline:
+                return f"left {left}"
+            time.sleep(0.001)
+        return ""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """End the process, with all stacks, if the block takes longer."""
+    import faulthandler
+
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def main() -> None:
+    """All trials."""
+    how, call, count, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    rng = random.Random(seed)
+    for number in range(count):
+        with deadline(60):
+            if wrong := Trial(how, call, rng).run():
+                print(f"trial {number}: {wrong}")
+    print(f"{count} trials")
+
+
+if __name__ == "__main__":
+    main()
