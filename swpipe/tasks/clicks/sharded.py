@@ -17,7 +17,6 @@ minimises the mean over ranks of their mean loss.
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
+import polars as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask
 from swpipe.device import on_cpu
 from swpipe.tasks.clicks._torchrec import (
-    BinaryAUROC,
     DistributedModelParallel,
     EmbeddingBagCollectionSharder,
     ShardingEnv,
@@ -45,9 +44,8 @@ from swpipe.tasks.clicks._torchrec import (
     table_wise,
 )
 from swpipe.tasks.clicks.config import ClickConfig
-from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch, encode_for_ranks
-from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation, bytes_of
+from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation
 from swpipe.tasks.clicks.log import IDS, BatchSpec, ClickLog
 from swpipe.tasks.clicks.model import ClickModel, click_loss
 from swpipe.tasks.sparse_dist import EvenData, SparseDistTasks, TrainStep
@@ -149,24 +147,14 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
 
     # -------------------------------------------------------------------- data
 
-    @property
-    def epoch_steps(self) -> int:
-        """How many steps once through the data takes."""
-        return math.ceil(len(self.log) / self.size)
-
-    def batches(self, steps: int | None = None) -> Iterator[BatchSpec]:
-        """Addresses of this rank's batches: one epoch, or ``steps`` of them."""
-        count = None if steps is None else steps * self.size
-        return iter(self._even.over(self._share(self.log, count)))
-
     def spec(self, ctx: IterContext) -> BatchSpec:
         """Where the rows of a trained batch lie."""
         spec: BatchSpec = ctx.spec
         return spec
 
-    def _share(self, log: ClickLog, count: int | None = None) -> Iterator[BatchSpec]:
-        own = islice(log.batches(count), self.rank, None, self.size)
-        return (replace(spec, step=step) for step, spec in enumerate(own))
+    def _share(self, log: ClickLog, steps: int | None = None) -> Iterator[BatchSpec]:
+        own = islice(log.batches(steps and steps * self.size), self.rank, None, self.size)
+        return iter(self._even.over(replace(spec, step=step) for step, spec in enumerate(own)))
 
     # ------------------------------------------------------------------- ranks
 
@@ -176,38 +164,18 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
 
     # -------------------------------------------------------------- evaluation
 
-    @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Predict the held-out rows, each rank its share; the same result on all.
-
-        Raises:
-            RuntimeError: The config names no held-out files, or iterations are in flight.
-        """
-        held_out = self._to_evaluate()
-        rewrite, loss = self.step_tasks.rewrite, 0.0
-        logits: list[Tensor] = [torch.empty(0)]
-        labels: list[Tensor] = [torch.empty(0)]
+        rewrite = self.step_tasks.rewrite
         rewrite.detach()
         try:
-            for spec in self._even.over(self._share(held_out)):
-                frame = decode(bytes_of(spec), spec.ranges).frame
-                batch = encode_for_ranks(frame, self.config.model.buckets).to(self.device)
-                mean, predicted = self.model(batch)
-                loss += float(mean) * frame.height
-                logits.append(predicted.cpu())
-                labels.append(batch.labels.cpu())
+            return super().evaluate()
         finally:
             rewrite.attach()
-        gathered = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
-        all_logits, all_labels = (
-            torch.cat([t[1] for t in gathered]),
-            torch.cat([t[2] for t in gathered]),
-        )
-        rows, clicked = len(all_labels), int(all_labels.sum())
-        exact = BinaryAUROC(thresholds=None, validate_args=False)
-        exact.update(all_logits.sigmoid(), all_labels.long())
-        auc = float(exact.compute()) if 0 < clicked < rows else math.nan
-        return Evaluation(rows, sum(t[0] for t in gathered) / max(rows, 1), auc)
+
+    def _predict(self, frame: pl.DataFrame) -> tuple[Tensor, Tensor, Tensor]:
+        batch = encode_for_ranks(frame, self.config.model.buckets).to(self.device)
+        mean, logits = self.model(batch)
+        return mean, logits, batch.labels
 
     def close(self) -> None:
         """Restore the model."""
