@@ -19,8 +19,8 @@ from swpipe.cli.arguments import (
     OpenWorkload,
     configured,
     find_workload,
+    load_file,
     load_plan,
-    load_trace,
     save,
 )
 from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
@@ -170,7 +170,7 @@ def draw_trace(
     with one_line_errors():
         picture = timeline.with_suffix(".png") if output is None else output
         picture.parent.mkdir(parents=True, exist_ok=True)
-        recorded = load_trace(timeline)
+        recorded = load_file(Trace.load, timeline)
         try:
             recorded.plot(picture)
         except OSError as error:
@@ -258,14 +258,11 @@ def train_runs(runs: Sequence[Run]) -> Trace:
 def format_outcome(tuned: Tuned, run: Run) -> str:
     """The interval that was predicted for a plan, that of its trial, and that of training."""
     got_us = 1e6 / run.steps_per_s
-    before = {
-        "expected": tuned.chosen.predicted_us,
-        "tried": tuned.chosen.interval_us,
-    }
-    parts = [
-        f"{what} {us / 1e3:.3f} ms per step ({got_us / us - 1:+.1%})" for what, us in before.items()
-    ]
-    return f"auto: {', '.join(parts)}, got {got_us / 1e3:.3f}"
+    expected, tried = (
+        f"{us / 1e3:.3f} ms per step ({got_us / us - 1:+.1%})"
+        for us in (tuned.chosen.predicted_us, tuned.chosen.interval_us)
+    )
+    return f"auto: expected {expected}, tried {tried}, got {got_us / 1e3:.3f}"
 
 
 def profile_job(

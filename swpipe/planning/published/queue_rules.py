@@ -24,7 +24,8 @@ from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, Pair, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.planning.limits import Limits
-from swpipe.planning.simulation.simulator import steady_interval
+from swpipe.planning.simulation.interval import interval_of
+from swpipe.planning.simulation.timed_graph import timed_graph
 
 _UNNAMED = ""
 
@@ -64,7 +65,7 @@ def check_inputs(
 def interval_us(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> float:
     """The simulated interval in microseconds of a validated plan."""
     program = compile_plan(resolve_plan(plan), streams=streams)
-    return steady_interval(program, costs, streams=streams).ii_us
+    return interval_of(timed_graph(program, costs, streams=streams)).ii_us
 
 
 def caller_tasks(plan: PipelinePlan) -> frozenset[str]:

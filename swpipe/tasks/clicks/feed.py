@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import polars as pl
@@ -48,11 +49,8 @@ class Evaluation:
 class AnyClickJob(ABC, Generic[Model]):
     """A click model in training.
 
-    Args:
-        config: What to train on what. The data files are scanned for line ends here.
-
     Attributes:
-        config: As given.
+        config: What to train on what.
         device: Where the model lives.
         log: The rows to train on.
         held_out: The rows to evaluate on; None where the config names none.
@@ -61,9 +59,6 @@ class AnyClickJob(ABC, Generic[Model]):
         auc: Over all rows trained on, each predicted before the model was updated with it.
         guard: Stops training when the loss is not finite.
         size: The number of ranks.
-
-    Raises:
-        ClickDataError: A data file is missing or empty.
     """
 
     model: Model
@@ -101,13 +96,9 @@ class AnyClickJob(ABC, Generic[Model]):
 
     def _histogram(self) -> DeclaredIO:
         """The running AUC's state, for shortcuts."""
-        return DeclaredIO(self._get_histogram, self._set_histogram)
-
-    def _get_histogram(self) -> torch.Tensor:
-        return self.auc.counts
-
-    def _set_histogram(self, counts: torch.Tensor) -> None:
-        self.auc.counts = counts
+        return DeclaredIO(
+            partial(getattr, self.auc, "counts"), partial(setattr, self.auc, "counts")
+        )
 
     # -------------------------------------------------------------------- data
 

@@ -39,8 +39,8 @@ class ClickJob(AnyClickJob[ClickModel]):
     def __init__(self, config: ClickConfig) -> None:
         super().__init__(config)
         self.model = ClickModel(config.model, config.seed).to(self.device)
-        self.optimizer = make_optimizer(self.model, config.model)
         self._parameters = tuple(self.model.parameters())
+        self.optimizer = make_optimizer(self._parameters, config.model)
 
     # ------------------------------------------------------------------- tasks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -73,14 +75,16 @@ def click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return total / max(len(labels), 1)
 
 
-def make_optimizer(model: ClickModel, config: ModelConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: Sequence[torch.Tensor], config: ModelConfig
+) -> torch.optim.Optimizer:
     """Adagrad: the learning rate of an id follows how often it occurs.
 
     The tables' gradients are dense: they add up in a fixed order on every device, where sparse ones
     on a GPU do not, and at these sizes they cost no more.
     """
     return torch.optim.Adagrad(
-        model.parameters(),
+        parameters,
         lr=config.learning_rate,
-        fused=True if on_cpu(next(model.parameters())) else None,
+        fused=True if on_cpu(parameters[0]) else None,
     )

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask
-from swpipe.device import on_cpu
 from swpipe.tasks.clicks._torchrec import (
     DistributedModelParallel,
     EmbeddingBagCollectionSharder,
@@ -47,7 +46,7 @@ from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.encode import ClickBatch, encode_for_ranks
 from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation
 from swpipe.tasks.clicks.log import IDS, BatchSpec, ClickLog
-from swpipe.tasks.clicks.model import ClickModel, click_loss
+from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
 from swpipe.tasks.sparse_dist import EvenData, SparseDistTasks, TrainStep
 
 T = TypeVar("T")
@@ -112,11 +111,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.model = _sharded(ClickModel(config.model, config.seed), config, self.device)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = torch.optim.Adagrad(
-            dense.values(),
-            lr=config.model.learning_rate,
-            fused=True if on_cpu(self.device) else None,
-        )
+        self.optimizer = make_optimizer(list(dense.values()), config.model)
         self.step_tasks = SparseDistTasks(
             self.model, TrainStep([self.optimizer]), device=self.device
         )
