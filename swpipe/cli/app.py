@@ -151,10 +151,10 @@ def profile(
         loaded = load_plan(plan, work.plans) if work.plans else None
         if rank is not None:
             rank.agree(ranks.command_facts("profile", context.params, [loaded]))
-        config = configured(work, {**given, "device": device}, rank)
-        with closing(work.open_job(config)) as job, about_plan(plan):
-            loaded = loaded or load_plan(plan, OpenWorkload(work, job, config.device).plans)
-            results = profile_job(job, config.device, loaded, batches, rounds, not serially)
+        opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
+        with closing(opened.job) as job, about_plan(plan):
+            loaded = loaded or load_plan(plan, opened.plans)
+            results = profile_job(job, opened.device, loaded, batches, rounds, not serially)
         typer.echo(format_breakdown(results))
         save("written to", output, results.save, rank)
 

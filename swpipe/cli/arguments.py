@@ -96,13 +96,13 @@ class _OwnJob:
 
     def __init__(self, name: str, rank: Rank | None) -> None:
         given = _call(name)
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise UserError(f"workload {name}: it gave {given!r}; return (tasks, batches)")
-        tasks, self._batches = given
-        if not isinstance(tasks, Iterable) or not isinstance(self._batches, Iterable):
+        pair = isinstance(given, tuple) and len(given) == 2
+        if not (pair and all(isinstance(part, Iterable) for part in given)):
             raise UserError(
-                f"workload {name}: return (tasks, batches), both of which can be iterated over"
+                f"workload {name}: it gave {given!r}; return (tasks, batches), both of which can "
+                "be iterated over"
             )
+        tasks, self._batches = given
         self._tasks, self._rank = tuple(tasks), rank
         for task in self._tasks:
             if not isinstance(task, PipelineTask):

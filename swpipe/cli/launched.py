@@ -268,6 +268,7 @@ def run_on_ranks(command: Callable[[Rank], int | None]) -> int:
 
 
 def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:
+    code = 0
     try:
         with Path(os.devnull).open("w") as nowhere, rank.watched(), ExitStack() as muted:
             if rank.number:
@@ -276,6 +277,6 @@ def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:
             code = command(rank) or 0
             if dist.is_initialized():
                 dist.destroy_process_group()
-            return code
     except ClickError as error:
         rank.end(Verdict(error.format_message(), error.exit_code))
+    return code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +48,7 @@ def compare(a: TrainRun, b: TrainRun) -> Comparison:
     parameters = tuple(
         name for name, mine in a.job.model.named_parameters() if not torch.equal(mine, theirs[name])
     )
-    return _over_ranks(a.job.over_ranks(Comparison(next(apart, None), parameters)))
-
-
-def _over_ranks(found: Sequence[Comparison]) -> Comparison:
-    """What differs on any rank."""
+    found = a.job.over_ranks(Comparison(next(apart, None), parameters))
     first = min((one.first_loss for one in found if one.first_loss is not None), default=None)
     return Comparison(first, tuple(sorted({name for one in found for name in one.parameters})))
 

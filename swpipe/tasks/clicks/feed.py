@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-import polars as pl
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from swpipe.device import resolve
 from swpipe.tasks.clicks._torchrec import BinaryAUROC
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode
-from swpipe.tasks.clicks.encode import ClickBatch
+from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.log import BatchSpec, ClickLog
 from swpipe.tasks.clicks.metrics import LossGuard, RunningAUC
 
@@ -148,25 +147,23 @@ class AnyClickJob(ABC, Generic[Model]):
         loss, logits, labels = 0.0, [torch.empty(0)], [torch.empty(0)]
         for spec in self._share(self.held_out):
             frame = decode(bytes_of(spec), spec.ranges).frame
-            mean, predicted, clicked = self._predict(frame)
+            batch = encode(frame, self.config.model.buckets).to(self.device)
+            mean, predicted = self._predict(batch)
             loss += float(mean) * frame.height
             logits.append(predicted.cpu())
-            labels.append(clicked.cpu())
+            labels.append(batch.labels.cpu())
         found = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
-        total, all_logits, all_labels = (
-            sum(one[0] for one in found),
-            torch.cat([one[1] for one in found]),
-            torch.cat([one[2] for one in found]),
-        )
+        all_logits = torch.cat([one[1] for one in found])
+        all_labels = torch.cat([one[2] for one in found])
         rows = len(all_labels)
         exact = BinaryAUROC(thresholds=None, validate_args=False)
         exact.update(all_logits.sigmoid(), all_labels.long())
         auc = float(exact.compute()) if 0 < all_labels.sum() < rows else math.nan
-        return Evaluation(rows, total / max(rows, 1), auc)
+        return Evaluation(rows, sum(one[0] for one in found) / max(rows, 1), auc)
 
     @abstractmethod
-    def _predict(self, frame: pl.DataFrame) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean loss of decoded rows, their logits and their labels."""
+    def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        """The mean loss and the logits of a batch on the device."""
 
     def close(self) -> None:
         """Release what the job holds beside memory."""

@@ -12,7 +12,6 @@ What stands in parentheses lies outside the context: in the model, in its optimi
 
 from __future__ import annotations
 
-import polars as pl
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.plans.clicks import PLANS
 from swpipe.tasks.clicks.config import ClickConfig
-from swpipe.tasks.clicks.encode import encode
+from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.feed import AnyClickJob
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
 
@@ -106,7 +105,6 @@ class ClickJob(AnyClickJob[ClickModel]):
         """A ready-made plan: "serial" or "pipelined"."""
         return PLANS[name]()
 
-    def _predict(self, frame: pl.DataFrame) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = encode(frame, self.config.model.buckets).to(self.device)
-        logits = self.model(inputs)
-        return click_loss(logits, inputs.labels), logits, inputs.labels
+    def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch)
+        return click_loss(logits, batch.labels), logits

@@ -27,7 +27,6 @@ class ClickModel(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
-        self.embedding_dim = config.embedding_dim
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             tables = [
@@ -50,19 +49,14 @@ class ClickModel(nn.Module):
 
     def embed(self, batch: ClickBatch) -> torch.Tensor:
         """The embeddings of each row's ids: [B, 26, embedding_dim] float32."""
-        if not len(batch.labels):  # TorchRec knows no bags of no rows
-            shape = (0, len(IDS), self.embedding_dim)
-            return torch.zeros(shape, device=batch.dense.device, requires_grad=True)
         embedded: torch.Tensor = self.net.sparse_arch(batch.ids)
         return embedded
 
     def predict(self, batch: ClickBatch, embedded: torch.Tensor) -> torch.Tensor:
-        """The logit of a click for each row, from its integers and what ``embed`` gave: [B]."""
-        if not len(batch.labels):
-            return embedded.sum(dim=(1, 2))
+        """The logit of a click for each label, from integers and what ``embed`` gave: [B]."""
         crossed = self.net.inter_arch(self.net.dense_arch(batch.dense), embedded)
         logits: torch.Tensor = self.net.over_arch(crossed)
-        return logits.squeeze(1)
+        return logits.squeeze(1)[: len(batch.labels)]
 
     def forward(self, batch: ClickBatch) -> torch.Tensor:
         """Both in one: [B] float32."""

@@ -24,7 +24,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
-import polars as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ from swpipe.tasks.clicks._torchrec import (
     table_wise,
 )
 from swpipe.tasks.clicks.config import ClickConfig
-from swpipe.tasks.clicks.encode import ClickBatch, encode_for_ranks
+from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation
 from swpipe.tasks.clicks.log import IDS, BatchSpec, ClickLog
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
@@ -121,7 +120,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
 
     def hash(self, ctx: IterContext) -> None:
         """Ids into buckets, all into tensors on the host, in the place of their address."""
-        batch = encode_for_ranks(ctx.frame, self.config.model.buckets)
+        batch = encode(ctx.frame, self.config.model.buckets)
         ctx.spec, ctx.batch = ctx.batch, self._on_host(batch)
         del ctx.frame
 
@@ -167,10 +166,9 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         finally:
             rewrite.attach()
 
-    def _predict(self, frame: pl.DataFrame) -> tuple[Tensor, Tensor, Tensor]:
-        batch = encode_for_ranks(frame, self.config.model.buckets).to(self.device)
-        mean, logits = self.model(batch)
-        return mean, logits, batch.labels
+    def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.model(batch)
+        return result
 
     def close(self) -> None:
         """Restore the model."""
@@ -186,12 +184,11 @@ def _sharded(model: ClickModel, config: ClickConfig, device: torch.device) -> nn
     apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), options)
     sharder = EmbeddingBagCollectionSharder()
     size = dist.get_world_size()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     plan = construct_module_sharding_plan(
         tables,
         {f"table_{name}": table_wise(rank=t % size) for t, name in enumerate(IDS)},
         sharder=sharder,
-        local_size=local_size,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         world_size=size,
         device_type=device.type,
     )
