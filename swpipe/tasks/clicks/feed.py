@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -95,9 +94,10 @@ class AnyClickJob(ABC, Generic[Model]):
 
     def _histogram(self) -> DeclaredIO:
         """The running AUC's state, for shortcuts."""
-        return DeclaredIO(
-            partial(getattr, self.auc, "counts"), partial(setattr, self.auc, "counts")
-        )
+        return DeclaredIO(lambda: self.auc.counts, self._set_histogram)
+
+    def _set_histogram(self, counts: torch.Tensor) -> None:
+        self.auc.counts = counts
 
     # -------------------------------------------------------------------- data
 
