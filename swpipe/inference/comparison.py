@@ -12,6 +12,7 @@ from swpipe.analysis.races import guarantees, required_orders, violations
 from swpipe.core.dependence import Dependence
 from swpipe.core.effects import Conflict, EffectTable, Location, conflicts
 from swpipe.core.resolved import ResolvedPlan
+from swpipe.inference.limitations import listed
 from swpipe.inference.orders import Edge, Orders, edge_of
 
 
@@ -29,9 +30,9 @@ class Needed(NamedTuple):
     places: tuple[Location, ...]
 
     def __str__(self) -> str:
-        pair = f'("{self.consumer}", "{self.producer}")'
         where = "cross_iter_deps" if self.distance else "deps"
-        return f"{pair} in {where}, for {_listed(self.places)}"
+        places = listed([str(place) for place in self.places], most=4)
+        return f'("{self.consumer}", "{self.producer}") in {where}, for {places}'
 
 
 class Needless(NamedTuple):
@@ -39,14 +40,14 @@ class Needless(NamedTuple):
 
     Attributes:
         dependence: As declared.
-        carries: Conflicts between other tasks are in order only by way of it.
+        carries: Some conflicts between other tasks are ordered only through it.
     """
 
     dependence: Dependence
     carries: bool
 
     def __str__(self) -> str:
-        why = "other tasks are in order only by way of it" if self.carries else "nothing needs it"
+        why = "other tasks are ordered only through it" if self.carries else "nothing needs it"
         return f"{self.dependence}: {why}"
 
 
@@ -88,15 +89,13 @@ class Comparison:
 def compare(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
     """Compare a validated plan with the effects of its tasks, on both kinds of device.
 
-    Staleness that the plan asks for by the name of a state is granted.
+    A conflict on a state that the plan allows to be stale needs no dependence.
     """
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
-    certain: dict[Edge, None] = {}
     required = tuple(required_orders(effects, resolved.plan.stale))
-    for conflict, either in required:
+    for conflict, _ in required:
         wanted[edge_of(conflict)].append(conflict)
-        if not either:
-            certain[edge_of(conflict)] = None
+    certain = dict.fromkeys(edge_of(conflict) for conflict, either in required if not either)
     before = guarantees(resolved, streams=None)
     found = violations(required, before)
     broken = {Edge(each.consumer, each.producer, each.distance) for each in found}
@@ -141,9 +140,3 @@ def _needless(
             continue
         without = Orders(names, [other for other in declared if other != edge])
         yield Needless(dep, carries=not all(map(without.implies, kept)))
-
-
-def _listed(places: Iterable[Location], most: int = 4) -> str:
-    texts = [str(place) for place in places]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more

@@ -47,11 +47,7 @@ def label(row: Row) -> str:
 
 
 def chart(panels: Sequence[Panel], width: int = 100) -> str:
-    """Draw timelines below each other, each from 0, on one scale of ``width`` columns.
-
-    Raises:
-        ValueError: A panel has no span, or ``width`` is too small.
-    """
+    """Draw timelines below each other, each from 0, on one scale; see ``format_stacked``."""
     panels = [panel.from_zero() for panel in panels]
     margin = max(len(label(row)) for panel in panels for row in rows_of(panel.spans))
     cells = width - margin - len(GAP)

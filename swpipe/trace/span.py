@@ -83,11 +83,7 @@ class Panel(NamedTuple):
     beside: Sequence[Span] = ()
 
     def from_zero(self) -> Panel:
-        """The panel, moved in time so that its first span starts at 0.
-
-        Raises:
-            ValueError: There are no spans.
-        """
+        """The panel, moved in time so that its first span starts at 0."""
         begin_ns, _ = extent_ns(self.spans)
 
         def moved(span: Span) -> Span:

@@ -46,12 +46,7 @@ HEADINGS = {"thread": "thread groups", "stream": "streams"}
 def plot(
     panels: Sequence[Panel], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draw timelines below each other; the suffix of ``path`` selects .png, .svg or .pdf.
-
-    Raises:
-        ValueError: A panel has no span.
-        ImportError: matplotlib is not installed.
-    """
+    """Draw timelines below each other; see ``Trace.plot``."""
     panels = [panel.from_zero() for panel in panels]
     try:
         from matplotlib import rc_context

@@ -11,7 +11,8 @@ not fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -36,8 +37,6 @@ from swpipe.tasks.sparse_dist.inputs import (
 )
 
 Find: TypeAlias = Literal["trace", "direct"]
-
-_MISSING = object()
 
 
 class RewriteError(ValueError):
@@ -106,7 +105,7 @@ class Rewrite:
         self._inputs = dict(inputs or {})
         self._strict = strict
         self._inner = unwrapped(model)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._fused = False
         self._sharded = sharded_modules(self._inner)
         self._check_names()
@@ -127,12 +126,11 @@ class Rewrite:
             self._find,
             describe(),
         )
-        if self._strict and any(not module.pipelined for module in self.report.modules):
-            bad = "\n".join(
-                f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined
-            )
+        bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
+        if self._strict and bad:
             raise RewriteError(
-                f"sharded modules that cannot be pipelined:\n{bad}\n(with strict=False such a "
+                "\n".join(["sharded modules that cannot be pipelined:", *bad])
+                + "\n(with strict=False such a "
                 "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
             )
         self.forwards = tuple(
@@ -155,8 +153,7 @@ class Rewrite:
 
     def detach(self) -> None:
         """Restore the model; batches in flight are kept."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self.attached = False
 
     def start(self, batch: Any, context: SparseDistContext) -> None:
@@ -178,8 +175,6 @@ class Rewrite:
         """Make the forwards use this iteration's context."""
         for forward in self.forwards:
             forward.set_context(context)
-
-    # ------------------------------------------------------------------ private
 
     def _check_names(self) -> None:
         if not self._sharded:
@@ -219,15 +214,10 @@ class Rewrite:
 
     def _remember(self, owner: Any, name: str) -> None:
         """Let ``detach`` restore the attribute's current value."""
-        before = vars(owner).get(name, _MISSING)
-
-        def undo() -> None:
-            if before is _MISSING:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = before
-
-        self._undo.append(undo)
+        if name in vars(owner):
+            self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
+        else:
+            self._undo.callback(vars(owner).pop, name, None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

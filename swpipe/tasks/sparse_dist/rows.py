@@ -158,9 +158,6 @@ def _index(rows: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
 
-# ---------------------------------------------------------------- tensors in a batch
-
-
 def _children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, Mapping):
         return dict(value)

@@ -105,8 +105,6 @@ class SparseDistTasks:
                 "without a fused optimizer"
             )
 
-    # -------------------------------------------------------------------- tasks
-
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device; the shuffler starts."""
         batch = ctx.batch
@@ -211,8 +209,6 @@ class SparseDistTasks:
             PipelineTask(name, fn, self._io(name), random=name in drawing)
             for name, fn in zip(names.TASKS, fns, strict=True)
         )
-
-    # ------------------------------------------------------------------ private
 
     def _io(self, task: str) -> list[DeclaredIO]:
         """The states that a task uses."""
