@@ -82,6 +82,10 @@ class Panel(NamedTuple):
     spans: Sequence[Span]
     beside: Sequence[Span] = ()
 
+    def on(self, row: Row) -> tuple[list[Span], list[Span]]:
+        """Spans and ``beside`` on one row."""
+        return [s for s in self.spans if s.row == row], [s for s in self.beside if s.row == row]
+
     def from_zero(self) -> Panel:
         """The panel, moved in time so that its first span starts at 0."""
         begin_ns, _ = extent_ns(self.spans)

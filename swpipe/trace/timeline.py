@@ -58,11 +58,7 @@ def plot(
         picture = _Picture(panels)
         for number, panel in enumerate(panels):
             for row in rows_of(panel.spans):
-                picture.draw_row(
-                    picture.tops_pt[number, row],
-                    [span for span in panel.spans if span.row == row],
-                    [span for span in panel.beside if span.row == row],
-                )
+                picture.draw_row(picture.tops_pt[number, row], *panel.on(row))
         picture.draw_legend(panels)
         if title:
             place = (PAD_PT / WIDTH_PT, picture.top_middle)

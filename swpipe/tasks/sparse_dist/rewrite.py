@@ -80,7 +80,8 @@ class RewriteReport:
 class Rewrite:
     """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
 
-    ``report`` is None before the first batch; ``forwards`` has one entry per pipelined module.
+    ``sharded`` has all sharded modules by name. ``report`` is None before the first batch;
+    ``forwards`` has one entry per pipelined module.
 
     Raises:
         RewriteError: The model has no sharded module.
@@ -107,13 +108,8 @@ class Rewrite:
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
-        self._sharded = sharded_modules(self._inner)
+        self.sharded = sharded_modules(self._inner)
         self._check_names()
-
-    @property
-    def sharded(self) -> tuple[nn.Module, ...]:
-        """All sharded modules, pipelined or not."""
-        return tuple(self._sharded.values())
 
     def prepare(self, batch: Any) -> None:
         """Find the modules' inputs with a batch on the device, once, and attach."""
@@ -121,7 +117,7 @@ class Rewrite:
         self.report = RewriteReport(
             tuple(
                 ModuleReport(name, type(module).__name__, not found[name].why, str(found[name]))
-                for name, module in self._sharded.items()
+                for name, module in self.sharded.items()
             ),
             self._find,
             describe(),
@@ -135,7 +131,7 @@ class Rewrite:
             )
         self.forwards = tuple(
             FORWARDS[self.kind](name, found[name].args, module, self._device)
-            for name, module in self._sharded.items()
+            for name, module in self.sharded.items()
             if not found[name].why
         )
         self.attach()
@@ -177,22 +173,22 @@ class Rewrite:
             forward.set_context(context)
 
     def _check_names(self) -> None:
-        if not self._sharded:
+        if not self.sharded:
             raise RewriteError(
                 f"{type(self._inner).__name__} has no sharded module, so there is nothing to "
                 "pipeline: shard its embeddings first (torchrec's DistributedModelParallel), or "
                 "use prefetch_plan with tasks of your own"
             )
         for name in self._inputs:
-            if name not in self._sharded:
+            if name not in self.sharded:
                 raise RewriteError(
                     f"inputs names {name!r}, which is not a sharded module of the model; those are "
-                    f"{', '.join(self._sharded)}"
+                    f"{', '.join(self.sharded)}"
                 )
 
     def _find_inputs(self, batch: Any) -> dict[str, Found]:
         named = {name: named_input(path) for name, path in self._inputs.items()}
-        rest = {name: m for name, m in self._sharded.items() if name not in named}
+        rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
             return named
         if self._find == "direct":

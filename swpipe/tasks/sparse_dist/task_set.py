@@ -96,7 +96,7 @@ class SparseDistTasks:
         self._first: int | None = None
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
-        self._tables = [p for module in self.rewrite.sharded for p in module.parameters()]
+        self._tables = [p for module in self.rewrite.sharded.values() for p in module.parameters()]
         self.tables_in_step = any(map(by_gradient, self._tables))
         if step.scaler is not None and not all(map(by_gradient, self._tables)):
             raise ValueError(
