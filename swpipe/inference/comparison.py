@@ -21,7 +21,7 @@ class Needed(NamedTuple):
 
     Attributes:
         distance: In iterations; 0 or 1, unless the plan allows for staleness.
-        places: What both tasks touch.
+        places: What both tasks access.
     """
 
     consumer: str
@@ -36,7 +36,7 @@ class Needed(NamedTuple):
 
 
 class Needless(NamedTuple):
-    """A declared dependence between tasks that were not seen to touch anything in common.
+    """A declared dependence between tasks without a recorded conflict.
 
     Attributes:
         dependence: As declared.
@@ -56,12 +56,12 @@ class Comparison:
     """What a plan declares against what was recorded.
 
     Attributes:
-        missing: Dependences that the plan must still declare, the fewest: without them tasks may
-            touch something in another order than serially.
+        missing: The fewest dependences that the plan must still declare: without them, tasks may
+            access something in another order than serially.
         by_schedule: Dependences that are not declared, but kept by threads, streams, global order
             and depth as they are; the fewest.
-        needless: Declared between tasks that were not seen to touch anything in common. They may
-            stand for something that no recording sees.
+        needless: Declared between tasks without a recorded conflict. They may stand for something
+            that a recording cannot see.
     """
 
     missing: tuple[Needed, ...]
@@ -79,7 +79,7 @@ class Comparison:
             lines += [f"  {one}" for one in self.by_schedule]
         if self.needless:
             lines += [
-                "declared between tasks that were not seen to touch anything in common",
+                "declared between tasks without a recorded conflict",
                 "(keep those that stand for what no recording sees):",
                 *(f"  {one}" for one in self.needless),
             ]
