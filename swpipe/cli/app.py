@@ -19,8 +19,8 @@ from swpipe.cli.arguments import (
     OpenWorkload,
     configured,
     find_workload,
+    load_file,
     load_plan,
-    load_trace,
     save,
 )
 from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
@@ -151,10 +151,10 @@ def profile(
         loaded = load_plan(plan, work.plans) if work.plans else None
         if rank is not None:
             rank.agree(ranks.command_facts("profile", context.params, [loaded]))
-        config = configured(work, {**given, "device": device}, rank)
-        with closing(work.open_job(config)) as job, about_plan(plan):
-            loaded = loaded or load_plan(plan, OpenWorkload(work, job, config.device).plans)
-            results = profile_job(job, config.device, loaded, batches, rounds, not serially)
+        opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
+        with closing(opened.job) as job, about_plan(plan):
+            loaded = loaded or load_plan(plan, opened.plans)
+            results = profile_job(job, opened.device, loaded, batches, rounds, not serially)
         typer.echo(format_breakdown(results))
         save("written to", output, results.save, rank)
 
@@ -170,7 +170,7 @@ def draw_trace(
     with one_line_errors():
         picture = timeline.with_suffix(".png") if output is None else output
         picture.parent.mkdir(parents=True, exist_ok=True)
-        recorded = load_trace(timeline)
+        recorded = load_file(Trace.load, timeline)
         try:
             recorded.plot(picture)
         except OSError as error:
@@ -258,14 +258,11 @@ def train_runs(runs: Sequence[Run]) -> Trace:
 def format_outcome(tuned: Tuned, run: Run) -> str:
     """The interval that was predicted for a plan, that of its trial, and that of training."""
     got_us = 1e6 / run.steps_per_s
-    before = {
-        "expected": tuned.chosen.predicted_us,
-        "tried": tuned.chosen.interval_us,
-    }
-    parts = [
-        f"{what} {us / 1e3:.3f} ms per step ({got_us / us - 1:+.1%})" for what, us in before.items()
-    ]
-    return f"auto: {', '.join(parts)}, got {got_us / 1e3:.3f}"
+    expected, tried = (
+        f"{us / 1e3:.3f} ms per step ({got_us / us - 1:+.1%})"
+        for us in (tuned.chosen.predicted_us, tuned.chosen.interval_us)
+    )
+    return f"auto: expected {expected}, tried {tried}, got {got_us / 1e3:.3f}"
 
 
 def profile_job(

@@ -19,14 +19,12 @@ import typer
 from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank
 from swpipe.cli.user_errors import UserError, about_plan, one_line
-from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
 from swpipe.planning.autotuning import Loop, Tuned, autotune
 from swpipe.planning.limits import Limits
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
-from swpipe.trace import Trace
 
 T = TypeVar("T")
 
@@ -98,13 +96,13 @@ class _OwnJob:
 
     def __init__(self, name: str, rank: Rank | None) -> None:
         given = _call(name)
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise UserError(f"workload {name}: it gave {given!r}; return (tasks, batches)")
-        tasks, self._batches = given
-        if not isinstance(tasks, Iterable) or not isinstance(self._batches, Iterable):
+        pair = isinstance(given, tuple) and len(given) == 2
+        if not (pair and all(isinstance(part, Iterable) for part in given)):
             raise UserError(
-                f"workload {name}: return (tasks, batches), both of which can be iterated over"
+                f"workload {name}: it gave {given!r}; return (tasks, batches), both of which can "
+                "be iterated over"
             )
+        tasks, self._batches = given
         self._tasks, self._rank = tuple(tasks), rank
         for task in self._tasks:
             if not isinstance(task, PipelineTask):
@@ -263,25 +261,12 @@ def _elsewhere(name: str, plans: Plans) -> str:
 # ----------------------------------------------------------------------------------------- files
 
 
-def load_trace(path: Path) -> Trace:
-    """A saved timeline.
+def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
+    """What ``load`` makes of a file, a timeline or a cost model; ``what`` begins the error.
 
     Raises:
         UserError: There is no such file, or it is something else.
     """
-    return _loaded(Trace.load, path)
-
-
-def load_costs(path: Path) -> CostModel:
-    """A cost model from a file.
-
-    Raises:
-        UserError: There is no such file, or it is something else.
-    """
-    return _loaded(CostModel.load, path, "costs ")
-
-
-def _loaded(load: Callable[[Path], T], path: Path, what: str = "") -> T:
     try:
         return load(path)
     except OSError as error:

@@ -27,8 +27,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO, TypeVar
 
@@ -37,6 +38,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
+from swpipe.cli.options import flag
 from swpipe.cli.user_errors import ClickError, UserError
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import on_cpu
@@ -112,10 +114,11 @@ class Rank:
             UserError: Every rank takes a device of its own, and one was named, or there is none.
         """
         kind = torch.device(device)
+        join = partial(
+            dist.init_process_group, store=self._store, rank=self.number, world_size=self.size
+        )
         if on_cpu(kind):
-            dist.init_process_group(
-                "gloo", store=self._store, rank=self.number, world_size=self.size
-            )
+            join("gloo")
             return device
         if ":" in device:
             raise UserError(
@@ -127,12 +130,7 @@ class Rank:
                 f"{torch.accelerator.device_count()}; start as many ranks as there are devices"
             )
         backend = dist.get_default_backend_for_device(kind.type)
-        dist.init_process_group(
-            f"cpu:gloo,{kind.type}:{backend}",
-            store=self._store,
-            rank=self.number,
-            world_size=self.size,
-        )
+        join(f"cpu:gloo,{kind.type}:{backend}")
         return f"{kind.type}:{self._local_rank}"
 
     def agree(self, facts: Facts) -> None:
@@ -243,20 +241,16 @@ def command_facts(
     declared = all_options()
     same = [*_SAME, *(option.name for option in declared if option.kind not in (list, Path))]
     facts = {"command": command}
-    facts |= {_option(name): str(options[name]) for name in same if name in options}
+    facts |= {flag(name): str(options[name]) for name in same if name in options}
     for option in declared:
         if option.kind is list:
-            facts[_option(option.name)] = f"{len(options.get(option.name) or ())} files"
+            facts[flag(option.name)] = f"{len(options.get(option.name) or ())} files"
     facts["--costs"] = "a file" if options.get("costs") else "none"
     facts["plans"] = str(len(plans))
     for number, plan in enumerate(plans, start=1):
         found = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
         facts |= {f"plan {number}, {fact}": what for fact, what in found.items()}
     return facts
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def run_on_ranks(command: Callable[[Rank], int | None]) -> int:
@@ -274,24 +268,15 @@ def run_on_ranks(command: Callable[[Rank], int | None]) -> int:
 
 
 def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:
-    verdict, code = None, 0
-    with Path(os.devnull).open("w") as nowhere, rank.watched():
-        try:
-            with _muted(nowhere if rank.number else None):
-                code = command(rank) or 0
+    code = 0
+    try:
+        with Path(os.devnull).open("w") as nowhere, rank.watched(), ExitStack() as muted:
+            if rank.number:
+                muted.enter_context(redirect_stdout(nowhere))
+                muted.enter_context(redirect_stderr(nowhere))
+            code = command(rank) or 0
             if dist.is_initialized():
                 dist.destroy_process_group()
-        except ClickError as error:
-            verdict = Verdict(error.format_message(), error.exit_code)
-    if verdict is not None:
-        rank.end(verdict)
+    except ClickError as error:
+        rank.end(Verdict(error.format_message(), error.exit_code))
     return code
-
-
-@contextmanager
-def _muted(nowhere: Any) -> Iterator[None]:
-    if nowhere is None:
-        yield
-        return
-    with redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield

@@ -15,15 +15,15 @@ from swpipe.cli import options
 from swpipe.cli.arguments import (
     MEASURED,
     OpenWorkload,
-    load_costs,
+    load_file,
     load_plan,
-    load_trace,
     names,
     save,
 )
 from swpipe.cli.launched import Rank, command_facts
 from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
 from swpipe.core.costs import CostModel
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds, recsys14
@@ -151,9 +151,7 @@ def simulate(
     with one_line_errors():
         rank = _agreed(context)
         if plan in PAPER or costs is not None:
-            loaded = load_plan(plan, {**_ready_made(rank), **PAPER})
-            model = recsys14.costs() if costs is None else load_costs(costs)
-            streams = _speaks_of_streams(model)
+            loaded, model, streams = _with_costs(plan, costs, rank)
         else:
             opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
             loaded = load_plan(plan, opened.plans)
@@ -164,7 +162,7 @@ def simulate(
             bounds = lower_bounds(loaded, model, streams=streams)
         traces = {"predicted": result.trace()}
         if measured is not None:
-            traces["measured"] = last_iterations(load_trace(measured), result.iterations)
+            traces["measured"] = last_iterations(load_file(Trace.load, measured), result.iterations)
         typer.echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
         save("drawn into", picture, lambda path: plot_stacked(traces, path), rank)
         save("timeline:", timeline, result.trace().save, rank)
@@ -202,14 +200,9 @@ def auto(
             tuned = opened.tune(limits)
             text, chosen, model = tuned.format(), tuned.plan, tuned.costs
         else:
-            loaded = load_plan(plan, {**_ready_made(rank), **PAPER})
-            if costs is None and plan not in PAPER:
-                raise UserError("--costs: say what the plan's tasks cost, or name no plan")
-            model = recsys14.costs() if costs is None else load_costs(costs)
+            loaded, model, streams = _with_costs(plan, costs, rank)
             with about_plan(plan):
-                choice = auto_plan(
-                    loaded, model, limits=limits, streams=_speaks_of_streams(model), effort=EFFORT
-                )
+                choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=EFFORT)
             text, chosen = choice.format(), choice.plan
         typer.echo(text)
         save("costs written to", keep, model.save, rank)
@@ -228,9 +221,18 @@ def _ready_made(rank: Rank | None) -> Plans:
     return (work if rank is None or work.on_ranks is None else work.on_ranks).plans
 
 
-def _speaks_of_streams(costs: CostModel) -> bool:
-    """Whether costs are those of a device with streams."""
-    return any(cost.device_us for cost in costs.tasks.values())
+def _with_costs(
+    plan: str, costs: Path | None, rank: Rank | None
+) -> tuple[PipelinePlan, CostModel, bool]:
+    """A plan, its costs, and whether they are those of a device with streams."""
+    loaded = load_plan(plan, {**_ready_made(rank), **PAPER})
+    if costs is not None:
+        model = load_file(CostModel.load, costs, "costs ")
+    elif plan in PAPER:
+        model = recsys14.costs()
+    else:
+        raise UserError("--costs: say what the plan's tasks cost, or name no plan")
+    return loaded, model, any(cost.device_us for cost in model.tasks.values())
 
 
 def last_iterations(trace: Trace, count: int) -> Trace:

@@ -78,9 +78,7 @@ def find_accesses(
 class _IterationAnalysis:
     """One iteration: which storages are state, and which objects were modified in place.
 
-    Args:
-        iteration: Its observation.
-        only: No other iteration was run, so what it created and kept cannot be recognised.
+    If it is the ``only`` one, what it created and kept cannot be recognised.
     """
 
     def __init__(self, iteration: IterationObservation, *, only: bool) -> None:

@@ -12,6 +12,7 @@ from swpipe.analysis.races import guarantees, required_orders, violations
 from swpipe.core.dependence import Dependence
 from swpipe.core.effects import Conflict, EffectTable, Location, conflicts
 from swpipe.core.resolved import ResolvedPlan
+from swpipe.inference.limitations import listed
 from swpipe.inference.orders import Edge, Orders, edge_of
 
 
@@ -20,7 +21,7 @@ class Needed(NamedTuple):
 
     Attributes:
         distance: In iterations; 0 or 1, unless the plan allows for staleness.
-        places: What both tasks touch.
+        places: What both tasks access.
     """
 
     consumer: str
@@ -29,24 +30,24 @@ class Needed(NamedTuple):
     places: tuple[Location, ...]
 
     def __str__(self) -> str:
-        pair = f'("{self.consumer}", "{self.producer}")'
         where = "cross_iter_deps" if self.distance else "deps"
-        return f"{pair} in {where}, for {_listed(self.places)}"
+        places = listed([str(place) for place in self.places], most=4)
+        return f'("{self.consumer}", "{self.producer}") in {where}, for {places}'
 
 
 class Needless(NamedTuple):
-    """A declared dependence between tasks that were not seen to touch anything in common.
+    """A declared dependence between tasks without a recorded conflict.
 
     Attributes:
         dependence: As declared.
-        carries: Conflicts between other tasks are in order only by way of it.
+        carries: Some conflicts between other tasks are ordered only through it.
     """
 
     dependence: Dependence
     carries: bool
 
     def __str__(self) -> str:
-        why = "other tasks are in order only by way of it" if self.carries else "nothing needs it"
+        why = "other tasks are ordered only through it" if self.carries else "nothing needs it"
         return f"{self.dependence}: {why}"
 
 
@@ -55,12 +56,12 @@ class Comparison:
     """What a plan declares against what was recorded.
 
     Attributes:
-        missing: Dependences that the plan must still declare, the fewest: without them tasks may
-            touch something in another order than serially.
+        missing: The fewest dependences that the plan must still declare: without them, tasks may
+            access something in another order than serially.
         by_schedule: Dependences that are not declared, but kept by threads, streams, global order
             and depth as they are; the fewest.
-        needless: Declared between tasks that were not seen to touch anything in common. They may
-            stand for something that no recording sees.
+        needless: Declared between tasks without a recorded conflict. They may stand for something
+            that a recording cannot see.
     """
 
     missing: tuple[Needed, ...]
@@ -78,7 +79,7 @@ class Comparison:
             lines += [f"  {one}" for one in self.by_schedule]
         if self.needless:
             lines += [
-                "declared between tasks that were not seen to touch anything in common",
+                "declared between tasks without a recorded conflict",
                 "(keep those that stand for what no recording sees):",
                 *(f"  {one}" for one in self.needless),
             ]
@@ -88,15 +89,13 @@ class Comparison:
 def compare(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
     """Compare a validated plan with the effects of its tasks, on both kinds of device.
 
-    Staleness that the plan asks for by the name of a state is granted.
+    A conflict on a state that the plan allows to be stale needs no dependence.
     """
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
-    certain: dict[Edge, None] = {}
     required = tuple(required_orders(effects, resolved.plan.stale))
-    for conflict, either in required:
+    for conflict, _ in required:
         wanted[edge_of(conflict)].append(conflict)
-        if not either:
-            certain[edge_of(conflict)] = None
+    certain = dict.fromkeys(edge_of(conflict) for conflict, either in required if not either)
     before = guarantees(resolved, streams=None)
     found = violations(required, before)
     broken = {Edge(each.consumer, each.producer, each.distance) for each in found}
@@ -141,9 +140,3 @@ def _needless(
             continue
         without = Orders(names, [other for other in declared if other != edge])
         yield Needless(dep, carries=not all(map(without.implies, kept)))
-
-
-def _listed(places: Iterable[Location], most: int = 4) -> str:
-    texts = [str(place) for place in places]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import takewhile
+from operator import or_
 from typing import TypeAlias
 
 from swpipe.core.effects import Effects, Location, conflicts
@@ -38,18 +40,13 @@ def group(accesses: Mapping[str, TaskAccesses]) -> dict[str, tuple[StateItem, ..
     orders = _orders(accesses, (pattern for patterns in alike.values() for pattern in patterns))
     for (owner, kind), patterns in alike.items():
         groups = list(patterns.values())
-        union = tuple(_union(of_task) for of_task in zip(*patterns, strict=True))
+        union = tuple(reduce(or_, of_task) for of_task in zip(*patterns, strict=True))
         if kind and all(orders.implies(edge) for edge in _edges(tuple(accesses), union)):
             groups = [sorted(item for items in groups for item in items)]
         for items in groups:
             names = _names(owner, kind, items, only=len(groups) == 1)
             states[next(name for name in names if name not in states)] = tuple(items)
     return states
-
-
-def _union(accesses: Iterable[Access]) -> Access:
-    accesses = tuple(accesses)
-    return Access(any(one.reads for one in accesses), any(one.writes for one in accesses))
 
 
 def _orders(accesses: Mapping[str, TaskAccesses], patterns: Iterable[Pattern]) -> Orders:
@@ -99,11 +96,8 @@ def effects_of(
     table = {}
     for task, of_task in accesses.items():
         found = [(Location(name, False), access) for name, access in of_task.attributes.items()]
-        found += [
-            (Location(state_of[item], True), access)
-            for item, access in of_task.items.items()
-            if item in state_of
-        ]
+        items = [item for item in of_task.items if item in state_of]
+        found += [(Location(state_of[item], True), of_task.items[item]) for item in items]
         table[task] = _effects(found)
     return table
 

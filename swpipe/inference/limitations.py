@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from swpipe.core.task import PipelineTask
 from swpipe.inference.accesses import TaskAccesses
 from swpipe.inference.generators import TORCH
-from swpipe.inference.observation import IterationObservation, TaskObservation
+from swpipe.inference.observation import TaskObservation
 from swpipe.inference.transfers import Transfer
 
 NEVER_RECORDED = (
@@ -21,13 +21,12 @@ NEVER_RECORDED = (
 
 def notes_on(
     tasks: Sequence[PipelineTask],
-    iterations: Iterable[IterationObservation],
+    observed: Sequence[TaskObservation],
     accesses: Mapping[str, TaskAccesses],
     transfers: Iterable[Transfer],
     not_restored: Sequence[str],
 ) -> tuple[str, ...]:
     """All notes on a recording, each once; the last one applies to every recording."""
-    observed = [one for iteration in iterations for one in iteration.tasks]
     found = [
         *_silent_writes(accesses),
         *_plain_values(tasks, observed),

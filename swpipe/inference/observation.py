@@ -74,13 +74,7 @@ class IterationObservation(NamedTuple):
 
 
 class Observer:
-    """Runs iterations of some tasks and observes them.
-
-    Args:
-        tasks: In serial order.
-        device: The device that the tasks use.
-        seeds: For tasks with ``random=True``.
-    """
+    """Runs iterations of some tasks, given in serial order, and observes them."""
 
     def __init__(self, tasks: Sequence[PipelineTask], device: Device, seeds: TaskSeeds) -> None:
         self.storages = Storages()
@@ -91,11 +85,7 @@ class Observer:
         self._alive: frozenset[StorageId] = frozenset()
 
     def run(self, batch: Any, iter_idx: int) -> IterationObservation:
-        """Run one iteration on a copy of the batch: tensors found in it are cloned.
-
-        Raises:
-            BaseException: Whatever a task raised, with a note of where.
-        """
+        """Run one iteration on a copy of the batch: tensors found in it are cloned."""
         observed, at_begin, at_end = self._run(batch, iter_idx)
         before = self._alive | at_begin
         self._seen |= at_begin.union(*(one.operators.seen for one in observed))
@@ -197,14 +187,10 @@ def _size(value: Any) -> int:
     for tensor in tensors_in(value):
         for one in unsharded(tensor):
             storages |= nbytes(one)
-    return sum(storages.values()) + sum(_leaf_size(leaf) for leaf in _leaves(value))
-
-
-def _leaf_size(leaf: Any) -> int:
-    if isinstance(leaf, bytes | bytearray):
-        return len(leaf)
-    size = getattr(leaf, "nbytes", 0)
-    return size if isinstance(size, int) else 0
+    leaves = list(_leaves(value))
+    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, bytes | bytearray)]
+    sizes += [leaf.nbytes for leaf in leaves if isinstance(getattr(leaf, "nbytes", None), int)]
+    return sum(storages.values()) + sum(sizes)
 
 
 def _opaque(value: Any) -> str:

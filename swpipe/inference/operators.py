@@ -125,8 +125,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _called_by_the_engine(caller: FrameType | None) -> bool:
     """Whether autograd's engine runs the operator, with no other Python frame in between.
 
-    Args:
-        caller: The frame that called the mode; None is possible in the engine's own threads.
+    ``caller`` called the mode; in the engine's own threads it may be None.
     """
     while caller is not None and caller.f_globals.get("__name__") in _AROUND_MODES:
         caller = caller.f_back

@@ -65,13 +65,8 @@ class _TensorState(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, storages: Storages) -> _TensorState:
-        return cls(
-            tensor,
-            storages.of(tensor),
-            _version(tensor),
-            tensor.requires_grad,
-            grad_or_none(tensor),
-        )
+        version, grad = _version(tensor), grad_or_none(tensor)
+        return cls(tensor, storages.of(tensor), version, tensor.requires_grad, grad)
 
     def replaced_by(self, later: _TensorState) -> bool:
         """Whether ``later`` is another tensor or in other memory; contents are not compared."""
@@ -134,15 +129,10 @@ class ReachableState:
             if _version(state.tensor) != state.version:
                 new_version |= state.storages
         new_content = {s for s, content in self._sums.items() if sums.get(s, content) != content}
+        kept = self._items.keys() & later._items.keys()
+        replaced = {item for item in kept if self._items[item].replaced_by(later._items[item])}
         return Changes(
-            items=frozenset(
-                (self._items.keys() ^ later._items.keys())
-                | {
-                    item
-                    for item in self._items.keys() & later._items.keys()
-                    if self._items[item].replaced_by(later._items[item])
-                }
-            ),
+            items=frozenset((self._items.keys() ^ later._items.keys()) | replaced),
             objects=frozenset(self._modified()),
             storages=frozenset(new_content | new_version),
             silent=frozenset(new_content - new_version),
@@ -185,11 +175,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> frozenset[str]:
-    return frozenset(
-        (before.keys() ^ after.keys())
-        | {name for name in before.keys() & after.keys() if not _equal(before[name], after[name])}
-    )
-
-
-def _equal(before: object, after: object) -> bool:
-    return before is after or before == after  # NaN is the same as itself
+    kept = before.keys() & after.keys()
+    # As items of a list, so that NaN equals itself.
+    changed = {name for name in kept if [before[name]] != [after[name]]}
+    return frozenset((before.keys() ^ after.keys()) | changed)

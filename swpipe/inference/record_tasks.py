@@ -18,7 +18,7 @@ from swpipe.device import resolve as resolve_device
 from swpipe.inference.accesses import find_accesses
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
-from swpipe.inference.observation import IterationObservation, Observer
+from swpipe.inference.observation import Observer, TaskObservation
 from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
@@ -80,15 +80,14 @@ def record(
     effects = {task: e | declared[task] for task, e in effects_of(accesses, states).items()}
     transfers = find_transfers(observed, effects, observer.storages)
     not_restored = list(_not_restored(before, reachable_items(tasks)))
+    runs = [one for iteration in observed for one in iteration.tasks]
     return Recording(
         tasks=tasks,
         effects=add_transfers(effects, transfers),
         states={name: tuple(item.name for item in items) for name, items in states.items()},
-        sizes=_sizes(observed),
-        collectives=frozenset(
-            task.task for one in observed for task in one.tasks if task.operators.collectives
-        ),
-        notes=notes_on(tasks, observed, accesses, transfers, not_restored),
+        sizes=_sizes(runs),
+        collectives=frozenset(one.task for one in runs if one.operators.collectives),
+        notes=notes_on(tasks, runs, accesses, transfers, not_restored),
     )
 
 
@@ -113,10 +112,9 @@ def _owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
     yield from found
     known = {id(one.owner) for one in found}
     for one in find_all(tasks):
-        owner = one.owner
-        if not isinstance(owner, Tensor) or id(owner) in known:
-            continue
-        if owner.numel() * owner.element_size() <= MAX_SAVED_BYTES:
+        tensor = one.owner
+        new = isinstance(tensor, Tensor) and id(tensor) not in known
+        if new and tensor.numel() * tensor.element_size() <= MAX_SAVED_BYTES:
             yield one
 
 
@@ -147,9 +145,9 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return held if isinstance(held, dict) else {}
 
 
-def _sizes(observed: Iterable[IterationObservation]) -> Mapping[tuple[str, str], int]:
+def _sizes(runs: Iterable[TaskObservation]) -> Mapping[tuple[str, str], int]:
     sizes: dict[tuple[str, str], int] = {}
-    for task in (task for iteration in observed for task in iteration.tasks):
+    for task in runs:
         for name, size in task.sizes.items():
             sizes[task.task, name] = max(size, sizes.get((task.task, name), 0))
     return sizes

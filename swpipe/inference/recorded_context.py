@@ -28,9 +28,7 @@ class AttributeLog:
 
     def compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Record what was set or deleted directly in the context's ``__dict__``."""
-        self.sets |= {
-            name for name, value in after.items() if name not in before or before[name] is not value
-        }
+        self.sets |= {n for n, v in after.items() if n not in before or before[n] is not v}
         self.deletes |= before.keys() - after.keys()
 
 

@@ -137,7 +137,8 @@ class InferenceReport:
     comparison: Comparison | None = None
 
     def __str__(self) -> str:
-        parts = [self._tasks(), self._states(), self._dependences(), self._notes()]
+        notes = "\n".join(["notes:", *(f"  - {note}" for note in self.recording.notes)])
+        parts = [self._tasks(), self._states(), self._dependences(), notes]
         return "\n\n".join(part for part in parts if part)
 
     def _tasks(self) -> str:
@@ -162,9 +163,6 @@ class InferenceReport:
             return str(self.comparison)
         found = self.recording.dependences().needed
         return "\n".join(["dependences:", *(f"  {one}" for one in found)]) if found else ""
-
-    def _notes(self) -> str:
-        return "\n".join(["notes:", *(f"  - {note}" for note in self.recording.notes)])
 
 
 def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

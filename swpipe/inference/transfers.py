@@ -67,9 +67,8 @@ def add_transfers(effects: EffectTable, transfers: Iterable[Transfer]) -> dict[s
 
 def _shared(iteration: IterationObservation) -> Iterator[tuple[Edge, StorageId]]:
     """Each pair of tasks that access the same storage, one of them creating or writing it."""
-    users: dict[StorageId, dict[str, bool]] = defaultdict(
-        dict
-    )  # in serial order; whether it writes
+    # Storage to its users, in serial order, and whether they write it.
+    users: dict[StorageId, dict[str, bool]] = defaultdict(dict)
     for observed in iteration.tasks:
         written = observed.operators.created | observed.operators.writes
         for number in observed.operators.all_reads | written:

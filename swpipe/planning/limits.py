@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swpipe.core.errors import PlanError, Problem
@@ -33,7 +33,18 @@ class Limits:
         self, in_flight: int = 5, threads: int = 4, frozen: Iterable[TaskRef] = ()
     ) -> None:
         frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
-        if problems := list(_problems(in_flight, threads, frozen)):
+        counts = {"iterations in flight": in_flight, "thread groups": threads}
+        problems = [
+            Problem(f"the limit on {what} is {value!r}: give an integer of 1 or more")
+            for what, value in counts.items()
+            if type(value) is not int or value < 1
+        ]
+        problems += [
+            Problem(f"frozen has {ref!r}, which is neither a task nor a task's name")
+            for ref in frozen
+            if not isinstance(ref, str | PipelineTask)
+        ]
+        if problems:
             raise PlanError(problems)
         object.__setattr__(self, "in_flight", in_flight)
         object.__setattr__(self, "threads", threads)
@@ -56,12 +67,3 @@ class Limits:
                     for name in unknown
                 ]
             )
-
-
-def _problems(in_flight: object, threads: object, frozen: tuple[object, ...]) -> Iterator[Problem]:
-    for what, value in (("iterations in flight", in_flight), ("thread groups", threads)):
-        if type(value) is not int or value < 1:
-            yield Problem(f"the limit on {what} is {value!r}: give an integer of 1 or more")
-    for ref in frozen:
-        if not isinstance(ref, str | PipelineTask):
-            yield Problem(f"frozen has {ref!r}, which is neither a task nor a task's name")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.plans.prefetch import prefetch_plan
 
 __all__ = ["PLANS", "pipelined", "serial"]
-from swpipe.plans.prefetch import prefetch_plan
 
 FEED = ("read", "decode", "hash", "copy")
 """Tasks that bring a batch from the file to the device."""

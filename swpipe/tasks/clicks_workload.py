@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans import clicks, sharded_clicks
-from swpipe.tasks.workload import InputError, Option, Run, Training, Workload, register
+from swpipe.tasks.workload import InputError, Option, Training, Workload, register
 
 if TYPE_CHECKING:
     from swpipe.tasks.clicks.feed import AnyClickJob
@@ -92,16 +92,15 @@ def open_sharded_job(config: Any) -> AnyClickJob[Any]:
     return ShardedClickJob(config)
 
 
-def _open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> Run:
-    from swpipe.tasks.clicks.train import TrainRun
+def _training(open_one: Callable[[Any], AnyClickJob[Any]]) -> Training:
+    """Training of the job in one form."""
 
-    return TrainRun(name, config, plan, steps, open_job)
+    def open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> TrainRun:
+        from swpipe.tasks.clicks.train import TrainRun
 
+        return TrainRun(name, config, plan, steps, open_one)
 
-def _open_sharded_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> Run:
-    from swpipe.tasks.clicks.train import TrainRun
-
-    return TrainRun(name, config, plan, steps, open_sharded_job)
+    return Training(open_run, report)
 
 
 def report(runs: Sequence[TrainRun]) -> str:
@@ -128,13 +127,13 @@ _ONE = Workload(
     configure=configure,
     open_job=open_job,
     options=OPTIONS,
-    training=Training(_open_run, report),
+    training=_training(open_job),
 )
 _SHARDED = replace(
     _ONE,
     plans=sharded_clicks.PLANS,
     usual_plan="sparse_dist",
     open_job=open_sharded_job,
-    training=Training(_open_sharded_run, report),
+    training=_training(open_sharded_job),
 )
 register(replace(_ONE, on_ranks=_SHARDED))

@@ -47,11 +47,7 @@ def label(row: Row) -> str:
 
 
 def chart(panels: Sequence[Panel], width: int = 100) -> str:
-    """Draw timelines below each other, each from 0, on one scale of ``width`` columns.
-
-    Raises:
-        ValueError: A panel has no span, or ``width`` is too small.
-    """
+    """Draw timelines below each other, each from 0, on one scale; see ``format_stacked``."""
     panels = [panel.from_zero() for panel in panels]
     margin = max(len(label(row)) for panel in panels for row in rows_of(panel.spans))
     cells = width - margin - len(GAP)
@@ -61,15 +57,10 @@ def chart(panels: Sequence[Panel], width: int = 100) -> str:
     length_ns = max(extent_ns(panel.spans)[1] for panel in panels)
     scale = _Scale(max(1, length_ns) / cells, cells)
     lines: list[str] = []
-    for heading, spans, beside in panels:
-        lines += [heading] if heading else []
-        for row in rows_of(spans):
-            line = _line(
-                [span for span in spans if span.row == row],
-                [span for span in beside if span.row == row],
-                scale,
-            )
-            lines.append(label(row).ljust(margin) + GAP + line)
+    for panel in panels:
+        lines += [panel.heading] if panel.heading else []
+        for row in rows_of(panel.spans):
+            lines.append(label(row).ljust(margin) + GAP + _line(*panel.on(row), scale))
     lines.append(" " * margin + GAP + _axis(scale))
     return "\n".join(line.rstrip() for line in lines)
 

@@ -55,11 +55,7 @@ def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
 
 
 def load(path: Path) -> Document:
-    """Read a file that ``save`` wrote.
-
-    Raises:
-        ValueError: It is not such a file.
-    """
+    """Read a file that ``save`` wrote; see ``Trace.load``."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["otherData"]["producer"] != "swpipe":

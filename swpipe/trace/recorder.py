@@ -56,7 +56,8 @@ class Recorder:
     def __init__(self, program: Program, device: Device, streams: Mapping[Any, Stream]) -> None:
         self._rows = tuple(Row("thread", lane.group) for lane in program.lanes)
         self._origin_ns = time.perf_counter_ns()
-        self._clock = DeviceClock.of(device, streams, self._origin_ns)
+        base = timed_event(device)
+        self._clock = DeviceClock(device, streams, base, self._origin_ns) if base else None
         self._lock = threading.Lock()
         self._logs: list[_Log] = []
         self._finished = False
@@ -142,14 +143,6 @@ class DeviceClock:
         base.record(device.current_stream())
         base.synchronize()
         self._base_ns = (before_ns + time.perf_counter_ns()) // 2 - origin_ns
-
-    @classmethod
-    def of(
-        cls, device: Device, streams: Mapping[Any, Stream], origin_ns: int
-    ) -> DeviceClock | None:
-        """The clock of a device; None if it has no timing events."""
-        base = timed_event(device)
-        return None if base is None else cls(device, streams, base, origin_ns)
 
     def row(self, stream: Stream) -> Row:
         """The row of a stream; a stream without a name in the plan is the caller's."""

@@ -82,12 +82,12 @@ class Panel(NamedTuple):
     spans: Sequence[Span]
     beside: Sequence[Span] = ()
 
-    def from_zero(self) -> Panel:
-        """The panel, moved in time so that its first span starts at 0.
+    def on(self, row: Row) -> tuple[list[Span], list[Span]]:
+        """Spans and ``beside`` on one row."""
+        return [s for s in self.spans if s.row == row], [s for s in self.beside if s.row == row]
 
-        Raises:
-            ValueError: There are no spans.
-        """
+    def from_zero(self) -> Panel:
+        """The panel, moved in time so that its first span starts at 0."""
         begin_ns, _ = extent_ns(self.spans)
 
         def moved(span: Span) -> Span:

@@ -46,12 +46,7 @@ HEADINGS = {"thread": "thread groups", "stream": "streams"}
 def plot(
     panels: Sequence[Panel], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draw timelines below each other; the suffix of ``path`` selects .png, .svg or .pdf.
-
-    Raises:
-        ValueError: A panel has no span.
-        ImportError: matplotlib is not installed.
-    """
+    """Draw timelines below each other; see ``Trace.plot``."""
     panels = [panel.from_zero() for panel in panels]
     try:
         from matplotlib import rc_context
@@ -63,11 +58,7 @@ def plot(
         picture = _Picture(panels)
         for number, panel in enumerate(panels):
             for row in rows_of(panel.spans):
-                picture.draw_row(
-                    picture.tops_pt[number, row],
-                    [span for span in panel.spans if span.row == row],
-                    [span for span in panel.beside if span.row == row],
-                )
+                picture.draw_row(picture.tops_pt[number, row], *panel.on(row))
         picture.draw_legend(panels)
         if title:
             place = (PAD_PT / WIDTH_PT, picture.top_middle)

@@ -128,8 +128,8 @@ def test_stages_part_what_one_thread_keeps() -> None:
     assert edges(found.by_schedule) == [("forward", "step", 1)]
 
 
-def test_a_needless_dependence_is_told() -> None:
-    """Backward shares nothing with load; the text says to think twice."""
+def test_a_needless_dependence_is_reported() -> None:
+    """Backward shares nothing with load; the text says when to keep the dependence."""
     extra = plan("abcd", deps=[*DEPS, ("backward", "load")], cross_iter_deps=[("forward", "step")])
     found = compare(extra, CHAIN)
     (one,) = found.needless
@@ -152,7 +152,7 @@ def test_a_dependence_across_iterations_needs_a_state() -> None:
     assert [one.dependence[:3] for one in found.needless] == [("load", "forward", 1)]
 
 
-def test_staleness_that_is_asked_for_is_granted() -> None:
+def test_staleness_that_the_plan_allows_is_accepted() -> None:
     """Forward may read parameters one step behind, if it always does."""
     carried = [("forward", "step", 2), ("backward", "step", 1)]
     late = plan("abcd", deps=DEPS, cross_iter_deps=carried)

@@ -13,7 +13,7 @@ import torch
 from swpipe import SWPipeline, TaskProfiler
 from swpipe.plans.sharded_clicks import FEED, PLANS, TASKS
 from swpipe.tasks.clicks import ClickConfig, ClickDataError, ClickJob, Evaluation, ModelConfig
-from swpipe.tasks.clicks.compare import compare, speed
+from swpipe.tasks.clicks.compare import compare
 from swpipe.tasks.clicks.sharded import ShardedClickJob
 from swpipe.tasks.clicks.train import TrainRun
 from tests.support.ranks import Ranks
@@ -40,7 +40,6 @@ def _plans_differ(config: ClickConfig) -> list[str]:
     """Plans under which once through the data does not end as it does serially."""
     with _run("serial", config) as serial:
         assert len(serial.losses) == 3
-        assert math.isnan(speed(serial, serial).allowed)
         assert serial.rows_per_s == pytest.approx(2 * 12 * serial.steps_per_s)
         different = []
         for name in PLANS:

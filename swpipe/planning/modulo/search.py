@@ -26,7 +26,8 @@ from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of, seri
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph
 from swpipe.planning.modulo.starts import starts
 from swpipe.planning.simulation.cycles import Arc, heaviest_cycle, ticks
-from swpipe.planning.simulation.simulator import steady_interval
+from swpipe.planning.simulation.interval import interval_of
+from swpipe.planning.simulation.timed_graph import timed_graph
 
 _WORK, _WORK_PER_TASK = 200_000, 35_000
 """The usual effort, in operations estimated: what takes about a second for 14 tasks."""
@@ -146,7 +147,7 @@ class Search:
             return None
         streams = self.graph.streams
         program = compile_plan(resolve_plan(plan), streams=streams)
-        interval = steady_interval(program, self._costs, streams=streams, enough_us=enough_us)
+        interval = interval_of(timed_graph(program, self._costs, streams=streams), enough_us)
         return Found(schedule, plan, interval.ii_us)
 
     def together(self, found: Found) -> Found:

@@ -19,7 +19,7 @@ from swpipe.planning.published.lookahead import best_assignment
 from swpipe.planning.published.lookahead_rules import Rules, limit_depth, too_deep
 from swpipe.planning.published.policies import POLICIES, PolicyInputs, ranked, swaps
 from swpipe.planning.published.presets import PRESETS, Roles, thread_map
-from swpipe.planning.published.queue_rules import check_inputs
+from swpipe.planning.published.queue_rules import check_inputs, stream_of
 
 GIVEN = "as given"
 """Stands for the thread groups of the given plan."""
@@ -66,15 +66,7 @@ class Evaluated(NamedTuple):
 class SearchSpace:
     """The candidates for one plan, and which have been evaluated.
 
-    Args:
-        plan: The given plan.
-        costs: The costs of its tasks.
-        limits: The planner's limits.
-        streams: Whether the device has streams.
-
-    Raises:
-        PlanError: The plan cannot run, a task has no cost, a frozen task is unknown; or the limits
-            allow nothing.
+    Arguments and errors are those of ``joint_search``.
     """
 
     def __init__(
@@ -92,7 +84,7 @@ class SearchSpace:
         self._order = resolved.period_order
         self._outlook = PolicyInputs.of(resolved, costs, self._roles)
         self._seen: set[object] = set()
-        streams_now = tuple(self._stream(entry.stream) for entry in plan.schedule.values())
+        streams_now = tuple(stream_of(plan, name) for name in plan.schedule)
         self._first = Candidate(GIVEN, streams_now, self._order)
         self.threads_needed = {
             name: len(self._shaped(self._first._replace(threads=name)).thread_groups)
@@ -108,14 +100,11 @@ class SearchSpace:
         need = {name: self.threads_needed[name] for name in (GIVEN, "default")}
         if min(need.values()) > self._limits.threads:
             both = ", ".join(f"{name}: {count}" for name, count in need.items())
-            raise PlanError(
-                [
-                    Problem(
-                        f"every plan needs at least {min(need.values())} thread groups ({both}), "
-                        f"but the limit is {self._limits.threads}: allow that many"
-                    )
-                ]
+            text = (
+                f"every plan needs at least {min(need.values())} thread groups ({both}), "
+                f"but the limit is {self._limits.threads}: allow that many"
             )
+            raise PlanError([Problem(text)])
         ties = resolve_plan(replace(self._plan, order=())).period_order
         for name in need:
             yield self._first._replace(threads=name)
@@ -147,10 +136,8 @@ class SearchSpace:
                 shaped, self._costs, self._rules, candidate.priority, streams=self._on_device
             )
             if found is not None:
-                order = tuple(found.plan.order)
-                evaluated.append(
-                    Evaluated(candidate._replace(priority=order), found.plan, found.ii_us)
-                )
+                chosen = candidate._replace(priority=tuple(found.plan.order))
+                evaluated.append(Evaluated(chosen, found.plan, found.ii_us))
         return evaluated
 
     def _on_other_streams(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -168,21 +155,16 @@ class SearchSpace:
     def _shaped(self, candidate: Candidate) -> PipelinePlan:
         """The given plan with a candidate's streams and threads."""
         stream = dict(zip(self._plan.schedule, candidate.streams, strict=True))
-        moved = replace(
-            self._plan,
-            schedule={n: replace(e, stream=stream[n]) for n, e in self._plan.schedule.items()},
-            streams={s: spec for s, spec in self._plan.streams.items() if s in candidate.streams},
-        )
-        groups = {name: entry.thread_group for name, entry in moved.schedule.items()}
+        given = self._plan.schedule
         if candidate.threads == GIVEN:
+            groups = {name: entry.thread_group for name, entry in given.items()}
             groups |= dict.fromkeys(self._limits.frozen, DEFAULT_GROUP)
         else:
-            groups = thread_map(candidate.threads, self._roles, moved)
+            groups = thread_map(candidate.threads, self._roles, stream)
         return replace(
-            moved,
-            schedule={n: replace(e, thread_group=groups[n]) for n, e in moved.schedule.items()},
+            self._plan,
+            schedule={
+                n: replace(e, stream=stream[n], thread_group=groups[n]) for n, e in given.items()
+            },
+            streams={s: spec for s, spec in self._plan.streams.items() if s in candidate.streams},
         )
-
-    @staticmethod
-    def _stream(stream: object) -> str | None:
-        return stream if isinstance(stream, str) else None

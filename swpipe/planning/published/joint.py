@@ -131,10 +131,14 @@ def joint_search(
         for name, count in space.threads_needed.items()
         if count > limits.threads and name != GIVEN
     }
-    why = _why(best, given_us, history, ended)
-    return JointSearch(
-        best.plan, best.ii_us, given_us, best.candidate.threads, rejected, tuple(history), why
+    threads = best.candidate.threads
+    tried = sum(one.tried for one in history)
+    why = (
+        f"{given_us:.0f} us become {best.ii_us:.0f} us; iterations in flight: {best.plan.depth}; "
+        f"threads: {len(best.plan.thread_groups)} ({threads}); candidates tried: {tried}, until "
+        f"{ended}"
     )
+    return JointSearch(best.plan, best.ii_us, given_us, threads, rejected, tuple(history), why)
 
 
 def prune(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
@@ -149,15 +153,6 @@ def prune(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
 def _best_first(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
     """By score; the sort is stable, so that the search is deterministic."""
     return sorted(evaluated, key=lambda one: one.score)
-
-
-def _why(best: Evaluated, given_us: float, history: Iterable[Round], ended: str) -> str:
-    _, threads, depth = best.score
-    tried = sum(one.tried for one in history)
-    return (
-        f"{given_us:.0f} us become {best.ii_us:.0f} us; iterations in flight: {depth}; threads: "
-        f"{threads} ({best.candidate.threads}); candidates tried: {tried}, until {ended}"
-    )
 
 
 def _require_numbers(**numbers: tuple[object, int]) -> None:

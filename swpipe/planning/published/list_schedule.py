@@ -29,6 +29,7 @@ from swpipe.planning.published.queue_rules import (
     communicator_queues,
     interval_us,
     queue_edges,
+    stream_of,
 )
 
 _LOCK = ("interpreter lock", "")
@@ -101,6 +102,7 @@ class _Period:
 
     def __init__(self, plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool) -> None:
         self._plan = plan
+        self._thread = {n: ("thread", e.thread_group) for n, e in plan.schedule.items()}
         self._costs = costs
         self._streams = streams
         self._free: dict[tuple[str, str | None], float] = defaultdict(float)
@@ -120,7 +122,7 @@ class _Period:
         """When the host work starts, when it ends, and when the main work starts."""
         host_us, device_us = self._times(name)
         held = [self._free[key] for key in self._held(name)]
-        host = max([self._free[self._thread(name)], *(self._submitted[p] for p in producers)])
+        host = max([self._free[self._thread[name]], *(self._submitted[p] for p in producers)])
         if self._costs[name].gil_us:
             host = max(host, self._free[_LOCK])
         if not device_us:
@@ -133,7 +135,7 @@ class _Period:
         _, device_us = self._times(name)
         host, submitted, begins = self._begins(name, producers)
         done = begins + device_us if device_us else submitted
-        self._free[self._thread(name)] = submitted
+        self._free[self._thread[name]] = submitted
         self._free[_LOCK] = max(self._free[_LOCK], host + self._costs[name].gil_us)
         for key in self._held(name):
             self._free[key] = done
@@ -144,13 +146,9 @@ class _Period:
         cost = self._costs[name]
         return (cost.host_us, cost.device_us) if self._streams else (cost.total_us, 0.0)
 
-    def _thread(self, name: str) -> tuple[str, str]:
-        return ("thread", self._plan.schedule[name].thread_group)
-
     def _held(self, name: str) -> list[tuple[str, str | None]]:
         """What the main work holds: named resources, and the stream if it is device work."""
         held: list[tuple[str, str | None]] = [("resource", r) for r in self._costs[name].resources]
         if self._times(name)[1]:
-            stream = self._plan.schedule[name].stream
-            held.append(("stream", stream if isinstance(stream, str) else None))
+            held.append(("stream", stream_of(self._plan, name)))
         return held

@@ -102,25 +102,16 @@ def assign_lookaheads(
     given_us = interval_us(given, costs, streams=streams)
     free = resolve_plan(replace(plan, order=()))
     orders = dict.fromkeys([resolved.period_order, free.period_order])
-    best = Scored(given, given_us, 1)
+    best, tried = Scored(given, given_us, 1), 1
     for order in orders:
         found = best_assignment(given, costs, rules, order, streams=streams)
         if found is not None:
-            best = _better(best, found)
+            tried += found.tried
+            best = found if found.ii_us < best.ii_us * (1 - SAME) else best
     assigned, start = lookaheads(best.plan), lookaheads(plan)
     raised = [f"{n} {start[n]} to {k}" for n, k in assigned.items() if k > start[n]]
     why = f"{given_us:.0f} us become {best.ii_us:.0f} us; raised: {', '.join(raised) or 'none'}"
-    return Lookaheads(best.plan, best.ii_us, assigned, best.tried, why)
-
-
-def _better(one: Scored, other: Scored) -> Scored:
-    """The one with the shorter interval, or the first; ``tried`` is the sum."""
-    tried = one.tried + other.tried
-    best = other if other.ii_us < one.ii_us * (1 - SAME) else one
-    return best._replace(tried=tried)
-
-
-# ------------------------------------------------------------------------------------- assignments
+    return Lookaheads(best.plan, best.ii_us, assigned, tried, why)
 
 
 def best_assignment(

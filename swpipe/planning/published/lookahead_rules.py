@@ -38,14 +38,8 @@ class Bound(NamedTuple):
 class Rules:
     """Constraints on the lookaheads of one plan.
 
-    Attributes:
-        floor: Task to its least lookahead.
-        cap: Task to its greatest lookahead.
-        fixed: Tasks whose lookahead does not change.
-        bounds: Constraints between two lookaheads.
-        queues: Each communicator's tasks, in order.
-        in_flight: The most iterations in flight.
-        serial: The tasks in serial order.
+    ``floor`` and ``cap`` are each task's least and greatest lookahead, ``queues`` the tasks of each
+    communicator, ``in_flight`` the most iterations in flight, and ``serial`` the serial order.
     """
 
     floor: Mapping[str, int]

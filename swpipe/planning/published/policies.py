@@ -97,15 +97,11 @@ def ranked(policy: str, inputs: PolicyInputs, order: Sequence[str]) -> tuple[str
 def swaps(
     plan: PipelinePlan, order: Sequence[str], queues: Sequence[Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """The orders in which two neighbours without an edge between them are swapped.
+    """Orders of a period in which two neighbours of ``order`` are swapped.
 
-    Args:
-        plan: Its edges of lag 0 are kept.
-        order: The order of a period.
-        queues: The communicators' queues, which are kept too.
+    The plan's edges of lag 0 and the communicators' queues are kept.
     """
-    tied = {dep[:2] for dep in dependences_of(plan) if dep.lag == 0}
-    tied |= {*queue_edges(queues)}
+    tied = {dep[:2] for dep in dependences_of(plan) if dep.lag == 0} | {*queue_edges(queues)}
     for place, (sooner, later) in enumerate(pairwise(order)):
         if (later, sooner) not in tied:
             yield (*order[:place], later, sooner, *order[place + 2 :])

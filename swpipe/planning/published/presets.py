@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import ResolvedPlan
-from swpipe.planning.published.queue_rules import caller_tasks
+from swpipe.planning.published.queue_rules import caller_tasks, stream_of
 
 IO = "io"
 DATA_DIST = "data_dist"
@@ -59,8 +59,7 @@ class Roles:
         bundles: dict[str, list[str]] = {}
         for name in resolved.serial_order:
             if name not in caller:
-                entry = plan.schedule[name]
-                key = entry.stream if isinstance(entry.stream, str) else entry.thread_group
+                key = stream_of(plan, name) or plan.schedule[name].thread_group
                 bundles.setdefault(key, []).append(name)
         after = _after(resolved, caller)
         preparing = [tasks for tasks in bundles.values() if after.isdisjoint(tasks)]
@@ -82,18 +81,16 @@ def _after(resolved: ResolvedPlan, caller: frozenset[str]) -> set[str]:
     return after
 
 
-Groups = Callable[[Roles, PipelinePlan], dict[str, str]]
-"""From roles and a plan to the thread groups of the tasks that are not on the caller's thread."""
+Groups = Callable[[Roles, Mapping[str, str | None]], dict[str, str]]
+"""From roles and streams to the thread groups of the tasks that are not on the caller's thread."""
 
 
 def _threads(*roles: str) -> Groups:
-    return lambda of, plan: {name: role for name, role in of.role.items() if role in roles}
+    return lambda of, streams: {name: role for name, role in of.role.items() if role in roles}
 
 
-def _by_stream(of: Roles, plan: PipelinePlan) -> dict[str, str]:
-    key_of = {name: key for key, tasks in of.bundles.items() for name in tasks}
-    streams = {name: plan.schedule[name].stream for name in key_of}
-    return {n: s if isinstance(s, str) else key_of[n] for n, s in streams.items()}
+def _by_stream(of: Roles, streams: Mapping[str, str | None]) -> dict[str, str]:
+    return {n: streams[n] or key for key, tasks in of.bundles.items() for n in tasks}
 
 
 PRESETS: Mapping[str, Groups] = MappingProxyType(
@@ -103,12 +100,12 @@ PRESETS: Mapping[str, Groups] = MappingProxyType(
         "io_prefetch_compute": _threads(IO, PREFETCH),
         "io_data_dist_compute": _threads(IO, DATA_DIST),
         "io_data_dist_prefetch_compute": _threads(IO, DATA_DIST, PREFETCH),
-        "per_task": lambda of, plan: {n: n for tasks in of.bundles.values() for n in tasks},
+        "per_task": lambda of, streams: {n: n for tasks in of.bundles.values() for n in tasks},
     }
 )
 """Name to thread preset."""
 
 
-def thread_map(preset: str, roles: Roles, plan: PipelinePlan) -> dict[str, str]:
-    """Task to thread group under the named preset; ``by_stream`` uses the plan's streams."""
-    return {**dict.fromkeys(plan.schedule, DEFAULT_GROUP), **PRESETS[preset](roles, plan)}
+def thread_map(preset: str, roles: Roles, streams: Mapping[str, str | None]) -> dict[str, str]:
+    """Task to thread group under the named preset; ``streams`` has the stream of every task."""
+    return {**dict.fromkeys(streams, DEFAULT_GROUP), **PRESETS[preset](roles, streams)}

@@ -24,7 +24,8 @@ from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, Pair, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.planning.limits import Limits
-from swpipe.planning.simulation.simulator import steady_interval
+from swpipe.planning.simulation.interval import interval_of
+from swpipe.planning.simulation.timed_graph import timed_graph
 
 _UNNAMED = ""
 
@@ -34,23 +35,15 @@ def check_inputs(
 ) -> ResolvedPlan:
     """Refuse a plan, costs or limits that a planner cannot use; resolve the plan.
 
-    Args:
-        plan: The given plan.
-        costs: The costs of its tasks.
-        limits: The planner's limits, if it has any.
-
     Raises:
         PlanError: The plan cannot run, or names a stream by a ``torch.Stream``; a task has no cost;
             a frozen task is unknown.
     """
     if objects := [n for n, e in plan.schedule.items() if isinstance(e.stream, torch.Stream)]:
+        rule = "its stream is a torch.Stream, and planners move tasks between streams by name"
         raise PlanError(
             [
-                Problem(
-                    f"task {name!r}: its stream is a torch.Stream, and planners move tasks between "
-                    "streams by name: name the stream instead",
-                    (name,),
-                )
+                Problem(f"task {name!r}: {rule}: name the stream instead", (name,))
                 for name in objects
             ]
         )
@@ -64,7 +57,13 @@ def check_inputs(
 def interval_us(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> float:
     """The simulated interval in microseconds of a validated plan."""
     program = compile_plan(resolve_plan(plan), streams=streams)
-    return steady_interval(program, costs, streams=streams).ii_us
+    return interval_of(timed_graph(program, costs, streams=streams)).ii_us
+
+
+def stream_of(plan: PipelinePlan, name: str) -> str | None:
+    """The name of a task's stream, or None."""
+    stream = plan.schedule[name].stream
+    return stream if isinstance(stream, str) else None
 
 
 def caller_tasks(plan: PipelinePlan) -> frozenset[str]:

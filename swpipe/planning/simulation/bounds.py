@@ -25,12 +25,11 @@ Source: B. R. Rau, "Iterative modulo scheduling: an algorithm for software pipel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.dependence import Dependence
 from swpipe.core.drawing import stream_name
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
@@ -92,13 +91,8 @@ def lower_bounds(
     known = costs.of(plan.schedule)
     load = _load(plan, known, streams, threads)
     busiest = max(load, key=lambda what: load[what])
-    cycle, words = _heaviest(resolved, known, streams)
-    return Bounds(
-        res_mii_us=load[busiest] / TICKS_PER_US,
-        rec_mii_us=cycle.ratio_us if cycle is not None else 0.0,
-        busiest=busiest,
-        cycle=words,
-    )
+    rec_mii_us, cycle = _heaviest(resolved, known, streams)
+    return Bounds(load[busiest] / TICKS_PER_US, rec_mii_us, busiest, cycle)
 
 
 # ------------------------------------------------------------------------------------- ResMII
@@ -108,21 +102,19 @@ def _load(
     plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool, threads: int | None
 ) -> dict[str, float]:
     """Resource, in words, to ticks per iteration."""
-    load: dict[str, float] = {}
-    users: dict[str, list[str]] = defaultdict(list)
+    uses: dict[str, dict[str, int]] = defaultdict(dict)
     for name, what, time in _uses(plan, costs, streams, threads):
-        users[what].append(name)
-        load[what] = load.get(what, 0) + time
+        uses[what][name] = time
+    load: dict[str, float] = {
+        f"{what}: {', '.join(times)}": sum(times.values()) for what, times in uses.items()
+    }
     if threads is not None:
         host = {name: host_time(cost, streams) for name, cost in costs.items()}
         count = "the one thread" if threads == 1 else f"{threads} threads"
         load[f"{count}: all tasks"] = sum(host.values()) / threads
         longest = max(host, key=lambda name: host[name])
         load[f"one thread: {longest} alone"] = host[longest]
-    return {
-        f"{what}: {', '.join(users[what])}" if what in users else what: time
-        for what, time in load.items()
-    }
+    return load
 
 
 def _uses(
@@ -152,30 +144,26 @@ def _uses(
 
 def _heaviest(
     resolved: ResolvedPlan, costs: Mapping[str, TaskCost], streams: bool
-) -> tuple[Cycle | None, str]:
-    plan, deps = resolved.plan, resolved.dependences
-    host = {name: host_time(cost, streams) for name, cost in costs.items()}
-    best, words = _cycle_of(plan, deps, host), ""
-    if best is not None:
-        words = _words(plan, best, "host" if streams else "")
+) -> tuple[float, str]:
+    """Microseconds of the heaviest cycle of dependences, and the cycle in words."""
+    names = list(resolved.plan.schedule)
+    index = {name: k for k, name in enumerate(names)}
+    times = {"host" if streams else "": {n: host_time(c, streams) for n, c in costs.items()}}
     if streams:
-        device = {name: ticks(cost.device_us) for name, cost in costs.items()}
-        other = _cycle_of(plan, deps, device)
-        if other is not None and (best is None or other.ratio_us > best.ratio_us):
-            return other, _words(plan, other, "device")
-    return best, words
+        times["device"] = {name: ticks(cost.device_us) for name, cost in costs.items()}
+    best_us, words = 0.0, ""
+    for of, time in times.items():
+        arcs = [
+            Arc(index[dep.producer], index[dep.consumer], time[dep.producer], dep.distance)
+            for dep in resolved.dependences
+        ]
+        cycle = heaviest_cycle(len(names), arcs)
+        if cycle is not None and cycle.ratio_us > best_us:
+            best_us, words = cycle.ratio_us, _words(names, cycle, of)
+    return best_us, words
 
 
-def _cycle_of(
-    plan: PipelinePlan, deps: Iterable[Dependence], times: Mapping[str, int]
-) -> Cycle | None:
-    index = {name: k for k, name in enumerate(plan.schedule)}
-    arcs = [Arc(index[d.producer], index[d.consumer], times[d.producer], d.distance) for d in deps]
-    return heaviest_cycle(len(index), arcs)
-
-
-def _words(plan: PipelinePlan, cycle: Cycle, of: str) -> str:
-    names = list(plan.schedule)
+def _words(names: Sequence[str], cycle: Cycle, of: str) -> str:
     words, iteration = [], 0
     for arc in cycle.arcs:
         words.append(f"{names[arc.tail]} i{iteration:+d}" if iteration else f"{names[arc.tail]} i")

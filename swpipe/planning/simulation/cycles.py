@@ -117,9 +117,7 @@ def _cycle_in(into: Sequence[Arc | None]) -> Cycle | None:
 def _around(into: Sequence[Arc | None], node: int) -> Cycle:
     arcs: list[Arc] = []
     at = node
-    while (arc := into[at]) is not None:
+    while (arc := into[at]) is not None and not (arcs and at == node):
         arcs.append(arc)
         at = arc.tail
-        if at == node:
-            break
     return Cycle(tuple(reversed(arcs)))

@@ -24,9 +24,6 @@ LONGEST_RUN = 16
 LONGEST_PATTERN = 12
 """Iterations in the longest repeating pattern that is searched for."""
 
-CHAIN_RUNS = (3, LONGEST_RUN)
-"""Lengths of the runs in which a cycle of waits is searched for, in multiples of the reach."""
-
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -111,15 +108,14 @@ def _memory(graph: TimedGraph) -> int:
 def _limit(graph: TimedGraph, ii_us: float) -> str:
     """What is busy all the time, or the cycle of tasks that wait for each other."""
     cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
-    least_us = cycle.ratio_us if cycle is not None else 0.0
     if not graph.contended:
         return "nothing" if cycle is None else _cycle_words(graph, cycle)
     key, load = max(graph.load.items(), key=lambda item: item[1])
     if ii_us <= load / TICKS_PER_US:
         return _load_words(graph, key)
-    if cycle is not None and ii_us <= least_us:
+    if cycle is not None and ii_us <= cycle.ratio_us:
         return _cycle_words(graph, cycle)
-    for length in CHAIN_RUNS:
+    for length in (3, LONGEST_RUN):  # a short run shows most cycles of waits
         words = _chain_words(simulate_run(graph, length * graph.reach), ii_us)
         if words is not None:
             return words

@@ -34,12 +34,11 @@ the mean of the second half, but not below the bounds of the graph and the resou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from swpipe._engine.program import ADMIT, Program, compile_plan
+from swpipe._engine.program import ADMIT, compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
@@ -160,23 +159,6 @@ def simulate(
         iterations=shown,
         arrows=arrows_of(resolved),
     )
-
-
-def steady_interval(
-    program: Program, costs: CostModel, *, streams: bool = True, enough_us: float = math.inf
-) -> Interval:
-    """The interval alone, several times faster than ``simulate``.
-
-    Args:
-        program: Compiled with the same ``streams``.
-        costs: A cost for each of its tasks.
-        streams: As for ``simulate``.
-        enough_us: For an interval of this or more, a lower bound may be returned.
-
-    Raises:
-        PlanError: A task has no cost.
-    """
-    return interval_of(timed_graph(program, costs, streams=streams), enough_us)
 
 
 def _latency_us(run: SimulatedRun) -> float:

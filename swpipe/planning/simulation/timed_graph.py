@@ -119,8 +119,7 @@ class _Builder:
         self.streams = streams
         self.handover = ticks(costs.handover_us)
         known = costs.of(program.order)
-        order = _in_lag_order(program)
-        self.instructions = order
+        self.instructions = order = _in_lag_order(program)
         self.costs = [known.get(ins.task, TaskCost()) for ins in order]
         self.times = [host_time(cost, streams) for cost in self.costs]
         self.host = {ins.task: k for k, ins in enumerate(order)}

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from swpipe.core.plan import PipelinePlan
 from swpipe.tasks.clicks.train import TrainRun, half_range
 
 
@@ -51,63 +48,32 @@ def compare(a: TrainRun, b: TrainRun) -> Comparison:
     parameters = tuple(
         name for name, mine in a.job.model.named_parameters() if not torch.equal(mine, theirs[name])
     )
-    return _over_ranks(a.job.over_ranks(Comparison(next(apart, None), parameters)))
-
-
-def _over_ranks(found: Sequence[Comparison]) -> Comparison:
-    """What differs on any rank."""
+    found = a.job.over_ranks(Comparison(next(apart, None), parameters))
     first = min((one.first_loss for one in found if one.first_loss is not None), default=None)
     return Comparison(first, tuple(sorted({name for one in found for name in one.parameters})))
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of one plan relative to another, and the best that is possible.
+    """The speed of one plan relative to another.
 
     Attributes:
         ratio: Steps per second over the other's: the median over the turns.
         spread: Half the range of the ratio over the turns; NaN of one turn.
-        allowed: The ratio that the task times allow: the other plan's busiest thread group over
-            this plan's; NaN on several ranks, where task times include waits for other ranks.
     """
 
     ratio: float
     spread: float
-    allowed: float
 
     @property
     def differs(self) -> bool:
         """The plans differ by more than the spread, which takes two turns or more."""
         return abs(self.ratio - 1) > self.spread
 
-    @property
-    def reached(self) -> float:
-        """The ratio over the allowed one."""
-        return self.ratio / self.allowed
-
 
 def speed(first: TrainRun, run: TrainRun) -> Speed:
-    """How fast ``run`` is relative to ``first``: medians over the turns that both took.
-
-    Task times are host times, so ``allowed`` is meaningful on a CPU only.
-    """
-    ratios, allowed = [], []
-    for ours, theirs in zip(run.timed, first.timed, strict=True):
-        ratios.append(theirs.step_s / ours.step_s)
-        allowed.append(_busiest_s(first.plan, theirs.task_s) / _busiest_s(run.plan, theirs.task_s))
-    if not ratios:
-        return Speed(math.nan, math.nan, math.nan)
-    alone = run.job.size == 1
-    return Speed(
-        ratio=statistics.median(ratios),
-        spread=half_range(ratios),
-        allowed=statistics.median(allowed) if alone else math.nan,
-    )
-
-
-def _busiest_s(plan: PipelinePlan, task_s: Mapping[str, float]) -> float:
-    """Seconds that the busiest thread group's tasks take."""
-    group_s: dict[str, float] = defaultdict(float)
-    for name, entry in plan.schedule.items():
-        group_s[entry.thread_group] += task_s[name]
-    return max(group_s.values())
+    """How fast ``run`` is relative to ``first``: medians over the turns that both took."""
+    ratios = [
+        theirs.step_s / ours.step_s for ours, theirs in zip(run.timed, first.timed, strict=True)
+    ]
+    return Speed(statistics.median(ratios) if ratios else math.nan, half_range(ratios))

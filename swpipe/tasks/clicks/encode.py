@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import polars as pl
 import torch
@@ -25,7 +25,7 @@ class ClickBatch:
         dense: [B, 13] float32: ``sign(x) log(1 + |x|)`` of the integers, 0 where missing.
         ids: Buckets of the 26 ids, one bag per row and feature, empty where missing.
 
-    A batch may end in rows without a label (``encode_for_ranks``), which count for nothing.
+    A batch may end in a row without a label, which counts for nothing.
     """
 
     labels: torch.Tensor
@@ -53,29 +53,21 @@ class ClickBatch:
 def encode(frame: pl.DataFrame, buckets: int) -> ClickBatch:
     """Make tensors of decoded rows.
 
+    Of no rows, ids and integers of one row are made, and no label. TorchRec knows no bags of no
+    rows, and other ranks wait for the exchange of ids.
+
     Args:
         frame: As ``decode`` returns it.
         buckets: Buckets per id feature.
     """
+    rows = frame if frame.height else frame.clear(1)
     integers = pl.col(INTEGERS).cast(pl.Float32)
     scaled = (integers.abs().log1p() * integers.sign()).fill_null(0.0)
     return ClickBatch(
         labels=torch.from_numpy(frame[LABEL].cast(pl.Float32).to_numpy(writable=True)),
-        dense=torch.from_numpy(frame.select(scaled).to_numpy(order="c", writable=True)),
-        ids=_bags(frame.select(IDS), buckets),
+        dense=torch.from_numpy(rows.select(scaled).to_numpy(order="c", writable=True)),
+        ids=_bags(rows.select(IDS), buckets),
     )
-
-
-def encode_for_ranks(frame: pl.DataFrame, buckets: int) -> ClickBatch:
-    """As ``encode``; a batch without rows gets one that has ids and integers but no label.
-
-    Exchanges between ranks go on when one of them has nothing: TorchRec knows no bags of no rows.
-    What is computed of a row without a label counts for nothing.
-    """
-    if frame.height:
-        return encode(frame, buckets)
-    blank = encode(frame.clear(1), buckets)
-    return replace(blank, labels=blank.labels[:0])
 
 
 def _bags(ids: pl.DataFrame, buckets: int) -> KeyedJaggedTensor:

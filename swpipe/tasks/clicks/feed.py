@@ -6,20 +6,22 @@ iteration in flight holds its batch in one form only, and the thread that alloca
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
+from swpipe.tasks.clicks._torchrec import BinaryAUROC
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode
-from swpipe.tasks.clicks.encode import ClickBatch
+from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.log import BatchSpec, ClickLog
 from swpipe.tasks.clicks.metrics import LossGuard, RunningAUC
 
@@ -45,11 +47,8 @@ class Evaluation:
 class AnyClickJob(ABC, Generic[Model]):
     """A click model in training.
 
-    Args:
-        config: What to train on what. The data files are scanned for line ends here.
-
     Attributes:
-        config: As given.
+        config: What to train on what.
         device: Where the model lives.
         log: The rows to train on.
         held_out: The rows to evaluate on; None where the config names none.
@@ -58,9 +57,6 @@ class AnyClickJob(ABC, Generic[Model]):
         auc: Over all rows trained on, each predicted before the model was updated with it.
         guard: Stops training when the loss is not finite.
         size: The number of ranks.
-
-    Raises:
-        ClickDataError: A data file is missing or empty.
     """
 
     model: Model
@@ -98,10 +94,7 @@ class AnyClickJob(ABC, Generic[Model]):
 
     def _histogram(self) -> DeclaredIO:
         """The running AUC's state, for shortcuts."""
-        return DeclaredIO(self._get_histogram, self._set_histogram)
-
-    def _get_histogram(self) -> torch.Tensor:
-        return self.auc.counts
+        return DeclaredIO(lambda: self.auc.counts, self._set_histogram)
 
     def _set_histogram(self, counts: torch.Tensor) -> None:
         self.auc.counts = counts
@@ -111,11 +104,18 @@ class AnyClickJob(ABC, Generic[Model]):
     @property
     def epoch_steps(self) -> int:
         """How many steps once through the data takes."""
-        return len(self.log)
+        return math.ceil(len(self.log) / self.size)
 
     def batches(self, steps: int | None = None) -> Iterator[BatchSpec]:
-        """Addresses of batches: one epoch, or ``steps`` of them over as many epochs as it takes."""
-        return self.log.batches(steps)
+        """Addresses of this rank's batches: one epoch, or ``steps`` of them.
+
+        ``steps`` may take several epochs.
+        """
+        return self._share(self.log, steps)
+
+    def _share(self, log: ClickLog, steps: int | None = None) -> Iterator[BatchSpec]:
+        """This rank's part of a log."""
+        return log.batches(steps)
 
     def spec(self, ctx: IterContext) -> BatchSpec:
         """Where the rows of a trained batch lie."""
@@ -130,20 +130,40 @@ class AnyClickJob(ABC, Generic[Model]):
 
     # -------------------------------------------------------------- evaluation
 
-    @abstractmethod
+    @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Predict the held-out rows. Malformed ones are left out.
+        """Predict the held-out rows, each rank its share; the same result on all.
+
+        Malformed rows are left out.
 
         Raises:
-            RuntimeError: The config names no held-out files.
+            RuntimeError: The config names no held-out files, or iterations of a sharded job are in
+                flight.
         """
-
-    def _to_evaluate(self) -> ClickLog:
         if self.held_out is None:
             raise RuntimeError(
                 "there is nothing to evaluate on: name files in ClickConfig.held_out"
             )
-        return self.held_out
+        loss, logits, labels = 0.0, [torch.empty(0)], [torch.empty(0)]
+        for spec in self._share(self.held_out):
+            frame = decode(bytes_of(spec), spec.ranges).frame
+            batch = encode(frame, self.config.model.buckets).to(self.device)
+            mean, predicted = self._predict(batch)
+            loss += float(mean) * frame.height
+            logits.append(predicted.cpu())
+            labels.append(batch.labels.cpu())
+        found = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
+        all_logits = torch.cat([one[1] for one in found])
+        all_labels = torch.cat([one[2] for one in found])
+        rows = len(all_labels)
+        exact = BinaryAUROC(thresholds=None, validate_args=False)
+        exact.update(all_logits.sigmoid(), all_labels.long())
+        auc = float(exact.compute()) if 0 < all_labels.sum() < rows else math.nan
+        return Evaluation(rows, sum(one[0] for one in found) / max(rows, 1), auc)
+
+    @abstractmethod
+    def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        """The mean loss and the logits of a batch on the device."""
 
     def close(self) -> None:
         """Release what the job holds beside memory."""

@@ -12,19 +12,16 @@ What stands in parentheses lies outside the context: in the model, in its optimi
 
 from __future__ import annotations
 
-import math
-
 import torch
+from torch import Tensor
 
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.plans.clicks import PLANS
-from swpipe.tasks.clicks._torchrec import BinaryAUROC
 from swpipe.tasks.clicks.config import ClickConfig
-from swpipe.tasks.clicks.decode import decode
-from swpipe.tasks.clicks.encode import encode
-from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation, bytes_of
+from swpipe.tasks.clicks.encode import ClickBatch, encode
+from swpipe.tasks.clicks.feed import AnyClickJob
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
 
 
@@ -41,8 +38,8 @@ class ClickJob(AnyClickJob[ClickModel]):
     def __init__(self, config: ClickConfig) -> None:
         super().__init__(config)
         self.model = ClickModel(config.model, config.seed).to(self.device)
-        self.optimizer = make_optimizer(self.model, config.model)
         self._parameters = tuple(self.model.parameters())
+        self.optimizer = make_optimizer(self._parameters, config.model)
 
     # ------------------------------------------------------------------- tasks
 
@@ -108,22 +105,6 @@ class ClickJob(AnyClickJob[ClickModel]):
         """A ready-made plan: "serial" or "pipelined"."""
         return PLANS[name]()
 
-    @torch.no_grad()
-    def evaluate(self) -> Evaluation:
-        """Predict the held-out rows. Malformed ones are left out.
-
-        Raises:
-            RuntimeError: The config names no held-out files.
-        """
-        exact = BinaryAUROC(thresholds=None, validate_args=False).to(self.device)
-        loss, rows, clicked = 0.0, 0, 0
-        for spec in self._to_evaluate().batches():
-            frame = decode(bytes_of(spec), spec.ranges).frame
-            inputs = encode(frame, self.config.model.buckets).to(self.device)
-            logits = self.model(inputs)
-            loss += float(click_loss(logits, inputs.labels)) * frame.height
-            rows += frame.height
-            clicked += int(inputs.labels.sum())
-            exact.update(logits.sigmoid(), inputs.labels.long())
-        auc = float(exact.compute()) if 0 < clicked < rows else math.nan
-        return Evaluation(rows, loss / max(rows, 1), auc)
+    def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch)
+        return click_loss(logits, batch.labels), logits

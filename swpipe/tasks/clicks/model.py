@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -25,7 +27,6 @@ class ClickModel(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
-        self.embedding_dim = config.embedding_dim
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             tables = [
@@ -48,19 +49,14 @@ class ClickModel(nn.Module):
 
     def embed(self, batch: ClickBatch) -> torch.Tensor:
         """The embeddings of each row's ids: [B, 26, embedding_dim] float32."""
-        if not len(batch.labels):  # TorchRec knows no bags of no rows
-            shape = (0, len(IDS), self.embedding_dim)
-            return torch.zeros(shape, device=batch.dense.device, requires_grad=True)
         embedded: torch.Tensor = self.net.sparse_arch(batch.ids)
         return embedded
 
     def predict(self, batch: ClickBatch, embedded: torch.Tensor) -> torch.Tensor:
-        """The logit of a click for each row, from its integers and what ``embed`` gave: [B]."""
-        if not len(batch.labels):
-            return embedded.sum(dim=(1, 2))
+        """The logit of a click for each label, from integers and what ``embed`` gave: [B]."""
         crossed = self.net.inter_arch(self.net.dense_arch(batch.dense), embedded)
         logits: torch.Tensor = self.net.over_arch(crossed)
-        return logits.squeeze(1)
+        return logits.squeeze(1)[: len(batch.labels)]
 
     def forward(self, batch: ClickBatch) -> torch.Tensor:
         """Both in one: [B] float32."""
@@ -73,14 +69,16 @@ def click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return total / max(len(labels), 1)
 
 
-def make_optimizer(model: ClickModel, config: ModelConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: Sequence[torch.Tensor], config: ModelConfig
+) -> torch.optim.Optimizer:
     """Adagrad: the learning rate of an id follows how often it occurs.
 
     The tables' gradients are dense: they add up in a fixed order on every device, where sparse ones
     on a GPU do not, and at these sizes they cost no more.
     """
     return torch.optim.Adagrad(
-        model.parameters(),
+        parameters,
         lr=config.learning_rate,
-        fused=True if on_cpu(next(model.parameters())) else None,
+        fused=True if on_cpu(parameters[0]) else None,
     )

@@ -17,7 +17,6 @@ minimises the mean over ranks of their mean loss.
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -32,9 +31,7 @@ from torch import Tensor, nn
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask
-from swpipe.device import on_cpu
 from swpipe.tasks.clicks._torchrec import (
-    BinaryAUROC,
     DistributedModelParallel,
     EmbeddingBagCollectionSharder,
     ShardingEnv,
@@ -45,11 +42,10 @@ from swpipe.tasks.clicks._torchrec import (
     table_wise,
 )
 from swpipe.tasks.clicks.config import ClickConfig
-from swpipe.tasks.clicks.decode import decode
-from swpipe.tasks.clicks.encode import ClickBatch, encode_for_ranks
-from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation, bytes_of
+from swpipe.tasks.clicks.encode import ClickBatch, encode
+from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation
 from swpipe.tasks.clicks.log import IDS, BatchSpec, ClickLog
-from swpipe.tasks.clicks.model import ClickModel, click_loss
+from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
 from swpipe.tasks.sparse_dist import EvenData, SparseDistTasks, TrainStep
 
 T = TypeVar("T")
@@ -114,11 +110,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.model = _sharded(ClickModel(config.model, config.seed), config, self.device)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = torch.optim.Adagrad(
-            dense.values(),
-            lr=config.model.learning_rate,
-            fused=True if on_cpu(self.device) else None,
-        )
+        self.optimizer = make_optimizer(list(dense.values()), config.model)
         self.step_tasks = SparseDistTasks(
             self.model, TrainStep([self.optimizer]), device=self.device
         )
@@ -128,7 +120,7 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
 
     def hash(self, ctx: IterContext) -> None:
         """Ids into buckets, all into tensors on the host, in the place of their address."""
-        batch = encode_for_ranks(ctx.frame, self.config.model.buckets)
+        batch = encode(ctx.frame, self.config.model.buckets)
         ctx.spec, ctx.batch = ctx.batch, self._on_host(batch)
         del ctx.frame
 
@@ -149,24 +141,14 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
 
     # -------------------------------------------------------------------- data
 
-    @property
-    def epoch_steps(self) -> int:
-        """How many steps once through the data takes."""
-        return math.ceil(len(self.log) / self.size)
-
-    def batches(self, steps: int | None = None) -> Iterator[BatchSpec]:
-        """Addresses of this rank's batches: one epoch, or ``steps`` of them."""
-        count = None if steps is None else steps * self.size
-        return iter(self._even.over(self._share(self.log, count)))
-
     def spec(self, ctx: IterContext) -> BatchSpec:
         """Where the rows of a trained batch lie."""
         spec: BatchSpec = ctx.spec
         return spec
 
-    def _share(self, log: ClickLog, count: int | None = None) -> Iterator[BatchSpec]:
-        own = islice(log.batches(count), self.rank, None, self.size)
-        return (replace(spec, step=step) for step, spec in enumerate(own))
+    def _share(self, log: ClickLog, steps: int | None = None) -> Iterator[BatchSpec]:
+        own = islice(log.batches(steps and steps * self.size), self.rank, None, self.size)
+        return iter(self._even.over(replace(spec, step=step) for step, spec in enumerate(own)))
 
     # ------------------------------------------------------------------- ranks
 
@@ -176,38 +158,17 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
 
     # -------------------------------------------------------------- evaluation
 
-    @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Predict the held-out rows, each rank its share; the same result on all.
-
-        Raises:
-            RuntimeError: The config names no held-out files, or iterations are in flight.
-        """
-        held_out = self._to_evaluate()
-        rewrite, loss = self.step_tasks.rewrite, 0.0
-        logits: list[Tensor] = [torch.empty(0)]
-        labels: list[Tensor] = [torch.empty(0)]
+        rewrite = self.step_tasks.rewrite
         rewrite.detach()
         try:
-            for spec in self._even.over(self._share(held_out)):
-                frame = decode(bytes_of(spec), spec.ranges).frame
-                batch = encode_for_ranks(frame, self.config.model.buckets).to(self.device)
-                mean, predicted = self.model(batch)
-                loss += float(mean) * frame.height
-                logits.append(predicted.cpu())
-                labels.append(batch.labels.cpu())
+            return super().evaluate()
         finally:
             rewrite.attach()
-        gathered = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
-        all_logits, all_labels = (
-            torch.cat([t[1] for t in gathered]),
-            torch.cat([t[2] for t in gathered]),
-        )
-        rows, clicked = len(all_labels), int(all_labels.sum())
-        exact = BinaryAUROC(thresholds=None, validate_args=False)
-        exact.update(all_logits.sigmoid(), all_labels.long())
-        auc = float(exact.compute()) if 0 < clicked < rows else math.nan
-        return Evaluation(rows, sum(t[0] for t in gathered) / max(rows, 1), auc)
+
+    def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.model(batch)
+        return result
 
     def close(self) -> None:
         """Restore the model."""
@@ -223,12 +184,11 @@ def _sharded(model: ClickModel, config: ClickConfig, device: torch.device) -> nn
     apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), options)
     sharder = EmbeddingBagCollectionSharder()
     size = dist.get_world_size()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     plan = construct_module_sharding_plan(
         tables,
         {f"table_{name}": table_wise(rank=t % size) for t, name in enumerate(IDS)},
         sharder=sharder,
-        local_size=local_size,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         world_size=size,
         device_type=device.type,
     )

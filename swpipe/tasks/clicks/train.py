@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import RejectedRow
@@ -65,13 +61,11 @@ class Chunk:
     Attributes:
         steps: How many.
         seconds: Wall time, filling and draining included.
-        task_s: Task name to the total seconds of its calls.
         timed: Whether it counts for the speed; warm-up does not.
     """
 
     steps: int
     seconds: float
-    task_s: dict[str, float]
     timed: bool = True
 
     @property
@@ -113,9 +107,7 @@ class TrainRun:
         self.plan = plan
         self.job = make_job(config)
         self.steps = self.job.epoch_steps if steps is None else steps
-        self._task_s: dict[str, float] = defaultdict(float)
-        tasks = [self._timed_task(task) for task in self.job.tasks()]
-        self.pipe = SWPipeline(plan, tasks, device=config.device)
+        self.pipe = SWPipeline(plan, self.job.tasks(), device=config.device)
         self.losses: list[torch.Tensor] = []
         self.chunks: list[Chunk] = []
         self.rows = RowCount()
@@ -136,7 +128,6 @@ class TrainRun:
             MalformedRowError: A row is malformed, and the config is strict.
             ClickDataError: Every row so far is malformed.
         """
-        self._task_s.clear()
         before = len(self.losses)
         begin = time.perf_counter()
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
@@ -154,7 +145,7 @@ class TrainRun:
                 f"not one good row among {rows.lines}; the first: {rows.examples[0]}"
             )
         if done:
-            self.chunks.append(Chunk(done, seconds, dict(self._task_s), timed))
+            self.chunks.append(Chunk(done, seconds, timed))
 
     @property
     def timed(self) -> list[Chunk]:
@@ -195,17 +186,6 @@ class TrainRun:
         counts = torch.stack(self.job.over_ranks(self.job.auc.counts.cpu())).sum(0)
         return self.job.auc.area(counts)
 
-    def _timed_task(self, task: PipelineTask) -> PipelineTask:
-        """The task, with its call times added up; only its own thread writes the sum."""
-        fn, name, total = task.fn, task.name, self._task_s
-
-        def timed(ctx: IterContext) -> None:
-            begin = time.perf_counter()
-            fn(ctx)
-            total[name] += time.perf_counter() - begin
-
-        return PipelineTask(name, _named(timed, fn), task.io, task.random)
-
     def close(self) -> None:
         """Close the pipeline and the job."""
         self.pipe.close()
@@ -214,20 +194,10 @@ class TrainRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         self.close()
 
 
 def half_range(values: Sequence[float]) -> float:
     """Half the difference between the greatest and the least; NaN of fewer than two."""
     return (max(values) - min(values)) / 2 if len(values) > 1 else math.nan
-
-
-def _named(wrapper: TaskFn, fn: TaskFn) -> TaskFn:
-    wrapper.__name__ = getattr(fn, "__name__", "task")
-    return wrapper

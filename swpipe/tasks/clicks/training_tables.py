@@ -56,11 +56,9 @@ def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
 
 
 def format_speed(a: TrainRun, b: TrainRun, result: Speed) -> str:
-    """How the speed of ``b`` compares with that of ``a``, and with what its plan allows."""
+    """How the speed of ``b`` compares with that of ``a``."""
     times = f"{result.ratio:.2f} (± {_number(result.spread, 2)}) times"
     text = f"{b.name} over {a.name}: {times} as many steps per second"
-    if not math.isnan(result.allowed):
-        text += f"; the task times allow {result.allowed:.2f}, and {result.reached:.0%} is reached"
     return text if result.differs else f"{text}; no difference beyond the spread"
 
 

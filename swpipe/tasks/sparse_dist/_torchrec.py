@@ -70,10 +70,7 @@ try:
             Tracer,
             _get_leaf_module_names,
         )
-        from torchrec.distributed.train_pipeline.types import (
-            ArgInfo,
-            CallArgs,
-        )
+        from torchrec.distributed.train_pipeline.types import ArgInfo, CallArgs
         from torchrec.distributed.train_pipeline.utils import (
             _override_input_dist_forwards,
             _start_data_dist,

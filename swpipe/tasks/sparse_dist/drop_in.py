@@ -100,12 +100,11 @@ class SparseDistPipeline:
         self._feed.take_from(dataloader_iter)
         while True:
             try:
-                output = self.pipe.progress(self._feed).output
+                return self.pipe.progress(self._feed).output
             except StopIteration:
                 if self._feed.exhausted:
                     raise
-                continue  # the run of the previous iterator has ended: start one with this
-            return output
+                # The run of the previous iterator has ended: start one with this.
 
     def detach(self) -> nn.Module:
         """Restore and return the model, for evaluation, a checkpoint or other code.

@@ -11,7 +11,8 @@ not fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -36,8 +37,6 @@ from swpipe.tasks.sparse_dist.inputs import (
 )
 
 Find: TypeAlias = Literal["trace", "direct"]
-
-_MISSING = object()
 
 
 class RewriteError(ValueError):
@@ -81,7 +80,8 @@ class RewriteReport:
 class Rewrite:
     """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
 
-    ``report`` is None before the first batch; ``forwards`` has one entry per pipelined module.
+    ``sharded`` has all sharded modules by name. ``report`` is None before the first batch;
+    ``forwards`` has one entry per pipelined module.
 
     Raises:
         RewriteError: The model has no sharded module.
@@ -106,15 +106,10 @@ class Rewrite:
         self._inputs = dict(inputs or {})
         self._strict = strict
         self._inner = unwrapped(model)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._fused = False
-        self._sharded = sharded_modules(self._inner)
+        self.sharded = sharded_modules(self._inner)
         self._check_names()
-
-    @property
-    def sharded(self) -> tuple[nn.Module, ...]:
-        """All sharded modules, pipelined or not."""
-        return tuple(self._sharded.values())
 
     def prepare(self, batch: Any) -> None:
         """Find the modules' inputs with a batch on the device, once, and attach."""
@@ -122,22 +117,21 @@ class Rewrite:
         self.report = RewriteReport(
             tuple(
                 ModuleReport(name, type(module).__name__, not found[name].why, str(found[name]))
-                for name, module in self._sharded.items()
+                for name, module in self.sharded.items()
             ),
             self._find,
             describe(),
         )
-        if self._strict and any(not module.pipelined for module in self.report.modules):
-            bad = "\n".join(
-                f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined
-            )
+        bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
+        if self._strict and bad:
             raise RewriteError(
-                f"sharded modules that cannot be pipelined:\n{bad}\n(with strict=False such a "
+                "\n".join(["sharded modules that cannot be pipelined:", *bad])
+                + "\n(with strict=False such a "
                 "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
             )
         self.forwards = tuple(
             FORWARDS[self.kind](name, found[name].args, module, self._device)
-            for name, module in self._sharded.items()
+            for name, module in self.sharded.items()
             if not found[name].why
         )
         self.attach()
@@ -155,8 +149,7 @@ class Rewrite:
 
     def detach(self) -> None:
         """Restore the model; batches in flight are kept."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self.attached = False
 
     def start(self, batch: Any, context: SparseDistContext) -> None:
@@ -179,25 +172,23 @@ class Rewrite:
         for forward in self.forwards:
             forward.set_context(context)
 
-    # ------------------------------------------------------------------ private
-
     def _check_names(self) -> None:
-        if not self._sharded:
+        if not self.sharded:
             raise RewriteError(
                 f"{type(self._inner).__name__} has no sharded module, so there is nothing to "
                 "pipeline: shard its embeddings first (torchrec's DistributedModelParallel), or "
                 "use prefetch_plan with tasks of your own"
             )
         for name in self._inputs:
-            if name not in self._sharded:
+            if name not in self.sharded:
                 raise RewriteError(
                     f"inputs names {name!r}, which is not a sharded module of the model; those are "
-                    f"{', '.join(self._sharded)}"
+                    f"{', '.join(self.sharded)}"
                 )
 
     def _find_inputs(self, batch: Any) -> dict[str, Found]:
         named = {name: named_input(path) for name, path in self._inputs.items()}
-        rest = {name: m for name, m in self._sharded.items() if name not in named}
+        rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
             return named
         if self._find == "direct":
@@ -219,15 +210,10 @@ class Rewrite:
 
     def _remember(self, owner: Any, name: str) -> None:
         """Let ``detach`` restore the attribute's current value."""
-        before = vars(owner).get(name, _MISSING)
-
-        def undo() -> None:
-            if before is _MISSING:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = before
-
-        self._undo.append(undo)
+        if name in vars(owner):
+            self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
+        else:
+            self._undo.callback(vars(owner).pop, name, None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -78,20 +78,12 @@ class _Jagged:
             return _all_to_all(values[outward], counts_out, counts_in, group)[inward]
 
         values, weights = move(self.value.values()), move(self.value.weights_or_none())
-        return self._made(values, weights, lengths.t().flatten())
-
-    def _made(
-        self, values: Tensor | None, weights: Tensor | None, lengths: Tensor
-    ) -> JaggedTensor | KeyedJaggedTensor:
-        if isinstance(self.value, KeyedJaggedTensor):
-            return KeyedJaggedTensor(
-                self.value.keys(),
-                values,
-                weights,
-                lengths=lengths,
-                stride=len(lengths) // self.keys if self.keys else self.value.stride(),
-            )
-        return JaggedTensor(values, weights, lengths=lengths)
+        by_row, lengths = lengths, lengths.t().flatten()
+        if isinstance(self.value, JaggedTensor):
+            return JaggedTensor(values, weights, lengths=lengths)
+        stride = len(by_row) if self.keys else self.value.stride()
+        keys = self.value.keys()
+        return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=stride)
 
 
 def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
@@ -110,13 +102,11 @@ def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
     pieces = [part if isinstance(part, Tensor) else _Jagged(part) for part in parts]
     columns = [piece if isinstance(piece, Tensor) else piece.lengths for piece in pieces]
     arrived = _exchange_columns(columns, route, group)
-    fresh = iter(
-        [
-            rows if isinstance(piece, Tensor) else piece.send(route, rows, group)
-            for rows, piece in zip(arrived, pieces, strict=True)
-        ]
+    fresh = (
+        rows if isinstance(piece, Tensor) else piece.send(route, rows, group)
+        for rows, piece in zip(arrived, pieces, strict=True)
     )
-    return _rebuilt(batch, lambda _: next(fresh))
+    return _rebuilt(batch, fresh)
 
 
 def _exchange_columns(columns: Sequence[Tensor], route: Route, group: Group) -> list[Tensor]:
@@ -156,9 +146,6 @@ def _segments(lengths: Tensor, order: Tensor) -> Tensor:
 
 def _index(rows: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=like.device)
-
-
-# ---------------------------------------------------------------- tensors in a batch
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
@@ -201,10 +188,10 @@ def _rows_of(value: Tensor | KeyedJaggedTensor | JaggedTensor, name: str) -> int
     return int(value.stride())
 
 
-def _rebuilt(value: Any, fresh: Callable[[Any], Any]) -> Any:
+def _rebuilt(value: Any, fresh: Iterator[Any]) -> Any:
     """A copy of ``value`` with the parts that ``_parts`` finds replaced, in its order."""
     if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
-        return fresh(value)
+        return next(fresh)
     children = _children(value)
     if children is None:
         return value

@@ -16,7 +16,7 @@ embedding backward runs in ``EmbBackward``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ class Seam:
     def __init__(self) -> None:
         self._cuts: list[tuple[Tensor, Tensor]] = []
         self._gradients = 0
-        self._started: tuple[tuple[Root, ...], tuple[Tensor, ...]] | None = None
+        self._started: tuple[tuple[Root, Tensor], ...] = ()
 
     def cut(self, output: Tensor) -> Tensor:
         """The same values as a leaf of the dense part's graph."""
@@ -47,16 +47,14 @@ class Seam:
         self._cuts.append((output, leaf))
         return leaf
 
-    def take(self) -> tuple[list[Root], list[Tensor]]:
-        """The roots and gradients of the embedding backward; clears them."""
-        if self._started is not None:
-            roots, gradients = self._started
+    def take(self) -> Iterator[tuple[Root, Tensor]]:
+        """The roots of the embedding backward and their gradients; clears them."""
+        cuts, started = self._cuts, self._started
+        self._cuts, self._started = [], ()
+        if started:
+            yield from started
         else:
-            used = [(output, leaf.grad) for output, leaf in self._cuts if leaf.grad is not None]
-            roots = tuple(output for output, _ in used)
-            gradients = tuple(gradient for _, gradient in used)
-        self._cuts, self._started = [], None
-        return list(roots), list(gradients)
+            yield from ((output, leaf.grad) for output, leaf in cuts if leaf.grad is not None)
 
     def _on_gradient(self, leaf: Tensor) -> None:
         self._gradients += 1
@@ -68,19 +66,15 @@ class Seam:
         if edges:
             outputs = [output for output, _ in self._cuts]
             gradients = torch.autograd.grad(outputs, edges, [leaf.grad for _, leaf in self._cuts])
-            self._started = (edges, gradients)
+            self._started = tuple(zip(edges, gradients, strict=True))
 
 
 def run_embedding_backward(seams: Iterable[Seam]) -> None:
     """Run the embedding backward of all modules together."""
-    roots: list[Root] = []
-    gradients: list[Tensor] = []
-    for seam in seams:
-        more_roots, more_gradients = seam.take()
-        roots += more_roots
-        gradients += more_gradients
-    if roots:
-        torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+    taken = [pair for seam in seams for pair in seam.take()]
+    if taken:
+        roots, gradients = zip(*taken, strict=True)
+        torch.autograd.backward(roots, gradients)
 
 
 def _exchanges(nodes: Iterable[Any]) -> tuple[GradientEdge, ...]:

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -60,13 +59,6 @@ class IdentityShuffler:
         """Do nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShuffleTicket:
-    """A pending partition; ``finish`` may use it more than once."""
-
-    route: Future[Route]
-
-
 class KarmarkarKarpShuffler:
     """Gives every rank the same number of rows and about the same workload.
 
@@ -97,7 +89,7 @@ class KarmarkarKarpShuffler:
         self._host_group: dist.ProcessGroup | None = host_group(group, timeout_s)
         self._last: Future[Route] | None = None
 
-    def start(self, batch: Any) -> ShuffleTicket:
+    def start(self, batch: Any) -> Future[Route]:
         """Start to gather workloads and to partition, on another thread.
 
         Raises:
@@ -121,17 +113,19 @@ class KarmarkarKarpShuffler:
             daemon=True,
         ).start()
         self._last = route
-        return ShuffleTicket(route)
+        return route
 
-    def finish(self, batch: Any, ticket: ShuffleTicket) -> Any:
+    def finish(self, batch: Any, ticket: Future[Route]) -> Any:
         """Wait for the partition and exchange rows; a collective of the group.
+
+        It may use a ticket more than once.
 
         Raises:
             ValueError: Ranks with different numbers of rows, workloads that are not finite, or a
                 tensor of the batch with another number of rows.
             RuntimeError: Another rank failed, or did not send its workloads in time.
         """
-        return exchange_rows(batch, ticket.route.result(), self._group)
+        return exchange_rows(batch, ticket.result(), self._group)
 
     def close(self) -> None:
         """Wait for the pending partition and destroy the process group."""
@@ -141,8 +135,6 @@ class KarmarkarKarpShuffler:
         # A gather that waits for a dead rank needs the group until its timeout.
         if self._last is None or not wait_for([self._last], timeout=1.0).not_done:
             dist.destroy_process_group(group)
-
-    # ----------------------------------------------------------------- background
 
     def _partition(
         self,

@@ -96,7 +96,7 @@ class SparseDistTasks:
         self._first: int | None = None
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
-        self._tables = [p for module in self.rewrite.sharded for p in module.parameters()]
+        self._tables = [p for module in self.rewrite.sharded.values() for p in module.parameters()]
         self.tables_in_step = any(map(by_gradient, self._tables))
         if step.scaler is not None and not all(map(by_gradient, self._tables)):
             raise ValueError(
@@ -104,8 +104,6 @@ class SparseDistTasks:
                 "the scaled gradients: use bfloat16, which needs no scaler, or shard the tables "
                 "without a fused optimizer"
             )
-
-    # -------------------------------------------------------------------- tasks
 
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device; the shuffler starts."""
@@ -211,8 +209,6 @@ class SparseDistTasks:
             PipelineTask(name, fn, self._io(name), random=name in drawing)
             for name, fn in zip(names.TASKS, fns, strict=True)
         )
-
-    # ------------------------------------------------------------------ private
 
     def _io(self, task: str) -> list[DeclaredIO]:
         """The states that a task uses."""

@@ -192,7 +192,7 @@ class EvenIterator:
             self._ahead.append(self._pull())
         pull = self._ahead.popleft()
         statuses = self._await(pull, self.steps)
-        goes_on = self._goes_on(statuses)
+        goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
         failed = [
             rank
             for rank, status in enumerate(statuses)
@@ -221,8 +221,6 @@ class EvenIterator:
         kept = [pull.batch for pull in self._ahead if pull.status == _HAS]
         return itertools.chain(kept, () if self._data_ended else self._iterator)
 
-    # ------------------------------------------------------------------ private
-
     def _pull(self) -> _Pull:
         batch, error, status = NO_BATCH, self._failure, _FAILED
         if error is None:
@@ -238,21 +236,13 @@ class EvenIterator:
         return _Pull(batch, error, status, *self._data.exchange_status(status))
 
     def _own(self) -> tuple[Any, int]:
-        if not self._data_ended:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                self._data_ended = True
-            else:
-                if self._data.pad is not None:
-                    self._last = batch
-                return batch, _HAS
-        return NO_BATCH, _ENDED
-
-    def _goes_on(self, statuses: list[int]) -> bool:
-        if self._data.ends == "stop":
-            return _ENDED not in statuses
-        return _HAS in statuses
+        batch = NO_BATCH if self._data_ended else next(self._iterator, NO_BATCH)
+        self._data_ended = batch is NO_BATCH
+        if self._data_ended:
+            return NO_BATCH, _ENDED
+        if self._data.pad is not None:
+            self._last = batch
+        return batch, _HAS
 
     def _end(self, pull: _Pull) -> None:
         """Complete the agreements on later steps: no collective may be left pending."""

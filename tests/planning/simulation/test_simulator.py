@@ -17,7 +17,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
-from swpipe.planning.simulation.simulator import Simulation, simulate, steady_interval
+from swpipe.planning.simulation.simulator import Simulation, simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.trace.span import Row, Span
 from tests.planning.reference import Reference
@@ -99,9 +99,9 @@ def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
         plan = random_case(seed).plan
         costs = random_costs(rng, plan)
         found = simulate(plan, costs, streams=streams, iterations=160)
-        assert steady_interval(
-            compile_plan(resolve_plan(plan), streams=streams), costs, streams=streams
-        ).ii_us == pytest.approx(found.ii_us)
+        program = compile_plan(resolve_plan(plan), streams=streams)
+        interval = interval_of(timed_graph(program, costs, streams=streams))
+        assert interval.ii_us == pytest.approx(found.ii_us)
         if found.exact:
             begin, end = (done_us(found, i) for i in (40, 140))
             assert (end - begin) / 100 == pytest.approx(found.ii_us, rel=2e-3, abs=1e-3), seed
@@ -426,4 +426,4 @@ def test_an_uncontended_interval_is_not_simulated(
     monkeypatch.setattr(swpipe.planning.simulation.interval, "EventSimulator", None)
     costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
     program = compile_plan(resolve_plan(feeding(group="default")), streams=True)
-    assert steady_interval(program, costs).ii_us == 350.0
+    assert interval_of(timed_graph(program, costs, streams=True)).ii_us == 350.0
