@@ -23,6 +23,7 @@ from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
 from swpipe.core.errors import Problem
+from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan, serial_order
 
@@ -110,7 +111,7 @@ def size_problems(plan: PipelinePlan, sizes: Sizes) -> Iterator[Problem]:
         if task not in plan.schedule:
             yield Problem(f"sizes has task {task!r}, which the plan does not schedule")
         elif type(size) is not int or size < 0:
-            what = f"the size of ctx.{attribute} after task {task!r} is {size!r}"
+            what = f"the size of ctx.{attribute} after task {task!r} is {shown(size)}"
             yield Problem(f"{what}: give a number of bytes, 0 or more", (task,))
 
 

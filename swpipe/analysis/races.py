@@ -25,6 +25,7 @@ from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
 from swpipe.core.effects import Conflict, EffectTable, conflicts
 from swpipe.core.errors import Problem
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 
@@ -126,10 +127,10 @@ def race_problems(
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
     """States that ``plan.stale`` names and no task touches."""
     touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.persistent}
-    known = ", ".join(sorted(touched)) or "none"
-    rule = f"which no task touches (touched are: {known}): correct the name, or take it out"
+    rule = f"which no task touches (touched are: {listed(sorted(touched))})"
+    mend = "correct the name, or take it out"
     unknown = [state for state in plan.stale if state not in touched]
-    return [Problem(f"stale names state {state!r}, {rule}") for state in unknown]
+    return [Problem(f"stale names state {shown(state)}, {rule}: {mend}") for state in unknown]
 
 
 # --------------------------------------------------------------------------------------- in words
