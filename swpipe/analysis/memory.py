@@ -15,6 +15,7 @@ tasks need while they run, and what the caller keeps, come on top.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -79,10 +80,10 @@ def bytes_in_flight(resolved: ResolvedPlan, sizes: Sizes, *, streams: bool) -> F
     held = []
     for attribute, lives in _lives(resolved, sizes).items():
         for task, end in lives:
-            copies = next(
-                (n for n in range(1, plan.depth) if not streams and before.host(end, task, n)),
-                plan.depth,
-            )
+            copies = plan.depth
+            if not streams:  # what holds n iterations apart holds further apart: search by halves
+                apart = range(1, plan.depth)
+                copies = 1 + bisect_left(apart, True, key=lambda n: before.host(end, task, n))
             held.append(Held(attribute, task, copies, sizes[task, attribute]))
     held.sort(key=lambda h: (-h.total_bytes, h.attribute, h.task))
     return Footprint(tuple(held), streams)

@@ -32,6 +32,9 @@ from swpipe.core.resolved import ResolvedPlan, resolve_plan
 SHOWN_PLACES = 4
 """How many of the locations that two tasks share are named in a message."""
 
+MOST_EXPLAINED = 100
+"""How many violations are told with a mend; each mend resolves the plan once more."""
+
 
 class RequiredOrder(NamedTuple):
     """An order that must be kept in every interleaving; ``either`` allows the opposite one too."""
@@ -114,8 +117,12 @@ def race_problems(
     required = tuple(required_orders(effects, resolved.plan.stale))
     guaranteed = guarantees(resolved, streams) if required else ()
     problems = []
-    for violation in violations(required, guaranteed):
+    for number, violation in enumerate(violations(required, guaranteed)):
         pair = (violation.consumer, violation.producer)
+        if number >= MOST_EXPLAINED:
+            text = f"{pair[0]!r} and {pair[1]!r} may run in the wrong order: see those above"
+            problems.append(Problem(text, pair))
+            continue
         table = {name: touched for name, touched in effects.items() if name in pair}
         failing = [order for order in guaranteed if order.streams in violation.devices]
         where = _where(resolved.plan, violation) if len(failing) < len(guaranteed) else ""
