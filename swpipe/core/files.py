@@ -10,21 +10,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from swpipe.core.errors import PlanError, Problem
+
 MOST_BYTES = 16 * 2**20
-"""The largest plan or cost file that is read."""
+"""The size of the largest plan or cost file that is read."""
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
     """The text of a UTF-8 file.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not UTF-8, or has more than ``MOST_BYTES``.
+        UnicodeDecodeError: It is not UTF-8.
+        PlanError: It has more than ``most_bytes``.
     """
     with Path(path).open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"the file is larger than {MOST_BYTES} bytes: plans and costs are smaller")
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        rule = f"it has more than {most_bytes} bytes, the most that is read"
+        raise PlanError([Problem(f"the file is too large: {rule}; is it the right file?")])
     return data.decode("utf-8")
 
 

@@ -249,7 +249,8 @@ class PipelinePlan:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It is not UTF-8 or too large, or the errors of ``from_toml``, ``from_json``.
+            UnicodeDecodeError: It is not UTF-8.
+            ValueError: It is too large, or the errors of ``from_toml`` and ``from_json``.
         """
         text = read_text(path)
         return cls.from_json(text) if Path(path).suffix == ".json" else cls.from_toml(text)
