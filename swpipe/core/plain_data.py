@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.messages import listed, plain, shorten, shown
+from swpipe.core.messages import MOST_CHARACTERS, listed, plain, shorten, shown
 
 _MOST_DOTS = 100
 
@@ -24,6 +24,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     # tomllib takes quadratic time and memory for keys of many parts, such as a.a.a = 1.
     if any(part.count(".") > _MOST_DOTS for part in re.findall(r"[^,=\[\]{}\n#]+", text)):
         raise _unreadable(f"a key has more than {_MOST_DOTS} dots")
+    if re.search(rf"0[xob][\da-fA-F_]{{{MOST_CHARACTERS}}}", text):  # int() limits decimals only
+        raise _unreadable(f"a number has more than {MOST_CHARACTERS} digits")
     data: dict[str, Any] = _parsed(tomllib.loads, tomllib.TOMLDecodeError, text)
     return data
 
