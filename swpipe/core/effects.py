@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from swpipe.core.messages import plain
 from swpipe.core.task import PipelineTask
 
 
@@ -28,7 +29,7 @@ class Location(NamedTuple):
     def __str__(self) -> str:
         if self.persistent:
             return f"state {self.name!r}"
-        return f"ctx.{self.name}" if self.name.isidentifier() else self.name
+        return f"ctx.{self.name}" if self.name.isidentifier() else plain(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,11 @@ def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
     return f"{text[:kept]}...{text[-kept:]}"
 
 
-def listed(names: Collection[str], none: str = "none") -> str:
+def listed(names: Collection[str], most: int = MOST_LISTED) -> str:
     """Such as "a, b, c"; of many names, the first few and how many more there are."""
-    first = ", ".join(plain(name) for name in islice(names, MOST_LISTED))
-    more = len(names) - MOST_LISTED
-    return f"{first} and {more} more" if more > 0 else first or none
+    first = ", ".join(plain(name) for name in islice(names, most))
+    more = len(names) - most
+    return f"{first} and {more} more" if more > 0 else first or "none"
 
 
 def plain(name: object) -> str:

@@ -11,6 +11,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from tests.cli.test_cli import refused
 from tests.support.hostile import MOST_IN_ONE_LINE
 
+UNKNOWN = [["a", f"x{k}"] for k in range(5000)]
 PLANS = {
     "deep.json": ('{"schedule": ' + "[" * 10**5, "nested too deeply"),
     "deep.toml": ("order = " + "[" * 10**5, "nested too deeply"),
@@ -30,9 +31,7 @@ PLANS = {
     "depth.toml": ("pipeline_depth = 1000000000\n[schedule.a]", "at most 1000"),
     "latin.toml": ("[schedule.gr\udcfc\udcdfe]", "utf-8"),
     "names.json": (
-        json.dumps(
-            {"schedule": dict.fromkeys("ab", {}), "deps": [["a", f"x{k}"] for k in range(5000)]}
-        ),
+        json.dumps({"schedule": {"a": {}, "b": {}}, "deps": UNKNOWN}),
         "'x0', which the schedule does not have (it has: a, b)",
     ),
 }

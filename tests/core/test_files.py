@@ -87,10 +87,15 @@ def test_permissions_stay_and_new_files_have_the_usual_ones(tmp_path: Path) -> N
     assert (kept.read_text(), mode(kept)) == ("new", 0o640)
 
 
-def test_pipes_and_devices_are_written_in_place(tmp_path: Path) -> None:
-    """They are not replaced by files."""
-    write_atomically("/dev/null", "x")
-    assert not Path("/dev/null").is_file()
+def test_pipes_are_written_in_place(tmp_path: Path) -> None:
+    """They are not replaced by files, and neither is what ``/dev/stdout`` leads to."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, "x")
+    assert os.read(reader, 9) == b"x"
+    os.close(reader)
+    assert pipe.is_fifo()
     code = "from swpipe.core.files import write_atomically; write_atomically('/dev/stdout', 'x')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "x"
