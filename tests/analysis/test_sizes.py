@@ -16,6 +16,7 @@ from swpipe.analysis.races import MOST_EXPLAINED
 from swpipe.analysis.validation import validate
 from swpipe.core import effects
 from swpipe.core.costs import CostModel
+from swpipe.core.dependence import CycleError
 from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS
 from swpipe.core.resolved import resolve_plan
 from tests.support.hostile import MOST_IN_ALL, MOST_IN_ONE_LINE
@@ -143,6 +144,13 @@ def test_a_message_about_a_large_plan_is_short(wrong: str) -> None:
     assert len(caught.value.in_one_line) <= MOST_IN_ONE_LINE
     assert len(str(caught.value)) <= MOST_IN_ALL
     assert sum(len(problem.text) for problem in caught.value.problems) <= 1000 * 2 * MANY
+
+
+def test_a_long_cycle_is_told_by_its_first_tasks() -> None:
+    """And the last, which is the first again."""
+    told = str(CycleError([*NAMES, NAMES[0]]))
+    assert told.startswith("'t0' after 't1' after ")
+    assert told.endswith(" after 't10' after 1989 more after 't0'")
 
 
 def test_the_grid_of_a_large_plan_has_the_tasks_at_fault() -> None:

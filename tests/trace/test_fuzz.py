@@ -62,6 +62,17 @@ def test_many_more_timelines_are_read_or_refused(text: str, tmp_path: Path) -> N
     read(text, tmp_path)
 
 
+@pytest.mark.parametrize("iteration", ['"1"', "1.5", "-1", "true", "null", "1" + "0" * 400])
+def test_an_iteration_is_a_number_from_0(tmp_path: Path, iteration: str) -> None:
+    """Others could be neither sorted nor drawn."""
+    event = {**TASK, "name": "a", "args": {"iteration": "HERE", "wait_us": 0}, "ts": 1, "dur": 2}
+    document = json.dumps({**SAVED, "traceEvents": [ROW, event]})
+    (tmp_path / "timeline.json").write_text(document.replace('"HERE"', iteration))
+    with pytest.raises(ValueError, match="is no iteration") as caught:
+        Trace.load(tmp_path / "timeline.json")
+    check_message(caught.value)
+
+
 @pytest.mark.parametrize("time", ["Infinity", "-Infinity", "NaN", "1e999", "1" + "0" * 4000, '"1"'])
 @pytest.mark.parametrize("key", ["ts", "dur", "wait_us"])
 def test_a_time_is_a_number_of_microseconds(tmp_path: Path, key: str, time: str) -> None:
