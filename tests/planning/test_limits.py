@@ -33,7 +33,7 @@ def test_a_bool_is_not_a_number() -> None:
         Limits(threads=True)
 
 
-@pytest.mark.parametrize("number", [1001, 10**9, 16**5000])
+@pytest.mark.parametrize("number", [1001, 10**9, 2**70])
 def test_a_limit_has_a_bound(number: int) -> None:
     """A planner would otherwise look at each of a billion depths."""
     for limits in ({"in_flight": number}, {"threads": number}):
