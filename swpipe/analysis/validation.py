@@ -16,6 +16,7 @@ from swpipe.core.plan import (
     DEFAULT_GROUP,
     MOST_ITERATIONS,
     MOST_TASKS,
+    MOST_WORK,
     PipelinePlan,
     StreamSpec,
     TaskSchedule,
@@ -46,6 +47,8 @@ def validate(
     tasks = plan.tasks or None if tasks is None else tasks
     problems = [*_tasks(plan, tasks), *_entries(plan, device), *_names(plan)]
     if not problems:  # what follows needs sound entries and known names
+        if problems := [*_work(plan)]:
+            raise refusal(plan, problems)
         problems = list(_future_reads(plan))
         try:
             resolved = resolve_plan(plan, None if tasks is None else [task.name for task in tasks])
@@ -92,6 +95,16 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
             what = f"the plan schedules {name!r}, which is not among the tasks ({known})"
             mend = "correct the name, or take it out of the schedule"
             yield Problem(f"{what}: {mend}", (name,))
+
+
+def _work(plan: PipelinePlan) -> Iterator[Problem]:
+    far = max((distance for _, _, distance in plan.cross_iter_deps), default=0)
+    tasks, stages = len(plan.schedule), plan.max_stage + 1
+    if tasks * (stages + far) > MOST_WORK:
+        yield Problem(
+            f"{tasks} tasks in {stages} stages, with distances up to {far} iterations, take too "
+            f"long to compile: tasks x (stages + distance) may be {MOST_WORK} at most; use fewer"
+        )
 
 
 def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:

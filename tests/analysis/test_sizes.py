@@ -17,7 +17,7 @@ from swpipe.analysis.validation import validate
 from swpipe.core import effects
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import CycleError
-from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS
+from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from swpipe.core.resolved import resolve_plan
 from tests.support.hostile import MOST_IN_ALL, MOST_IN_ONE_LINE
 from tests.support.plans_for_tests import task
@@ -97,6 +97,15 @@ def test_a_plan_has_a_largest_number_of_tasks() -> None:
     plan = PipelinePlan({f"t{k}": TaskSchedule() for k in range(MOST_TASKS + 1)})
     with pytest.raises(PlanError, match="10001 tasks, but a plan has at most 10000"):
         validate(plan)
+
+
+def test_many_tasks_in_many_stages_are_refused() -> None:
+    """Each number alone is within its bound; compiling both takes minutes."""
+    names = [f"t{k}" for k in range(3000)]
+    stages = {name: TaskSchedule(k % 300) for k, name in enumerate(names)}
+    validate(PipelinePlan(stages))
+    with pytest.raises(PlanError, match="3000 tasks in 300 stages, with distances up to 34"):
+        validate(PipelinePlan(stages, cross_iter_deps=[("t0", "t0", 34)]))
 
 
 # --------------------------------------------------------------------------------------- messages
@@ -206,7 +215,7 @@ def test_of_many_races_the_first_are_explained() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stages", [1, MOST_ITERATIONS], ids=["flat", "deep"])
+@pytest.mark.parametrize("stages", [1, MOST_WORK // MOST_TASKS], ids=["flat", "deep"])
 def test_the_largest_plan_is_shown(stages: int) -> None:
     """As ``swpipe plan show`` does."""
     names = [f"t{k}" for k in range(MOST_TASKS)]
