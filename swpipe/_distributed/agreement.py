@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import chain
+from itertools import chain, islice, takewhile
 from typing import TypeAlias
 
 import torch
 
+from swpipe.core.messages import MOST_CHARACTERS, shorten
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 
 Facts: TypeAlias = Mapping[str, str]
@@ -16,6 +17,8 @@ Facts: TypeAlias = Mapping[str, str]
 
 _MOST = 4  # facts that are told
 _RANKS = 8  # that are told one by one
+_VALUES = 4  # different ones of a fact that are told
+_AGREED = 40  # characters before the first difference of long values that are told
 
 
 def plan_facts(plan: PipelinePlan) -> dict[str, str]:
@@ -50,8 +53,19 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    ranks = {v: [r for r, other in enumerate(values) if other == v] for v in values}
-    return ", ".join(f"{value} on {name_ranks(on)}" for value, on in ranks.items())
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    start = 0
+    if max(map(len, ranks)) > MOST_CHARACTERS:
+        same = takewhile(lambda at: len({*at}) == 1, zip(*ranks, strict=False))
+        start = max(0, sum(1 for _ in same) - _AGREED)
+    told = [
+        f"{'...' if start else ''}{shorten(value[start:])} on {name_ranks(on)}"
+        for value, on in islice(ranks.items(), _VALUES)
+    ]
+    more = len(ranks) - _VALUES
+    return ", ".join(told) + (f", and {more} other values" if more > 0 else "")
 
 
 def _entry(entry: TaskSchedule) -> str:

@@ -15,6 +15,7 @@ tasks need while they run, and what the caller keeps, come on top.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -23,6 +24,7 @@ from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
 from swpipe.core.errors import Problem
+from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan, serial_order
 
@@ -78,10 +80,10 @@ def bytes_in_flight(resolved: ResolvedPlan, sizes: Sizes, *, streams: bool) -> F
     held = []
     for attribute, lives in _lives(resolved, sizes).items():
         for task, end in lives:
-            copies = next(
-                (n for n in range(1, plan.depth) if not streams and before.host(end, task, n)),
-                plan.depth,
-            )
+            copies = plan.depth
+            if not streams:  # what holds n iterations apart holds further apart: search by halves
+                apart = range(1, plan.depth)
+                copies = 1 + bisect_left(apart, True, key=lambda n: before.host(end, task, n))
             held.append(Held(attribute, task, copies, sizes[task, attribute]))
     held.sort(key=lambda h: (-h.total_bytes, h.attribute, h.task))
     return Footprint(tuple(held), streams)
@@ -110,7 +112,7 @@ def size_problems(plan: PipelinePlan, sizes: Sizes) -> Iterator[Problem]:
         if task not in plan.schedule:
             yield Problem(f"sizes has task {task!r}, which the plan does not schedule")
         elif type(size) is not int or size < 0:
-            what = f"the size of ctx.{attribute} after task {task!r} is {size!r}"
+            what = f"the size of ctx.{attribute} after task {task!r} is {shown(size)}"
             yield Problem(f"{what}: give a number of bytes, 0 or more", (task,))
 
 

@@ -25,11 +25,15 @@ from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
 from swpipe.core.effects import Conflict, EffectTable, conflicts
 from swpipe.core.errors import Problem
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 
 SHOWN_PLACES = 4
 """How many of the locations that two tasks share are named in a message."""
+
+MOST_EXPLAINED = 100
+"""How many violations are told with a mend; each mend resolves the plan once more."""
 
 
 class RequiredOrder(NamedTuple):
@@ -113,8 +117,12 @@ def race_problems(
     required = tuple(required_orders(effects, resolved.plan.stale))
     guaranteed = guarantees(resolved, streams) if required else ()
     problems = []
-    for violation in violations(required, guaranteed):
+    for number, violation in enumerate(violations(required, guaranteed)):
         pair = (violation.consumer, violation.producer)
+        if number >= MOST_EXPLAINED:
+            text = f"{pair[0]!r} and {pair[1]!r} may run in the wrong order: see those above"
+            problems.append(Problem(text, pair))
+            continue
         table = {name: touched for name, touched in effects.items() if name in pair}
         failing = [order for order in guaranteed if order.streams in violation.devices]
         where = _where(resolved.plan, violation) if len(failing) < len(guaranteed) else ""
@@ -126,10 +134,10 @@ def race_problems(
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
     """States that ``plan.stale`` names and no task touches."""
     touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.persistent}
-    known = ", ".join(sorted(touched)) or "none"
-    rule = f"which no task touches (touched are: {known}): correct the name, or take it out"
+    rule = f"which no task touches (touched are: {listed(sorted(touched))})"
+    mend = "correct the name, or take it out"
     unknown = [state for state in plan.stale if state not in touched]
-    return [Problem(f"stale names state {state!r}, {rule}") for state in unknown]
+    return [Problem(f"stale names state {shown(state)}, {rule}: {mend}") for state in unknown]
 
 
 # --------------------------------------------------------------------------------------- in words

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
 from swpipe.core.dependence import Cycle, CycleError
 from swpipe.core.drawing import format_grid
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.messages import listed, shown
+from swpipe.core.plan import (
+    DEFAULT_GROUP,
+    MOST_ITERATIONS,
+    MOST_TASKS,
+    MOST_WORK,
+    PipelinePlan,
+    StreamSpec,
+    TaskSchedule,
+)
 from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.core.task import PipelineTask
+
+MOST_ROWS = 20
+"""Of a larger plan, the grid in a message shows so many of the tasks at fault."""
+
+PRIORITIES = range(-128, 128)
 
 
 def validate(
@@ -32,6 +47,8 @@ def validate(
     tasks = plan.tasks or None if tasks is None else tasks
     problems = [*_tasks(plan, tasks), *_entries(plan, device), *_names(plan)]
     if not problems:  # what follows needs sound entries and known names
+        if problems := [*_work(plan)]:
+            raise refusal(plan, problems)
         problems = list(_future_reads(plan))
         try:
             resolved = resolve_plan(plan, None if tasks is None else [task.name for task in tasks])
@@ -46,6 +63,8 @@ def refusal(plan: PipelinePlan, problems: Sequence[Problem]) -> PlanError:
     """The error that refuses a plan, with its grid: tasks whose stage is no number have no row."""
     rows = [n for n, e in plan.schedule.items() if type(e.stage) is int and e.stage >= 0]
     faulty = {name for problem in problems for name in problem.tasks}
+    if len(rows) > MOST_ROWS:
+        rows = [name for name in rows if name in faulty][:MOST_ROWS]
     last = max((plan.schedule[name].stage for name in rows), default=0)
     grid = format_grid(plan, rows, min(last, 20) + 3, faulty=faulty) if rows else ""
     return PlanError(problems, grid)
@@ -54,12 +73,15 @@ def refusal(plan: PipelinePlan, problems: Sequence[Problem]) -> PlanError:
 def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Problem]:
     if not plan.schedule:
         yield Problem("the plan is empty: schedule at least one task")
+    if len(plan.schedule) > MOST_TASKS:
+        rule = f"a plan has at most {MOST_TASKS}: join some of them"
+        yield Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")
     if tasks is None:
         return
     for task in tasks:
         if not isinstance(task, PipelineTask):
             mend = "write PipelineTask(name, function)"
-            yield Problem(f"tasks has {task!r}, which is no task: {mend}")
+            yield Problem(f"tasks has {shown(task)}, which is no task: {mend}")
     names = Counter(task.name for task in tasks if isinstance(task, PipelineTask))
     for name, count in names.items():
         if count > 1:
@@ -67,7 +89,7 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
         if name not in plan.schedule:
             mend = "add it to the plan, or leave the task out"
             yield Problem(f"task {name!r} has no schedule: {mend}")
-    known = ", ".join(names.elements()) or "none"
+    known = listed([*names.elements()])
     for name in plan.schedule:
         if name not in names:
             what = f"the plan schedules {name!r}, which is not among the tasks ({known})"
@@ -75,17 +97,33 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
             yield Problem(f"{what}: {mend}", (name,))
 
 
+def _work(plan: PipelinePlan) -> Iterator[Problem]:
+    far = max((distance for _, _, distance in plan.cross_iter_deps), default=0)
+    tasks, stages = len(plan.schedule), plan.max_stage + 1
+    if tasks * (stages + far) > MOST_WORK:
+        yield Problem(
+            f"{tasks} tasks in {stages} stages, with distances up to {far} iterations, take too "
+            f"long to compile: tasks x (stages + distance) may be {MOST_WORK} at most; use fewer"
+        )
+
+
 def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
     for name, entry in plan.schedule.items():
         yield from (Problem(f"task {name!r}: {text}", (name,)) for text in _entry(entry, device))
-    used = {e.stream for e in plan.schedule.values() if isinstance(e.stream, str)}
+    used = sorted({e.stream for e in plan.schedule.values() if isinstance(e.stream, str)})
     for stream, spec in plan.streams.items():
         if not isinstance(spec, StreamSpec) or type(spec.priority) is not int:
-            yield Problem(f"stream {stream!r}: its description is {spec!r}; give a StreamSpec")
-        elif stream not in used:
-            named = ", ".join(sorted(used)) or "none"
-            yield Problem(f"streams has {stream!r}, but no task names it (named are: {named})")
-    if all(type(e.stage) is int for e in plan.schedule.values()):
+            yield Problem(
+                f"stream {shown(stream)}: its description is {shown(spec)}; give a StreamSpec"
+            )
+            continue
+        if spec.priority not in PRIORITIES:
+            rule = f"priorities are integers from {PRIORITIES[0]} to {PRIORITIES[-1]}"
+            yield Problem(f"stream {shown(stream)}: its priority is {shown(spec.priority)}; {rule}")
+        if stream not in used:
+            named = f"named are: {listed(used)}"
+            yield Problem(f"streams has {shown(stream)}, but no task names it ({named})")
+    if all(type(e.stage) is int and e.stage < MOST_ITERATIONS for e in plan.schedule.values()):
         yield from _depth(plan)
 
 
@@ -94,18 +132,22 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
     if type(plan.depth) is not int or plan.depth < least:
         last = [n for n, e in plan.schedule.items() if e.stage == least - 1]
         yield Problem(
-            f"pipeline_depth is {plan.depth!r}, but stage {least - 1} of {_quoted(last)} needs "
-            f"{least} iterations in flight: set it to {least} or more, or leave it out",
+            f"pipeline_depth is {shown(plan.depth)}, but stage {least - 1} of "
+            f"{listed([*map(repr, last)])} needs {least} iterations in flight: set it to {least} "
+            "or more, or leave it out",
             tuple(last),
         )
+    elif plan.depth > MOST_ITERATIONS:
+        rule = f"at most {MOST_ITERATIONS} iterations may be in flight"
+        yield Problem(f"pipeline_depth is {shown(plan.depth)}, but {rule}: set it to {least}")
 
 
 def _entry(entry: TaskSchedule, device: str | None) -> Iterator[str]:
-    if type(entry.stage) is not int or entry.stage < 0:
-        yield f"stage is {entry.stage!r}; stages are integers from 0"
+    if type(entry.stage) is not int or not 0 <= entry.stage < MOST_ITERATIONS:
+        yield f"stage is {shown(entry.stage)}; stages are integers from 0 to {MOST_ITERATIONS - 1}"
     if not isinstance(entry.thread_group, str) or not entry.thread_group:
         yield (
-            f"thread_group is {entry.thread_group!r}; give a name, {DEFAULT_GROUP!r} for the "
+            f"thread_group is {shown(entry.thread_group)}; give a name, {DEFAULT_GROUP!r} for the "
             "caller's own thread"
         )
     stream = entry.stream
@@ -116,7 +158,7 @@ def _entry(entry: TaskSchedule, device: str | None) -> Iterator[str]:
                 f"({device}): name the stream instead, or give SWPipeline that device"
             )
     elif stream is not None and not (isinstance(stream, str) and stream):
-        yield f"stream is {stream!r}; give a name, a torch.Stream, or None"
+        yield f"stream is {shown(stream)}; give a name, a torch.Stream, or None"
 
 
 def _fits(stream: torch.device, device: str) -> bool:
@@ -132,7 +174,7 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
     for source, names in pairs:
         for name in names:
             if name not in plan.schedule:
-                known = f"(it has: {', '.join(plan.schedule)})"
+                known = f"(it has: {listed(plan.schedule)})"
                 text = f"{source} names {name!r}, which the schedule does not have {known}"
                 yield Problem(text, tuple(n for n in names if n in plan.schedule))
     for name, count in Counter(plan.order).items():
@@ -156,14 +198,12 @@ def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
 def _cycle(plan: PipelinePlan, error: CycleError) -> Problem:
     match error.source:
         case Cycle.ITERATION:
-            within = [str(dep) for dep in dependences_of(plan) if dep.distance == 0]
-            mend = f"none of these tasks can be first: take out one of {'; '.join(within)}"
+            pairs = set(pairwise(error.cycle))
+            within = [dep for dep in dependences_of(plan) if dep.distance == 0]
+            named = listed([str(dep) for dep in within if dep[:2] in pairs])
+            mend = f"none of these tasks can be first: take out one of {named}"
         case Cycle.PERIOD:
             mend = "take one out, or move a task to another stage"
         case _:
             mend = "swap these names in order, or leave them out of it"
     return Problem(f"{error.source.value}: {error}; {mend}", error.cycle)
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names)

@@ -19,6 +19,7 @@ from swpipe.analysis.races import race_problems, required_orders, stale_problems
 from swpipe.analysis.validation import refusal, validate
 from swpipe.core.effects import Effects, EffectTable, declared_effects
 from swpipe.core.errors import PlanError, Problem
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
@@ -102,9 +103,11 @@ def tasks_given(
         PlanError: ``plan`` is no plan, or ``tasks`` cannot be iterated over.
     """
     if not isinstance(plan, PipelinePlan):
-        raise PlanError([Problem(f"the plan is {plan!r}: give a PipelinePlan, then the tasks")])
+        raise PlanError(
+            [Problem(f"the plan is {shown(plan)}: give a PipelinePlan, then the tasks")]
+        )
     if tasks is not None and not isinstance(tasks, Iterable):
-        raise PlanError([Problem(f"tasks is {tasks!r}: give the tasks in a list")])
+        raise PlanError([Problem(f"tasks is {shown(tasks)}: give the tasks in a list")])
     return plan.tasks if tasks is None else tuple(tasks)
 
 
@@ -133,7 +136,7 @@ def _table(
 
 
 def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:
-    rule = f"which the plan does not schedule (it has: {', '.join(plan.schedule)})"
+    rule = f"which the plan does not schedule (it has: {listed(plan.schedule)})"
     for name in table:
         if name not in plan.schedule:
             yield Problem(f"effects name task {name!r}, {rule}: they belong to other tasks")

@@ -61,7 +61,5 @@ def about_plan(name: str) -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error; for a plan, all problems without the picture."""
-    if isinstance(error, PlanError):
-        return "; ".join(problem.text for problem in error.problems)
-    return str(error)
+    """The message of an error; for a plan, the problems without the grid."""
+    return error.in_one_line if isinstance(error, PlanError) else str(error)

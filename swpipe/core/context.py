@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from swpipe.core.messages import listed
+
 
 class IterContext:
     """The state of one iteration: its batch, its number, and whatever attributes tasks set.
@@ -24,7 +26,7 @@ class IterContext:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
-            f"(it has: {', '.join(sorted(self.__dict__))}). The task that sets it has not run "
+            f"(it has: {listed(sorted(self.__dict__))}). The task that sets it has not run "
             "before this one: add the dependence to the plan, or set it in an earlier task"
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,7 +10,13 @@ from statistics import fmean
 from typing import Self
 
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.plain_data import read_rows
+from swpipe.core.files import read_text, write_atomically
+from swpipe.core.messages import listed, shown
+from swpipe.core.plain_data import parse_json, read_rows
+from swpipe.core.task import LABEL_RULE, NAME_RULE, is_label, is_name
+
+MOST_US = 1e12
+"""The longest time in a cost model, eleven days: sums of such times lose no microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,8 @@ class CostModel:
         handover_us: Microseconds from the moment a thread wakes another until that one runs.
 
     Raises:
-        PlanError: A cost is negative or not a number, or a ``gil_us`` is above its ``host_us``.
+        PlanError: A cost is negative, above ``MOST_US`` or not a number, a ``gil_us`` is above its
+            ``host_us``, or no task can have a name.
     """
 
     tasks: Mapping[str, TaskCost]
@@ -55,12 +61,12 @@ class CostModel:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(f"task {name!r}: {text}", (name,))
+            Problem(f"task {shown(name)}: {text}", (name,))
             for name, cost in self.tasks.items()
-            for text in _faults(cost)
+            for text in _faults(name, cost)
         ]
         if not _is_time(self.handover_us):
-            problems.append(Problem(f"handover_us is {self.handover_us!r}: {_RULE}"))
+            problems.append(Problem(f"handover_us is {shown(self.handover_us)}: {_RULE}"))
         if problems:
             raise PlanError(problems)
         object.__setattr__(self, "tasks", dict(self.tasks))
@@ -88,10 +94,9 @@ class CostModel:
         names = tuple(names)
         missing = [name for name in names if name not in self.tasks]
         if missing:
-            known = ", ".join(self.tasks) or "none"
-            rule = f"has no cost (there are costs for: {known})"
+            rule = f"has no cost (there are costs for: {listed(self.tasks)})"
             mend = "measure it, or write it into the model"
-            raise PlanError([Problem(f"task {n!r} {rule}: {mend}", (n,)) for n in missing])
+            raise PlanError([Problem(f"task {shown(n)} {rule}: {mend}", (n,)) for n in missing])
         return {name: self.tasks[name] for name in names}
 
     def to_json(self) -> str:
@@ -110,27 +115,27 @@ class CostModel:
             json.JSONDecodeError: ``text`` is not JSON.
             PlanError: It is JSON, but not a cost model.
         """
-        data: object = json.loads(text)
+        data: object = parse_json(text)
         if not isinstance(data, dict) or not isinstance(data.get("tasks"), dict):
             raise PlanError([Problem('a cost model is a JSON object with an object "tasks"')])
         problems: list[Problem] = []
         known = sorted(f.name for f in fields(TaskCost))
         rows = read_rows(data["tasks"], "tasks", known, problems, "an object")
         if unknown := sorted(set(data) - {"tasks", "handover_us"}):
-            problems.append(Problem(f"unknown keys in the cost model: {', '.join(unknown)}"))
+            problems.append(Problem(f"unknown keys in the cost model: {listed(unknown)}"))
         if problems:
             raise PlanError(problems)
         tasks = {name: TaskCost(**row) for name, row in rows.items()}
         return cls(tasks, data.get("handover_us", 0.0))
 
     def save(self, path: str | Path) -> None:
-        """Write the model to a JSON file."""
-        Path(path).write_text(self.to_json())
+        """Write the model to a JSON file; if this fails, the file is as it was before."""
+        write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a model from a JSON file; raises the errors of ``from_json``."""
-        return cls.from_json(Path(path).read_text())
+        """Read a model from a JSON file; raises the errors of ``read_text`` and ``from_json``."""
+        return cls.from_json(read_text(path))
 
 
 def _mean(costs: Sequence[TaskCost]) -> TaskCost:
@@ -142,27 +147,29 @@ def _mean(costs: Sequence[TaskCost]) -> TaskCost:
     )
 
 
-_RULE = "times are microseconds, finite and not negative"
+_RULE = f"times are microseconds from 0 to {MOST_US:g}"
 
 
 def _is_time(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return math.isfinite(value) and value >= 0
+    return 0 <= value <= MOST_US  # never true of nan
 
 
-def _faults(cost: object) -> Iterable[str]:
+def _faults(name: object, cost: object) -> Iterable[str]:
+    if isinstance(name, str) and not is_name(name):
+        yield NAME_RULE
     if not isinstance(cost, TaskCost):
-        yield f"its cost is {cost!r}; give a TaskCost"
+        yield f"its cost is {shown(cost)}; give a TaskCost"
         return
     times = {key: getattr(cost, key) for key in ("host_us", "gil_us", "device_us")}
     for key, value in times.items():
         if not _is_time(value):
-            yield f"{key} is {value!r}: {_RULE}"
+            yield f"{key} is {shown(value)}: {_RULE}"
     if all(map(_is_time, times.values())) and cost.gil_us > cost.host_us:
         rule = "the lock is held for a part of the host time"
         yield f"gil_us is {cost.gil_us}, but host_us only {cost.host_us}: {rule}"
     if not isinstance(cost.resources, tuple) or not all(
-        isinstance(r, str) and r for r in cost.resources
+        isinstance(r, str) and is_label(r) for r in cost.resources
     ):
-        yield f"resources is {cost.resources!r}; give names"
+        yield f"resources is {shown(cost.resources)}; give names: {LABEL_RULE}"

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from swpipe.core.messages import MOST_LISTED
+
 
 class Dependence(NamedTuple):
     """The consumer on iteration i comes after the producer on iteration i - distance.
@@ -64,7 +66,10 @@ class CycleError(Exception):
         super().__init__(cycle, source)
 
     def __str__(self) -> str:
-        return " after ".join(repr(name) for name in self.cycle)
+        names = [repr(name) for name in self.cycle]
+        if len(names) > MOST_LISTED:
+            names[MOST_LISTED - 1 : -1] = [f"{len(names) - MOST_LISTED} more"]
+        return " after ".join(names)
 
 
 def topological(
@@ -100,7 +105,10 @@ def topological(
 
 def _cycle(producers: Mapping[str, set[str]], left: set[str]) -> list[str]:
     """One cycle among the tasks left over: each of them waits for another that is left over."""
-    path = [min(left)]
-    while path[-1] not in path[:-1]:
-        path.append(min(producers[path[-1]] & left))
-    return path[path.index(path[-1]) :]
+    name = min(left)
+    path: dict[str, None] = {}
+    while name not in path:
+        path[name] = None
+        name = min(producers[name] & left)
+    names = [*path]
+    return [*names[names.index(name) :], name]

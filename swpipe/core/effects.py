@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from swpipe.core.messages import plain
 from swpipe.core.task import PipelineTask
 
 
@@ -28,7 +29,7 @@ class Location(NamedTuple):
     def __str__(self) -> str:
         if self.persistent:
             return f"state {self.name!r}"
-        return f"ctx.{self.name}" if self.name.isidentifier() else self.name
+        return f"ctx.{self.name}" if self.name.isidentifier() else plain(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,12 @@ def conflicts(effects: EffectTable) -> list[Conflict]:
 
 def _over(place: Location, names: Sequence[str], effects: EffectTable) -> Iterator[Conflict]:
     """The conflicts between the tasks that access one location."""
-    writers = {name for name in names if place in effects[name].writes}
-    for later, consumer in enumerate(names if writers else ()):
+    writers = {name: at for at, name in enumerate(names) if place in effects[name].writes}
+    everyone = {name: at for at, name in enumerate(names)}
+    for consumer, later in (everyone if writers else {}).items():
         reads = place in effects[consumer].reads
-        for sooner, producer in enumerate(names):
+        # One of the two writes: a reader's conflicts are with writers alone.
+        for producer, sooner in (everyone if consumer in writers else writers).items():
             hazard = _hazard(producer in writers, reads, consumer in writers)
             if hazard is not None and sooner < later:
                 yield Conflict(consumer, producer, 0, place, hazard)

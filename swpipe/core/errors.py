@@ -15,6 +15,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swpipe.core.messages import shorten
+
+MOST_IN_MESSAGE = 6000
+"""Characters of a plan's problems that a message has; the first problem is always there."""
+
+_MOST_IN_PROBLEM = 3000
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -28,7 +35,8 @@ class PlanError(ValueError):
     """A plan that cannot be run, with all its problems and the period x task grid.
 
     Attributes:
-        problems: Everything that is wrong, in the order in which it was found.
+        problems: Everything that is wrong, in the order in which it was found. The message has the
+            first ``MOST_IN_MESSAGE`` characters of them.
         grid: The plan's grid with the tasks at fault marked, or "" where none can be drawn.
     """
 
@@ -37,10 +45,31 @@ class PlanError(ValueError):
         self.grid = grid
         count = len(self.problems)
         head = "the plan cannot run: " + ("one problem" if count == 1 else f"{count} problems")
-        lines = [head, *(f"  {n}. {p.text}" for n, p in enumerate(self.problems, start=1))]
+        told = self._told()
+        lines = [head, *(f"  {n}. {text}" for n, text in enumerate(told, start=1))]
+        if len(told) < count:
+            lines.append(f"  and {count - len(told)} more")
         if grid:
             lines += ["", grid]
         super().__init__("\n".join(lines))
+
+    @property
+    def in_one_line(self) -> str:
+        """The problems of the message, without the grid."""
+        told = self._told()
+        more = len(self.problems) - len(told)
+        return "; ".join(told) + (f"; and {more} more" if more else "")
+
+    def _told(self) -> list[str]:
+        told: list[str] = []
+        room = MOST_IN_MESSAGE
+        for problem in self.problems:
+            text = shorten(" ".join(problem.text.splitlines()), _MOST_IN_PROBLEM)
+            room -= len(text)
+            if told and room < 0:
+                break
+            told.append(text)
+        return told
 
 
 class StallError(RuntimeError):

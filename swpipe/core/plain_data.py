@@ -1,11 +1,59 @@
-"""Read the entries of a TOML or JSON table."""
+"""Read TOML and JSON: the text, and the entries of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from swpipe.core.errors import Problem
+from swpipe.core.errors import PlanError, Problem
+from swpipe.core.messages import MOST_CHARACTERS, listed, plain, shorten, shown
+
+_MOST_DOTS = 100
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The data of a TOML text.
+
+    Raises:
+        tomllib.TOMLDecodeError: It is not TOML.
+        PlanError: It is nested too deeply, or a number has too many digits.
+    """
+    # tomllib takes quadratic time and memory for keys of many parts, such as a.a.a = 1.
+    if any(part.count(".") > _MOST_DOTS for part in re.findall(r"[^,=\[\]{}\n#]+", text)):
+        raise _unreadable(f"a key has more than {_MOST_DOTS} dots")
+    if re.search(rf"0[xob][\da-fA-F_]{{{MOST_CHARACTERS}}}", text):  # int() limits decimals only
+        raise _unreadable(f"a number has more than {MOST_CHARACTERS} digits")
+    data: dict[str, Any] = _parsed(tomllib.loads, tomllib.TOMLDecodeError, text)
+    return data
+
+
+def parse_json(text: str) -> Any:
+    """The data of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: It is not JSON.
+        PlanError: It is nested too deeply, or a number has too many digits.
+    """
+    return _parsed(json.loads, json.JSONDecodeError, text)
+
+
+def _parsed(loads: Callable[[str], Any], bad_format: type[ValueError], text: str) -> Any:
+    try:
+        return loads(text)
+    except bad_format:
+        raise
+    except RecursionError:
+        raise _unreadable("it is nested too deeply") from None
+    except ValueError as error:  # int() refuses long numbers
+        raise _unreadable(shorten(str(error))) from error
+
+
+def _unreadable(why: str) -> PlanError:
+    rule = "plans, costs and timelines have few levels and short numbers"
+    return PlanError([Problem(f"the text cannot be read: {why}; {rule}: correct it there")])
 
 
 def read_rows(
@@ -18,13 +66,13 @@ def read_rows(
     """The known fields of each entry of ``table``, with lists as tuples; the rest are problems."""
     rows = {}
     for name, entry in table.items():
-        where = f"{key}.{name}"
+        where = f"{key}.{plain(name)}"
         if not isinstance(entry, Mapping):
-            problems.append(Problem(f"{where} is {entry!r}: it must be {form}", (name,)))
+            problems.append(Problem(f"{where} is {shown(entry)}: it must be {form}", (name,)))
             continue
         unknown = [field for field in entry if field not in known]
-        listed = ", ".join(known)
-        problems += [Problem(f"{where}: unknown key {k!r}; known are {listed}") for k in unknown]
+        rule = f"known are {listed(known)}"
+        problems += [Problem(f"{where}: unknown key {shown(k)}; {rule}") for k in unknown]
         fields = {k: entry[k] for k in entry if k in known}
         rows[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
@@ -14,11 +14,28 @@ from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
 import torch
 
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.plain_data import read_rows
-from swpipe.core.task import PipelineTask, TaskRef, name_of, names_of
+from swpipe.core.files import read_text, write_atomically
+from swpipe.core.messages import plain, shown
+from swpipe.core.plain_data import parse_json, parse_toml, read_rows
+from swpipe.core.task import (
+    LABEL_RULE,
+    NAME_RULE,
+    PipelineTask,
+    TaskRef,
+    is_label,
+    is_name,
+    name_of,
+    names_of,
+)
 
 DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
+
+MOST_TASKS = 10_000
+MOST_WORK = 1_000_000
+"""The largest product of the number of tasks with the number of stages + the largest distance."""
+MOST_ITERATIONS = 1_000
+"""The largest pipeline depth, distance of a dependence, and staleness; stages are below it."""
 
 StreamRef: TypeAlias = str | torch.Stream | None
 Pair: TypeAlias = tuple[str, str]
@@ -30,7 +47,7 @@ class TaskSchedule:
     """Where and when one task runs.
 
     Attributes:
-        stage: How many periods after an iteration is admitted the task runs on it; 0 or more.
+        stage: How many periods after an iteration is admitted the task runs on it; 0 to 999.
         stream: The name of a stream, or a ``torch.Stream``; None is the current stream of the
             caller of ``progress()``. Ignored on a device without streams.
         thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
@@ -46,7 +63,7 @@ class TaskSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """How to create a named stream. As in CUDA, a lower ``priority`` runs first."""
+    """How to create a named stream. As in CUDA, a lower ``priority`` (-128 to 127) runs first."""
 
     priority: int = 0
 
@@ -61,13 +78,14 @@ class PipelinePlan:
         schedule: Task to ``TaskSchedule``, in declaration order.
         deps: (consumer, producer), on the same iteration.
         cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i runs after
-            the producer on iteration i - distance; the default distance is 1.
+            the producer on iteration i - distance; 1 to 1,000 iterations, by default 1.
         same_period_deps: (consumer, producer), in the same period, on any iterations.
         order: Tasks in the order in which they run within a period, as far as the dependences
             leave it open; it must not contradict them, and need not name every task.
         streams: Stream name to ``StreamSpec``, for streams that differ from the default.
         pipeline_depth: How many iterations may be in flight; None is the minimum, max stage + 1.
             Each further iteration lets worker groups run one period further ahead of the caller.
+            At most 1,000.
         stale: State to how many iterations behind tasks may intentionally read it. It changes no
             order; ``swpipe.analysis.verification`` refuses any other staleness.
         tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
@@ -101,7 +119,7 @@ class PipelinePlan:
     ) -> None:
         problems: list[Problem] = []
         keys = [key for key in schedule if isinstance(key, PipelineTask)]
-        values = {
+        values: dict[str, Any] = {
             "schedule": _schedule(schedule, problems),
             "deps": _edges("deps", deps, problems),
             "cross_iter_deps": _edges("cross_iter_deps", cross_iter_deps, problems, far=True),
@@ -112,6 +130,7 @@ class PipelinePlan:
             "stale": _stale(stale or {}, problems),
             "tasks": tuple(keys or tasks),
         }
+        problems += _wrong_names(values)
         if problems:
             raise PlanError(problems)
         for name, value in values.items():
@@ -151,8 +170,8 @@ class PipelinePlan:
         for name, entry in self.schedule.items():
             if isinstance(entry.stream, torch.Stream):
                 raise TypeError(
-                    f"task {name!r}: its stream is a torch.Stream object, which no file can hold; "
-                    "name the stream instead and describe it in PipelinePlan.streams"
+                    f"task {shown(name)}: its stream is a torch.Stream object, which no file "
+                    "can hold; name the stream instead and describe it in PipelinePlan.streams"
                 )
         data = {key: _plain(getattr(self, key)) for key in _KEYS}
         return {k: v for k, v in data.items() if k == "schedule" or v not in (None, [], {})}
@@ -165,7 +184,7 @@ class PipelinePlan:
             PlanError: A key is unknown, a value has the wrong type, or the schedule is missing.
         """
         problems = [
-            Problem(f"unknown key {key!r} in the plan; known are {', '.join(_KEYS)}")
+            Problem(f"unknown key {shown(key)} in the plan; known are {', '.join(_KEYS)}")
             for key in data
             if key not in _KEYS
         ]
@@ -176,9 +195,9 @@ class PipelinePlan:
         rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
         for key, value in rest.items():
             if key not in ("pipeline_depth", "stale") and not isinstance(value, list):
-                problems.append(Problem(f"{key} is {value!r}: it must be a list"))
+                problems.append(Problem(f"{key} is {shown(value)}: it must be a list"))
         if not isinstance(rest.get("stale", {}), Mapping):
-            problems.append(Problem(f"stale is {rest['stale']!r}: it must be a table"))
+            problems.append(Problem(f"stale is {shown(rest['stale'])}: it must be a table"))
         if problems:
             raise PlanError(problems)
         return cls(schedule=schedule, streams=streams, **rest)
@@ -197,7 +216,7 @@ class PipelinePlan:
             tomllib.TOMLDecodeError: ``text`` is not TOML.
             PlanError: It is TOML, but not a plan.
         """
-        return cls.from_dict(tomllib.loads(text))
+        return cls.from_dict(parse_toml(text))
 
     def to_json(self) -> str:
         """The plan as JSON; ``from_json`` returns an equal plan."""
@@ -211,22 +230,32 @@ class PipelinePlan:
             json.JSONDecodeError: ``text`` is not JSON.
             PlanError: It is JSON, but not a plan.
         """
-        data: object = json.loads(text)
+        data: object = parse_json(text)
         if not isinstance(data, dict):
             raise PlanError([Problem(f"a plan is a JSON object, not {type(data).__name__}")])
         return cls.from_dict(data)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a ``.toml`` or ``.json`` file."""
-        path = Path(path)
-        path.write_text(self.to_json() if path.suffix == ".json" else self.to_toml())
+        """Write the plan to a ``.toml`` or ``.json`` file; if this fails, it is as it was before.
+
+        Raises:
+            TypeError: A task's stream is a ``torch.Stream``.
+            OSError: The file cannot be written.
+        """
+        is_json = Path(path).suffix == ".json"
+        write_atomically(path, self.to_json() if is_json else self.to_toml())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan from a ``.toml`` or ``.json`` file; raises the errors of its format."""
-        path = Path(path)
-        text = path.read_text()
-        return cls.from_json(text) if path.suffix == ".json" else cls.from_toml(text)
+        """Read a plan from a ``.toml`` or ``.json`` file.
+
+        Raises:
+            OSError: The file cannot be read.
+            UnicodeDecodeError: It is not UTF-8.
+            ValueError: It is too large, or the errors of ``from_toml`` and ``from_json``.
+        """
+        text = read_text(path)
+        return cls.from_json(text) if Path(path).suffix == ".json" else cls.from_toml(text)
 
     def digest(self) -> str:
         """A hash (hex) of ``agreed_fields``, for comparing plans across ranks."""
@@ -252,22 +281,25 @@ _MAY_DIFFER = {
 def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str, TaskSchedule]:
     named: dict[str, TaskSchedule] = {}
     for key, entry in schedule.items():
-        name = name_of(key) if isinstance(key, str | PipelineTask) else repr(key)
-        if not isinstance(key, str | PipelineTask):
-            problems.append(Problem(f"schedule key {key!r} is neither a task nor a task's name"))
+        is_task = isinstance(key, str | PipelineTask)
+        name = name_of(key) if is_task else shown(key)
+        if not is_task:
+            problems.append(Problem(f"schedule key {name} is neither a task nor a task's name"))
         if not isinstance(entry, TaskSchedule):
-            text = f"task {name!r}: its schedule is {entry!r}; give a TaskSchedule"
+            text = f"task {shown(name)}: its schedule is {shown(entry)}; give a TaskSchedule"
             problems.append(Problem(text, (name,)))
         if name in named:
-            problems.append(Problem(f"task {name!r} is scheduled twice; names are unique", (name,)))
-        named[name] = entry
+            text = f"task {shown(name)} is scheduled twice; names are unique"
+            problems.append(Problem(text, (name,)))
+        if is_task:
+            named[name] = entry
     return named
 
 
 def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
     refs = tuple(order)
     problems += [
-        Problem(f"order has {ref!r}, which is neither a task nor a task's name")
+        Problem(f"order has {shown(ref)}, which is neither a task nor a task's name")
         for ref in refs
         if not isinstance(ref, str | PipelineTask)
     ]
@@ -276,8 +308,10 @@ def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
 
 def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
     for state, behind in stale.items():
-        if not isinstance(state, str) or type(behind) is not int or behind < 1:
-            text = f"stale entry {state!r}: {behind!r}: write state = iterations, 1 or more"
+        is_count = type(behind) is int and 1 <= behind <= MOST_ITERATIONS
+        if not isinstance(state, str) or not is_count:
+            rule = f"write state = iterations, 1 to {MOST_ITERATIONS}"
+            text = f"stale entry {shown(state)}: {shown(behind)}: {rule}"
             problems.append(Problem(text))
     return dict(stale)
 
@@ -286,7 +320,7 @@ def _edges(
     what: str, entries: Iterable[Any], problems: list[Problem], *, far: bool = False
 ) -> tuple[tuple[Any, ...], ...]:
     """Checked (consumer, producer) pairs; with ``far``, each has a distance too."""
-    form = "(consumer, producer[, distance]) with a distance of 1 or more iterations"
+    form = f"(consumer, producer[, distance]) with a distance of 1 to {MOST_ITERATIONS} iterations"
     good: list[tuple[Any, ...]] = []
     for entry in entries:
         match entry:
@@ -296,12 +330,35 @@ def _edges(
                 str() | PipelineTask() as consumer,
                 str() | PipelineTask() as producer,
                 int() as distance,
-            ) if far and distance >= 1:
+            ) if far and 1 <= distance <= MOST_ITERATIONS:
                 good.append((name_of(consumer), name_of(producer), distance))
             case _:
                 write = form if far else "(consumer, producer)"
-                problems.append(Problem(f"{what} entry {entry!r}: write {write}"))
+                problems.append(Problem(f"{what} entry {shown(entry)}: write {write}"))
     return tuple(good)
+
+
+def _wrong_names(values: Mapping[str, Any]) -> list[Problem]:
+    """Names that a terminal or a file could not show as they are; validation tells empty ones."""
+    edges = chain(values["deps"], values["cross_iter_deps"], values["same_period_deps"])
+    tasks = chain(values["schedule"], *(edge[:2] for edge in edges), values["order"])
+    problems = [
+        Problem(f"task name {shown(name)}: {NAME_RULE}", (name,))
+        for name in dict.fromkeys(tasks)
+        if not is_name(name)
+    ]
+    entries = [entry for entry in values["schedule"].values() if isinstance(entry, TaskSchedule)]
+    labels = {
+        "thread_group": [entry.thread_group for entry in entries],
+        "stream": [*(entry.stream for entry in entries), *values["streams"]],
+        "stale": values["stale"],
+    }
+    return problems + [
+        Problem(f"{what} {shown(name)}: {LABEL_RULE}")
+        for what, names in labels.items()
+        for name in {name: None for name in names if isinstance(name, str)}
+        if name and not is_label(name)
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -327,7 +384,7 @@ def _table(
     """Read ``data[key]`` as name -> ``kind``, checking the type of each field."""
     table = data.get(key, {})
     if not isinstance(table, Mapping):
-        problems.append(Problem(f"{key} is {table!r}: it must be a table"))
+        problems.append(Problem(f"{key} is {shown(table)}: it must be a table"))
         return {}
     kinds = {name: _kinds(hint) for name, hint in get_type_hints(kind).items()}
     rows = read_rows(table, key, kinds, problems)
@@ -335,7 +392,8 @@ def _table(
         for field_name, value in row.items():
             if type(value) not in kinds[field_name]:
                 wanted = " or ".join(each.__name__ for each in kinds[field_name])
-                text = f"{key}.{name}.{field_name} is {value!r}: it must be a {wanted}"
+                where = f"{key}.{plain(name)}.{field_name}"
+                text = f"{where} is {shown(value)}: it must be a {wanted}"
                 problems.append(Problem(text))
     return {name: kind(**row) for name, row in rows.items()}
 

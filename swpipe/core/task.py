@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from swpipe.core.context import IterContext
+from swpipe.core.messages import MOST_CHARACTERS, shown
 
 TaskFn: TypeAlias = Callable[[IterContext], None]
 Mode: TypeAlias = Literal["r", "w", "rw"]
@@ -50,11 +51,25 @@ class DeclaredIO:
         if self.capture is None and self.state is None:
             raise ValueError("a DeclaredIO declares nothing: give a state, or capture and restore")
         if self.state is not None and not (isinstance(self.state, str) and self.state):
-            raise ValueError(f"state is {self.state!r}; give a name")
+            raise ValueError(f"state is {shown(self.state)}; give a name")
         if self.mode not in ("r", "w", "rw"):
-            raise ValueError(f"mode is {self.mode!r}; give 'r', 'w' or 'rw'")
+            raise ValueError(f"mode is {shown(self.mode)}; give 'r', 'w' or 'rw'")
         if self.memory is not None and self.state is None:
             raise ValueError("memory is given, and no state that lies in it: name the state")
+
+
+LABEL_RULE = f"names have 1 to {MOST_CHARACTERS} printable characters; choose another"
+NAME_RULE = f"{LABEL_RULE}, not beginning with '<', which swpipe keeps for its own steps"
+
+
+def is_name(name: str) -> bool:
+    """Whether a task may have this name."""
+    return is_label(name) and not name.startswith("<")
+
+
+def is_label(name: str) -> bool:
+    """Whether a thread group, a stream, a state or a resource may have this name."""
+    return 0 < len(name) <= MOST_CHARACTERS and name.isprintable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +77,8 @@ class PipelineTask:
     """One named unit of work. Plans refer to it by name.
 
     Attributes:
-        name: Unique among the tasks of a pipeline; not empty, and does not begin with "<".
+        name: Unique among the tasks of a pipeline; 1 to 200 printable characters, the first of
+            which is not "<".
         fn: Reads and writes attributes of the context; its return value is ignored.
         io: Side effects outside the context.
         random: The task draws from torch's default generators. Each run is seeded from the
@@ -71,7 +87,7 @@ class PipelineTask:
 
     Raises:
         TypeError: ``name`` is not a string, or ``fn`` cannot be called.
-        ValueError: ``name`` is empty or begins with "<".
+        ValueError: ``name`` is empty, longer, not printable, or begins with "<".
     """
 
     name: str
@@ -81,15 +97,12 @@ class PipelineTask:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise TypeError(f"a task's name is a string, not {self.name!r}")
-        if not self.name or self.name.startswith("<"):
-            raise ValueError(
-                f"task name {self.name!r}: names are not empty and do not begin with '<', "
-                "which swpipe keeps for its own steps; choose another"
-            )
+            raise TypeError(f"a task's name is a string, not {shown(self.name)}")
+        if not is_name(self.name):
+            raise ValueError(f"task name {shown(self.name)}: {NAME_RULE}")
         if not callable(self.fn):
             raise TypeError(
-                f"task {self.name!r}: fn must be callable with a context, not {self.fn!r}"
+                f"task {self.name!r}: fn must be callable with a context, not {shown(self.fn)}"
             )
         object.__setattr__(self, "io", tuple(self.io))
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from swpipe.analysis.races import guarantees, required_orders, violations
 from swpipe.core.dependence import Dependence
 from swpipe.core.effects import Conflict, EffectTable, Location, conflicts
+from swpipe.core.messages import listed
 from swpipe.core.resolved import ResolvedPlan
-from swpipe.inference.limitations import listed
 from swpipe.inference.orders import Edge, Orders, edge_of
 
 

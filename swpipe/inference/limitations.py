@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.inference.accesses import TaskAccesses
 from swpipe.inference.generators import TORCH
@@ -110,9 +111,3 @@ def _transfers(transfers: Iterable[Transfer]) -> Iterator[str]:
             "wrote, and that no attribute led to: it passed inside an object or along autograd's "
             f"graph. {one.consumer!r} is ordered after {one.producer!r}."
         )
-
-
-def listed(names: Sequence[str], most: int = 5) -> str:
-    """Names separated by commas, at most so many of them."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -10,10 +10,10 @@ from operator import or_
 
 from swpipe.analysis.validation import validate
 from swpipe.core.effects import Effects, Location
+from swpipe.core.messages import listed
 from swpipe.core.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
-from swpipe.inference.limitations import listed
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Recording:
         for other in found:
             if list(other.effects) != list(self.effects):
                 raise ValueError(
-                    f"cannot merge a recording of {', '.join(other.effects)} with one of "
-                    f"{', '.join(self.effects)}: record the same tasks in the same order"
+                    f"cannot merge a recording of {listed(other.effects)} with one of "
+                    f"{listed(self.effects)}: record the same tasks in the same order"
                 )
         states = list(dict.fromkeys(state for each in found for state in each.states))
         return Recording(

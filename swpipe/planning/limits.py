@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swpipe.core.errors import PlanError, Problem
+from swpipe.core.messages import listed, shown
+from swpipe.core.plan import MOST_ITERATIONS as _MOST
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 
@@ -15,13 +17,13 @@ class Limits:
     """Limits on the plans that a planner may return.
 
     Attributes:
-        in_flight: The most iterations in flight, 1 or more; each holds a batch in memory.
-        threads: The most thread groups, including the caller's; 1 or more.
+        in_flight: The most iterations in flight, 1 to 1,000; each holds a batch in memory.
+        threads: The most thread groups, including the caller's; 1 to 1,000.
         frozen: Names of tasks that must be in the last stage, on the caller's thread, and on the
             stream that they have; for example those that train, so that nothing is stale.
 
     Raises:
-        PlanError: A number is not an integer of 1 or more, or ``frozen`` has something that is
+        PlanError: A number is not an integer from 1 to 1,000, or ``frozen`` has something that is
             neither a task nor a name.
     """
 
@@ -35,12 +37,12 @@ class Limits:
         frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
         counts = {"iterations in flight": in_flight, "thread groups": threads}
         problems = [
-            Problem(f"the limit on {what} is {value!r}: give an integer of 1 or more")
+            Problem(f"the limit on {what} is {shown(value)}: give an integer from 1 to {_MOST}")
             for what, value in counts.items()
-            if type(value) is not int or value < 1
+            if type(value) is not int or not 1 <= value <= _MOST
         ]
         problems += [
-            Problem(f"frozen has {ref!r}, which is neither a task nor a task's name")
+            Problem(f"frozen has {shown(ref)}, which is neither a task nor a task's name")
             for ref in frozen
             if not isinstance(ref, str | PipelineTask)
         ]
@@ -57,7 +59,7 @@ class Limits:
             PlanError: It lists the frozen tasks that the plan does not have.
         """
         if unknown := [name for name in self.frozen if name not in plan.schedule]:
-            known = ", ".join(plan.schedule) or "none"
+            known = listed(plan.schedule)
             raise PlanError(
                 [
                     Problem(

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from swpipe.core.files import replacing
+
 
 class Bars(NamedTuple):
     """The bars of one color: by task, their lengths and the half-widths of their error bars."""
@@ -56,4 +58,5 @@ def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
     axes.legend(loc="best", fontsize="small", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO, overload
 
+from swpipe.core.files import write_atomically
+from swpipe.core.plain_data import parse_json
 from swpipe.profiler.plot import Bars, bar_chart
 
 Mode = Literal["serial", "pipelined"]
@@ -48,7 +50,7 @@ class _Report(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write JSON to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_atomically(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -135,7 +137,7 @@ class ProfileResult(_Report):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(parse_json(text))
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
@@ -241,7 +243,7 @@ class ProfileResults(_Report, Sequence[ProfileResult]):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        data = json.loads(text)
+        data = parse_json(text)
         if not isinstance(data, list):
             raise ValueError(f"profile results are a JSON list, not {type(data).__name__}")
         return cls(ProfileResult.from_dict(entry) for entry in data)

@@ -16,11 +16,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swpipe.core.errors import PlanError
+from swpipe.core.files import read_text, write_atomically
+from swpipe.core.messages import shorten, shown
+from swpipe.core.plain_data import parse_json
 from swpipe.core.resolved import ResolvedPlan
-from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
+from swpipe.core.task import is_label, is_name
+from swpipe.trace.span import OWN, Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
 """Kind of row to the number and name of its process."""
+
+MOST_BYTES = 2**29
+"""The size of the largest file that is read."""
+
+MOST_US = 1e18
+"""The latest time in a file."""
 
 Event = dict[str, Any]
 
@@ -51,13 +62,13 @@ def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"producer": "swpipe", "arrows": arrows},
     }
-    path.write_text(json.dumps(document), encoding="utf-8")
+    write_atomically(path, json.dumps(document))
 
 
 def load(path: Path) -> Document:
     """Read a file that ``save`` wrote; see ``Trace.load``."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(read_text(path, MOST_BYTES))
         if document["otherData"]["producer"] != "swpipe":
             raise ValueError("another program's trace")
         events = document["traceEvents"]
@@ -73,19 +84,32 @@ def load(path: Path) -> Document:
                 for event in events
                 if event.get("cat") == "task"
             ),
-            tuple(Arrow(*arrow) for arrow in document["otherData"]["arrows"]),
+            tuple(Arrow(*map(_task, arrow)) for arrow in document["otherData"]["arrows"]),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
+        said = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
         raise ValueError(
-            f"{str(path)!r} is not a timeline that swpipe saved ({type(error).__name__}: {error}); "
+            f"{str(path)!r} is not a timeline that swpipe saved ({type(error).__name__}: {said}); "
             "files that Trace.save() or --timeline wrote can be loaded"
         ) from error
 
 
 def _span(event: Event, row: Row) -> Span:
-    start_ns, end_ns = _ns(event["ts"]), _ns(event["ts"]) + _ns(event["dur"])
-    args = event["args"]
-    return Span(event["name"], args["iteration"], row, start_ns, end_ns, _ns(args["wait_us"]))
+    start_ns, duration_ns, wait_ns = map(_ns, (event["ts"], event["dur"], event["args"]["wait_us"]))
+    iteration = event["args"]["iteration"]
+    if not isinstance(row.name, str) or not is_label(row.name):
+        raise ValueError(f"{shown(row.name)} is no thread group or stream")
+    if type(iteration) is not int or not 0 <= iteration < 2**63:
+        raise ValueError(f"{shown(iteration)} is no iteration")
+    if duration_ns < 0 or wait_ns < 0:
+        raise ValueError("a time from start to end, or a wait, is negative")
+    return Span(_task(event["name"]), iteration, row, start_ns, start_ns + duration_ns, wait_ns)
+
+
+def _task(name: object) -> str:
+    if isinstance(name, str) and (is_name(name) or name in OWN):
+        return name
+    raise ValueError(f"{shown(name)} is no task")
 
 
 def _us(ns: int) -> float:
@@ -93,6 +117,8 @@ def _us(ns: int) -> float:
 
 
 def _ns(us: float) -> int:
+    if not abs(us) <= MOST_US:  # as nan
+        raise ValueError(f"{shown(us)} is no time in microseconds")
     return round(us * 1000)
 
 

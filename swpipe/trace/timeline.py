@@ -18,6 +18,7 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from swpipe.core.files import replacing
 from swpipe.trace.span import OWN, Panel, Row, Span, extent_ns, rows_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def plot(
         if title:
             place = (PAD_PT / WIDTH_PT, picture.top_middle)
             picture.figure.text(*place, title, va="center", fontsize=TITLE_SIZE, color=INK)
-        picture.figure.savefig(path, dpi=DPI, facecolor="white")
+        with replacing(path) as temporary:
+            picture.figure.savefig(temporary, dpi=DPI, facecolor="white")
 
 
 class _Picture:

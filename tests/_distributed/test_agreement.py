@@ -49,6 +49,21 @@ def test_what_a_rank_does_not_have_is_none_there() -> None:
     assert differences([{"a": "1"}, {}, {"a": "1"}]) == "a: 1 on ranks 0, 2, none on rank 1"
 
 
+def test_long_values_are_told_from_where_they_differ() -> None:
+    """Two orders of thousands of tasks may be alike up to the last."""
+    same = ", ".join(f"t{k}" for k in range(5000))
+    told = differences([{"order": f"{same}, a, {same}"}, {"order": f"{same}, b, {same}"}])
+    assert "t4999, a, t0" in told
+    assert "t4999, b, t0" in told
+    assert len(told) < 600
+
+
+def test_of_many_values_the_first_are_told() -> None:
+    """Each rank may have its own."""
+    told = differences([{"a": str(rank)} for rank in range(100)])
+    assert told == "a: 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3, and 96 other values"
+
+
 def test_many_ranks_are_told_by_the_first_few() -> None:
     """A thousand numbers say less than eight."""
     assert name_ranks(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"

@@ -1,0 +1,83 @@
+"""Read and write text files: a file is replaced as a whole or left as it was."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from swpipe.core.errors import PlanError, Problem
+
+MOST_BYTES = 16 * 2**20
+"""The size of the largest plan or cost file that is read."""
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        OSError: The file cannot be read.
+        UnicodeDecodeError: It is not UTF-8.
+        PlanError: It has more than ``most_bytes``.
+    """
+    with Path(path).open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        rule = f"it has more than {most_bytes} bytes, the most that is read"
+        raise PlanError([Problem(f"the file is too large: {rule}; is it the right file?")])
+    return data.decode("utf-8")
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 file; where this fails, the file is as it was before. See ``replacing``."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary file to write, which replaces ``path`` if the block succeeds.
+
+    The temporary file is in the same folder and has the same suffix. A symbolic link stays, and
+    the file that it leads to is replaced. The new file has the permissions of the old one. What is
+    not a regular file, such as a pipe or ``/dev/stdout``, is given as it is.
+
+    Raises:
+        OSError: The file or its folder cannot be written.
+    """
+    check_writable(path)
+    if _written_in_place(path):
+        yield Path(path)
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".swpipe-{secrets.token_hex(8)}{target.suffix}")
+    try:
+        temporary.touch(exist_ok=False)  # with the permissions that the umask leaves
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())  # some file systems report a full disk only here
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if a file cannot be written; changes nothing."""
+    if _written_in_place(path):
+        return
+    if Path(path).exists():
+        os.close(os.open(path, os.O_WRONLY))
+    else:
+        with TemporaryFile(dir=Path(os.path.realpath(path)).parent):
+            pass
+
+
+def _written_in_place(path: str | os.PathLike[str]) -> bool:
+    special = os.fspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    return special or (Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir())

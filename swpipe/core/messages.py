@@ -1,0 +1,54 @@
+"""Values and lists in messages: on one line and short, whatever a plan or a file contains."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection
+from itertools import islice
+from typing import Any
+
+MOST_LISTED = 12
+MOST_CHARACTERS = 200
+
+
+class _Repr(reprlib.Repr):
+    """``repr`` for nested data of any depth and length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxstring = self.maxother = MOST_CHARACTERS
+
+    def repr_int(self, x: int, level: int) -> str:
+        """The digits; Python refuses to print the digits of very long integers."""
+        bits = x.bit_length()
+        return repr(x) if bits <= MOST_CHARACTERS else f"an integer of {bits} bits"
+
+
+_repr: Any = _Repr()
+
+
+def shown(value: object) -> str:
+    """``repr(value)``, shortened, on one line."""
+    return shorten(" ".join(_repr.repr(value).split("\n")))
+
+
+def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The text, with its middle replaced by dots where it has more than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    kept = (most - len("...")) // 2
+    return f"{text[:kept]}...{text[-kept:]}"
+
+
+def listed(names: Collection[str], most: int = MOST_LISTED) -> str:
+    """Such as "a, b, c"; of many names, the first few and how many more there are."""
+    first = ", ".join(plain(name) for name in islice(names, most))
+    more = len(names) - most
+    return f"{first} and {more} more" if more > 0 else first or "none"
+
+
+def plain(name: object) -> str:
+    """A name as it is, or as ``shown`` where it is not plain text."""
+    is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MOST_CHARACTERS
+    return str(name) if is_plain else shown(name)
