@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Lane
-from swpipe._engine.torch_state import ThreadTorchState, TorchState
+from swpipe._engine.torch_state import ThreadTorchState, TorchState, torch_state
 from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
 from swpipe.core.context import IterContext
 from swpipe.device import Event
@@ -179,9 +179,8 @@ class Run:
                 "stream current, or call drain() before switching"
             )
         if len(self.lanes) > 1:
-            state = TorchState.of_this_thread(device.autocast_types)
-            if state != self.state:  # workers compare by identity
-                self.state = state
+            # Workers compare by identity.
+            self.state = torch_state(device.autocast_types, self.state)
             self.variables = copy_context()
 
     def advance(self) -> IterContext | None:
