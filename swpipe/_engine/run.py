@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Lane
+from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import ThreadTorchState, TorchState, torch_state
 from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
 from swpipe.core.context import IterContext
@@ -261,7 +262,7 @@ class Run:
         if before is not None:
             self._await_device(before)
         try:
-            if self._has_random_tasks:
+            if self._has_random_tasks or this_thread.access is not None:
                 with self.iterations.generators.exclusive():
                     batch = next(self.iterator)
             else:
