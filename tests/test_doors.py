@@ -16,9 +16,13 @@ OF_OTHERS = {
     # Python's
     "_current_frames", "_exit", "_getframe", "_replace",
     # torch's and numpy's
-    "_C", "_abort_process_group", "_bit_generator", "_buffers", "_cdata", "_engine_run_backward",
-    "_get_default_store", "_has_storage", "_indices", "_is_profiler_enabled",
-    "_len_torch_function_stack", "_parameters", "_pytree", "_values", "_version",
+    "_C", "_abort_process_group", "_autograd", "_bit_generator", "_buffers", "_cdata",
+    "_engine_run_backward", "_functorch", "_get_default_store", "_get_dispatch_stack_at",
+    "_get_function_stack_at", "_has_storage", "_indices", "_is_profiler_enabled",
+    "_is_torch_function_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
+    "_len_torch_function_stack", "_mesh_resources", "_parameters", "_pytree",
+    "_saved_tensors_hooks_get_disabled_error_message", "_top_saved_tensors_default_hooks",
+    "_values", "_version",
     # TorchRec's
     "_dist", "_get_leaf_module_names", "_module", "_override_input_dist_forwards",
     "_start_data_dist",

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
+from swpipe._engine.randomness import LentAccess, lend_access, this_thread
 from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import IterContext
@@ -104,6 +105,7 @@ class Driver:
         self._made_at = made_at
         self._watchdog: Watchdog | None = None
         self._dropped: weakref.finalize[..., Driver] | None = None
+        self._lent: LentAccess | None = None  # the generators, by an outer pipeline's task
         self._ended: Iterator[Any] | None = None
         self._pushed = PushedBatches()
 
@@ -120,11 +122,14 @@ class Driver:
         self.access.enter(frame)
         if self.run is not None and self.run.interrupted:
             self._end_with_warning(self.run)
+        self._lent = None if this_thread.access is None else lend_access()
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         try:
             if self.access.closed is not None:
                 self._end_all()
+            if self._lent is not None:
+                self._lent.take_back(kind)
         finally:
             self.access.leave()
 

@@ -1,36 +1,64 @@
-"""The same random numbers under every plan.
+"""The same random numbers under every plan, and whatever other pipelines do.
 
-All threads share torch's default generators, so what two tasks draw at the same time depends on
-timing. A task with ``random=True`` therefore has exclusive access to the generators while it runs.
-They are seeded from (pipeline's seed, task, iteration), and restored afterwards, so that what is
-drawn outside the pipeline (a data loader's shuffling) does not depend on the plan either.
+All threads of a process share torch's default generators, so what two tasks draw at the same time
+depends on timing. A task with ``random=True`` therefore has exclusive access to the generators
+while it runs. They are seeded from (pipeline's seed, task, iteration), and restored afterwards, so
+that what is drawn outside the pipeline (a data loader's shuffling) does not depend on the plan
+either.
 
-    lane io       requests (0) == task ==|                 requests (2) ....== task ==|
-    default lane           requests (1) ..== pulls a batch ==|
+Access is the process's: first come, first served. Within one run the order is that of the requests.
+
+    pipeline A, lane io         requests == task ==|
+                default lane              requests ..== pulls a batch ==|
+    pipeline B, default lane           requests ......................== task ==|
+
+A task, or the user's iterator, may itself drive a pipeline. For the time of that call it lends its
+access: the inner pipeline's tasks may need it, on whatever thread they run.
+
+    outer task   == draws ==|progress()                          |== draws on ==|
+    inner pull              ...== draws from the outer's state ==|
+    inner tasks                  == seeded ==|   == seeded ==|
+    the generators   outer's    the process's                      outer's
 
 Guarantees
-    - Access is given to one at a time, in the order of the requests.
-    - Access belongs to one run. Whoever waits for it is woken when the run ends. A task that is
-      still running then neither delays the next run nor changes the generators when it returns:
-      they were restored on its behalf.
+    - Access is given to one at a time in the process. While nobody has access, the generators have
+      the process's own states.
+    - The draws of a task do not depend on what runs while it lends its access: it gets its own
+      states back. A batch that is pulled meanwhile, on the same thread, is drawn from them too, as
+      if the iterator were called directly.
+    - A run that ends gives back what it holds. A task that is still running then neither delays
+      anyone nor changes the generators when it returns: they were restored on its behalf.
+    - Whoever waits for access wakes when his run is cancelled. ``cancel`` takes no lock: a signal
+      handler may call it, whatever it interrupted.
+    - States are saved before the generators are seeded, and access is recorded by the operation
+      that takes it. So an exception may arrive at any place (Ctrl-C): what it cuts short is given
+      back by the run's ``end``, or else by those who wait: every ``WAKE_S`` they look whether the
+      block that has access is still being executed.
 
 Assumptions
     - Every task that uses the default generators has ``random=True``; while iterations are in
       flight, nobody else uses them. The user's iterator may: a batch is pulled with exclusive
-      access too.
+      access too. (With another pipeline in another thread, what such an iterator gets depends on
+      timing, as it does for any two threads.)
+    - A task or an iterator that has access does not wait for another thread that needs it.
     - A task that outlives its run draws no more random numbers.
+    - Each operation of a dictionary is atomic, with and without the interpreter lock.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from queue import Empty, SimpleQueue
+from types import FrameType
 
 import torch
 
-from swpipe._engine.waiting import Cancelled, ProgressCounter
+from swpipe._engine.waiting import WAKE_S, Cancelled, ProgressCounter
 from swpipe.device import Device, GeneratorStates
 
 
@@ -41,74 +69,230 @@ class TaskSeeds:
         self.seed = torch.initial_seed() if seed is None else seed
         self.device = device
 
-    @contextmanager
-    def seeded(self, task: str, iteration: int) -> Iterator[None]:
-        """Within the block the generators have the seed of this task and iteration."""
-        before = self.begin(task, iteration)
-        try:
-            yield
-        finally:
-            self.device.set_generator_states(before)
-
-    def begin(self, task: str, iteration: int) -> GeneratorStates:
-        """Seed the generators for this task and iteration; returns their states before."""
+    def begin(self, task: str, iteration: int) -> None:
+        """Seed the generators for this task and iteration."""
         key = hashlib.sha256(f"{self.seed}/{task}/{iteration}".encode()).digest()
-        before = self.device.generator_states()
         self.device.seed_generators(int.from_bytes(key[:7], "little"))
-        return before
+
+    def seeded(self, task: str, iteration: int) -> AbstractContextManager[None]:
+        """Exclusive access within the block, outside any run."""
+        return GeneratorAccess(self, ProgressCounter()).seeded(task, iteration)
 
 
 class GeneratorAccess:
-    """Exclusive access to the default generators, within one run.
+    """Access to the default generators for one run.
 
-    ``counter`` counts the accesses that have ended.
+    ``counter`` counts the accesses that have ended: it gives the requests their order.
     """
 
     def __init__(self, seeds: TaskSeeds, counter: ProgressCounter) -> None:
-        self._seeds = seeds
-        self._counter = counter
-        self._lock = threading.RLock()
+        self.seeds = seeds
+        self.counter = counter
+        # Guards the states of whoever has access. Reentrant, for the sake of signal handlers.
+        self.lock = threading.RLock()
+        self.cancelled = False
+        self.granted: _Access | None = None  # the last one whose turn it was within the run
         self._requests = 0
-        self._before: GeneratorStates | None = None
-        self._ended = False
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Within the block nobody else of this run uses the generators."""
-        with self._lock:
-            request = self._requests
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Within the block nobody else uses the generators."""
+        return _Access(self)
+
+    def seeded(self, task: str, iteration: int) -> AbstractContextManager[None]:
+        """The same, with the generators seeded for this task and iteration."""
+        return _Access(self, (task, iteration))
+
+    def next_request(self) -> int:
+        """The number of a new request."""
+        with self.lock:
             self._requests += 1
-        self._counter.wait(request)
-        try:
-            yield
-        finally:
-            self._counter.advance(request + 1)
-
-    @contextmanager
-    def seeded(self, task: str, iteration: int) -> Iterator[None]:
-        """Exclusive access, with the generators seeded for this task and iteration."""
-        with self.exclusive():
-            with self._lock:
-                if self._ended:
-                    raise Cancelled
-                self._before = self._seeds.begin(task, iteration)
-            try:
-                yield
-            finally:
-                self._restore()
+            return self._requests - 1
 
     def cancel(self) -> None:
         """Wake whoever waits for access."""
-        self._counter.cancel()
+        self.cancelled = True
+        self.counter.cancel()
+        if self.granted is not None:
+            self.granted.wake()
 
     def end(self) -> None:
         """Give no further access; restore the generators for a task that is still running."""
-        with self._lock:
-            self._ended = True
-        self._restore()
+        with self.lock:  # so that nobody is about to seed
+            self.cancel()
+        if self.granted is not None:
+            self.granted.give_back()
 
-    def _restore(self) -> None:
-        with self._lock:
-            before, self._before = self._before, None
-            if before is not None:
-                self._seeds.device.set_generator_states(before)
+
+class _Access(AbstractContextManager[None]):
+    """One block's access: requested, given, perhaps lent, given back."""
+
+    def __init__(self, run: GeneratorAccess, seed: tuple[str, int] | None = None) -> None:
+        self._run = run
+        self._seed = seed
+        self._device = run.seeds.device
+        self._request: int | None = None
+        self._frame: FrameType | None = None  # executes the block
+        self.outer: _Access | None = None  # lent by this thread
+        self._before: GeneratorStates | None = None  # the process's, while others are in place
+        self._own: GeneratorStates | None = None  # while it is lent
+        self._woken: SimpleQueue[None] | None = None
+
+    def __enter__(self) -> None:
+        self._frame = sys._getframe(1)
+        self.outer = _innermost()
+        if self._seed is None and self.outer is not None:
+            self._own = self.outer._own
+        try:
+            request = self._run.next_request()
+            self._run.counter.wait(request)
+            self._run.granted = self
+            self._request = request
+            self.take()
+            this_thread.access = self
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *failure: object) -> None:
+        if self._seed is None and self.outer is not None:
+            self.lend()
+            self.outer._own = self._own
+        self.give_back()
+        this_thread.access = self.outer
+        self._frame = self.outer = None
+        if self._request is not None:
+            self._run.counter.advance(self._request + 1)
+
+    def take(self) -> None:
+        """Wait for access, and put this block's states in place.
+
+        Raises:
+            Cancelled: The run has failed, or was closed.
+        """
+        _queue[self] = None
+        self._wait()
+        with self._run.lock:
+            if self._run.cancelled:
+                raise Cancelled
+            if self._own is None and self._seed is None:
+                return
+            self._before = self._device.generator_states()
+            if self._own is not None:
+                self._device.set_generator_states(self._own)
+            elif self._seed is not None:
+                self._run.seeds.begin(*self._seed)
+
+    def lend(self) -> None:
+        """Keep this block's states, and give access back until the next ``take``."""
+        with self._run.lock:
+            if self._before is not None:
+                self._own = self._device.generator_states()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Restore the generators, and let the next one have access; from any thread."""
+        with self._run.lock:
+            if self._before is not None:
+                self._device.set_generator_states(self._before)
+                self._before = None
+        _queue.pop(self, None)
+        if (first := _first()) is not None:
+            first.wake()
+
+    def wake(self) -> None:
+        """Wake it if it waits; takes no lock."""
+        if self._woken is not None:
+            self._woken.put(None)
+
+    def in_child(self) -> None:
+        """Forget, after a fork, what a thread has that does not exist in the child process."""
+        self._run.lock = threading.RLock()
+        if not self.is_executed(_tops()):
+            _queue.pop(self, None)  # leave the generators: that thread may have locked them
+
+    def _wait(self) -> None:
+        while (first := _first()) is not self:
+            if self._run.cancelled:
+                raise Cancelled
+            if self._woken is None:
+                self._woken = SimpleQueue()  # and look again
+                continue
+            try:
+                self._woken.get(timeout=WAKE_S)
+            except Empty:
+                if first is not None and not first.is_executed(_tops()):
+                    first.give_back()
+
+    def is_executed(self, tops: Iterable[FrameType]) -> bool:
+        """Whether the block is being executed on one of the stacks with these innermost frames."""
+        for top in tops:
+            frame: FrameType | None = top
+            while frame is not None and frame is not self._frame:
+                frame = frame.f_back
+            if frame is not None:
+                return True
+        return False
+
+
+class LentAccess:
+    """Access that a task or an iterator had, and lends while it drives a pipeline."""
+
+    __slots__ = ("_access",)
+
+    def __init__(self, access: _Access) -> None:
+        self._access = access
+        access.lend()
+
+    def take_back(self, failure: type[BaseException] | None) -> None:
+        """End the loan; ``failure`` is the type of the exception that the call raises.
+
+        Raises:
+            Cancelled: The run of the task or the iterator has failed meanwhile.
+        """
+        if self._access is not _innermost():
+            return  # of a block that was cut short
+        try:
+            self._access.take()
+        except Cancelled:
+            self._access.give_back()
+            if failure is None or failure is StopIteration:  # an error goes first
+                raise
+
+
+class _Thread(threading.local):
+    access: _Access | None = None  # of the innermost block; None for most callers
+
+
+this_thread = _Thread()
+_queue: dict[_Access, None] = {}
+"""Who has access, and then who waits for it, in this order."""
+
+
+def _first() -> _Access | None:
+    return next(iter(_queue.copy()), None)
+
+
+def _tops() -> Iterable[FrameType]:
+    return sys._current_frames().values()
+
+
+def _innermost() -> _Access | None:
+    """The access of the innermost block that the calling thread is in, given or lent."""
+    while (access := this_thread.access) is not None and not access.is_executed([sys._getframe()]):
+        access.give_back()  # the block was cut short
+        this_thread.access = access.outer
+    return access
+
+
+def lend_access() -> LentAccess | None:
+    """Let others have the access that the calling thread has, if any, until it is taken back."""
+    access = _innermost()
+    return None if access is None or access not in _queue else LentAccess(access)
+
+
+def _in_child() -> None:
+    for access in list(_queue):
+        access.in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)

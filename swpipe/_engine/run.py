@@ -45,7 +45,8 @@ from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
 from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Lane
-from swpipe._engine.torch_state import ThreadTorchState, TorchState
+from swpipe._engine.randomness import this_thread
+from swpipe._engine.torch_state import ThreadTorchState, TorchState, torch_state
 from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
 from swpipe.core.context import IterContext
 from swpipe.core.errors import StallError, add_note
@@ -56,6 +57,9 @@ JOIN_GRACE_S = 0.1
 
 _FINISH_S = 10.0  # the same of a finished run, whose threads are past their last task
 _LEAVE_S = 1.0  # for an interrupt that is on its way
+
+
+CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, handler or task"
 
 
 class _HostWait(NamedTuple):
@@ -193,9 +197,8 @@ class Run:
                 "stream current, or call drain() before switching"
             )
         if len(self.lanes) > 1:
-            state = TorchState.of_this_thread(device.autocast_types)
-            if state != self.state:  # workers compare by identity
-                self.state = state
+            # Workers compare by identity.
+            self.state = torch_state(device.autocast_types, self.state)
             self.variables = copy_context()
 
     def advance(self) -> IterContext | None:
@@ -225,10 +228,7 @@ class Run:
             if self.failure is not None:
                 raise self.failure
             if self.stopping:
-                raise RuntimeError(
-                    "the pipeline was closed during this call: by another thread, by a signal "
-                    "handler, or by one of its tasks"
-                )
+                raise RuntimeError(CLOSED_IN_CALL)
         self.in_call = False
         return handed_out
 
@@ -294,7 +294,7 @@ class Run:
         if before is not None:
             self._await_device(before)
         try:
-            if self._has_random_tasks:
+            if self._has_random_tasks or this_thread.access is not None:
                 with self.iterations.generators.exclusive():
                     batch = next(self.iterator)
             else:

@@ -1,48 +1,172 @@
-"""torch's per-thread settings: read from the caller, applied on worker threads.
+"""torch's per-thread settings: read from the caller, applied on worker threads, or refused.
 
-Some of torch's settings belong to the process (default dtype, deterministic algorithms). The others
-belong to a thread, and a new thread starts with torch's defaults. The caller's are read at every
-``progress()``; an iteration keeps those under which it was admitted, and a worker thread applies
-them where they differ from those that it has.
+Some of torch's settings belong to the process (default dtype, deterministic algorithms, the choice
+of attention kernels, anomaly detection). The others belong to a thread, and a new thread starts
+with torch's defaults. The caller's are read at every ``progress()``; an iteration keeps those under
+which it was admitted, and a worker thread applies them where they differ from those that it has.
+
+    carried    what ``_Settings`` lists
+    refused    dispatch modes and function modes other than the default device, transforms of
+               torch.func, disabled ``__torch_function__``: such a mode is an object, or a level, of
+               one thread, and does not expect to be entered on several at once
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
+from itertools import repeat
+from operator import call
+from typing import Any, TypeAlias
 
 import torch
+from torch.utils._device import DeviceContext
+
+_Apply: TypeAlias = Callable[[ExitStack, Any], object]
+"""Gives the thread one setting; what has to be left again is entered on the stack."""
+
+_FLAGS = (  # some are newer than others
+    ("is_grad_enabled", "_set_grad_enabled"),
+    ("_is_fwd_grad_enabled", "_set_fwd_grad_enabled"),
+    ("_is_multithreading_enabled", "_set_multithreading_enabled"),
+    ("_is_view_replay_enabled", "_set_view_replay_enabled"),
+    ("_get_dtensor_allow_implicit_replication", "_set_dtensor_allow_implicit_replication"),
+    ("_get_graph_exec_group", "_set_graph_exec_group"),
+)
+
+_DENORMAL = struct.unpack("<d", b"\1" + bytes(7))[0]
+"""False on a thread that flushes denormal numbers to zero, which torch cannot be asked for."""
+
+_MESHES: Any = None
+if torch.distributed.is_available():
+    _MESHES = torch.distributed.device_mesh._mesh_resources
+
+# Getter, its value outside such a mode, and the name; that of a dispatch mode is its type's.
+_REFUSED: tuple[tuple[Callable[[], Any], Any, str], ...] = (
+    (torch._C._len_torch_dispatch_stack, 0, ""),
+    (torch._C._is_torch_function_enabled, True, "DisableTorchFunctionSubclass"),
+    (torch._C._functorch.maybe_current_level, None, "a transform of torch.func"),
+)
+_NONE_REFUSED = tuple(plain for _, plain, _ in _REFUSED)
+
+TorchState: TypeAlias = tuple[Any, ...]
+"""The settings of one thread that tasks can depend on: the values of ``_Settings.getters``, then
+the default device and the current ``DeviceMesh`` where the thread has set them.
+
+A plain tuple: one is made and compared at every ``progress()``.
+"""
 
 
-class TorchState(NamedTuple):
-    """The settings of one thread that tasks can depend on.
+def torch_state(autocast_types: tuple[str, ...], last: TorchState | None = None) -> TorchState:
+    """The settings of the calling thread; ``last`` itself if they are equal to it.
 
-    A named tuple, not a dataclass: one is made and compared at every ``progress()``. ``autocast``
-    has a tuple (device type, enabled, dtype) for each device type.
+    Args:
+        autocast_types: For which device types to read autocast.
+        last: What this returned before.
+
+    Raises:
+        RuntimeError: The thread is in a mode that another one cannot be in.
+    """
+    state = tuple(map(call, _settings(autocast_types).getters))
+    # The first says whether there are function modes; nearly always there is none.
+    if state[0] or (_MESHES is not None and _MESHES.mesh_stack):
+        state += _device_and_mesh()
+    if state == last:
+        return last
+    if state[1 : 1 + len(_REFUSED)] != _NONE_REFUSED:
+        raise _refusal(_name_refused(state))
+    return state
+
+
+class _Settings:
+    """How to read and to apply each setting.
+
+    Attributes:
+        getters: First those of the modes, then one that returns this object, then one for each of
+            ``appliers``.
     """
 
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    default_device: torch.device | None
-    threads: int
-
-    @classmethod
-    def of_this_thread(cls, autocast_types: tuple[str, ...]) -> TorchState:
-        """The settings of the calling thread; autocast for these device types."""
-        is_enabled = torch.is_autocast_enabled
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple([(k, is_enabled(k), torch.get_autocast_dtype(k)) for k in autocast_types]),
-            _default_device(),
-            torch.get_num_threads(),
+    def __init__(self, autocast_types: tuple[str, ...]) -> None:
+        hooks = torch._C._autograd
+        settings: list[tuple[Callable[[], Any], _Apply]] = [
+            # Inference mode carries a grad mode of its own, so it goes first.
+            (torch.is_inference_mode_enabled, _mode(lambda _: torch.inference_mode())),
+            *(
+                (getattr(torch._C, getter), _plain(getattr(torch._C, setter)))
+                for getter, setter in _FLAGS
+                if hasattr(torch._C, getter)
+            ),
+            # The OpenMP runtime keeps the count per thread, so each thread has to set it.
+            (torch.get_num_threads, _plain(torch.set_num_threads)),
+            (_DENORMAL.__bool__, _plain(lambda kept: torch.set_flush_denormal(not kept))),
+            # torch calls the innermost hooks only.
+            (
+                partial(hooks._top_saved_tensors_default_hooks, False),
+                _mode(lambda pair: torch.autograd.graph.saved_tensors_hooks(*pair)),
+            ),
+            (
+                hooks._saved_tensors_hooks_get_disabled_error_message,
+                _mode(torch.autograd.graph.disable_saved_tensors_hooks),
+            ),
+        ]
+        for kind in autocast_types:
+            settings += [
+                (
+                    partial(torch.is_autocast_enabled, kind),
+                    _plain(partial(torch.set_autocast_enabled, kind)),
+                ),
+                (
+                    partial(torch.get_autocast_dtype, kind),
+                    _plain(partial(torch.set_autocast_dtype, kind)),
+                ),
+            ]
+        self.getters = (
+            torch._C._is_torch_function_mode_enabled,
+            *(getter for getter, _, _ in _REFUSED),
+            repeat(self).__next__,
+            *(getter for getter, _ in settings),
         )
+        self.appliers = tuple(apply for _, apply in settings)
 
 
-def _default_device() -> torch.device | None:
-    """The default device that this thread has set; None for torch's own."""
-    # Asking for the device walks the stack of modes in Python; nearly always there is none.
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+_settings = cache(_Settings)
+
+
+def _plain(setter: Callable[[Any], object]) -> _Apply:
+    return lambda stack, value: setter(value)
+
+
+def _mode(make: Callable[[Any], AbstractContextManager[Any]]) -> _Apply:
+    """Enter a mode, made from the value, unless that is None or False."""
+    return lambda stack, value: value and stack.enter_context(make(value))
+
+
+def _device_and_mesh() -> tuple[Any, ...]:
+    count = torch._C._len_torch_function_stack()
+    for i in range(count):
+        if not isinstance(mode := torch._C._get_function_stack_at(i), DeviceContext):
+            raise _refusal(type(mode).__name__)
+    device = torch.get_default_device() if count else None
+    return device, (_MESHES.mesh_stack[-1] if _MESHES is not None and _MESHES.mesh_stack else None)
+
+
+def _name_refused(state: TorchState) -> str:
+    value, name = next(
+        (value, name)
+        for value, (_, plain, name) in zip(state[1:], _REFUSED, strict=False)
+        if value != plain
+    )
+    return name or type(torch._C._get_dispatch_stack_at(value - 1)).__name__
+
+
+def _refusal(mode: str) -> RuntimeError:
+    return RuntimeError(
+        f"{mode} is active on the calling thread, and tasks on worker threads would run without "
+        "it: leave it before calling the pipeline and enter it inside the tasks, or use "
+        "run_one_serial_iter(), or a plan with the default thread group only"
+    )
 
 
 class ThreadTorchState:
@@ -50,39 +174,27 @@ class ThreadTorchState:
 
     def __init__(self) -> None:
         self.applied: TorchState | None = None  # None for the thread's own
-        self._inference: torch.autograd.grad_mode.inference_mode | None = None
-        self._device: torch.device | None = None
+        self._entered = ExitStack()
 
     def apply(self, state: TorchState) -> None:
         """Make the thread's settings those of ``state``, unless they are."""
         if state == self.applied:
             self.applied = state
             return
-        # Inference mode carries a grad mode of its own, so it goes first.
         self.reset()
-        if state.inference:
-            self._inference = torch.inference_mode()
-            self._inference.__enter__()
-        torch.set_grad_enabled(state.grad)
-        for kind, enabled, dtype in state.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
         # Not the caller's setting: torch clears its cache of casts when the caller leaves autocast,
         # which a worker never does: the next forward would use the weights of the step before.
         torch.set_autocast_cache_enabled(False)
-        if state.default_device is not None:
-            self._device = state.default_device
-            self._device.__enter__()
-        # The OpenMP runtime keeps the count per thread, so each thread has to set it.
-        torch.set_num_threads(state.threads)
+        values = state[1 + len(_REFUSED) :]
+        appliers = values[0].appliers
+        for apply, value in zip(appliers, values[1:], strict=False):
+            apply(self._entered, value)
+        for mode in values[1 + len(appliers) :]:
+            if mode is not None:
+                self._entered.enter_context(mode)
         self.applied = state
 
     def reset(self) -> None:
         """Leave the modes that were entered."""
-        if self._device is not None:
-            self._device.__exit__(None, None, None)
-            self._device = None
-        if self._inference is not None:
-            self._inference.__exit__(None, None, None)
-            self._inference = None
+        self._entered.close()
         self.applied = None

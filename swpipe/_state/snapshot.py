@@ -29,6 +29,7 @@ from torch import Tensor
 from swpipe._state.copies import SavedTensors
 from swpipe._state.discovery import Found, has_state_dict
 from swpipe._tensors.pytree import nodes_in, tensors_in
+from swpipe.core.errors import add_note
 from swpipe.device import Device
 
 Restore: TypeAlias = Callable[[], object]
@@ -123,9 +124,10 @@ def _save_state_dict(found: Found) -> Restore:
     try:
         state = copy.deepcopy(found.owner.state_dict())
     except Exception as error:
-        error.add_note(
+        add_note(
+            error,
             f"swpipe: while saving the state of {found} to restore it later. If it need not be "
-            "restored, name what has to be: state=[model, optimizer]"
+            "restored, name what has to be: state=[model, optimizer]",
         )
         raise
     return lambda: found.owner.load_state_dict(copy.deepcopy(state))

@@ -21,6 +21,7 @@ from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.discovery import PLAIN
 from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import map_tensors, nodes_in, tensors_in
+from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
@@ -123,9 +124,10 @@ class Observer:
                 set_log(ctx, log)
                 task.fn(ctx)
         except BaseException as error:
-            error.add_note(
+            add_note(
+                error,
                 f"swpipe: raised by task {task.name!r}, iteration {ctx.iter_idx}, while its "
-                "effects were being recorded; the state of models and optimizers was restored"
+                "effects were being recorded; the state of models and optimizers was restored",
             )
             raise
         finally:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from swpipe.core.errors import add_note
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.spread import Column
@@ -85,7 +86,7 @@ def measure(
                         windows[kind].append(timer.window())
             except BaseException as error:
                 what = f"with task {kind!r} shortcut" if kind in names else "without a shortcut"
-                error.add_note(f"swpipe: while profiling {what}")
+                add_note(error, f"swpipe: while profiling {what}")
                 raise
             tick()
     columns = {name: Column(rounds, timer.overlap) for name, rounds in windows.items()}

@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from swpipe._tensors.pytree import grad_or_none, map_tensors, tensors_in
+from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import CpuDevice, Device
 from swpipe.shortcut.changes import ContextWatch
@@ -160,7 +161,7 @@ def _call_io(
     try:
         return None if fn is None else fn(*args)
     except Exception as error:
-        error.add_note(f"swpipe: in the {name} of io[{index}] of task {task.name!r}")
+        add_note(error, f"swpipe: in the {name} of io[{index}] of task {task.name!r}")
         raise
 
 

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from swpipe import IterContext, SWPipeline
-from swpipe._engine.torch_state import ThreadTorchState, TorchState
+from swpipe import IterContext, PipelinePlan, SWPipeline
+from swpipe._engine.torch_state import ThreadTorchState, torch_state
 from tests.support.plans_for_tests import piped, tasks
 
 USER_SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("user_setting", default="none")
@@ -168,11 +172,170 @@ def test_a_worker_leaves_inference_mode_again() -> None:
 
 def test_applying_the_same_settings_again_does_nothing() -> None:
     """An equal snapshot changes nothing on the thread."""
-    state = TorchState.of_this_thread(("cpu",))
+    state = torch_state(("cpu",))
     thread = ThreadTorchState()
     thread.apply(state)
     with torch.no_grad():
         thread.apply(state)
-        thread.apply(state._replace())
+        thread.apply((*state,))
         assert not torch.is_grad_enabled()
     thread.reset()
+
+
+def test_settings_that_are_equal_to_the_last_are_the_last() -> None:
+    """A worker then has nothing to compare."""
+    state = torch_state(("cpu",))
+    assert torch_state(("cpu",), state) is state
+    with torch.no_grad():
+        assert torch_state(("cpu",), state) is not state
+
+
+# ------------------------------------------------------------------------------ carried, one by one
+
+
+def gradient() -> float:
+    """Of x * x at 1."""
+    x = torch.ones(1, requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    return float(x.grad)
+
+
+def hooks_refused() -> str:
+    """What entering hooks raises."""
+    try:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            return "nothing"
+    except RuntimeError as error:
+        return str(error)
+
+
+@contextmanager
+def setting(setter: Callable[[Any], object], value: object, default: object) -> Iterator[None]:
+    """Set something within the block."""
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(default)
+
+
+CARRIED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], object]]] = {
+    "saved tensors hooks": (
+        lambda: saved_tensors_hooks(lambda x: x, lambda x: 10 * x),
+        gradient,
+    ),
+    "no saved tensors hooks": (lambda: disable_saved_tensors_hooks("not here"), hooks_refused),
+    "flush denormal": (
+        lambda: setting(torch.set_flush_denormal, True, False),
+        lambda: float(torch.tensor([1e-40]) * 1),
+    ),
+    "autograd multithreading": (
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        torch._C._is_multithreading_enabled,
+    ),
+    "forward AD": (
+        lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
+        torch._C._is_fwd_grad_enabled,
+    ),
+    "view tracking": (
+        lambda: torch.autograd._force_original_view_tracking(True),
+        torch._C._is_view_replay_enabled,
+    ),
+    "current mesh": (
+        lambda: CurrentMesh(),
+        lambda: len(torch.distributed.device_mesh._mesh_resources.mesh_stack),
+    ),
+}
+
+if hasattr(torch._C, "_set_dtensor_allow_implicit_replication"):
+    CARRIED["implicit replication"] = (
+        lambda: setting(torch._C._set_dtensor_allow_implicit_replication, True, False),
+        torch._C._get_dtensor_allow_implicit_replication,
+    )
+if hasattr(torch._C, "_get_graph_exec_group"):
+    CARRIED["group of checkpoints"] = (
+        lambda: torch.utils.checkpoint.GraphExecGroup(),
+        lambda: torch._C._get_graph_exec_group() is not None,
+    )
+
+
+class CurrentMesh:
+    """Becomes the thread's current mesh as a ``DeviceMesh`` does, without process groups."""
+
+    def __enter__(self) -> None:
+        torch.distributed.device_mesh._mesh_resources.mesh_stack.append(self)  # type: ignore[arg-type]
+
+    def __exit__(self, *failure: object) -> None:
+        torch.distributed.device_mesh._mesh_resources.mesh_stack.pop()
+
+
+@pytest.mark.parametrize(("mode", "look"), CARRIED.values(), ids=CARRIED.keys())
+def test_a_worker_is_in_the_callers_mode_and_leaves_it_again(
+    mode: Callable[[], AbstractContextManager[Any]], look: Callable[[], object]
+) -> None:
+    """The batches that were pulled within the mode, and no others."""
+    seen: list[object] = []
+    data = iter(range(5))
+    outside = look()
+    with SWPipeline(piped(), tasks(h2d=lambda _: seen.append(look()))) as pipe:
+        with mode():
+            within = look()
+            pipe.fill_pipeline(data)
+        pipe.progress(data)
+        for _ in pipe.iterate(data):
+            pass
+    assert seen == [within, within, outside, outside, outside]
+    assert within != outside
+
+
+# -------------------------------------------------------------------------------------- refused
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class _Function(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class _WithinVmap:
+    """Within a level of ``torch.func.vmap``, as its function is."""
+
+    def __enter__(self) -> None:
+        torch._C._functorch._vmap_increment_nesting(2, "error")
+
+    def __exit__(self, *failure: object) -> None:
+        torch._C._functorch._vmap_decrement_nesting()
+
+
+REFUSED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "_Dispatch": _Dispatch,
+    "_Function": _Function,
+    "_CloneArgBeforeMutateMode": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    "DisableTorchFunctionSubclass": torch._C.DisableTorchFunctionSubclass,
+    "torch.func": lambda: _WithinVmap(),  # type: ignore[dict-item, return-value]
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mode_that_a_worker_cannot_be_in_is_refused_by_name(name: str) -> None:
+    """Flops were once counted on the caller's thread alone; nothing is lost by the refusal."""
+    data = iter(range(5))
+    with SWPipeline(piped(), tasks()) as pipe:
+        first = pipe.progress(data)
+        with REFUSED[name](), pytest.raises(RuntimeError, match=f"{name}.*is active.*leave it"):
+            pipe.progress(data)
+        assert [first.batch, *(ctx.batch for ctx in pipe.iterate(data))] == list(range(5))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_any_mode_may_be_active_where_there_are_no_workers(name: str) -> None:
+    """All tasks then run on the thread that is in it."""
+    mine = tasks()
+    with SWPipeline(PipelinePlan.serial(mine), mine) as pipe, REFUSED[name]():
+        assert [ctx.batch for ctx in pipe.iterate(range(3))] == [0, 1, 2]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swpipe._distributed.rank_checks import gather
+from swpipe.core.errors import add_note
 from swpipe.tasks.sparse_dist.balance import balanced_partition
 from swpipe.tasks.sparse_dist.host_group import host_group
 from swpipe.tasks.sparse_dist.rows import Group, Route, exchange_rows
@@ -150,7 +151,7 @@ class KarmarkarKarpShuffler:
                 copied.synchronize()
             route.set_result(self._route(work))
         except BaseException as error:  # noqa: BLE001 - raised by finish()
-            error.add_note("swpipe: while workloads were gathered and rows assigned to ranks")
+            add_note(error, "swpipe: while workloads were gathered and rows assigned to ranks")
             route.set_exception(error)
 
     def _route(self, work: Tensor) -> Route:
