@@ -286,8 +286,6 @@ class Run:
             if lane.torch_state is not None:
                 lane.torch_state.reset()
 
-    # ------------------------------------------------- swpipe's own two instructions
-
     def _admit(self, i: int) -> None:
         depth, device = self.engine.program.depth, self.engine.device
         before = self.engine.ends.get((self.iterations.first + i) % depth)
@@ -352,8 +350,6 @@ class Run:
         end = ends[slot] = ends.get(slot) or self.engine.device.new_event()
         end.record(self.iterations.caller_stream)
 
-    # ------------------------------------------------------------------ ending
-
     def fail(self, error: BaseException, lane: LaneRunner) -> None:
         """Keep the first failure, wake everyone, and note on it where it happened."""
         if isinstance(error, Cancelled):
@@ -406,7 +402,7 @@ class Run:
         remove_run(self)
 
     def left_inside(self) -> list[str]:
-        """Which threads have not ended, and where they are."""
+        """Where the threads that have not ended are."""
         return [
             f"thread group {lane.group!r} is still inside task {lane.instruction.task!r}"
             for lane in self.lanes[1:]
