@@ -1,7 +1,7 @@
 # What people run. `make` alone lists the targets.
 #
 # PYTHON  the interpreter that makes .venv, and that gpu-check runs on; 3.11 or newer
-# ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x"
+# ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x -n 0"
 
 PYTHON ?= python3
 ARGS ?=
@@ -51,7 +51,7 @@ demo: $(VENV)/.demo ## train a click model serially and pipelined, compare, brea
 	@$(BIN)/swpipe demo $(ARGS)
 
 test: $(VENV)/.test ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
 	@$(BIN)/python -m tests.bench $(ARGS)

@@ -171,6 +171,7 @@ def test_the_profilers_truth_runs() -> None:
     assert [row.bar for row in rows] == bars
 
 
+@pytest.mark.slow
 def test_predictions_run(tmp_path: Path) -> None:
     """A row for tasks that block, and one for real work, each with its bar."""
     blocking = next(predict.blocking())

@@ -34,6 +34,7 @@ def test_a_batch_of_staleness_halves_the_cycle() -> None:
     assert bounds(MS, 20.0, 1).rec_mii_us == pytest.approx(bounds(MS, 20.0).rec_mii_us / 2)
 
 
+@pytest.mark.slow
 def test_the_contest_runs_and_its_exact_contenders_agree(two_ranks: Ranks) -> None:
     """Every contender has its figures, and every verdict that can be given is given."""
     found: list[Contest] = two_ranks.run(contest, (0.0, 1.0), 2, 2, TINY, deadline_s=120.0)

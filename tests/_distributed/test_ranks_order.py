@@ -139,6 +139,7 @@ def test_collectives_are_issued_in_one_order_on_two_ranks(two_ranks: Ranks) -> N
     check_orders(two_ranks, 10)
 
 
+@pytest.mark.slow
 def test_collectives_are_issued_in_one_order_on_four_ranks(four_ranks: Ranks) -> None:
     """The same on four."""
     check_orders(four_ranks, 3)
@@ -190,6 +191,7 @@ def _one_rank_raises(group: str) -> None:
         pipe.run(range(100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["default", "dist", "own"])
 def test_one_ranks_failure_ends_all_with_its_own_error(group: str) -> None:
     """It arrives as itself, with its task, while the other rank still waits for it."""
@@ -214,6 +216,7 @@ _one_rank_raises(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["own", "serially"])
 def test_torchrun_ends_within_seconds_and_names_the_cause(tmp_path: Path, group: str) -> None:
     """The job fails at once; the rank that was let down says who failed first, and of what."""

@@ -84,6 +84,7 @@ def _goes_on_alone() -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_on_without_is_noticed() -> None:
     """Long before the time-out; and ranks that are alike from then on run."""
     with Ranks(2) as ranks:

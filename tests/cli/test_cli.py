@@ -226,6 +226,7 @@ def test_batches_are_profiled_side_by_side(capsys: pytest.CaptureFixture[str], l
     assert "batch 1" in out
 
 
+@pytest.mark.slow
 @needs_clicks
 @needs_matplotlib
 def test_the_demo_shows_everything(

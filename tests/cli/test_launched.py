@@ -122,6 +122,7 @@ main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
 """
 
 
+@pytest.mark.slow
 def test_ranks_with_different_plan_files_are_told_so_once(tmp_path: Path) -> None:
     """In one line, with what differs and where; no batch is read, nor the data looked at."""
     script, plan = tmp_path / "apart.py", sharded_clicks.PLANS["sparse_dist"]()
@@ -257,6 +258,7 @@ def run(*args: object) -> int:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 def test_a_breakdown_is_of_every_task(
     one_rank: list[ranks.Verdict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -313,6 +315,7 @@ def test_plans_are_inferred_and_checked_on_ranks(
     assert one_rank == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 @pytest.mark.parametrize("plan", sharded_clicks.PLANS)
 def test_the_plans_of_ranks_pass_their_check(

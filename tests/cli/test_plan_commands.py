@@ -214,6 +214,7 @@ def test_limits_are_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("5.000 ms per iteration")
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_for_the_users_own_tasks(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_plan_is_made_for_the_users_own_tasks(
     assert json.loads((here / "kept.json").read_text())["tasks"]
 
 
+@pytest.mark.slow
 @needs_clicks
 def test_training_under_auto_says_what_it_expects_and_what_it_got(
     capsys: pytest.CaptureFixture[str], log: Path

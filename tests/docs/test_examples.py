@@ -29,6 +29,7 @@ def run(script: Path, where: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_prints_what_its_page_shows(script: Path, tmp_path: Path) -> None:
     """Each example ends well; its output is that of the .txt beside it, where there is one."""
@@ -38,6 +39,7 @@ def test_an_example_runs_and_prints_what_its_page_shows(script: Path, tmp_path: 
         assert printed == shown.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_python_on_a_page_runs(page: Path, tmp_path: Path) -> None:
     """The Python blocks of a page run one after the other, as a reader would paste them."""

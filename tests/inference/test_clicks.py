@@ -86,6 +86,7 @@ def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) 
     assert all(map(torch.equal, serially, results(job, piped)))
 
 
+@pytest.mark.slow
 def test_inferred_dependences_are_enough_on_any_stages_and_threads(tmp_path: Path) -> None:
     """Checked on random plans."""
     job = job_on(tmp_path)

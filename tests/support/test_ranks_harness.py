@@ -104,6 +104,7 @@ def test_what_cannot_be_pickled_is_told(two_ranks: Ranks) -> None:
         two_ranks.run(_raise_what_no_pickle_holds)
 
 
+@pytest.mark.slow
 def test_one_failing_rank_ends_all_within_seconds() -> None:
     """Its exception arrives as itself, whatever its class takes; the other rank is killed."""
     with Ranks(2, grace_s=0.5) as ranks:
@@ -124,6 +125,7 @@ def test_a_rank_that_dies_is_named() -> None:
         ranks.run(_one_dies)
 
 
+@pytest.mark.slow
 def test_a_deadline_that_passes_shows_all_stacks_and_leaves_no_process() -> None:
     """The error names the late rank and where each one stands."""
     with Ranks(2) as ranks:

@@ -32,6 +32,7 @@ def polars_threads(**environment: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("environment", "threads"), [({}, 1), ({"POLARS_MAX_THREADS": "2"}, 2)])
 def test_polars_takes_one_thread_unless_told_otherwise(
     environment: dict[str, str], threads: int

@@ -43,6 +43,7 @@ def test_the_interval_is_that_of_the_plan(number: int) -> None:
     assert ii_us >= bounds.ii_us * (1 - 1e-12)
 
 
+@pytest.mark.slow
 def test_more_effort_finds_better_plans() -> None:
     """Never a worse one, since it begins with the same runs."""
     intervals = [

@@ -117,6 +117,7 @@ def _one_raises() -> None:
             pipeline.progress(data)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_own_error() -> None:
     """Within seconds, and with the task and the iteration."""
     with Ranks(2, grace_s=3.0) as ranks:

@@ -147,6 +147,7 @@ def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
     check_deal(two_ranks.run(_shuffle, 3))
 
 
+@pytest.mark.slow
 def test_four_ranks_share_the_work(four_ranks: Ranks) -> None:
     """The same on four."""
     check_deal(four_ranks.run(_shuffle, 2))

@@ -108,6 +108,7 @@ def _soaked(name: str, steps: int) -> tuple[list[str], list[int]]:
     return outcome.differences(_plainly(steps)), peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_awkward_ends_and_switches_change_no_number(two_ranks: Ranks, name: str) -> None:
     """Iterators shorter than the depth, empty ones, evaluations both ways, in between."""

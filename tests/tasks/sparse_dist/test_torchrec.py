@@ -36,6 +36,7 @@ def test_it_says_what_it_found() -> None:
     assert "fbgemm" in describe()
 
 
+@pytest.mark.slow
 def test_the_import_is_silent() -> None:
     """Neither a warning nor a log line reaches the user."""
     code = "import swpipe.tasks.sparse_dist"

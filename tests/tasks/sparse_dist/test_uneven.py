@@ -231,6 +231,7 @@ def _one_stalls() -> tuple[int, str, str, float]:
     return 0, "", "", 0.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_an_error_within_the_deadline() -> None:
     """The others say which step they wait for, after ``timeout_s``."""
     with Ranks(2, deadline_s=60.0) as ranks:
@@ -248,6 +249,7 @@ def _one_dies() -> None:
             os._exit(9)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_at_once() -> None:
     """The others do not wait for the timeout."""
     with Ranks(2) as ranks, pytest.raises(RankDied) as caught:
