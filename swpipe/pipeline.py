@@ -310,7 +310,7 @@ class SWPipeline:
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._driver.access.closed is not None
+        return self._driver.access.closed
 
     def close(self) -> None:
         """Stop the threads and drop what is in flight. The pipeline cannot be used any more.

@@ -24,7 +24,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
 from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
@@ -115,23 +114,19 @@ class Driver:
         return len(self.drained) + (0 if self.run is None else self.run.in_flight)
 
     def __enter__(self) -> None:
-        self.enter(sys._getframe(1))
-
-    def enter(self, frame: FrameType) -> None:
-        """Begin a call, which lasts for as long as ``frame`` is executed, or until it leaves."""
-        self.access.enter(frame)
-        if self.run is not None and self.run.interrupted:
-            self._end_with_warning(self.run)
+        self.access.enter(sys._getframe(1))
+        run = self.run
+        if run is not None and (run.in_call or run.stopping) and run.interrupted:
+            self._end_with_warning(run)
         self._lent = None if this_thread.access is None else lend_access()
 
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         try:
-            if self.access.closed is not None:
-                self._end_all()
             if self._lent is not None:
                 self._lent.take_back(kind)
         finally:
-            self.access.leave()
+            if not self.access.leave():
+                self.close()
 
     def fill(self, iterator: Iterator[Any]) -> None:
         """Run the prologue."""
@@ -200,7 +195,7 @@ class Driver:
         if run is not None:
             run.stop()
         deadline = time.monotonic() + JOIN_GRACE_S
-        while not self.access.forked and not self.access.try_enter(sys._getframe()):
+        while not self.access.forked and not self.access.enter_to_close(sys._getframe()):
             if self._must_not_wait(run) or time.monotonic() > deadline:
                 return  # the call under way sees the flags
             time.sleep(1e-3)
@@ -237,7 +232,7 @@ class Driver:
             self.ranks.number = check_same_plan(self._plan)
             self._check_ranks = False
         run = self.run = Run(self.engine, iterator, self.next_iteration)
-        if self.access.closed is not None:  # by now, when there was no run to stop
+        if self.access.closed:  # by now, when there was no run to stop
             run.stop()
         try:
             run.start()

@@ -39,10 +39,10 @@ class ExclusiveAccess:
     """Lets one call in at a time; another one raises instead of waiting."""
 
     def __init__(self) -> None:
-        self._closed = False
+        self._open_after: int | None = _forks  # of how many forks; None once closed
+        self._made_after = _forks
         self._holder: FrameType | None = None
         self._lock = threading.RLock()
-        self._made_after = _forks
 
     @property
     def forked(self) -> bool:
@@ -50,38 +50,43 @@ class ExclusiveAccess:
         return self._made_after != _forks
 
     @property
-    def closed(self) -> str | None:
-        """Why nobody is let in any more; None while calls are."""
-        return FORKED if self.forked else CLOSED if self._closed else None
+    def closed(self) -> bool:
+        """Whether nobody is let in any more."""
+        return self._open_after != _forks
 
     def close(self) -> None:
         """Let no further call in."""
-        self._closed = True
+        self._open_after = None
 
     def enter(self, frame: FrameType) -> None:
         """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
-        if self.closed is None and not self.try_enter(frame):
+        entered = False
+        with self._lock:
+            if self._holder is None or self.holder() is None:
+                self._holder = frame
+                entered = True
+        # After the holder is set: either close() sees this call, or this call sees that it closed.
+        if self._open_after != _forks:
+            if entered:
+                self._holder = None
+            raise RuntimeError(FORKED if self.forked else CLOSED)
+        if not entered:
             raise RuntimeError(
                 "the pipeline is in use already, by another thread or by one of its own tasks: "
                 "make one call at a time"
             )
-        # After the holder is set: either close() sees this call, or this call sees ``closed``.
-        if self.closed is not None:
-            if self._holder is frame:
-                self._holder = None
-            raise RuntimeError(self.closed)
 
-    def try_enter(self, frame: FrameType) -> bool:
-        """Begin a call, closed or not, unless another is under way."""
+    def enter_to_close(self, frame: FrameType) -> bool:
+        """Begin a call though the pipeline is closed; False while another is under way."""
         with self._lock:
-            if self.holder() is not None:
-                return False
-            self._holder = frame
-            return True
+            if self.holder() is None:
+                self._holder = frame
+            return self._holder is frame
 
-    def leave(self) -> None:
-        """End the call."""
+    def leave(self) -> bool:
+        """End the call; whether the pipeline is still open."""
         self._holder = None
+        return self._open_after == _forks
 
     def holder(self) -> int | None:
         """The thread, by ``ident``, of the call that is under way; None if there is none."""

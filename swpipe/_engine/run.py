@@ -181,7 +181,7 @@ class Run:
     @property
     def over(self) -> bool:
         """Whether it is finished, with no failure left to raise."""
-        return self.finished and self.failure is None
+        return self.retired >= self.iterations.total and not self._failure
 
     @property
     def in_flight(self) -> int:
