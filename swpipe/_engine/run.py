@@ -388,7 +388,7 @@ class Run:
         """Stop the threads, wait for them, and drop what is in flight."""
         if self.ended:
             return
-        if not self.finished or self.in_call:
+        if not self.finished:
             self.stop()
         self.ending = True
         self.lanes[0].progress.advance(FOREVER)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 
 import swpipe
-from swpipe import PipelinePlan, SWPipeline
-from tests.support.plans_for_tests import piped, spread, tasks
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.sequencer import PATIENCE_S
 
 SWPIPE = str(Path(swpipe.__file__).parent)
@@ -110,7 +111,7 @@ def use_again(pipe: SWPipeline) -> list[int]:
             if "drain()" not in str(refusal):
                 raise
             with suppress(KeyboardInterrupt):
-                pipe.drain()
+                assert all(vars(ctx).keys() >= set(NAMES) for ctx in pipe.drain())
     raise AssertionError("still refused")
 
 
@@ -156,17 +157,32 @@ CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], None]]] = {
 """Whether the pipeline is full before, and what is interrupted."""
 
 
-def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Interrupter]:
+class Ran:
+    """Which task ran on which batch."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, int]] = []
+
+    def tasks(self) -> list[PipelineTask]:
+        """The five tasks."""
+        return tasks(**{name: partial(self._note, name) for name in NAMES})
+
+    def _note(self, name: str, ctx: IterContext) -> None:
+        self.ran.append((name, ctx.batch))
+
+
+def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Interrupter, Ran]:
     """A pipeline of which one call was interrupted at its n-th place."""
     full, act = CALLS[name]
-    pipe = SWPipeline(plan, tasks(), device="cpu")
+    ran = Ran()
+    pipe = SWPipeline(plan, ran.tasks(), device="cpu")
     data = iter(range(4))
     if full:
         pipe.fill_pipeline(data)
     interrupter = Interrupter(n)
     with suppress(KeyboardInterrupt, StopIteration), interrupter:
         act(pipe, data)
-    return pipe, interrupter
+    return pipe, interrupter, ran
 
 
 @pytest.mark.slow
@@ -175,16 +191,17 @@ def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Inte
 def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
     plan: PipelinePlan, name: str
 ) -> None:
-    """Every place in turn: no thread is left, and a new fill works, or after the mend it names."""
+    """No thread is left; a new fill works, or after the mend it names; no task runs twice."""
     n, raised = 0, True
     while raised:
-        pipe, interrupter = interrupted(plan, name, n)
+        pipe, interrupter, ran = interrupted(plan, name, n)
         where = f"place {n}, {interrupter.where}"
         raised = interrupter.raised
         if not pipe.closed and n % 2:
             assert use_again(pipe) == [100, 101, 102, 103], where
         pipe.close()
         assert swpipe_threads() == [], where
+        assert len(set(ran.ran)) == len(ran.ran), where
         assert pipe.in_flight == 0, where
         n += 1
     assert n > 50

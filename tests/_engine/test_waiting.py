@@ -62,6 +62,20 @@ def test_cancelling_wakes_everyone_and_refuses_later_waits() -> None:
         counter.wait(3)
 
 
+def test_a_counter_forgets_who_has_waited() -> None:
+    """However that ended: a long run waits a million times."""
+    counter = ProgressCounter()
+    for count in range(1, 10):
+        thread, _ = waiter(counter, count)
+        counter.advance(count)
+        thread.join(20)
+    assert not counter.reaches(10, 1e-6)
+    counter.cancel()
+    with pytest.raises(Cancelled):
+        counter.wait(10)
+    assert not counter._waiters
+
+
 def test_no_wake_up_is_lost_under_contention() -> None:
     """A reader and a writer that race over every count both reach the end."""
     there, back = ProgressCounter(), ProgressCounter()
