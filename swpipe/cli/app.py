@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -17,16 +17,28 @@ from swpipe.cli import options, plan_commands
 from swpipe.cli.arguments import (
     AUTO,
     OpenWorkload,
+    Output,
+    check_outputs,
     configured,
     find_workload,
-    load_file,
     load_plan,
+    load_timeline,
     save,
 )
-from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
+from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code, one_line_errors
+from swpipe.core.messages import plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.workload import DEFAULT, Job, Run, Training, Workload, alternate
+from swpipe.tasks.workload import (
+    DEFAULT,
+    MOST_COUNT,
+    MOST_SEED,
+    Job,
+    Run,
+    Training,
+    Workload,
+    alternate,
+)
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
@@ -36,16 +48,15 @@ if TYPE_CHECKING:
 _TRACED = 12  # steps in a timeline
 _TURN = 100  # steps under one plan, before the next one has its turn
 
+DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
+DEMO_PICTURES = ("timeline.png", "breakdown.png")
+
 app = typer.Typer(
     help="Software pipelining for PyTorch: train a model, measure it, plan it, look at it.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-ON_RANKS = ("train", "profile", "plan")
-"""Commands that several ranks run together."""
 
 app.add_typer(plan_commands.app, name="plan")
 
@@ -59,21 +70,22 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: Always: 0 when all went well, 2 for a mistake of the user.
     """
-    given = sys.argv[1:] if args is None else args
+    given = (sys.argv[1:] if args is None else args) or ["--help"]
     options.declare_workload_options()
-    run = partial(app, args=options.spread_lists(given), prog_name="swpipe")
-    if ranks.launched():
-        sys.exit(ranks.run_on_ranks(lambda rank: run(standalone_mode=False, obj=rank)))
-    run()
+    run = partial(app, args=options.spread_lists(given), prog_name="swpipe", standalone_mode=False)
+    if ranks.joins(given):
+        sys.exit(exit_code(lambda: ranks.run_on_ranks(lambda rank: run(obj=rank))))
+    sys.exit(exit_code(run))
 
 
 @app.callback()
 def check_command(context: typer.Context) -> None:
     """Under torchrun some commands run on all ranks; the others make no sense there."""
     with one_line_errors():
-        if context.obj is not None and context.invoked_subcommand not in ON_RANKS:
+        if context.obj is not None and context.invoked_subcommand not in ranks.COMMANDS:
+            there = ", ".join(ranks.COMMANDS)
             raise UserError(
-                f"{context.invoked_subcommand}: under torchrun there are {', '.join(ON_RANKS)}; "
+                f"{context.invoked_subcommand}: under torchrun there are {there}; "
                 "start this one without it"
             )
 
@@ -88,7 +100,8 @@ def train(
         str, typer.Option(metavar="PLAN,PLAN", help="Train under each of these, and compare.")
     ] = "",
     steps: Annotated[
-        int | None, typer.Option(min=1, help="How many; none: once through the data.")
+        int | None,
+        typer.Option(min=1, max=MOST_COUNT, help="How many; none: once through the data."),
     ] = None,
     device: options.Device = None,
     timeline: Annotated[
@@ -102,6 +115,7 @@ def train(
         if plan and compare:
             raise UserError("--plan and --compare: give one of them")
         rank: ranks.Rank | None = context.obj
+        check_outputs(rank, timeline)
         work = find_workload(workload, rank)
         training = _training(work)
         wanted = (compare or plan or work.usual_plan).split(",")
@@ -116,14 +130,15 @@ def train(
             with closing(work.open_job(config)) as job:
                 tuned = OpenWorkload(work, job, config.device).tune()
             plans = {name: plans.get(name, tuned.plan) for name in wanted}
-            typer.echo(f"auto: {tuned.format()}")
-        with open_runs(training, config, plans, steps) as runs:
+            echo(f"auto: {tuned.format()}")
+        labelled = list(zip(numbered(wanted), map(plans.__getitem__, wanted), strict=True))
+        with open_runs(training, config, labelled, steps) as runs:
             recorded = train_runs(runs)
-            typer.echo(training.report(runs))
+            echo(training.report(runs))
             if tuned is not None:
-                typer.echo(format_outcome(tuned, runs[wanted.index(AUTO)]))
+                echo(format_outcome(tuned, runs[wanted.index(AUTO)]))
             what = f"timeline of the last steps under {runs[-1].name}:"
-            save(what, timeline, recorded.save, rank)
+            save(rank, Output(what, timeline, recorded.save))
 
 
 @app.command("profile")
@@ -135,8 +150,10 @@ def profile(
     serially: Annotated[
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
-    batches: Annotated[int, typer.Option(min=1, help="Batches to show side by side.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of baseline and shortcuts.")] = 3,
+    batches: Annotated[int, typer.Option(min=1, max=100, help="Batches to show side by side.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_COUNT, help="Rounds of baseline and shortcuts.")
+    ] = 3,
     device: options.Device = None,
     output: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write the figures as JSON.")
@@ -146,6 +163,7 @@ def profile(
     """Show what each task of a workload really costs: its exposed time."""
     with one_line_errors():
         rank: ranks.Rank | None = context.obj
+        check_outputs(rank, output)
         work = find_workload(workload, rank)
         plan = plan or work.usual_plan
         loaded = load_plan(plan, work.plans) if work.plans else None
@@ -155,8 +173,8 @@ def profile(
         with closing(opened.job) as job, about_plan(plan):
             loaded = loaded or load_plan(plan, opened.plans)
             results = profile_job(job, opened.device, loaded, batches, rounds, not serially)
-        typer.echo(format_breakdown(results))
-        save("written to", output, results.save, rank)
+        echo(format_breakdown(results))
+        save(rank, Output("written to", output, results.save))
 
 
 @app.command("trace")
@@ -169,16 +187,10 @@ def draw_trace(
     """Draw a saved timeline."""
     with one_line_errors():
         picture = timeline.with_suffix(".png") if output is None else output
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        recorded = load_file(Trace.load, timeline)
-        try:
-            recorded.plot(picture)
-        except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}") from error
-        except (ValueError, ImportError) as error:
-            raise UserError(f"{timeline}: {error}") from error
-        typer.echo(recorded.format_summary())
-        typer.echo(f"drawn into {picture}")
+        recorded = load_timeline(timeline)
+        check_outputs(None, pictures=[picture])
+        echo(recorded.format_summary())
+        save(None, Output("drawn into", picture, recorded.plot))
 
 
 @app.command("demo")
@@ -186,22 +198,29 @@ def demo(
     directory: Annotated[Path, typer.Option(help="Where data and results go.")] = Path(
         "build/demo"
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Under each plan.")] = 322,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Of the model, and of the generated data.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=MOST_COUNT, help="Under each plan.")] = 322,
+    batch_size: Annotated[int, typer.Option(min=1, max=MOST_COUNT, help="Rows per step.")] = 4096,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Of the model, and of the generated data.")
+    ] = 0,
 ) -> None:
     """Train serially and pipelined, compare, break down, draw; in under three minutes."""
+    from swpipe.profiler import ProfileResults
+
     with one_line_errors():
         work = find_workload(DEFAULT)
         training = _training(work)
+        files = [directory / name for name in DEMO_FILES]
+        pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
+        check_outputs(None, *files, pictures=pictures)
         values = {option.name: option.default for option in work.options}
         chosen = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
         config = configured(work, {**values, **chosen}, None)
-        typer.echo("Training the same model under both plans, in turns.")
+        echo("Training the same model under both plans, in turns.")
         plans = {name: work.plans[name]() for name in ("serial", work.usual_plan)}
-        with open_runs(training, config, plans, steps) as runs:
+        with open_runs(training, config, list(plans.items()), steps) as runs:
             recorded = train_runs(runs)
-            typer.echo("\nWhat each task costs, in the plain loop and under the plan.")
+            echo("\nWhat each task costs, in the plain loop and under the plan.")
             breakdown = []
             for label, pipelined in (("plain loop", False), ("under the plan", True)):
                 with closing(work.open_job(config)) as job:
@@ -209,11 +228,13 @@ def demo(
                     breakdown.append(
                         profile_job(job, config.device, plan, 1, 3, pipelined, labels=[label])
                     )
-            files = save_results(directory, recorded, breakdown)
             for results in breakdown:
-                typer.echo(f"\n{format_breakdown(results)}")
-            typer.echo(f"\n{training.report(runs)}")
-            typer.echo("\n  ".join(["files:", *map(str, files)]))
+                echo(f"\n{format_breakdown(results)}")
+            echo(f"\n{training.report(runs)}\nfiles:")
+            both = ProfileResults(results[0] for results in breakdown)
+            writes = [recorded.save, *(results.save for results in breakdown)]
+            writes += [recorded.plot, both.plot][: len(pictures)]
+            save(None, *map(partial(Output, " "), [*files, *pictures], writes))
 
 
 # ------------------------------------------------------------------------------ train and profile
@@ -230,12 +251,15 @@ def _training(work: Workload) -> Training:
 
 @contextmanager
 def open_runs(
-    training: Training, config: Any, plans: Mapping[str, PipelinePlan], steps: int | None
+    training: Training,
+    config: Any,
+    plans: Sequence[tuple[str, PipelinePlan]],
+    steps: int | None,
 ) -> Iterator[list[Run]]:
-    """One run per plan, of the same configuration."""
+    """One run per named plan, of the same configuration."""
     with ExitStack() as stack:
         runs = []
-        for name, plan in plans.items():
+        for name, plan in plans:
             with about_plan(name):
                 runs.append(stack.enter_context(training.open_run(name, config, plan, steps)))
         yield runs
@@ -259,7 +283,7 @@ def format_outcome(tuned: Tuned, run: Run) -> str:
     """The interval that was predicted for a plan, that of its trial, and that of training."""
     got_us = 1e6 / run.steps_per_s
     expected, tried = (
-        f"{us / 1e3:.3f} ms per step ({got_us / us - 1:+.1%})"
+        f"{us / 1e3:.3f} ms per step" + (f" ({got_us / us - 1:+.1%})" if us else "")
         for us in (tuned.chosen.predicted_us, tuned.chosen.interval_us)
     )
     return f"auto: expected {expected}, tried {tried}, got {got_us / 1e3:.3f}"
@@ -294,20 +318,9 @@ def format_breakdown(results: ProfileResults) -> str:
     return results[0].format_report() if len(results) == 1 else results.format_report()
 
 
-def save_results(
-    directory: Path, recorded: Trace, breakdown: Sequence[ProfileResults]
-) -> list[Path]:
-    """Save timeline and figures in ``directory``; draw them where matplotlib is installed."""
-    from swpipe.profiler import ProfileResults
-
-    timeline = directory / "timeline.json"
-    recorded.save(timeline)
-    files = [timeline]
-    for results in breakdown:
-        files.append(directory / f"breakdown-{results[0].mode}.json")
-        results.save(files[-1])
-    if find_spec("matplotlib"):
-        files += [timeline.with_suffix(".png"), directory / "breakdown.png"]
-        recorded.plot(files[-2])
-        ProfileResults(results[0] for results in breakdown).plot(files[-1])
-    return files
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names as they are printed; of equal ones the second is "serial (2)"."""
+    return [
+        plain(name) + (f" ({earlier + 1})" if (earlier := names[:k].count(name)) else "")
+        for k, name in enumerate(names)
+    ]

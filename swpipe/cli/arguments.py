@@ -9,27 +9,32 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import typer
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank
-from swpipe.cli.user_errors import UserError, about_plan, one_line
+from swpipe.cli.user_errors import UserError, about_plan, echo, reason, told
+from swpipe.core.files import check_writable
+from swpipe.core.messages import plain, shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
 from swpipe.planning.autotuning import Loop, Tuned, autotune
 from swpipe.planning.limits import Limits
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
+from swpipe.trace import Trace
 
 T = TypeVar("T")
 
 AUTO = "auto"
 """The plan that is yet to be made."""
+
+PICTURES = (".png", ".svg", ".pdf")
 
 MEASURED = 3
 """Batches that costs are measured on and plans tried with."""
@@ -53,7 +58,9 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
                 configure=lambda options: _OwnConfig(options["device"]),
                 open_job=lambda config: _OwnJob(name, rank),
             )
-        raise UserError(f"workload {name}: name one of {', '.join(known)}, or module:function")
+        raise UserError(
+            f"workload {plain(name)}: name one of {', '.join(known)}, or module:function"
+        )
     found = known[name]
     if rank is None:
         return found
@@ -99,14 +106,16 @@ class _OwnJob:
         pair = isinstance(given, tuple) and len(given) == 2
         if not (pair and all(isinstance(part, Iterable) for part in given)):
             raise UserError(
-                f"workload {name}: it gave {given!r}; return (tasks, batches), both of which can "
-                "be iterated over"
+                f"workload {name}: it gave {shown(given)}; return (tasks, batches), both of which "
+                "can be iterated over"
             )
         tasks, self._batches = given
         self._tasks, self._rank = tuple(tasks), rank
         for task in self._tasks:
             if not isinstance(task, PipelineTask):
-                raise UserError(f"workload {name}: {task!r} among its tasks is no PipelineTask")
+                raise UserError(
+                    f"workload {name}: {shown(task)} among its tasks is no PipelineTask"
+                )
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         return self._tasks
@@ -123,8 +132,8 @@ class _OwnJob:
 
 def _call(name: str) -> Any:
     module_name, _, function_name = name.partition(":")
-    if not (module_name and function_name):
-        raise UserError(f"workload {name}: name it as module:function")
+    if not (all(map(str.isidentifier, module_name.split("."))) and function_name):
+        raise UserError(f"workload {plain(name)}: name it as module:function")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -140,9 +149,10 @@ def _call(name: str) -> Any:
 
 def _check_device(device: str) -> None:
     try:
+        resolve(device)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, ValueError, AssertionError) as error:  # torch without CUDA asserts
+        raise UserError(f"--device {plain(device)}: {str(error).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +225,7 @@ class OpenWorkload:
             "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
             "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
             "over_ranks": self.job.over_ranks,
-            "progress": lambda line: typer.echo(f"{self.workload.name}: {line}", err=True),
+            "progress": lambda line: echo(f"{self.workload.name}: {line}", err=True),
         }
 
 
@@ -242,10 +252,10 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
             return PipelinePlan.load(name)
     except OSError as error:
         raise UserError(
-            f"plan {name}: {error.strerror}; name a file, or one of {', '.join(plans)}"
+            f"plan {plain(name)}: {reason(error)}; name a file, or one of {', '.join(plans)}"
         ) from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"plan {name}: {error}") from error
+        raise UserError(f"plan {plain(name)}: {error}") from error
 
 
 def _elsewhere(name: str, plans: Plans) -> str:
@@ -270,24 +280,94 @@ def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
     try:
         return load(path)
     except OSError as error:
-        raise UserError(f"{what}{path}: {error.strerror}") from error
+        raise UserError(f"{what}{plain(str(path))}: {reason(error)}") from error
     except ValueError as error:  # PlanError, broken JSON, and bytes that are no text
-        raise UserError(f"{what}{path}: {one_line(error)}") from error
+        raise UserError(f"{what}{plain(str(path))}: {told(error)}") from error
 
 
-def save(what: str, path: Path | None, write: Callable[[Path], object], rank: Rank | None) -> None:
-    """Write a file where the user wants one, on the first rank only, and say where it is.
+def load_timeline(path: Path) -> Trace:
+    """A saved timeline of at least one task.
+
+    Raises:
+        UserError: There is no such file, or it is something else.
+    """
+    trace = load_file(Trace.load, path)
+    if not trace.spans:
+        raise UserError(f"{plain(str(path))}: the timeline is empty: no task ran; record another")
+    return trace
+
+
+def check_outputs(
+    rank: Rank | None, *paths: Path | None, pictures: Collection[Path | None] = ()
+) -> None:
+    """Make sure that files can be written, before there is anything to write.
 
     Args:
-        what: How the line begins that names the file.
-        path: Its directory is made; None writes nothing.
-        write: Writes it.
-        rank: This process as one rank of several.
+        rank: This process as one rank of several, of which the first writes.
+        *paths: Their directories are made.
+        pictures: More of them, which matplotlib draws.
+
+    Raises:
+        UserError: One cannot be written.
     """
-    if path is not None and (rank is None or rank.number == 0):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-        typer.echo(f"{what} {path}")
+    if not _writes(rank):
+        return
+    for path in (path for path in pictures if path is not None):
+        if path.suffix.lower() not in PICTURES:
+            rule = f"pictures are {', '.join(PICTURES)} files"
+            raise UserError(f"{plain(str(path))}: {rule}; give it such a name")
+        if find_spec("matplotlib") is None:
+            raise UserError(
+                f"{plain(str(path))}: a picture needs matplotlib: pip install 'swpipe[plot]'"
+            )
+    for path in (path for path in (*paths, *pictures) if path is not None):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(path)
+        except OSError as error:
+            raise UserError(f"{plain(str(path))}: {reason(error)}") from error
+
+
+class Output(NamedTuple):
+    """A file that the user wants.
+
+    Attributes:
+        what: How the line begins that names the file.
+        path: None writes nothing.
+        write: Writes it.
+    """
+
+    what: str
+    path: Path | None
+    write: Callable[[Path], object]
+
+
+def save(rank: Rank | None, *outputs: Output) -> None:
+    """Write files and say where they are; where one cannot be written, the others still are.
+
+    Args:
+        rank: As in ``check_outputs``.
+        *outputs: The files.
+
+    Raises:
+        UserError: Some could not be written.
+    """
+    failed = []
+    for what, path, write in outputs:
+        if path is not None and _writes(rank):
+            try:
+                write(path)
+            except (OSError, ValueError) as error:  # a picture may be too large
+                why = reason(error) if isinstance(error, OSError) else told(error)
+                failed.append(f"{plain(str(path))}: {why}")
+            else:
+                echo(f"{what} {plain(str(path))}")
+    if failed:
+        raise UserError("; ".join(failed))
+
+
+def _writes(rank: Rank | None) -> bool:
+    return rank is None or rank.number == 0
 
 
 def names(given: Collection[str] | None) -> tuple[str, ...]:

@@ -8,6 +8,10 @@ while the others wait for it in a collective, which Python cannot interrupt. So:
     rank 0                prints the message, once, and notes in the store that it did
     every rank            then, when all are ready, ends with the verdict's exit code
 
+A rank waits for the others before anything else, at most ``JOIN_S``. The variables that torchrun
+sets may come from elsewhere, as in a container of a cluster; so only the commands that several
+ranks run together join them, and outside of torchrun they say that they wait.
+
 A thread on each rank polls for a verdict, and ends the process where the main thread cannot. Other
 exceptions are not changed: the rank that raised prints its traceback and ends with exit code 1,
 torchrun ends the job, and other ranks' errors name the first one
@@ -26,7 +30,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import partial
@@ -38,16 +42,24 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
+from swpipe._distributed.rank_checks import _within
 from swpipe.cli.options import flag
-from swpipe.cli.user_errors import ClickError, UserError
+from swpipe.cli.user_errors import ClickError, Reported, UserError, echo, line_of
+from swpipe.core.messages import one_line, plain, shorten
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import on_cpu
-from swpipe.tasks.workload import all_options
+from swpipe.tasks.workload import MOST_COUNT, all_options
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
+
+COMMANDS = ("train", "profile", "plan")
+"""The commands that several ranks run together; of plan all but show."""
+
+JOIN_S = 300.0
+"""How long a rank waits for the others when it starts."""
 
 _POLL_S = 0.2  # between two looks for a verdict
 _REPORT_S = 10.0  # within which rank 0 must have printed a verdict
@@ -67,6 +79,30 @@ _SAME = (
 def launched() -> bool:
     """Whether torchrun, or something that says the same, started this process as a rank."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def joins(args: Sequence[str]) -> bool:
+    """Whether this process has to join other ranks for a command line."""
+    if not launched() or "--help" in args:
+        return False
+    # Under torchrun, ranks that do not need each other end together all the same.
+    is_ranked = args[0] in COMMANDS and [*args[:2]] != ["plan", "show"]
+    return is_ranked or dist.is_torchelastic_launched()
+
+
+def _number(name: str, most: int, least: int = 0) -> int:
+    text = os.environ[name]
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise Reported(
+            f"{name}={plain(text)}: torchrun sets an integer from {least} to {most}; correct it, "
+            "or unset RANK to run in one process",
+            2,
+        )
+    return number
 
 
 class Verdict(NamedTuple):
@@ -90,10 +126,28 @@ class Rank:
     """
 
     def __init__(self) -> None:
-        self._store, self.number, self.size = next(rendezvous("env://"))
+        self.size = _number("WORLD_SIZE", MOST_COUNT, 1)
+        self.number = _number("RANK", self.size - 1)
+        port = _number("MASTER_PORT", 2**16 - 1)
+        self._local_rank = (
+            _number("LOCAL_RANK", self.size - 1) if "LOCAL_RANK" in os.environ else self.number
+        )
+        here = f"rank {self.number} of {self.size}, at {shorten(os.environ['MASTER_ADDR'])}:{port}"
+        if not dist.is_torchelastic_launched():
+            echo(
+                f"swpipe: RANK is set: {here}: waits at most {JOIN_S:g} s for the others", err=True
+            )
+        try:
+            self._store, *_ = _within(JOIN_S, lambda: next(rendezvous("env://")))
+        except (RuntimeError, ValueError) as error:
+            why = one_line(str(error).partition("\n")[0])
+            raise Reported(
+                f"{here}: cannot join the others: {why}; start all ranks, or unset RANK to run in "
+                "one process",
+                2,
+            ) from error
         # For the other thread, and for failures: to connect to a store that is gone takes minutes.
         self._connection = self._store.clone()
-        self._local_rank = int(os.environ.get("LOCAL_RANK", self.number))
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
 
@@ -278,5 +332,5 @@ def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:
             if dist.is_initialized():
                 dist.destroy_process_group()
     except ClickError as error:
-        rank.end(Verdict(error.format_message(), error.exit_code))
+        rank.end(Verdict(line_of(error), error.exit_code))
     return code

@@ -71,6 +71,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         flag(option.name),
         help=option.help,
         min=option.minimum,
+        max=option.maximum if option.kind is int else None,
         metavar="PATH..." if option.kind is list else None,
     )
     return inspect.Parameter(

@@ -15,15 +15,19 @@ from swpipe.cli import options
 from swpipe.cli.arguments import (
     MEASURED,
     OpenWorkload,
+    Output,
+    check_outputs,
     load_file,
     load_plan,
+    load_timeline,
     names,
     save,
 )
 from swpipe.cli.launched import Rank, command_facts
-from swpipe.cli.user_errors import UserError, about_plan, one_line_errors
+from swpipe.cli.user_errors import UserError, about_plan, echo, one_line_errors
 from swpipe.core.costs import CostModel
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.messages import plain
+from swpipe.core.plan import MOST_ITERATIONS, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds, recsys14
@@ -50,7 +54,7 @@ KeepCosts = Annotated[
     Path | None,
     typer.Option("--keep-costs", metavar="OUT.json", help="Write the costs that were used."),
 ]
-Output = Annotated[
+PlanFile = Annotated[
     Path | None, typer.Option(metavar="OUT.toml", help="Write the plan, as TOML or JSON.")
 ]
 
@@ -59,20 +63,21 @@ Output = Annotated[
 def show(
     context: typer.Context,
     plan: PlanName,
-    periods: Annotated[int, typer.Option(min=1, help="Periods to show.")] = 6,
-    output: Output = None,
+    periods: Annotated[int, typer.Option(min=1, max=100, help="Periods to show.")] = 6,
+    output: PlanFile = None,
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
     with one_line_errors():
         rank: Rank | None = context.obj
+        check_outputs(rank, output)
         loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank), **PAPER})
         tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
         with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
             streams = any(entry.stream is not None for entry in loaded.schedule.values())
             kind = "a device with streams" if streams else "the CPU"
-            typer.echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
-            typer.echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
-        save("written to", output, loaded.save, rank)
+            echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
+            echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
+        save(rank, Output("written to", output, loaded.save))
 
 
 @app.command("infer")
@@ -84,19 +89,21 @@ def infer(
         str, typer.Option(metavar="PLAN", help="Compare with what this plan declares.")
     ] = "",
     device: options.Device = None,
-    output: Output = None,
+    output: PlanFile = None,
     **given: Any,
 ) -> None:
     """Record two iterations: what each task touches, and the dependences that follow."""
     with one_line_errors():
         rank = _agreed(context)
+        check_outputs(rank, output)
         opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
         compared = load_plan(plan, opened.plans) if plan else None
         loop = opened.loop()
         with about_plan(plan or workload):
             recording = loop.record()
-            typer.echo(str(recording.report(compared)))
-            save("written to", output, loop.inferred_plan(recording).save, rank)
+            echo(str(recording.report(compared)))
+            inferred = loop.inferred_plan(recording)
+        save(rank, Output("written to", output, inferred.save))
 
 
 @app.command("check")
@@ -106,7 +113,8 @@ def check(
     plan: PlanName,
     workload: options.Workload = DEFAULT,
     budget: Annotated[
-        int | None, typer.Option(min=1, metavar="BYTES", help="What may be in flight at most.")
+        int | None,
+        typer.Option(min=1, max=2**63 - 1, metavar="BYTES", help="What may be in flight at most."),
     ] = None,
     device: options.Device = None,
     **given: Any,
@@ -121,9 +129,9 @@ def check(
             verified = verify(
                 loaded, loop.tasks, recording.effects, sizes=recording.sizes, budget_bytes=budget
             )
-        typer.echo(f"{plan}: all {verified.orders} orders are kept in every interleaving")
+        echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")
         if verified.footprint is not None:
-            typer.echo(verified.footprint.format())
+            echo(verified.footprint.format())
 
 
 @app.command("simulate")
@@ -142,7 +150,7 @@ def simulate(
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Save it, for Perfetto or `trace`.")
     ] = None,
-    width: Annotated[int, typer.Option(min=40, help="Columns of the timeline.")] = 100,
+    width: Annotated[int, typer.Option(min=40, max=1000, help="Columns of the timeline.")] = 100,
     device: options.Device = None,
     keep: KeepCosts = None,
     **given: Any,
@@ -150,6 +158,7 @@ def simulate(
     """Predict a plan's timeline and interval from what its tasks cost."""
     with one_line_errors():
         rank = _agreed(context)
+        check_outputs(rank, timeline, keep, pictures=[picture])
         if plan in PAPER or costs is not None:
             loaded, model, streams = _with_costs(plan, costs, rank)
         else:
@@ -162,11 +171,19 @@ def simulate(
             bounds = lower_bounds(loaded, model, streams=streams)
         traces = {"predicted": result.trace()}
         if measured is not None:
-            traces["measured"] = last_iterations(load_file(Trace.load, measured), result.iterations)
-        typer.echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
-        save("drawn into", picture, lambda path: plot_stacked(traces, path), rank)
-        save("timeline:", timeline, result.trace().save, rank)
-        save("costs written to", keep, model.save, rank)
+            whole = load_timeline(measured)
+            traces["measured"] = last_iterations(whole, result.iterations)
+        try:
+            chart = format_stacked(traces, width)
+        except ValueError as error:
+            raise UserError(f"--width {width}: {error}") from error
+        echo(f"{chart}\n\n{result.format()}\n\n{bounds.format()}")
+        save(
+            rank,
+            Output("drawn into", picture, lambda path: plot_stacked(traces, path)),
+            Output("timeline:", timeline, result.trace().save),
+            Output("costs written to", keep, model.save),
+        )
 
 
 @app.command("auto")
@@ -178,20 +195,25 @@ def auto(
     ] = "",
     costs: Costs = None,
     workload: options.Workload = DEFAULT,
-    in_flight: Annotated[int, typer.Option(min=1, help="Iterations in flight at most.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Thread groups at most.")] = 4,
+    in_flight: Annotated[
+        int, typer.Option(min=1, max=MOST_ITERATIONS, help="Iterations in flight at most.")
+    ] = 5,
+    threads: Annotated[
+        int, typer.Option(min=1, max=MOST_ITERATIONS, help="Thread groups at most.")
+    ] = 4,
     frozen: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),
     ] = None,
     device: options.Device = None,
     keep: KeepCosts = None,
-    output: Output = None,
+    output: PlanFile = None,
     **given: Any,
 ) -> None:
     """Choose the best plan under limits, and say why."""
     with one_line_errors():
         rank = _agreed(context)
+        check_outputs(rank, keep, output)
         limits = Limits(in_flight=in_flight, threads=threads, frozen=names(frozen))
         if not plan:
             if costs is not None:
@@ -204,9 +226,12 @@ def auto(
             with about_plan(plan):
                 choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=EFFORT)
             text, chosen = choice.format(), choice.plan
-        typer.echo(text)
-        save("costs written to", keep, model.save, rank)
-        save("written to", output, chosen.save, rank)
+        echo(text)
+        save(
+            rank,
+            Output("costs written to", keep, model.save),
+            Output("written to", output, chosen.save),
+        )
 
 
 def _all_plans() -> Plans:

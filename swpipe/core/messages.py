@@ -9,6 +9,7 @@ from typing import Any
 
 MOST_LISTED = 12
 MOST_CHARACTERS = 200
+MOST_IN_LINE = 8_000
 
 
 class _Repr(reprlib.Repr):
@@ -46,6 +47,21 @@ def listed(names: Collection[str], most: int = MOST_LISTED) -> str:
     first = ", ".join(plain(name) for name in islice(names, most))
     more = len(names) - most
     return f"{first} and {more} more" if more > 0 else first or "none"
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """The text without what a terminal would obey or cannot show, except for ``keep``.
+
+    Such characters become escape sequences: a new line is a backslash and an n.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str, most: int = MOST_IN_LINE) -> str:
+    """The text on one line, shortened; see ``escaped``."""
+    return shorten(escaped(" ".join(text.splitlines())), most)
 
 
 def plain(name: object) -> str:

@@ -24,6 +24,12 @@ Plans: TypeAlias = Mapping[str, Callable[[], PipelinePlan]]
 DEFAULT = "clicks"
 """The workload of a command that names none."""
 
+MOST_COUNT = 2**31 - 1
+"""The greatest number of steps, rows and the like."""
+
+MOST_SEED = 2**63 - 1
+"""The greatest seed; seeds are 0 or more."""
+
 
 class InputError(ValueError):
     """What the user gave cannot be used; the message is one line."""
@@ -43,6 +49,7 @@ class Option:
         default: The value where none is given.
         help: One line.
         minimum: The least value of an ``int``.
+        maximum: The greatest.
     """
 
     name: str
@@ -50,6 +57,7 @@ class Option:
     default: Any
     help: str
     minimum: int | None = None
+    maximum: int | None = MOST_COUNT
 
 
 class Job(Protocol):

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from swpipe.core.messages import MOST_CHARACTERS, one_line, plain
 from swpipe.tasks.clicks.log import COLUMNS, IDS, INTEGERS, LABEL, ClickDataError, RowRange
 
 _TYPED = (
@@ -45,7 +46,7 @@ class RejectedRow:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
+        return f"{plain(str(self.path))}:{self.line}: {one_line(self.reason, MOST_CHARACTERS)}"
 
 
 class MalformedRowError(ClickDataError):

@@ -10,6 +10,7 @@ so iterating is cheap, and reading the rows is a task.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,16 @@ class RowRange:
         """The bytes of these lines, always ending in a line end.
 
         Raises:
-            ClickDataError: The file has become shorter since it was indexed.
+            ClickDataError: The file is gone, or has become shorter since it was indexed.
         """
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.offset)
-            data = file.read(self.length)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset)
+                data = file.read(self.length)
+        except OSError as error:
+            raise ClickDataError(
+                f"{self.path}: {error.strerror or error}; keep the file while it is read"
+            ) from error
         if len(data) != self.length:
             raise ClickDataError(
                 f"{self.path}: the file has become shorter: bytes {self.offset} to "
@@ -107,7 +113,8 @@ class ClickLog:
             raise ClickDataError("no click log is given: name at least one file")
         self.paths = tuple(Path(path) for path in paths)
         for path in self.paths:
-            _check(path)
+            if fault := _fault(path):
+                raise ClickDataError(f"{path}: {fault}; give a click log in the Criteo TSV format")
         self._parts = _cut(self.paths, batch_size)
         self.rows = sum(part.rows for parts in self._parts for part in parts)
 
@@ -123,14 +130,16 @@ class ClickLog:
             yield BatchSpec(step, epoch, self._parts[index])
 
 
-def _check(path: Path) -> None:
-    if not path.is_file():
-        what = "is not a file" if path.exists() else "no such file"
-        raise ClickDataError(f"{path}: {what}; give a click log in the Criteo TSV format")
-    if path.stat().st_size == 0:
-        raise ClickDataError(
-            f"{path}: the file is empty; give a click log in the Criteo TSV format"
-        )
+def _fault(path: Path) -> str:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "is not a file"
+        with path.open("rb") as file:
+            return "" if file.read(1) else "the file is empty"
+    except FileNotFoundError:
+        return "no such file"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _cut(paths: Sequence[Path], batch_size: int) -> tuple[tuple[RowRange, ...], ...]:

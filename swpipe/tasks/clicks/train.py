@@ -60,13 +60,15 @@ class Chunk:
 
     Attributes:
         steps: How many.
-        seconds: Wall time, filling and draining included.
+        seconds: Wall time, filling and draining included; above 0.
         timed: Whether it counts for the speed; warm-up does not.
+        rows: Rows read, malformed ones included, of all ranks together.
     """
 
     steps: int
     seconds: float
     timed: bool = True
+    rows: int = 0
 
     @property
     def step_s(self) -> float:
@@ -128,24 +130,26 @@ class TrainRun:
             MalformedRowError: A row is malformed, and the config is strict.
             ClickDataError: Every row so far is malformed.
         """
-        before = len(self.losses)
+        before, read = len(self.losses), 0
         begin = time.perf_counter()
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             self.losses.append(ctx.loss.detach())
-            self.rows.add(self.job.spec(ctx), ctx.rejected)
+            spec = self.job.spec(ctx)
+            self.rows.add(spec, ctx.rejected)
+            read += spec.rows
             if on_step:
                 on_step()
         self.pipe.device.synchronize()
-        seconds = time.perf_counter() - begin
+        seconds = max(time.perf_counter() - begin, 1e-9)  # a clock may stand still
         done = len(self.losses) - before
         self.job.guard.check()
-        rows = self.all_rows()
+        rows, read_by_all = self.all_rows(), sum(self.job.over_ranks(read))
         if rows.lines and rows.malformed == rows.lines:
             raise ClickDataError(
                 f"not one good row among {rows.lines}; the first: {rows.examples[0]}"
             )
         if done:
-            self.chunks.append(Chunk(done, seconds, timed))
+            self.chunks.append(Chunk(done, seconds, timed, read_by_all))
 
     @property
     def timed(self) -> list[Chunk]:
@@ -169,8 +173,8 @@ class TrainRun:
 
     @property
     def rows_per_s(self) -> float:
-        """Rows per second, malformed ones included, of all ranks together."""
-        return self.steps_per_s * self.job.config.batch_size * self.job.size
+        """Rows per second, malformed ones included, of all ranks: the median over these chunks."""
+        return statistics.median(chunk.rows / chunk.seconds for chunk in self.timed)
 
     def recent_loss(self) -> float:
         """Mean loss of the last 50 steps, over all ranks."""
