@@ -38,7 +38,6 @@ from swpipe.trace import Trace, format_stacked, plot_stacked
 
 app = typer.Typer(
     help="Infer dependences, check plans, simulate them, choose one, show one.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 

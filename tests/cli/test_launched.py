@@ -19,7 +19,7 @@ from swpipe import PipelinePlan
 from swpipe._distributed.agreement import Facts, differences
 from swpipe.cli import launched as ranks
 from swpipe.cli.app import main
-from swpipe.cli.arguments import load_plan, save
+from swpipe.cli.arguments import Output, load_plan, save
 from swpipe.cli.user_errors import UserError
 from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
@@ -237,6 +237,7 @@ def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone() -> None:
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[ranks.Verdict]:
     """What torchrun says to a job's only rank; verdicts are kept, where a job would end."""
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    told["TORCHELASTIC_RUN_ID"] = "here"
     for name, value in {**told, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     verdicts: list[ranks.Verdict] = []
@@ -356,9 +357,9 @@ def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict], tmp_path: Path)
     second.number = 1
     written: list[Path] = []
     for rank in (None, first, second):
-        save("written to", tmp_path / "new" / "plan.toml", written.append, rank)
-    save("written to", None, written.append, None)
-    assert written == [tmp_path / "new" / "plan.toml"] * 2
+        save(rank, Output("written to", tmp_path / "plan.toml", written.append))
+    save(None, Output("written to", None, written.append))
+    assert written == [tmp_path / "plan.toml"] * 2
 
 
 @pytest.mark.parametrize(
