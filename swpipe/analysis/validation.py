@@ -100,10 +100,12 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
 def _work(plan: PipelinePlan) -> Iterator[Problem]:
     far = max((distance for _, _, distance in plan.cross_iter_deps), default=0)
     tasks, stages = len(plan.schedule), plan.max_stage + 1
-    if tasks * (stages + far) > MOST_WORK:
+    deps = len(plan.deps) + len(plan.cross_iter_deps) + len(plan.same_period_deps)
+    if tasks * (stages + far) + deps > MOST_WORK:
         yield Problem(
-            f"{tasks} tasks in {stages} stages, with distances up to {far} iterations, take too "
-            f"long to compile: tasks x (stages + distance) may be {MOST_WORK} at most; use fewer"
+            f"{tasks} tasks in {stages} stages, with distances up to {far} iterations and {deps} "
+            "dependences, take too long to compile: tasks x (stages + distance) + dependences may "
+            f"be {MOST_WORK} at most; use fewer"
         )
 
 

@@ -149,7 +149,7 @@ def simulate(
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Save it, for Perfetto or `trace`.")
     ] = None,
-    width: Annotated[int, typer.Option(min=40, max=1000, help="Columns of the timeline.")] = 100,
+    width: Annotated[int, typer.Option(min=40, max=500, help="Columns of the timeline.")] = 100,
     device: options.Device = None,
     keep: KeepCosts = None,
     **given: Any,

@@ -32,8 +32,8 @@ DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
 
 MOST_TASKS = 10_000
-MOST_WORK = 1_000_000
-"""The largest product of the number of tasks with the number of stages + the largest distance."""
+MOST_WORK = 100_000
+"""The most tasks x (stages + largest distance) + dependences: more take too long to compile."""
 MOST_ITERATIONS = 1_000
 """The largest pipeline depth, distance of a dependence, and staleness; stages are below it."""
 

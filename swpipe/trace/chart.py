@@ -59,8 +59,8 @@ def chart(panels: Sequence[Panel], width: int = 100) -> str:
     lines: list[str] = []
     for panel in panels:
         lines += [panel.heading] if panel.heading else []
-        for row in rows_of(panel.spans):
-            lines.append(label(row).ljust(margin) + GAP + _line(*panel.on(row), scale))
+        for row, on_row in panel.by_row().items():
+            lines.append(label(row).ljust(margin) + GAP + _line(*on_row, scale))
     lines.append(" " * margin + GAP + _axis(scale))
     return "\n".join(line.rstrip() for line in lines)
 

@@ -82,9 +82,16 @@ class Panel(NamedTuple):
     spans: Sequence[Span]
     beside: Sequence[Span] = ()
 
-    def on(self, row: Row) -> tuple[list[Span], list[Span]]:
-        """Spans and ``beside`` on one row."""
-        return [s for s in self.spans if s.row == row], [s for s in self.beside if s.row == row]
+    def by_row(self) -> dict[Row, tuple[list[Span], list[Span]]]:
+        """Row to its spans and those of ``beside``; in the order of ``rows_of``."""
+        rows: dict[Row, tuple[list[Span], list[Span]]] = {
+            row: ([], []) for row in rows_of(self.spans)
+        }
+        for number, spans in enumerate((self.spans, self.beside)):
+            for span in spans:
+                if span.row in rows:
+                    rows[span.row][number].append(span)
+        return rows
 
     def from_zero(self) -> Panel:
         """The panel, moved in time so that its first span starts at 0."""

@@ -34,6 +34,9 @@ FAINT = "#777777"
 GRID = "#EEEEEE"
 HATCHED: Any = {"facecolor": "white", "edgecolor": WAIT, "hatch": "/////", "linewidth": 0}
 
+MOST_ROWS, MOST_SPANS = 100, 5_000
+"""The largest picture."""
+
 WIDTH_PT = 720.0
 DPI = 200
 ROW_PT, GAP_PT, HEADING_PT = 30.0, 6.0, 16.0
@@ -47,19 +50,31 @@ HEADINGS = {"thread": "thread groups", "stream": "streams"}
 def plot(
     panels: Sequence[Panel], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draw timelines below each other; see ``Trace.plot``."""
+    """Draw timelines below each other; see ``Trace.plot``.
+
+    Raises:
+        ValueError: A timeline is empty, or they are too large for a picture.
+    """
     panels = [panel.from_zero() for panel in panels]
+    rows = sum(len(rows_of(panel.spans)) for panel in panels)
+    spans = sum(len(panel.spans) + len(panel.beside) for panel in panels)
+    if rows > MOST_ROWS or spans > MOST_SPANS:
+        raise ValueError(
+            f"{rows} rows and {spans} spans do not fit a picture, which has at most {MOST_ROWS} "
+            f"rows and {MOST_SPANS} spans: draw some iterations of them (Trace.window)"
+        )
     try:
         from matplotlib import rc_context
     except ModuleNotFoundError as error:
         raise ImportError(
             "a picture needs matplotlib, which is not installed: pip install 'swpipe[plot]'"
         ) from error
-    with rc_context({"hatch.linewidth": 0.7, "svg.fonttype": "none"}):
+    style = {"hatch.linewidth": 0.7, "svg.fonttype": "none", "text.parse_math": False}
+    with rc_context(style):
         picture = _Picture(panels)
         for number, panel in enumerate(panels):
-            for row in rows_of(panel.spans):
-                picture.draw_row(picture.tops_pt[number, row], *panel.on(row))
+            for row, on_row in panel.by_row().items():
+                picture.draw_row(picture.tops_pt[number, row], *on_row)
         picture.draw_legend(panels)
         if title:
             place = (PAD_PT / WIDTH_PT, picture.top_middle)

@@ -14,6 +14,9 @@ from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, sche
 from swpipe.planning.modulo.search import Found, Search
 from swpipe.planning.simulation.bounds import Bounds, lower_bounds
 
+MOST_TASKS = 1_000
+"""The most tasks that are planned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -77,11 +80,14 @@ def auto_plan(
 
     Raises:
         ValueError: ``effort`` is not above 0.
-        PlanError: ``plan`` cannot run, a task has no cost, a frozen task is unknown, the limits
+        PlanError: ``plan`` cannot run or has too many tasks, a task has no cost, a frozen task is unknown, the limits
             admit no plan, or dependences are missing for the effects given.
     """
     if not effort > 0:
         raise ValueError(f"effort is {effort}: it must be above 0")
+    if len(plan.schedule) > MOST_TASKS:
+        rule = f"at most {MOST_TASKS} are planned: join some of them"
+        raise PlanError([Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")])
     limits = limits if limits is not None else Limits()
     bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
     limits.check(plan)

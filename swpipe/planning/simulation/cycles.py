@@ -19,6 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from swpipe.core.errors import PlanError, Problem
+
+MOST_STEPS = 10**7
+"""Arcs that are followed in the search for one cycle; a few seconds."""
+
 TICKS_PER_US = 10**9
 """Times are rounded to ticks, so that sums are exact."""
 
@@ -74,6 +79,9 @@ def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> Cycle | N
         arcs: Every cycle must have a positive distance. The search is fastest if the arcs are
             sorted along those of distance 0.
         above: Ticks per period, where the search starts; it is short if that is near the result.
+
+    Raises:
+        PlanError: The search takes more than ``MOST_STEPS``.
     """
     best: Cycle | None = None
     time, distance = above, 1
@@ -87,7 +95,7 @@ def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -
     weights = [(a.tail, a.head, a.time * distance - time * a.distance, a) for a in arcs]
     longest = [0] * nodes
     into: list[Arc | None] = [None] * nodes
-    while True:
+    for _ in range(MOST_STEPS // (len(arcs) + 1)):
         changed = False
         for tail, head, weight, arc in weights:
             length = longest[tail] + weight
@@ -99,6 +107,8 @@ def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -
             return None
         if (found := _cycle_in(into)) is not None:
             return found
+    rule = "use fewer tasks, or fewer dependences between iterations"
+    raise PlanError([Problem(f"the plan's cycles of {nodes} steps take too long to search: {rule}")])
 
 
 def _cycle_in(into: Sequence[Arc | None]) -> Cycle | None:

@@ -41,6 +41,7 @@ from typing import Literal
 from swpipe._engine.program import ADMIT, compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
+from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import SimulatedRun, simulate_run
@@ -49,6 +50,9 @@ from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.perfetto import Arrow, arrows_of
 from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
+
+MOST_STEPS = 4_000
+"""The most tasks x iterations in flight that are simulated."""
 
 _TICKS_PER_NS = TICKS_PER_US // 1000
 _KINDS = ("thread", "stream", "resource", "lock")
@@ -138,12 +142,21 @@ def simulate(
             interval does not depend on it.
 
     Raises:
-        PlanError: The plan cannot run, or a task has no cost.
+        PlanError: The plan cannot run, a task has no cost, or the plan is too large to simulate.
         ValueError: ``iterations`` is below 1.
     """
     if iterations is not None and iterations < 1:
         raise ValueError(f"iterations is {iterations}: simulate 1 or more")
     resolved = validate(plan)
+    if (steps := len(plan.schedule) * plan.depth) > MOST_STEPS:
+        raise PlanError(
+            [
+                Problem(
+                    f"tasks x iterations in flight are {steps}, but at most {MOST_STEPS} are "
+                    "simulated: use fewer tasks or stages"
+                )
+            ]
+        )
     graph = timed_graph(compile_plan(resolved, streams=streams), costs, streams=streams)
     interval = interval_of(graph)
     shown = plan.depth + 4 if iterations is None else iterations
