@@ -16,6 +16,7 @@ import os
 import time
 from typing import Protocol
 
+from swpipe._distributed.rank_checks import rank_prefix
 from swpipe.core.errors import write_error
 
 EXIT_GRACE_S = 5.0
@@ -28,6 +29,7 @@ class EndableRun(Protocol):
     """What this module needs of a run."""
 
     ended: bool
+    stalled: BaseException | None
 
     def stop(self) -> None: ...
 
@@ -62,12 +64,13 @@ def end_all() -> None:
     alive = list(_runs.values())
     for run in alive:
         run.stop()
-    _join(alive, EXIT_GRACE_S)
+    # What stalled has had its time, and other ranks may be waiting for this process to end.
+    _join([run for run in alive if run.stalled is None], EXIT_GRACE_S)
     for run in alive:
         run.cut_short()
     _join(alive, _UNWIND_S)
     for left in [left for run in alive for left in run.left_inside()]:
-        write_error(f"swpipe: {left}; the interpreter exits without waiting for it")
+        write_error(f"swpipe: {rank_prefix()}{left}; the interpreter exits without waiting for it")
 
 
 def _join(alive: list[EndableRun], grace_s: float) -> None:

@@ -404,7 +404,8 @@ class Run:
     def left_inside(self) -> list[str]:
         """Where the threads that have not ended are."""
         return [
-            f"thread group {lane.group!r} is still inside task {lane.instruction.task!r}"
+            f"thread group {lane.group!r} is still inside task {lane.instruction.task!r} of "
+            f"iteration {self.iterations.first + lane.period - lane.instruction.stage}"
             for lane in self.lanes[1:]
             if lane.thread is not None and lane.thread.is_alive()
         ]

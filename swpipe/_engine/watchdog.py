@@ -134,11 +134,14 @@ class Watchdog:
         if run.driver.pop("thread", None) is None:
             return  # the call has just left
         _interrupt(caller)
-        tell_failure(error)
+        told = StallError(str(error))  # the caller's own gets its note when it is raised
+        tell_failure(told)
         if is_alone() or self._has_left(place):
             return
         abort_process_groups(GRACE_S)
         if not self._has_left(place):
+            for note in getattr(told, "__notes__", ()):
+                write_error(note)
             write_error(
                 f"swpipe: {rank_prefix()}the call has not returned: this process exits with code "
                 f"{STALL_EXIT_CODE}, so that the other ranks do not wait for it"
