@@ -24,6 +24,7 @@ import queue
 import re
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -35,7 +36,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from swpipe._distributed.agreement import Facts, differences, name_ranks, plan_facts
 from swpipe.core.errors import MOST_IN_MESSAGE, StallError, add_note, write_error
-from swpipe.core.messages import listed, shorten
+from swpipe.core.messages import plain, shorten
 from swpipe.core.plan import PipelinePlan
 
 T = TypeVar("T")
@@ -125,27 +126,40 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def check_same_plan(plan: PipelinePlan) -> int:
+def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
     """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
 
-    Every rank has to call this: it is a collective.
+    Every rank has to call this: it is a collective. ``seed`` is that of random tasks; None for
+    none.
 
     Returns:
         The pipeline's number among those compared, from 1, alike on all ranks; 0 without others.
 
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
+
+    Warns:
+        RuntimeWarning: The ranks have different seeds; on all of them.
     """
     if is_alone():
         return 0
     number = 1 + _pipelines.take()
     _line.store()  # the store is there now
-    if len(set(gather(plan.digest()))) > 1:
+    digests, seeds = zip(*gather((plan.digest(), seed)), strict=True)
+    if len(set(digests)) > 1:
         held: list[Facts] = gather(plan_facts(plan))
         raise RuntimeError(
             "the ranks hold different plans, and would wait for each other's collectives for ever: "
             f"{differences(held)}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
+        )
+    if len(set(seeds)) > 1:
+        warnings.warn(
+            "the ranks draw different random numbers: "
+            f"{differences([{'seed': str(own)} for own in seeds])}. Give every rank the same "
+            "SWPipeline(seed=...), or ignore this warning where they are to differ",
+            RuntimeWarning,
+            stacklevel=6,  # of the call of the pipeline
         )
     return number
 
@@ -176,12 +190,14 @@ def check_same_shortcuts(
         tell_failure(error)  # the others are in collectives that will fail when this rank ends
         raise
     if len(set(others)) > 1:
-        named = [", ".join(json.loads(said)[1]) for said in others]
-        held = "; ".join(f"rank {rank} shortcuts {tasks}" for rank, tasks in enumerate(named))
+        held = [
+            {"plan": plan[:12], "tasks": ", ".join(map(plain, tasks))}
+            for plan, tasks in map(json.loads, others)
+        ]
         raise RuntimeError(
             "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
-            f"each other's collectives for ever: {held}. Enable the same tasks on all ranks, in "
-            "the same order"
+            f"each other's collectives for ever: {differences(held)}. Enable the same tasks on all "
+            "ranks, in the same order"
         )
 
 

@@ -229,7 +229,8 @@ class Driver:
                 "pass iter(loader), and the same one each time"
             )
         if self._check_ranks:
-            self.ranks.number = check_same_plan(self._plan)
+            seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
+            self.ranks.number = check_same_plan(self._plan, *seeds[:1])
             self._check_ranks = False
         run = self.run = Run(self.engine, iterator, self.next_iteration)
         if self.access.closed:  # by now, when there was no run to stop

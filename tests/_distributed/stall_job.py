@@ -1,17 +1,19 @@
-"""python -m tests._distributed.stall_job SIZE HOW GROUP FOLDER: ranks of which one stops communicating.
+"""Ranks of which one stops communicating: python -m tests._distributed.stall_job, with arguments
 
     SIZE     how many ranks
     HOW      what the last rank does at iteration ``AT``; "first" has rank 0, which holds the store,
              do it instead:
              stopped, stopped-first     it is stopped by SIGSTOP
-             left, left-first           its process ends
+             left, left-first           its process ends, without a word
              uneven, uneven-first       its data ends, and it waits for the others elsewhere
+             stopped+catch, ...         the scripts of the others catch ``StallError``
     GROUP    the thread group of the collective; "default" is the caller's thread
     FOLDER   where each rank's standard error goes: ``stderr0``, ...
 
 Torch is imported once; the ranks are forked from that process and end as scripts end, through the
-interpreter's shutdown. Prints a line of JSON with each rank's exit code and how many seconds after
-the last iteration of all ranks it ended; None for the rank that is stopped.
+interpreter's shutdown. Prints a line of JSON with each rank's exit code, None for one that is
+stopped, and how many seconds after the beginning of its collective of iteration ``AT`` it ended,
+None for one that has not come to that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ AT = 3
 STALL_S = 2.0
 
 CATCHES = 7
-"""With what a script exits that catches ``StallError``; ``+catch`` after HOW."""
+"""With what a script exits that catches ``StallError``."""
 
 
 class Rank:
@@ -53,7 +55,7 @@ class Rank:
         if self.victim and ctx.iter_idx == AT and self.how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.victim and ctx.iter_idx == AT and self.how == "left":
-            os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
 
     def run(self, group: str) -> None:

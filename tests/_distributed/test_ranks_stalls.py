@@ -50,6 +50,8 @@ def check_others_end(folder: Path, size: int, how: str, group: str) -> None:
         stalled = f"inside task 'reduce' of iteration {AT}"
         failed = f"at task 'reduce', iteration {AT}, thread group '{group}'"
         assert stalled in error or failed in error, error
+        if how == "left":
+            assert f"swpipe: rank {size - 1} left no word of a failure, which may be" in error
 
 
 def test_ranks_end_when_one_is_stopped_that_holds_the_store(tmp_path: Path) -> None:
