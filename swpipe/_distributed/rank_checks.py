@@ -355,9 +355,10 @@ def _cause(own: _Word, error: BaseException) -> str:
             break
         time.sleep(0.02)
     if silent:
+        may_be = "one of them may be" if len(silent) > 1 else "which may be"
         return (
-            f"{name_ranks(silent)} left no word of a failure, which may be the cause: killed, "
-            "stopped, or ended outside the pipeline"
+            f"{name_ranks(silent)} left no word of a failure, {may_be} the cause: killed, stopped, "
+            "or ended outside the pipeline"
         )
     words = [_Word(*json.loads(store.get(_WORD.format(rank)))) for rank in ranks]
     stalled = [word for word in words if word.before(own) and word.error.startswith("StallError")]

@@ -1,4 +1,6 @@
-"""Ranks of which one stops communicating: python -m tests._distributed.stall_job, with arguments
+"""Ranks of which one stops communicating.
+
+python -m tests._distributed.stall_job SIZE HOW GROUP FOLDER
 
     SIZE     how many ranks
     HOW      what the last rank does at iteration ``AT``; "first" has rank 0, which holds the store,
