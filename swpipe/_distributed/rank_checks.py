@@ -350,18 +350,21 @@ def _cause(own: _Word, error: BaseException) -> str:
             first = _Word(*json.loads(store.get(FIRST_FAILURE)))
             if first.before(own):
                 return str(first)
-        silent = _without_word(store, ranks)
+        missing = _without_word(store, ranks)
+        keys = [_WORD.format(rank) for rank in ranks if rank not in missing]
+        words = [_Word(*json.loads(said)) for said in store.multi_get(keys)]
+        recent = [word for word in words if own.time_s - word.time_s <= RECENT_S]
+        silent = sorted({*ranks} - {word.rank for word in recent})
         if not silent or time.monotonic() > deadline:
             break
-        time.sleep(0.02)
+        time.sleep(0.05)
     if silent:
         may_be = "one of them may be" if len(silent) > 1 else "which may be"
         return (
             f"{name_ranks(silent)} left no word of a failure, {may_be} the cause: killed, stopped, "
             "or ended outside the pipeline"
         )
-    words = [_Word(*json.loads(store.get(_WORD.format(rank)))) for rank in ranks]
-    stalled = [word for word in words if word.before(own) and word.error.startswith("StallError")]
+    stalled = [word for word in recent if word.before(own) and word.error.startswith("StallError")]
     return str(min(stalled, key=lambda word: word.time_s)) if stalled else ""
 
 
