@@ -5,13 +5,14 @@
     fork    the child has none of the threads: its runs count as ended, and nothing is waited for
 
 A thread that returns from torch into an interpreter that no longer exists aborts the process. So
-what still runs Python is ended before that; what is inside one long call gets no further. The
-script's exit code stays its own.
+what still runs Python is ended before that, and what is inside one long call sleeps for ever when
+that returns. The script's exit code stays its own.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import time
 from typing import Protocol
@@ -66,8 +67,23 @@ def end_all() -> None:
     for run in alive:
         run.cut_short()
     _join(alive, _UNWIND_S)
-    for left in [left for run in alive for left in run.left_inside()]:
-        write_error(f"swpipe: {left}; the interpreter exits without waiting for it")
+    if left := [text for run in alive for text in run.left_inside()]:
+        _sleep_instead_of_abort()
+        for text in left:
+            write_error(f"swpipe: {text}; the interpreter exits without waiting for it")
+
+
+def _sleep_instead_of_abort() -> None:
+    """Have ``pause`` called where a thread would end the process by ``std::terminate``.
+
+    Python ends a thread that returns into an exiting interpreter by ``pthread_exit`` (before 3.14),
+    and torch's C++ code answers that with ``std::terminate``.
+    """
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate(ctypes.CDLL(None).pause)
+    except (OSError, AttributeError):  # another C++ library than GNU's
+        return
 
 
 def _join(alive: list[EndableRun], grace_s: float) -> None:

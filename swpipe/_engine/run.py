@@ -419,6 +419,8 @@ class Run:
     def forget_in_fork(self) -> None:
         """In a child process: the threads are the parent's, and so is the device's work."""
         self.stopping = self.ended = True
+        for lane in self.lanes:
+            lane.thread = None
         self._failure.clear()
         self.iterations.clear()
 
