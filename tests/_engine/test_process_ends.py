@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,9 @@ def run_python(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rounds", [5])
 @pytest.mark.parametrize("how", ["refused", "exit", "inside", "process", "loader"])
-def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(
-    how: str, rounds: int = 5
-) -> None:
+def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(how: str, rounds: int) -> None:
     """With iterations in flight in the parent; see ``fork_trials`` for each way."""
     done = run_python("-m", "tests._engine.fork_trials", how, str(rounds))
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{rounds} rounds\n", "")

@@ -20,8 +20,9 @@ def test_a_few_signals_at_random_moments_do_no_harm(how: str, call: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trials", [30])
 @pytest.mark.parametrize("call", ["progress", "drain"])
 @pytest.mark.parametrize("how", ["close", "closing", "one", "storm"])
-def test_signals_at_random_moments_do_no_harm(how: str, call: str, trials: int = 30) -> None:
+def test_signals_at_random_moments_do_no_harm(how: str, call: str, trials: int) -> None:
     """The same, for every handler and every call."""
     survives(how, call, trials)
