@@ -399,6 +399,9 @@ class Run:
         self.iterations.clear()
         self.ended = True
         self._failure.clear()  # its traceback refers to this run
+        if not self.left_inside():
+            for lane in self.lanes:
+                lane.ops = lane.observed_ops = ()  # they refer to this run, and it to the data
         remove_run(self)
 
     def left_inside(self) -> list[str]:
