@@ -41,7 +41,8 @@ from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.core.errors import StallError, write_error
 
 if TYPE_CHECKING:
-    from swpipe._engine.run import LaneRunner, Run
+    from swpipe._engine.lane import LaneRunner
+    from swpipe._engine.run import Run
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
