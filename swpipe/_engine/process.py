@@ -86,7 +86,7 @@ def _let_threads_sleep() -> None:
     destructor, C++ calls ``std::terminate``. Python 3.14 lets such threads sleep.
     """
     try:
-        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
         set_terminate(ctypes.CDLL(None).pause)
     except (OSError, AttributeError):  # another system's C++
         return

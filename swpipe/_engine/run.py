@@ -239,7 +239,7 @@ class Run:
             period = 0
             # To the last period of the run, even where this lane has no task left by then: another
             # lane's wait for an instruction of this one may stand for a wait for a third lane.
-            while period - last_stage < self.iterations.total:
+            while period - last_stage < self.iterations.total and not self.ended:
                 self._run_period(lane, period)
                 period += 1
         except BaseException as error:  # noqa: BLE001 - kept for the caller (2)

@@ -86,7 +86,7 @@ if ENDING == "sigterm":
 
 CODES = {"end": 0, "exit": 3, "raise": 1, "sigterm": 5}
 LEFT = (
-    "swpipe: thread group 'io' is still inside task 'busy'; "
+    "swpipe: thread group 'io' is still inside task 'busy' of iteration 0; "
     "the interpreter exits without waiting for it\n"
 )
 
@@ -108,5 +108,5 @@ def test_a_script_keeps_its_exit_code_whatever_a_worker_does(worker: str, ending
     assert done.returncode == CODES[ending], done.stderr
     if worker != "returns":  # that one may or may not, while the interpreter exits
         assert (LEFT in done.stderr) == (worker != "loops"), done.stderr
-    warned = "RuntimeWarning: swpipe: thread group 'io' is still inside task 'busy'; its thread"
+    warned = "RuntimeWarning: swpipe: thread group 'io' is still inside task 'busy' of iteration 0; its thread"
     assert (warned in done.stderr) == (ending == "sigterm"), done.stderr
