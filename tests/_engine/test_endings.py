@@ -115,6 +115,19 @@ def interrupted(pipe: SWPipeline) -> None:
         pipe.run(data())
 
 
+class Data:
+    """An iterator that can be referred to weakly."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(3))
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self.numbers)
+
+
 @pytest.mark.parametrize("end", [closed, drained, finished, interrupted])
 def test_a_pipeline_that_has_ended_is_freed_without_the_collector(
     end: Callable[[SWPipeline], None],
@@ -126,6 +139,21 @@ def test_a_pipeline_that_has_ended_is_freed_without_the_collector(
         assert swpipe_threads() == []
         ref = weakref.ref(pipe)
         del pipe
+        assert ref() is None
+
+
+@pytest.mark.parametrize("plan", [piped(), spread(), SERIAL], ids=["two", "four", "serial"])
+def test_the_data_of_a_run_that_has_ended_is_freed_without_the_collector(
+    plan: PipelinePlan,
+) -> None:
+    """No cycle of threads and instructions keeps the iterator and its batches."""
+    with make(plan) as pipe, no_collector():
+        data = Data()
+        pipe.fill_pipeline(data)
+        pipe.drain()
+        assert swpipe_threads() == []
+        ref = weakref.ref(data)
+        del data
         assert ref() is None
 
 
