@@ -60,12 +60,12 @@ class Trial:
                 try:
                     try:
                         self.under_fire()
-                    except KeyboardInterrupt:
-                        self.raised = "KeyboardInterrupt"
-                except KeyboardInterrupt:
-                    self.raised = "KeyboardInterrupt"
-            except KeyboardInterrupt:
-                self.raised = "KeyboardInterrupt"
+                    except (KeyboardInterrupt, SystemExit) as error:
+                        self.raised = type(error).__name__
+                except (KeyboardInterrupt, SystemExit) as error:
+                    self.raised = type(error).__name__
+            except (KeyboardInterrupt, SystemExit) as error:
+                self.raised = type(error).__name__
         signal.setitimer(signal.ITIMER_REAL, 0)
         wanted = {"close": "SystemExit", "closing": "RuntimeError: the pipeline"}
         if not self.raised.startswith(wanted.get(self.how, "KeyboardInterrupt")):
