@@ -10,7 +10,8 @@ from tests._engine.test_process_ends import run_python
 def survives(how: str, call: str, trials: int) -> None:
     """Every trial went well; see ``signal_trials``."""
     done = run_python("-m", "tests._engine.signal_trials", how, call, str(trials), "1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{trials} trials\n", "")
+    assert (done.returncode, done.stdout) == (0, f"{trials} trials\n"), done.stderr
+    assert how == "storm" or not done.stderr  # Python may have ignored a signal of a storm
 
 
 @pytest.mark.parametrize(("how", "call"), [("close", "progress"), ("storm", "drain")])
