@@ -25,6 +25,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class Rank:
             self.began.write_text(str(time.monotonic()))
         if self.victim and ctx.iter_idx == AT and self.how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+            threading.Event().wait()  # the signal may stop another thread first, this one later
         if self.victim and ctx.iter_idx == AT and self.how == "left":
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
