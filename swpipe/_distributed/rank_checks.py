@@ -1,8 +1,12 @@
 """Checks across ranks: the same plan, the same shortcuts, and which rank failed first.
 
 When one rank fails and its process ends, the others' collectives fail too (with gloo within
-milliseconds, as "connection closed by peer"). To tell the cause from its effects, the first rank to
-fail writes its error into the job's store, and the others' errors get a note.
+milliseconds, as "connection closed by peer"). To tell the cause from its effects, each failing rank
+writes its error into the job's store, and the errors of ranks that others let down get a note::
+
+    rank 0    ValueError ------------------> word, and the first failure
+    rank 1    connection closed by peer ---> word; waits for the first failure or all words: rank 0
+    rank 2    killed                         no word: without a first failure, it may be the cause
 
 A rank that enables shortcuts waits until the others do. To find one that does not before the
 time-out, at no cost per step, the watchdog of that rank answers::
@@ -17,18 +21,22 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
-from swpipe._distributed.agreement import Facts, differences, plan_facts
-from swpipe.core.errors import add_note, write_error
+from swpipe._distributed.agreement import Facts, differences, name_ranks, plan_facts
+from swpipe.core.errors import MOST_IN_MESSAGE, StallError, add_note, write_error
+from swpipe.core.messages import plain, shorten
 from swpipe.core.plan import PipelinePlan
 
 T = TypeVar("T")
@@ -36,8 +44,16 @@ T = TypeVar("T")
 STORE_S = 2.0
 """How long a failing rank waits for the job's store: whoever holds it may have stopped."""
 
+_ANSWER_S = 0.5  # the same for a rank's watchdog, which has to go on watching
+
 FIRST_FAILURE = "swpipe/first_failure"
-"""The store's key for it."""
+"""The store's key for the first failure that other ranks did not cause."""
+
+_WORD = "swpipe/failures/{}"  # of each rank's own failure
+
+_WORDS_S = 0.5  # how long a rank that was let down waits for the words of the others
+
+_LOST = re.compile(r"connection|closed by peer|timed? ?out|socket|gloo|nccl", re.IGNORECASE)
 
 _SHORTCUTS = "swpipe/shortcuts/{}/{}"
 _ANY = "any"  # in the place of a rank: one that waits
@@ -95,6 +111,7 @@ class Begun(NamedTuple):
 
 _turns = _Turns()
 _pipelines = _Turns()
+_answering = threading.Lock()  # held while an answer is under way
 
 
 def is_alone() -> bool:
@@ -109,27 +126,40 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def check_same_plan(plan: PipelinePlan) -> int:
+def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
     """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
 
-    Every rank has to call this: it is a collective.
+    Every rank has to call this: it is a collective. ``seed`` is that of random tasks; None for
+    none.
 
     Returns:
         The pipeline's number among those compared, from 1, alike on all ranks; 0 without others.
 
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
+
+    Warns:
+        RuntimeWarning: The ranks have different seeds; on all of them.
     """
     if is_alone():
         return 0
     number = 1 + _pipelines.take()
     _line.store()  # the store is there now
-    if len(set(gather(plan.digest()))) > 1:
+    digests, seeds = zip(*gather((plan.digest(), seed)), strict=True)
+    if len(set(digests)) > 1:
         held: list[Facts] = gather(plan_facts(plan))
         raise RuntimeError(
             "the ranks hold different plans, and would wait for each other's collectives for ever: "
             f"{differences(held)}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
+        )
+    if len(set(seeds)) > 1:
+        warnings.warn(
+            "the ranks draw different random numbers: "
+            f"{differences([{'seed': str(own)} for own in seeds])}. Give every rank the same "
+            "SWPipeline(seed=...), or ignore this warning where they are to differ",
+            RuntimeWarning,
+            stacklevel=6,  # of the call of the pipeline
         )
     return number
 
@@ -160,12 +190,14 @@ def check_same_shortcuts(
         tell_failure(error)  # the others are in collectives that will fail when this rank ends
         raise
     if len(set(others)) > 1:
-        named = [", ".join(json.loads(said)[1]) for said in others]
-        held = "; ".join(f"rank {rank} shortcuts {tasks}" for rank, tasks in enumerate(named))
+        held = [
+            {"plan": plan[:12], "tasks": ", ".join(map(plain, tasks))}
+            for plan, tasks in map(json.loads, others)
+        ]
         raise RuntimeError(
             "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
-            f"each other's collectives for ever: {held}. Enable the same tasks on all ranks, in "
-            "the same order"
+            f"each other's collectives for ever: {differences(held)}. Enable the same tasks on all "
+            "ranks, in the same order"
         )
 
 
@@ -173,23 +205,33 @@ def answer_check(begun: Begun) -> None:
     """Tell ranks that wait for this one to enable shortcuts, if any do, that it has gone on.
 
     Called from any thread when nothing moves in the pipeline. Ranks that have begun as many
-    periods, or wait for another pipeline, are not answered: this rank may be late.
+    periods, or wait for another pipeline, are not answered: this rank may be late. Returns within
+    ``_ANSWER_S``, and at once while the store has not answered an earlier call.
     """
-    if is_alone():
+    if is_alone() or not _answering.acquire(blocking=False):
         return
+
+    def answer() -> None:
+        try:
+            _answer(begun)
+        finally:
+            _answering.release()
+
+    with suppress(RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
+        _within(_ANSWER_S, answer)
+
+
+def _answer(begun: Begun) -> None:
     with _turns.lock:
         waiting = _SHORTCUTS.format(_turns.count, _ANY)
-        try:
-            store = _line.store()
-            if not store.check([waiting]):
-                return
-            other = Begun(*json.loads(store.get(waiting)))
-            if other.pipeline == begun.pipeline and other.periods < begun.periods:
-                own = _SHORTCUTS.format(_turns.count, dist.get_rank())
-                store.set(own, json.dumps([begun.periods, other.periods]))
-                _turns.count += 1
-        except (RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
+        store = _line.store()
+        if not store.check([waiting]):
             return
+        other = Begun(*json.loads(store.get(waiting)))
+        if other.pipeline == begun.pipeline and other.periods < begun.periods:
+            own = _SHORTCUTS.format(_turns.count, dist.get_rank())
+            store.set(own, json.dumps([begun.periods, other.periods]))
+            _turns.count += 1
 
 
 def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
@@ -231,21 +273,16 @@ def abort_process_groups(grace_s: float) -> None:
 
 
 def tell_failure(error: BaseException) -> None:
-    """Leave word of this rank's failure, or note on the error which rank had failed before."""
+    """Leave word of this rank's failure, and note on the error which rank may have caused it."""
     if is_alone():
         return
-    own = {"rank": dist.get_rank(), "error": _said(error), "time_s": time.time()}
+    own = _Word(dist.get_rank(), _said(error), time.time())
     try:
-        first = _within(STORE_S, lambda: _first_failure(own))
+        cause = _within(STORE_S, lambda: _cause(own, error))
     except RuntimeError as gone:
-        add_note(error, f"swpipe: whether another rank had failed before is not known: {gone}")
-        return
-    if first["rank"] != own["rank"]:
-        add_note(
-            error,
-            f"swpipe: rank {first['rank']} had failed before, which may be the cause: "
-            f"{first['error']}",
-        )
+        cause = f"whether another rank had failed before is not known: {gone}"
+    if cause:
+        add_note(error, f"swpipe: {cause}")
 
 
 def _within(seconds: float, act: Callable[[], T]) -> T:
@@ -272,14 +309,79 @@ def _within(seconds: float, act: Callable[[], T]) -> T:
 
 
 def _said(error: BaseException) -> str:
-    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return shorten(text, MOST_IN_MESSAGE)
 
 
-def _first_failure(own: dict[str, Any]) -> dict[str, Any]:
-    """The first of the recent failures: another rank's, or else this one, told now."""
+class _Word(NamedTuple):
+    """What a rank leaves of its failure."""
+
+    rank: int
+    error: str
+    time_s: float
+
+    def before(self, later: _Word) -> bool:
+        """Whether it may be the cause of another rank's failure."""
+        return self.rank != later.rank and later.time_s - self.time_s <= RECENT_S
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} had failed before, which may be the cause: {self.error}"
+
+
+def _let_down(error: BaseException | None) -> bool:
+    """Whether it looks like what other ranks do: lost communication, or a stall."""
+    if error is None or isinstance(error, StallError | ConnectionError | dist.DistError):
+        return error is not None
+    lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    return lost or _let_down(error.__cause__)
+
+
+def _cause(own: _Word, error: BaseException) -> str:
+    """Leave word; what is to be said of the cause, or nothing if it is this rank itself."""
     store = _line.store()
+    store.set(_WORD.format(own.rank), json.dumps(own))
+    if not _let_down(error):
+        first = _first_failure(store, own)
+        return str(first) if first.before(own) else ""
+    ranks = range(dist.get_world_size())
+    deadline = time.monotonic() + _WORDS_S
+    while True:
+        if store.check([FIRST_FAILURE]):
+            first = _Word(*json.loads(store.get(FIRST_FAILURE)))
+            if first.before(own):
+                return str(first)
+        missing = _without_word(store, ranks)
+        keys = [_WORD.format(rank) for rank in ranks if rank not in missing]
+        words = [_Word(*json.loads(said)) for said in store.multi_get(keys)]
+        recent = [word for word in words if own.time_s - word.time_s <= RECENT_S]
+        silent = sorted({*ranks} - {word.rank for word in recent})
+        if not silent or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    if silent:
+        may_be = "one of them may be" if len(silent) > 1 else "which may be"
+        return (
+            f"{name_ranks(silent)} left no word of a failure, {may_be} the cause: killed, stopped, "
+            "or ended outside the pipeline"
+        )
+    stalled = [word for word in recent if word.before(own) and word.error.startswith("StallError")]
+    return str(min(stalled, key=lambda word: word.time_s)) if stalled else ""
+
+
+def _without_word(store: Any, ranks: range) -> list[int]:
+    """In a few requests, however many ranks there are."""
+    if store.check([_WORD.format(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return _without_word(store, ranks[:half]) + _without_word(store, ranks[half:])
+
+
+def _first_failure(store: Any, own: _Word) -> _Word:
+    """The first of the recent failures: another rank's, or else this one, told now."""
     held = store.compare_set(FIRST_FAILURE, "", json.dumps(own)).decode()
-    first: dict[str, Any] = json.loads(held)
-    if own["time_s"] - first["time_s"] > RECENT_S:
-        first = json.loads(store.compare_set(FIRST_FAILURE, held, json.dumps(own)).decode())
+    first = _Word(*json.loads(held))
+    if own.time_s - first.time_s > RECENT_S:
+        first = _Word(*json.loads(store.compare_set(FIRST_FAILURE, held, json.dumps(own))))
     return first

@@ -229,7 +229,8 @@ class Driver:
                 "pass iter(loader), and the same one each time"
             )
         if self._check_ranks:
-            self.ranks.number = check_same_plan(self._plan)
+            seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
+            self.ranks.number = check_same_plan(self._plan, *seeds[:1])
             self._check_ranks = False
         run = self.run = Run(self.engine, iterator, self.next_iteration)
         if self.access.closed:  # by now, when there was no run to stop
@@ -282,7 +283,8 @@ class Driver:
         """End the run, whatever was done of that before; returns which tasks have not returned."""
         run.end()
         if self._watchdog is not None:
-            self._watchdog.stop()
+            if not self.access.forked:  # its thread is the parent's
+                self._watchdog.stop()
             self._watchdog = None
         if self._dropped is not None:
             self._dropped.detach()
@@ -298,4 +300,4 @@ class Driver:
 
     def _end_with_warning(self, run: Run) -> None:
         for left in self._end(run):
-            warnings.warn(left, RuntimeWarning, stacklevel=4)
+            warnings.warn_explicit(left, RuntimeWarning, *self._made_at)

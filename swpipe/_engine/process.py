@@ -12,10 +12,12 @@ script's exit code stays its own.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import time
 from typing import Protocol
 
+from swpipe._distributed.rank_checks import rank_prefix
 from swpipe.core.errors import write_error
 
 EXIT_GRACE_S = 5.0
@@ -28,6 +30,9 @@ class EndableRun(Protocol):
     """What this module needs of a run."""
 
     ended: bool
+
+    @property
+    def stalled(self) -> BaseException | None: ...
 
     def stop(self) -> None: ...
 
@@ -62,12 +67,29 @@ def end_all() -> None:
     alive = list(_runs.values())
     for run in alive:
         run.stop()
-    _join(alive, EXIT_GRACE_S)
+    # What stalled has had its time, and other ranks may be waiting for this process to end.
+    _join([run for run in alive if run.stalled is None], EXIT_GRACE_S)
     for run in alive:
         run.cut_short()
     _join(alive, _UNWIND_S)
-    for left in [left for run in alive for left in run.left_inside()]:
-        write_error(f"swpipe: {left}; the interpreter exits without waiting for it")
+    inside = [left for run in alive for left in run.left_inside()]
+    if inside:
+        _let_threads_sleep()
+    for left in inside:
+        write_error(f"swpipe: {rank_prefix()}{left}; the interpreter exits without waiting for it")
+
+
+def _let_threads_sleep() -> None:
+    """Have C++ threads sleep that would abort the process.
+
+    An interpreter that shuts down ends each thread that comes back to it. Where that is inside a
+    destructor, C++ calls ``std::terminate``. Python 3.14 lets such threads sleep.
+    """
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+        set_terminate(ctypes.CDLL(None).pause)
+    except (OSError, AttributeError):  # another system's C++
+        return
 
 
 def _join(alive: list[EndableRun], grace_s: float) -> None:

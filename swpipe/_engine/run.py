@@ -39,15 +39,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import Context, copy_context
-from typing import Any, NamedTuple
+from typing import Any
 
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
+from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
 from swpipe._engine.process import add_run, remove_run
-from swpipe._engine.program import ADMIT, RETIRE, Instruction, Lane
+from swpipe._engine.program import ADMIT, RETIRE, Instruction
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import ThreadTorchState, TorchState, torch_state
-from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
+from swpipe._engine.waiting import Cancelled
 from swpipe.core.context import IterContext
 from swpipe.core.errors import StallError, add_note
 from swpipe.device import Event
@@ -60,43 +61,6 @@ _LEAVE_S = 1.0  # for an interrupt that is on its way
 
 
 CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, handler or task"
-
-
-class _HostWait(NamedTuple):
-    progress: ProgressCounter
-    size: int  # instructions in the lane that is waited for
-    base: int  # its progress within a period once it has passed the instruction
-
-
-class _Op(NamedTuple):
-    """One instruction, bound: what ``_run_period`` executes."""
-
-    waits: tuple[_HostWait, ...]
-    stage: int
-    step: Step
-    publish: bool
-    ins: Instruction
-
-
-class LaneRunner:
-    """A lane that runs; ``period`` and ``position`` say where it is."""
-
-    def __init__(self, lane: Lane, progress: ProgressCounter) -> None:
-        self.group = lane.group
-        self.instructions = lane.instructions
-        self.size = len(lane.instructions)
-        self.progress = progress  # counts the instructions passed, in all periods
-        self.period = 0
-        self.position = 0
-        self.ops: tuple[_Op, ...] = ()
-        self.observed_ops: tuple[_Op, ...] = ()
-        self.torch_state: ThreadTorchState | None = None  # of a worker
-        self.thread: HostThread | None = None
-
-    @property
-    def instruction(self) -> Instruction:
-        """Where the lane is."""
-        return self.instructions[self.position]
 
 
 class Run:
@@ -131,12 +95,12 @@ class Run:
             lane.ops = tuple(self._op(ins, lane, observed=False) for ins in lane.instructions)
             lane.observed_ops = tuple(self._op(x, lane, observed=True) for x in lane.instructions)
 
-    def _op(self, ins: Instruction, lane: LaneRunner, *, observed: bool) -> _Op:
+    def _op(self, ins: Instruction, lane: LaneRunner, *, observed: bool) -> BoundInstruction:
         waits = []
         for wait in ins.host_waits:
             other = self.lanes[wait.lane]
             base = wait.position + 1 - wait.lag * other.size
-            waits.append(_HostWait(other.progress, other.size, base))
+            waits.append(BoundWait(other.progress, other.size, base))
         if ins.task in (ADMIT, RETIRE):
             step: Step = self._admit if ins.task == ADMIT else self._retire_step(ins)
             if observed:
@@ -145,7 +109,7 @@ class Run:
             step = build_step(self.iterations, ins, self.engine.tasks[ins.task], observed=observed)
         if lane.torch_state is not None:
             step = with_torch_state(self.iterations, lane.torch_state, step)
-        return _Op(tuple(waits), ins.stage, step, ins.publish, ins)
+        return BoundInstruction(tuple(waits), ins.stage, step, ins.publish, ins)
 
     def _order_streams_after_the_callers(self) -> None:
         """What the caller has submitted so far (a model's initialisation) comes before the run."""
@@ -275,7 +239,7 @@ class Run:
             period = 0
             # To the last period of the run, even where this lane has no task left by then: another
             # lane's wait for an instruction of this one may stand for a wait for a third lane.
-            while period - last_stage < self.iterations.total:
+            while period - last_stage < self.iterations.total and not self.ended:
                 self._run_period(lane, period)
                 period += 1
         except BaseException as error:  # noqa: BLE001 - kept for the caller (2)
@@ -399,12 +363,16 @@ class Run:
         self.iterations.clear()
         self.ended = True
         self._failure.clear()  # its traceback refers to this run
+        if not self.left_inside():
+            for lane in self.lanes:
+                lane.ops = lane.observed_ops = ()  # they refer to this run, and it to the data
         remove_run(self)
 
     def left_inside(self) -> list[str]:
         """Where the threads that have not ended are."""
         return [
-            f"thread group {lane.group!r} is still inside task {lane.instruction.task!r}"
+            f"thread group {lane.group!r} is still inside task {lane.instruction.task!r} of "
+            f"iteration {self.iterations.first + lane.period - lane.instruction.stage}"
             for lane in self.lanes[1:]
             if lane.thread is not None and lane.thread.is_alive()
         ]
@@ -419,6 +387,8 @@ class Run:
     def forget_in_fork(self) -> None:
         """In a child process: the threads are the parent's, and so is the device's work."""
         self.stopping = self.ended = True
+        for lane in self.lanes:
+            lane.thread = None
         self._failure.clear()
         self.iterations.clear()
 

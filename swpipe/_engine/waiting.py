@@ -152,6 +152,7 @@ class WorkerThread:
         try:
             self._target()
         finally:
+            del self._target  # it may refer to whoever has this thread
             self._done.advance(1)
 
 

@@ -41,7 +41,8 @@ from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.core.errors import StallError, write_error
 
 if TYPE_CHECKING:
-    from swpipe._engine.run import LaneRunner, Run
+    from swpipe._engine.lane import LaneRunner
+    from swpipe._engine.run import Run
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
@@ -134,11 +135,14 @@ class Watchdog:
         if run.driver.pop("thread", None) is None:
             return  # the call has just left
         _interrupt(caller)
-        tell_failure(error)
+        told = StallError(str(error))  # the caller's own gets its note when it is raised
+        tell_failure(told)
         if is_alone() or self._has_left(place):
             return
         abort_process_groups(GRACE_S)
         if not self._has_left(place):
+            for note in getattr(told, "__notes__", ()):
+                write_error(note)
             write_error(
                 f"swpipe: {rank_prefix()}the call has not returned: this process exits with code "
                 f"{STALL_EXIT_CODE}, so that the other ranks do not wait for it"

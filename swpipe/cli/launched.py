@@ -71,7 +71,7 @@ _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
 _COMMAND, _FAILED = "swpipe/command/{}", "swpipe/failed"
 
 _SAME = (
-    *("steps", "serially", "batches", "rounds", "device"),
+    *("steps", "serially", "batches", "rounds", "device", "seed"),
     *("workload", "in_flight", "threads", "frozen"),
 )
 

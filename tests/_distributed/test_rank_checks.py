@@ -6,6 +6,7 @@ import datetime as dt
 import os
 import socket
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import swpipe.pipeline
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe._distributed.rank_checks import Begun, answer_check
 from tests.support.plans_for_tests import piped, tasks
+from tests.support.ranks import Ranks
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -40,6 +43,29 @@ def test_ranks_with_different_plans_refuse_to_start(tmp_path: Path) -> None:
         assert "the ranks hold different plans" in refused
         assert f"for ever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
         assert "; pipeline_depth: 3 on rank 0, 4 on rank 1. Give every rank" in refused
+
+
+def _seeds(seeds: tuple[int, int], random: bool) -> list[str]:
+    """What the ranks are warned of."""
+    draw = PipelineTask("draw", lambda ctx: None, random=random)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        SWPipeline(PipelinePlan.serial([draw]), [draw], seed=seeds[dist.get_rank()]) as pipe,
+    ):
+        warnings.simplefilter("always")
+        pipe.run(range(2))
+        pipe.run(range(2))
+    assert all(warning.filename == swpipe.pipeline.__file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_ranks_with_different_seeds_are_warned(two_ranks: Ranks) -> None:
+    """Once, on each, where there are random tasks."""
+    for told in two_ranks.run(_seeds, (5, 6), True):
+        assert len(told) == 1
+        assert "seed: 5 on rank 0, 6 on rank 1. Give every rank the same" in told[0]
+    assert two_ranks.run(_seeds, (5, 5), True) == [[], []]
+    assert two_ranks.run(_seeds, (5, 6), False) == [[], []]
 
 
 def _outlives(rank: int, folder: str, port: int) -> None:

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import (
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    StallError,
+    SWPipeline,
+    TaskSchedule,
+)
 from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, tell_failure
 from tests.support.ranks import WELL_BEFORE_S, Ranks
 
@@ -273,7 +280,7 @@ def test_the_rank_that_failed_first_is_noted_on_the_others_errors() -> None:
 def _after_an_old_failure() -> list[str]:
     """Rank 0 failed long ago; now rank 1 does, and then rank 0 again."""
     if dist.get_rank() == 0:
-        told = {"rank": 0, "error": "long ago", "time_s": time.time() - 2 * RECENT_S}
+        told = (0, "long ago", time.time() - 2 * RECENT_S)
         _get_default_store().set(FIRST_FAILURE, json.dumps(told))
     dist.barrier()
     notes: list[str] = []
@@ -293,3 +300,56 @@ def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one() -> None:
     assert one == []
     assert "rank 1 had failed before" in zero[0]
     assert "now, on rank 1" in zero[0]
+
+
+LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:39055"
+
+
+SILENT = (
+    "swpipe: rank 3 left no word of a failure, which may be the cause: killed, stopped, or ended "
+    "outside the pipeline"
+)
+
+
+def _some_are_let_down(failing: int | None) -> list[str]:
+    """Rank 3 is silent; the others lose their connections, if they do not fail by themselves."""
+    rank = dist.get_rank()
+    if rank == 3:  # it got over a failure long ago
+        told = (3, "long ago", time.time() - 2 * RECENT_S)
+        _get_default_store().set("swpipe/failures/3", json.dumps(told))
+    dist.barrier()
+    error: Exception = RuntimeError(LOST)
+    if rank == failing:
+        error = Planted("of its own")
+    if rank != 3:
+        tell_failure(error)
+    dist.barrier()
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("failing", [None, 2])
+def test_ranks_that_are_let_down_blame_no_other_victim(failing: int | None) -> None:
+    """They name the rank that failed for a reason of its own, or else the one without a word."""
+    with Ranks(4) as ranks:
+        said = ranks.run(_some_are_let_down, failing)
+    cause = "swpipe: rank 2 had failed before, which may be the cause: Planted: of its own"
+    expected = [SILENT] if failing is None else [cause]
+    assert said == [[] if rank in (failing, 3) else expected for rank in range(4)]
+
+
+def _all_are_let_down(stalls: bool) -> list[str]:
+    stalled = stalls and dist.get_rank() == 1
+    error = StallError("nothing moves") if stalled else RuntimeError(LOST)
+    tell_failure(error)
+    dist.barrier()
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_where_all_ranks_are_let_down_none_is_blamed_but_one_that_stalled(stalls: bool) -> None:
+    """As when the network is gone, or when one's stall ends the others."""
+    with Ranks(2) as ranks:
+        zero, one = ranks.run(_all_are_let_down, stalls)
+    assert one == []
+    cause = "swpipe: rank 1 had failed before, which may be the cause: StallError: nothing moves"
+    assert zero == ([cause] if stalls else [])

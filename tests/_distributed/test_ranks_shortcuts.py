@@ -33,7 +33,7 @@ def test_ranks_that_shortcut_different_tasks_are_refused(two_ranks: Ranks) -> No
     """On all of them alike, by name, and nothing is shortcut."""
     for said in two_ranks.run(_enabled, NAMES[0], NAMES[1]):
         assert len(said) == 1
-        assert f"rank 0 shortcuts {NAMES[0]}; rank 1 shortcuts {NAMES[1]}" in said[0]
+        assert f"tasks: {NAMES[0]} on rank 0, {NAMES[1]} on rank 1. " in said[0]
         assert "Enable the same tasks on all ranks" in said[0]
 
 

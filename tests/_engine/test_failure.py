@@ -164,9 +164,8 @@ def test_a_stall_names_the_unmet_edge_and_shows_all_stacks(monkeypatch: pytest.M
     )
     assert "thread group 'io': inside task 'h2d' of iteration 3" in text
     assert "hang = at(3, lambda: place.hang())" in text
-    assert caught.value.__notes__ == [
-        "swpipe: thread group 'io' is still inside task 'h2d'; its thread ends when that returns"
-    ]
+    left = "thread group 'io' is still inside task 'h2d' of iteration 3"
+    assert caught.value.__notes__ == [f"swpipe: {left}; its thread ends when that returns"]
 
 
 def test_a_hanging_iterator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

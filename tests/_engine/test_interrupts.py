@@ -17,6 +17,7 @@ import pytest
 
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe._engine.waiting import Host, HostThread
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.sequencer import PATIENCE_S
 
@@ -205,3 +206,27 @@ def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
         assert pipe.in_flight == 0, where
         n += 1
     assert n > 50
+
+
+def test_a_worker_that_begins_after_the_end_ends_at_once() -> None:
+    """An interrupt can come between a thread's start and the run's taking note of it."""
+
+    class Late(Host):
+        """Its threads begin when the test says so, and nobody knows of them."""
+
+        def __init__(self) -> None:
+            self.begin: list[Callable[[], None]] = []
+
+        def start(self, name: str, target: Callable[[], None]) -> HostThread:
+            self.begin.append(target)
+            raise KeyboardInterrupt
+
+    host = Late()
+    with SWPipeline(piped(), tasks(), device="cpu", host=host) as pipe:
+        with pytest.raises(KeyboardInterrupt):
+            pipe.run(range(3))
+    (begin,) = host.begin
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()

@@ -205,9 +205,8 @@ def test_who_waits_for_access_wakes_when_the_run_fails(monkeypatch: pytest.Monke
         "inside task 'waits' of iteration 0, or waiting for access to the random number generators"
     )
     assert told in str(caught.value)
-    assert caught.value.__notes__ == [
-        "swpipe: thread group 'a' is still inside task 'h2d'; its thread ends when that returns"
-    ]
+    left = "thread group 'a' is still inside task 'h2d' of iteration 0"
+    assert caught.value.__notes__ == [f"swpipe: {left}; its thread ends when that returns"]
 
 
 def test_a_stall_reaches_a_caller_on_another_thread_that_waits_for_access_to_pull(

@@ -270,7 +270,7 @@ def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipel
 def test_a_closed_pipeline_is_refused(pipe: SWPipeline) -> None:
     """The error says what to do."""
     pipe.close()
-    with pytest.raises(RuntimeError, match="closed: make a new one before profiling"):
+    with pytest.raises(RuntimeError, match="closed: make a new one"):
         refused(pipe)
 
 

@@ -16,8 +16,9 @@ import pytest
 from swpipe import PipelinePlan, TaskSchedule, pipeline
 from swpipe._engine import program
 from swpipe._engine import run as executor
+from swpipe._engine.lane import LaneRunner
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
-from swpipe._engine.run import LaneRunner, Run
+from swpipe._engine.run import Run
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from tests.device import virtual
 from tests.device.virtual import (

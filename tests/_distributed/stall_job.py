@@ -1,0 +1,125 @@
+"""Ranks of which one stops communicating.
+
+python -m tests._distributed.stall_job SIZE HOW GROUP FOLDER
+
+    SIZE     how many ranks
+    HOW      what the last rank does at iteration ``AT``; "first" has rank 0, which holds the store,
+             do it instead:
+             stopped, stopped-first     it is stopped by SIGSTOP
+             left, left-first           its process ends, without a word
+             uneven, uneven-first       its data ends, and it waits for the others elsewhere
+             stopped+catch, ...         the scripts of the others catch ``StallError``
+    GROUP    the thread group of the collective; "default" is the caller's thread
+    FOLDER   where each rank's standard error goes: ``stderr0``, ...
+
+Torch is imported once; the ranks are forked from that process and end as scripts end, through the
+interpreter's shutdown. Prints a line of JSON with each rank's exit code, None for one that is
+stopped, and how many seconds after the beginning of its collective of iteration ``AT`` it ended,
+None for one that has not come to that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, StallError, SWPipeline, TaskSchedule
+
+AT = 3
+
+STALL_S = 2.0
+
+CATCHES = 7
+"""With what a script exits that catches ``StallError``."""
+
+
+class Rank:
+    """What one rank runs."""
+
+    def __init__(self, rank: int, size: int, how: str, folder: Path) -> None:
+        self.began = folder / f"began{rank}"
+        self.how, _, self.catch = how.partition("+")
+        self.victim = rank == (0 if self.how.endswith("-first") else size - 1)
+        self.how = self.how.removesuffix("-first")
+
+    def reduce(self, ctx: IterContext) -> None:
+        """The collective that stalls."""
+        if ctx.iter_idx == AT:
+            self.began.write_text(str(time.monotonic()))
+        if self.victim and ctx.iter_idx == AT and self.how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            threading.Event().wait()  # the signal may stop another thread first, this one later
+        if self.victim and ctx.iter_idx == AT and self.how == "left":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    def run(self, group: str) -> None:
+        """The whole script."""
+        batches = AT if self.victim and self.how == "uneven" else 100
+        tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("reduce", self.reduce)]
+        plan = PipelinePlan(
+            {
+                "read": TaskSchedule(stage=0),
+                "reduce": TaskSchedule(stage=1, thread_group=group, globally_ordered=True),
+            },
+            deps=[("reduce", "read")],
+        )
+        try:
+            with SWPipeline(plan, tasks, device="cpu", stall_timeout_s=STALL_S) as pipe:
+                pipe.run(range(batches))
+        except StallError:
+            if self.catch:
+                sys.exit(CATCHES)
+            raise
+        dist.barrier()
+
+
+def main() -> None:
+    """Fork the ranks, wait for all but one that is stopped, and report."""
+    size, how, group, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children: dict[int, int] = {}
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            error = os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(error, 2)
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            dist.init_process_group("gloo")
+            Rank(rank, size, how, folder).run(group)
+            return  # to the interpreter's shutdown
+        children[child] = rank
+    codes: list[int | None] = [None] * size
+    took_s: list[float | None] = [None] * size
+    stopped = 0
+    while len(children) > (stopped > 0):
+        child, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped = child
+            continue
+        rank = children.pop(child)
+        codes[rank] = os.waitstatus_to_exitcode(status)
+        began = folder / f"began{rank}"
+        if began.exists():
+            took_s[rank] = round(time.monotonic() - float(began.read_text()), 1)
+    if stopped:
+        os.kill(stopped, signal.SIGKILL)
+        os.waitpid(stopped, 0)
+    print(json.dumps({"codes": codes, "took_s": took_s}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,474 @@
+"""Pipelines that end: dropped, closed anywhere, failed, or nested in one another."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import IterContext, PipelinePlan, SWPipeline
+from tests._engine.test_interrupts import swpipe_threads
+from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.support.sequencer import await_event
+
+SERIAL = PipelinePlan.serial(tasks())
+FAILS_AT = {"caller": "forward", "worker": "h2d"}
+
+
+class Planted(Exception):
+    """What tests plant."""
+
+
+def make(plan: PipelinePlan | None = None, **fns: Callable[[IterContext], Any]) -> SWPipeline:
+    """A pipeline on two thread groups, of tasks that run these functions."""
+    return SWPipeline(plan or piped(), tasks(**fns), device="cpu")
+
+
+def batches(pipe: SWPipeline, data: Any) -> list[int]:
+    """What comes out."""
+    return [ctx.batch for ctx in pipe.iterate(data)]
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Only reference counts free anything within the block."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def held() -> tuple[int, int]:
+    """This process's threads and open descriptors."""
+    return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+
+def memory_mib() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+# ------------------------------------------------------------------------------------- dropped
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.slow)])
+def test_pipelines_dropped_in_mid_flight_give_all_back_and_warn_of_the_line(count: int) -> None:
+    """Without close(): threads, descriptors and memory go back, each with a ResourceWarning."""
+    make().run(range(3))
+    before, before_mib = held(), memory_mib()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            pipe = SWPipeline(spread(), tasks(), device="cpu")
+            line = sys._getframe().f_lineno - 1
+            pipe.fill_pipeline(iter([torch.zeros(100_000) for _ in range(5)]))
+            del pipe
+        gc.collect()
+    told = [(w.category, w.filename, w.lineno) for w in caught]
+    assert told == count * [(ResourceWarning, __file__, line)]
+    assert "dropped without close()" in str(caught[0].message)
+    assert swpipe_threads() == []
+    assert held() == before
+    assert memory_mib() < before_mib + 150
+
+
+def closed(pipe: SWPipeline) -> None:
+    """Closed in mid-flight."""
+    pipe.fill_pipeline(iter(range(9)))
+    pipe.close()
+
+
+def drained(pipe: SWPipeline) -> None:
+    """Drained, and not closed."""
+    pipe.fill_pipeline(iter(range(9)))
+    pipe.drain()
+
+
+def finished(pipe: SWPipeline) -> None:
+    """All data has come out."""
+    pipe.run(range(9))
+
+
+def interrupted(pipe: SWPipeline) -> None:
+    """Ctrl-C in the iterator."""
+
+    def data() -> Iterator[int]:
+        yield from range(4)
+        raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        pipe.run(data())
+
+
+class Data:
+    """An iterator that can be referred to weakly."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(3))
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self.numbers)
+
+
+@pytest.mark.parametrize("end", [closed, drained, finished, interrupted])
+def test_a_pipeline_that_has_ended_is_freed_without_the_collector(
+    end: Callable[[SWPipeline], None],
+) -> None:
+    """And without a warning: nothing of it is in a reference cycle."""
+    with no_collector():
+        pipe = make()
+        end(pipe)
+        assert swpipe_threads() == []
+        ref = weakref.ref(pipe)
+        del pipe
+        assert ref() is None
+
+
+@pytest.mark.parametrize("plan", [piped(), spread(), SERIAL], ids=["two", "four", "serial"])
+def test_the_data_of_a_run_that_has_ended_is_freed_without_the_collector(
+    plan: PipelinePlan,
+) -> None:
+    """No cycle of threads and instructions keeps the iterator and its batches."""
+    with make(plan) as pipe, no_collector():
+        data = Data()
+        pipe.fill_pipeline(data)
+        pipe.drain()
+        assert swpipe_threads() == []
+        ref = weakref.ref(data)
+        del data
+        assert ref() is None
+
+
+class Trainer:
+    """Holds a pipeline whose tasks are its own methods."""
+
+    def __init__(self) -> None:
+        mine = [task(name, self.work) for name in NAMES]
+        self.pipe = SWPipeline(piped(), mine, device="cpu")
+
+    def work(self, ctx: IterContext) -> None:
+        """A task."""
+
+
+def test_an_object_that_holds_its_pipeline_is_collected_once_nothing_is_in_flight() -> None:
+    """The reference cycle is the user's; swpipe keeps no reference of its own to either."""
+    trainer = Trainer()
+    trainer.pipe.run(range(5))
+    ref = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert ref() is None
+
+
+# ------------------------------------------------------------------------------------- nested
+
+
+def sums(plan: PipelinePlan, numbers: Any, **fns: Any) -> int:
+    """The sum of what a pipeline hands out."""
+    with make(plan, **fns) as pipe:
+        return sum(batches(pipe, numbers))
+
+
+@pytest.mark.parametrize("inner", [piped(), spread(), SERIAL], ids=["two", "four", "serial"])
+@pytest.mark.parametrize("name", ["h2d", "forward"])
+def test_a_task_may_run_a_pipeline(name: str, inner: PipelinePlan) -> None:
+    """On the caller's thread and on a worker's; right results, and no thread is left."""
+    got: dict[int, int] = {}
+
+    def run(ctx: IterContext) -> None:
+        got[ctx.batch] = sums(inner, range(ctx.batch + 1))
+
+    with make(**{name: run}) as pipe:
+        assert batches(pipe, range(5)) == list(range(5))
+    assert got == {0: 0, 1: 1, 2: 3, 3: 6, 4: 10}
+    assert swpipe_threads() == []
+
+
+def test_an_iterator_may_run_a_pipeline() -> None:
+    """Batches come out of another pipeline, which ends with its own data."""
+    with make(spread()) as inner, make() as outer:
+        data = (ctx.batch * 10 for ctx in inner.iterate(range(6)))
+        assert batches(outer, data) == [0, 10, 20, 30, 40, 50]
+    assert swpipe_threads() == []
+
+
+@pytest.mark.parametrize("inner_name", ["h2d", "forward"])
+@pytest.mark.parametrize("name", ["h2d", "forward", "iterator"])
+def test_a_failure_of_an_inner_pipeline_comes_through_as_itself(name: str, inner_name: str) -> None:
+    """With the notes of both; both run again."""
+    planted = Planted("inner")
+    armed = [planted]
+
+    def fail(ctx: IterContext) -> None:
+        if ctx.batch == 2 and armed:
+            raise armed.pop()
+
+    with make(**{inner_name: fail}) as inner:
+
+        def run(ctx: IterContext) -> None:
+            if ctx.batch == 1:
+                inner.run(range(4))
+
+        fns = {} if name == "iterator" else {name: run}
+        with make(**fns) as outer:
+            data = (ctx.batch for ctx in inner.iterate(range(4))) if not fns else range(4)
+            with pytest.raises(Planted) as caught:
+                outer.run(data)
+            assert caught.value is planted
+            assert len(planted.__notes__) == 2
+            assert outer.run(range(4)).iterations == 4
+    assert swpipe_threads() == []
+
+
+def test_two_pipelines_in_two_threads_do_not_disturb_each_other() -> None:
+    """Each gets its own results, and the failure of one is not the other's."""
+
+    def fail(ctx: IterContext) -> None:
+        if ctx.batch == 30:
+            raise Planted
+
+    with ThreadPoolExecutor(2) as pool, make() as one, make(spread(), step=fail) as two:
+        good, bad = pool.submit(batches, one, range(60)), pool.submit(batches, two, range(60))
+        assert good.result() == list(range(60))
+        with pytest.raises(Planted):
+            bad.result()
+    assert swpipe_threads() == []
+
+
+def test_successive_calls_may_come_from_different_threads() -> None:
+    """A pool of threads, and an event loop's executor."""
+    with make() as pipe, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        data = iter(range(8))
+        out = [(one, two)[i % 2].submit(pipe.progress, data).result().batch for i in range(8)]
+        assert out == list(range(8))
+
+        async def drive() -> list[int]:
+            loop, numbers = asyncio.get_running_loop(), iter(range(8))
+            calls = [await loop.run_in_executor(None, pipe.progress, numbers) for _ in range(8)]
+            return [ctx.batch for ctx in calls]
+
+        assert asyncio.run(drive()) == list(range(8))
+    assert swpipe_threads() == []
+
+
+# ------------------------------------------------------------------------------------- close()
+
+
+def test_close_warns_of_a_worker_that_does_not_return() -> None:
+    """With the thread group and the task; the thread ends once the task returns."""
+    inside, release = threading.Event(), threading.Event()
+
+    def hang(ctx: IterContext) -> None:
+        if ctx.batch == 1:  # the newest one in flight
+            inside.set()
+            await_event(release, "the close")
+
+    pipe = make(h2d=hang)
+    pipe.fill_pipeline(iter(range(9)))
+    await_event(inside, "h2d")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.close()
+    assert [w.category for w in caught] == [RuntimeWarning]
+    assert "thread group 'io' is still inside task 'h2d'" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    release.set()
+    assert swpipe_threads() == []
+
+
+@pytest.mark.parametrize("name", ["h2d", "forward"])
+def test_a_task_may_close_its_pipeline(name: str) -> None:
+    """On the caller's thread or a worker's: the call says so, and no thread is left."""
+    pipe = make(**{name: lambda ctx: pipe.close() if ctx.batch == 2 else None})
+    with pytest.raises(RuntimeError, match="closed during this call"):
+        pipe.run(range(9))
+    assert pipe.closed
+    assert pipe.in_flight == 0
+    assert swpipe_threads() == []
+
+
+@pytest.mark.parametrize("name", ["h2d", "forward"])
+@pytest.mark.parametrize("kind", [Planted, SystemExit])
+def test_a_task_that_closes_its_pipeline_and_raises_has_its_own_error(
+    kind: type[BaseException], name: str
+) -> None:
+    """On the caller's thread it comes out; a worker's comes too late, when the run has stopped."""
+
+    def close(ctx: IterContext) -> None:
+        pipe.close()
+        raise kind("own")
+
+    pipe = make(**{name: close})
+    own = kind if name == "forward" else (kind, RuntimeError)
+    with pytest.raises(own, match="own" if name == "forward" else "own|closed"):
+        pipe.run(range(9))
+    assert swpipe_threads() == []
+
+
+def test_two_threads_may_close_at_once_and_twice() -> None:
+    """While a third drives: all return, and the call under way says why it ends."""
+    for _ in range(20):
+        pipe, data = make(spread()), iter(range(10**6))
+        pipe.fill_pipeline(data)
+        barrier = threading.Barrier(3)
+
+        def close(pipe: SWPipeline = pipe, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            pipe.close()
+            pipe.close()
+
+        closers = [threading.Thread(target=close) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+        barrier.wait()
+        with pytest.raises(RuntimeError, match="closed"):
+            pipe.run(data)
+        for closer in closers:
+            closer.join()
+        assert pipe.in_flight == 0
+        assert swpipe_threads() == []
+
+
+# ------------------------------------------------------------------------------------- failures
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Nothing can be set on it."""
+
+    what: str = "refuses notes"
+
+
+class Slotted(Exception):
+    """Has its notes where no attribute can be."""
+
+    __slots__ = ("__notes__",)
+
+    def add_note(self, note: str) -> None:
+        raise AttributeError("no notes")
+
+
+class TupleNotes(Exception):
+    """Has notes that are no list."""
+
+    __notes__ = ("mine",)
+
+
+class Hostile(Exception):
+    """Raises when asked for its notes."""
+
+    @property
+    def __notes__(self) -> list[str]:
+        raise ArithmeticError("no notes")
+
+
+@pytest.mark.parametrize("where", ["caller", "worker", "serial"])
+@pytest.mark.parametrize("kind", [Frozen, Slotted, TupleNotes, Hostile])
+def test_an_exception_that_refuses_notes_comes_out_as_itself(
+    kind: type[Exception], where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its note goes to standard error; the run ends at once, and the pipeline runs again."""
+    planted = kind()
+    armed = [planted]
+
+    def fail(ctx: IterContext) -> None:
+        if ctx.batch == 3 and armed:
+            raise armed.pop()
+
+    with make(**{FAILS_AT.get(where, "forward"): fail}) as pipe:
+        with pytest.raises(kind) as caught:
+            (pipe.run_serial if where == "serial" else pipe.run)(range(9))
+        assert caught.value is planted
+        assert pipe.run(range(4)).iterations == 4
+    assert f"{kind.__name__}: swpipe: at task" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["caller", "worker", "iterator", "serial"])
+def test_a_failed_iterations_context_is_freed_once_the_failure_is_handled(where: str) -> None:
+    """Without the collector: "catch out of memory, retry smaller" has the memory back."""
+    refs: list[weakref.ref[Any]] = []
+
+    def keep(ctx: IterContext) -> None:
+        ctx.tensor = torch.zeros(1000)
+        refs.extend((weakref.ref(ctx), weakref.ref(ctx.tensor)))
+        if where == "worker" and ctx.batch == 3:
+            raise torch.cuda.OutOfMemoryError
+
+    def fail(ctx: IterContext) -> None:
+        if where in ("caller", "serial") and ctx.batch == 3:
+            raise torch.cuda.OutOfMemoryError
+
+    def data() -> Iterator[int]:
+        yield from range(5)
+        raise torch.cuda.OutOfMemoryError
+
+    with make(h2d=keep, forward=fail) as pipe, no_collector():
+        with suppress(torch.cuda.OutOfMemoryError):
+            (pipe.run_serial if where == "serial" else pipe.run)(data())
+        assert swpipe_threads() == []
+        assert len(refs) >= 4
+        assert [ref() for ref in refs] == [None] * len(refs)
+        assert pipe.run(range(2)).iterations == 2
+
+
+# ------------------------------------------------------------------------------------- rounds
+
+
+def one_round(pipe: SWPipeline, number: int) -> None:
+    """Fill, and then fail, close, drain, or run to the end."""
+    data = iter([torch.full((50_000,), i) for i in range(6)])
+    pipe.fill_pipeline(data)
+    if number % 4 == 0:
+        with suppress(Planted):
+            batch = torch.tensor([-1.0])
+            pipe.drain()
+            pipe.run([batch])
+    elif number % 4 == 1:
+        pipe.close()
+    elif number % 4 == 2:
+        pipe.drain()
+    else:
+        pipe.run(data)
+
+
+def fail_at_minus_one(ctx: IterContext) -> None:
+    """The task of the rounds that fail."""
+    if ctx.batch[0] < 0:
+        raise Planted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [200])
+def test_rounds_without_growth(rounds: int) -> None:
+    """Of threads, descriptors and memory, whatever way each round ends."""
+    make().run(range(3))
+    before, before_mib = held(), 0.0
+    pipe = make(spread(), h2d=fail_at_minus_one)
+    for number in range(rounds):
+        if pipe.closed:
+            pipe = make(spread(), h2d=fail_at_minus_one)
+        one_round(pipe, number)
+        if number == rounds // 2:  # each new thread's arena counts once
+            before_mib = memory_mib()
+    pipe.close()
+    assert swpipe_threads() == []
+    assert held() == before
+    assert memory_mib() < before_mib + 40

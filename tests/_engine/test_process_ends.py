@@ -1,0 +1,112 @@
+"""A process ends cleanly: a forked child, and an interpreter that exits while workers are busy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+
+
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the repository, with warnings as errors; fail rather than hang."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [5])
+@pytest.mark.parametrize("how", ["refused", "exit", "inside", "process", "loader"])
+def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(how: str, rounds: int) -> None:
+    """With iterations in flight in the parent; see ``fork_trials`` for each way."""
+    done = run_python("-m", "tests._engine.fork_trials", how, str(rounds))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{rounds} rounds\n", "")
+
+
+BUSY = """
+import os, signal, sys, threading, torch
+import swpipe._engine.process
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+
+swpipe._engine.process.EXIT_GRACE_S = 0.5
+swpipe._engine.process._UNWIND_S = 0.5
+torch.set_num_threads(1)
+inside = threading.Event()
+plan = PipelinePlan({"busy": TaskSchedule(0, None, "io"), "end": TaskSchedule(1)})
+x = torch.rand(100, 100)
+large = torch.rand(1500, 1500)
+
+def loops():
+    while True:
+        torch.mm(x, x)
+
+def computes():
+    torch.linalg.matrix_power(large, 2 ** 62 - 1)
+
+def returns():
+    torch.linalg.matrix_power(large, 1023)
+
+def waits():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def busy(ctx):
+    inside.set()
+    globals()[WORKER]()
+
+tasks = [PipelineTask("busy", busy), PipelineTask("end", lambda ctx: None)]
+pipe = SWPipeline(plan, tasks, device="cpu")
+
+def handler(signum, frame):
+    pipe.close()
+    raise SystemExit(5)
+
+signal.signal(signal.SIGTERM, handler)
+data = iter(range(9))
+pipe.fill_pipeline(data)
+inside.wait()
+if ENDING == "exit":
+    sys.exit(3)
+if ENDING == "raise":
+    raise ArithmeticError
+if ENDING == "sigterm":
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+CODES = {"end": 0, "exit": 3, "raise": 1, "sigterm": 5}
+LEFT = (
+    "swpipe: thread group 'io' is still inside task 'busy' of iteration 0; "
+    "the interpreter exits without waiting for it\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", CODES)
+@pytest.mark.parametrize("worker", ["loops", "computes", "returns", "waits"])
+def test_a_script_keeps_its_exit_code_whatever_a_worker_does(worker: str, ending: str) -> None:
+    """It does not wait for the worker; what could not be ended is named."""
+    script = f"WORKER = {worker!r}\nENDING = {ending!r}\n{BUSY}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == CODES[ending], done.stderr
+    if worker != "returns":  # that one may or may not, while the interpreter exits
+        assert (LEFT in done.stderr) == (worker != "loops"), done.stderr
+    warned = f"RuntimeWarning: {LEFT.partition(';')[0]}; its thread"
+    assert (warned in done.stderr) == (ending == "sigterm"), done.stderr

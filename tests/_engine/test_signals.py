@@ -1,0 +1,29 @@
+"""Real signals at random moments: nothing hangs, nothing is left, and the pipeline runs again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests._engine.test_process_ends import run_python
+
+
+def survives(how: str, call: str, trials: int) -> None:
+    """Every trial went well; see ``signal_trials``."""
+    done = run_python("-m", "tests._engine.signal_trials", how, call, str(trials), "1")
+    assert (done.returncode, done.stdout) == (0, f"{trials} trials\n"), done.stderr
+    assert how == "storm" or not done.stderr  # Python may have ignored a signal of a storm
+
+
+@pytest.mark.parametrize(("how", "call"), [("close", "progress"), ("storm", "drain")])
+def test_a_few_signals_at_random_moments_do_no_harm(how: str, call: str) -> None:
+    """The handler's own exception comes out, no thread is left, the pipeline runs or is closed."""
+    survives(how, call, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trials", [30])
+@pytest.mark.parametrize("call", ["progress", "drain"])
+@pytest.mark.parametrize("how", ["close", "closing", "one", "storm"])
+def test_signals_at_random_moments_do_no_harm(how: str, call: str, trials: int) -> None:
+    """The same, for every handler and every call."""
+    survives(how, call, trials)
