@@ -1,0 +1,166 @@
+"""Whatever a plan, cost or timeline file contains: a command succeeds, or says why in one line."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from swpipe.cli import main
+from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
+from tests.core.test_fuzz import COSTS, MODEL, PLANS
+from tests.support.hostile import MOST_IN_ONE_LINE, edited, mostly, replaced
+from tests.support.plans_for_tests import piped
+from tests.trace.test_fuzz import SAVED
+
+QUICK = 10
+SLOW = 1500
+ADDRESS_SPACE = 4 * 2**30
+CPU_S = 60  # ends a command that would never end; how long one takes is no verdict here
+
+GOOD = piped(3)
+PLAN_TEXTS = mostly(PLANS).map(json.dumps) | edited(GOOD.to_json())
+COST_TEXTS = COSTS.map(json.dumps) | edited(MODEL.to_json())
+TIMELINE_TEXTS = replaced(SAVED) | edited(json.dumps(SAVED))
+
+
+def outcome(*args: object) -> None:
+    """Run a command: it succeeds and shows nothing that a terminal obeys, or ends in one line."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main([str(arg) for arg in args])
+    said = err.getvalue()
+    assert out.getvalue().replace("\n", "").isprintable()
+    if ended.value.code == 0:
+        assert said == ""
+        return
+    assert ended.value.code == 2
+    assert said.startswith("swpipe: ")
+    assert said.endswith("\n")
+    assert said[:-1].isprintable()
+    assert len(said) <= MOST_IN_ONE_LINE
+
+
+def run_on_plan(text: str, suffix: str, folder: Path) -> None:
+    """Show a plan and write it again."""
+    plan = folder / f"plan.{suffix}"
+    plan.write_text(text, encoding="utf-8", errors="surrogatepass")
+    outcome("plan", "show", plan, "--output", folder / "written.toml")
+
+
+def run_on_costs(text: str, folder: Path) -> None:
+    """Simulate a good plan with some costs, and choose a plan for them."""
+    plan, costs = folder / "plan.json", folder / "costs.json"
+    plan.write_text(GOOD.to_json())
+    costs.write_text(text, encoding="utf-8", errors="surrogatepass")
+    outcome("plan", "simulate", plan, "--costs", costs)
+    outcome("plan", "auto", plan, "--costs", costs)
+
+
+def run_on_timeline(text: str, folder: Path) -> None:
+    """Show a prediction above a measured timeline."""
+    timeline = folder / "timeline.json"
+    timeline.write_text(text, encoding="utf-8", errors="surrogatepass")
+    outcome("plan", "simulate", "recsys14", "--measured", timeline)
+
+
+@given(text=PLAN_TEXTS)
+@settings(max_examples=QUICK)
+def test_plans_of_any_values(text: str, tmp_path: Path) -> None:
+    """JSON with strange values, and a good file with a part of it replaced."""
+    run_on_plan(text, "json", tmp_path)
+
+
+@given(text=edited(GOOD.to_toml()))
+@settings(max_examples=QUICK)
+def test_plans_of_any_toml(text: str, tmp_path: Path) -> None:
+    """A good file with a part of it replaced."""
+    run_on_plan(text, "toml", tmp_path)
+
+
+@given(text=COST_TEXTS)
+@settings(max_examples=QUICK)
+def test_costs_of_any_values(text: str, tmp_path: Path) -> None:
+    """Strange names and numbers, and a good file with a part of it replaced."""
+    run_on_costs(text, tmp_path)
+
+
+@given(text=TIMELINE_TEXTS)
+@settings(max_examples=QUICK)
+def test_timelines_of_any_values(text: str, tmp_path: Path) -> None:
+    """Infinite times, strange names, text cut anywhere."""
+    run_on_timeline(text, tmp_path)
+
+
+@pytest.mark.slow
+@given(plan=PLAN_TEXTS, toml=edited(GOOD.to_toml()), costs=COST_TEXTS, timeline=TIMELINE_TEXTS)
+@settings(max_examples=SLOW)
+def test_many_more_files(plan: str, toml: str, costs: str, timeline: str, tmp_path: Path) -> None:
+    """The same, longer."""
+    run_on_plan(plan, "json", tmp_path)
+    run_on_plan(toml, "toml", tmp_path)
+    run_on_costs(costs, tmp_path)
+    run_on_timeline(timeline, tmp_path)
+
+
+# ------------------------------------------------------------------------------ limited processes
+
+
+def most_tasks() -> dict[str, Any]:
+    """As many tasks as a plan may have, each after the one before."""
+    names = [f"t{k}" for k in range(MOST_TASKS)]
+    return {"schedule": {name: {} for name in names}, "deps": [*pairwise(names)]}
+
+
+def most_work() -> dict[str, Any]:
+    """As many tasks in as many stages as may be compiled, on threads of their own."""
+    count = MOST_WORK // MOST_ITERATIONS
+    entries = {f"t{k}": {"stage": k, "thread_group": f"g{k % 9}"} for k in range(count)}
+    return {"schedule": entries, "deps": [[f"t{k}", f"t{k - 1}"] for k in range(1, count)]}
+
+
+def most_distance() -> dict[str, Any]:
+    """A dependence on the farthest iteration, and the deepest pipeline."""
+    far = MOST_ITERATIONS
+    return {"schedule": {"a": {}, "b": {"stage": 1}}, "cross_iter_deps": [["a", "b", far]]}
+
+
+def unknown_names() -> dict[str, Any]:
+    """A file of some megabytes whose dependences are all wrong."""
+    return {"schedule": {"a": {}}, "deps": [["a", f"{k}" * 9] for k in range(50_000)]}
+
+
+def limit() -> None:
+    """Bounds on this process, whose file descriptors and signals are as they were."""
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [most_tasks, most_work, most_distance, unknown_names])
+def test_the_hardest_plans_stay_within_memory(
+    make: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Success or one line, in an address space of 4 GiB."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(make()))
+    ended = subprocess.run(
+        [sys.executable, "-m", "swpipe", "plan", "show", str(plan)],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode in (0, 2)
+    assert ended.stderr.count("\n") == (ended.returncode == 2)
+    assert len(ended.stderr) <= MOST_IN_ONE_LINE
