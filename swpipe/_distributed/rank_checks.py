@@ -218,7 +218,7 @@ def answer_check(begun: Begun) -> None:
             _answering.release()
 
     with suppress(RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
-        _within(_ANSWER_S, answer)
+        within(_ANSWER_S, answer)
 
 
 def _answer(begun: Begun) -> None:
@@ -267,7 +267,7 @@ def abort_process_groups(grace_s: float) -> None:
     NCCL's calls then return with an error; gloo's go on.
     """
     try:
-        _within(grace_s, distributed_c10d._abort_process_group)
+        within(grace_s, distributed_c10d._abort_process_group)
     except (RuntimeError, ValueError) as error:
         write_error(f"swpipe: the process groups could not be aborted: {error}")
 
@@ -278,14 +278,14 @@ def tell_failure(error: BaseException) -> None:
         return
     own = _Word(dist.get_rank(), _said(error), time.time())
     try:
-        cause = _within(STORE_S, lambda: _cause(own, error))
+        cause = within(STORE_S, lambda: _cause(own, error))
     except RuntimeError as gone:
         cause = f"whether another rank had failed before is not known: {gone}"
     if cause:
         add_note(error, f"swpipe: {cause}")
 
 
-def _within(seconds: float, act: Callable[[], T]) -> T:
+def within(seconds: float, act: Callable[[], T]) -> T:
     """What ``act`` returns or raises; RuntimeError if it does neither in time."""
     answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 

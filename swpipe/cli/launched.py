@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
-from swpipe._distributed.rank_checks import _within
+from swpipe._distributed.rank_checks import within
 from swpipe.cli.options import flag
 from swpipe.cli.user_errors import ClickError, Reported, UserError, echo, line_of
 from swpipe.core.messages import one_line, plain, shorten
@@ -138,7 +138,7 @@ class Rank:
                 f"swpipe: RANK is set: {here}: waits at most {JOIN_S:g} s for the others", err=True
             )
         try:
-            self._store, *_ = _within(JOIN_S, lambda: next(rendezvous("env://")))
+            self._store, *_ = within(JOIN_S, lambda: next(rendezvous("env://")))
         except (RuntimeError, ValueError) as error:
             why = one_line(str(error).partition("\n")[0])
             raise Reported(

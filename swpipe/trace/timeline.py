@@ -69,7 +69,7 @@ def plot(
         raise ImportError(
             "a picture needs matplotlib, which is not installed: pip install 'swpipe[plot]'"
         ) from error
-    style = {"hatch.linewidth": 0.7, "svg.fonttype": "none", "text.parse_math": False}
+    style: Any = {"hatch.linewidth": 0.7, "svg.fonttype": "none", "text.parse_math": False}
     with rc_context(style):
         picture = _Picture(panels)
         for number, panel in enumerate(panels):

@@ -32,6 +32,9 @@ from swpipe.planning.simulation.timed_graph import timed_graph
 _WORK, _WORK_PER_TASK = 200_000, 35_000
 """The usual effort, in operations estimated: what takes about a second for 14 tasks."""
 
+_MOST_COUNTED = 200
+"""More tasks than these do not lengthen a search."""
+
 _LIMITS_SHARE = 0.15
 """The share of the effort that is for lower limits on depth and threads."""
 
@@ -70,7 +73,7 @@ class Search:
     ) -> None:
         self.graph = graph
         self._base, self._costs = base, costs
-        self._work = effort * (_WORK + _WORK_PER_TASK * graph.size)
+        self._work = effort * (_WORK + _WORK_PER_TASK * min(graph.size, _MOST_COUNTED))
 
     def bound_us(self, threads: int, depth: int) -> float:
         """No plan with so many threads and iterations in flight has a shorter interval."""

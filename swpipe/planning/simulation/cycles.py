@@ -108,7 +108,7 @@ def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -
         if (found := _cycle_in(into)) is not None:
             return found
     rule = "use fewer tasks, or fewer dependences between iterations"
-    raise PlanError([Problem(f"the plan's cycles of {nodes} steps take too long to search: {rule}")])
+    raise PlanError([Problem(f"cycles of {nodes} steps take too long to search: {rule}")])
 
 
 def _cycle_in(into: Sequence[Arc | None]) -> Cycle | None:
