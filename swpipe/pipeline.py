@@ -24,6 +24,7 @@ from swpipe._engine.watchdog import checked_timeout
 from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import IterContext
 from swpipe.core.drawing import format_grid, format_stages
+from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
@@ -47,7 +48,8 @@ class SWPipeline:
         seed: What the seeds of tasks with ``random=True`` derive from; None for
             ``torch.initial_seed()``.
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
-            None to wait for ever. Must be longer than the longest task.
+            None to wait for ever. Must be longer than the longest task and, where tasks are random,
+            than the longest random task of any pipeline in the process: they take turns to draw.
         record_all_events: Record the device event of every task, needed or not, for debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled.
@@ -245,7 +247,7 @@ class SWPipeline:
         names = names_of(tasks)
         for name in names:
             if name not in self._driver.engine.tasks:
-                known = ", ".join(task.name for task in self.tasks)
+                known = listed([task.name for task in self.tasks])
                 raise ValueError(f"this pipeline has no task {name!r}; it has {known}")
         return names
 
