@@ -156,7 +156,8 @@ class _Access(AbstractContextManager[None]):
     def __exit__(self, *failure: object) -> None:
         if self._seed is None and self.outer is not None:
             self.lend()
-            self.outer._own = self._own
+            if self._own is not None:  # the outer block may be of another device
+                self.outer._own = {**(self.outer._own or {}), **self._own}
         self.give_back()
         this_thread.access = self.outer
         self._frame = self.outer = None

@@ -29,16 +29,17 @@ class SerialLane:
         Raises:
             BaseException: Whatever a task raised, with a note of where.
         """
-        observers = engine.observers()
+        observers, device = engine.observers(), engine.device
         for task in self._tasks:
             try:
-                if observers or task.random:
-                    ins, i = self._instructions[task.name], ctx.iter_idx
-                    seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
-                    with seeded, observing(observers, ins, i):
+                with device.on(device.current_stream()):
+                    if observers or task.random:
+                        ins, i = self._instructions[task.name], ctx.iter_idx
+                        seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
+                        with seeded, observing(observers, ins, i):
+                            _call(engine, task, ctx)
+                    else:
                         _call(engine, task, ctx)
-                else:
-                    _call(engine, task, ctx)
             except BaseException as error:
                 place = f"at task {task.name!r}, iteration {ctx.iter_idx}, serially"
                 add_note(error, f"swpipe: {place}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +13,7 @@ import torch
 
 from swpipe._tensors.pytree import record_stream, tensors_in
 from swpipe.core.plan import StreamSpec
+from swpipe.device.cpu import CpuDevice
 from swpipe.device.protocol import Event, GeneratorStates, Stream
 
 
@@ -45,6 +49,34 @@ def plain(stream: torch.Stream) -> torch.Stream:
     )
 
 
+class _Held:
+    """Keeps values until events are reached, where the allocator cannot: without record_stream.
+
+    What is kept goes with the next ``hold`` after the device has reached its events; a pipeline
+    holds each iteration that it retires, so this is as much as is in flight, and one iteration.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[Any, list[Event]]] = deque()
+
+    def hold(self, values: Any, events: list[Event]) -> None:
+        """Keep ``values``, and let go of what is no longer in use."""
+        done = []
+        with self._lock:
+            self._kept.append((values, events))
+            while self._kept and all(event.query() for event in self._kept[0][1]):
+                done.append(self._kept.popleft())
+        done.clear()  # outside the lock, since destructors may run
+
+
+_HELD: dict[str, _Held] = {}
+"""Device name to what is kept there, also after the pipeline is gone."""
+
+_DEFAULT = 0
+"""The ``stream_id`` of a device's default stream."""
+
+
 class AcceleratorDevice:
     """One accelerator; the current one where ``device`` has no index."""
 
@@ -58,9 +90,35 @@ class AcceleratorDevice:
         self.has_nvtx = self.pins_memory = self.type == "cuda"
         self.autocast_types: tuple[str, ...] = ("cpu", self.type)
         self._module = torch.get_device_module(self.type)
+        self._held = None if self._records_streams() else _HELD.setdefault(self.name, _Held())
+        self._warned = False
+
+    def _records_streams(self) -> bool:
+        try:
+            stream = self.current_stream()
+            self._mark(stream)
+        except (NotImplementedError, RuntimeError) as error:
+            why = str(error).partition("\n")[0]
+            raise ValueError(
+                f"device {self.name!r} has no streams and events that torch can use: {why}; "
+                "give 'cpu' if the tasks' tensors can be there"
+            ) from error
+        try:
+            torch.empty(1, device=self.device).record_stream(stream)
+        except NotImplementedError:
+            return False
+        return True
 
     def new_stream(self, spec: StreamSpec) -> Stream:
-        return torch.Stream(device=self.device, priority=spec.priority)
+        stream = torch.Stream(device=self.device, priority=spec.priority)
+        if stream.stream_id == _DEFAULT and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"device {self.name!r} has one stream only: the plan's streams are all its default "
+                "stream, so their work does not overlap",
+                stacklevel=2,
+            )
+        return stream
 
     def current_stream(self) -> Stream:
         return torch.accelerator.current_stream(self.device)
@@ -78,7 +136,15 @@ class AcceleratorDevice:
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         # The allocator keeps a block that was recorded on a stream until that stream's work is
         # done; recording it on the stream that it was made on costs nothing.
-        record_stream(tuple(values), *streams)
+        if self._held is None:
+            record_stream(tuple(values), *streams)
+        else:
+            self._held.hold(tuple(values), [self._mark(stream) for stream in streams])
+
+    def _mark(self, stream: Stream) -> Event:
+        event = self.new_event()
+        event.record(stream)
+        return event
 
     def use_on_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
@@ -87,12 +153,18 @@ class AcceleratorDevice:
         torch.accelerator.synchronize(self.device)
 
     def generator_states(self) -> GeneratorStates:
-        return torch.get_rng_state(), self._module.get_rng_state()
+        return {
+            CpuDevice.type: torch.get_rng_state(),
+            self.name: self._module.get_rng_state(self.device),
+        }
 
     def set_generator_states(self, states: GeneratorStates) -> None:
-        torch.set_rng_state(states[0])
-        self._module.set_rng_state(states[1])
+        if (state := states.get(CpuDevice.type)) is not None:
+            torch.set_rng_state(state)
+        if (state := states.get(self.name)) is not None:
+            self._module.set_rng_state(state, self.device)
 
     def seed_generators(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
-        self._module.manual_seed(seed)
+        with torch.accelerator.device_index(self.device.index):
+            self._module.manual_seed(seed)

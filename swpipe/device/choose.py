@@ -13,7 +13,8 @@ def resolve(device: Device | torch.device | str | None) -> Device:
     """The device that a pipeline uses; None is the machine's accelerator, or else the CPU.
 
     Raises:
-        ValueError: The device is neither the CPU nor this machine's accelerator.
+        ValueError: The device is neither the CPU nor one of this machine's accelerators, or torch
+            offers no streams and events for it.
     """
     if device is not None and not isinstance(device, str | torch.device):
         if not hasattr(device, "has_streams"):
@@ -28,6 +29,10 @@ def resolve(device: Device | torch.device | str | None) -> Device:
         raise ValueError(
             f"device {str(wanted)!r} is not on this machine, which has {have}; give 'cpu'"
         )
+    count = torch.accelerator.device_count()
+    if wanted.index is not None and wanted.index >= count:
+        names = f"{wanted.type}:0" + (f" to {wanted.type}:{count - 1}" if count > 1 else "")
+        raise ValueError(f"device {str(wanted)!r} is not on this machine, which has {names}")
     return AcceleratorDevice(wanted)
 
 

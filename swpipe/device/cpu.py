@@ -59,10 +59,11 @@ class CpuDevice:
         return None
 
     def generator_states(self) -> GeneratorStates:
-        return (torch.get_rng_state(),)
+        return {self.type: torch.get_rng_state()}
 
     def set_generator_states(self, states: GeneratorStates) -> None:
-        torch.set_rng_state(states[0])
+        if (state := states.get(CpuDevice.type)) is not None:
+            torch.set_rng_state(state)
 
     def seed_generators(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)

@@ -7,7 +7,7 @@ The tests have a third one, which runs streams as late and in as odd an order as
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -18,8 +18,8 @@ from swpipe.core.plan import StreamSpec
 Stream: TypeAlias = Any
 """A device's stream; opaque to the engine, equal to itself alone."""
 
-GeneratorStates: TypeAlias = tuple[torch.Tensor, ...]
-"""States of torch's default generators: the CPU's, and the device's where it has its own."""
+GeneratorStates: TypeAlias = Mapping[str, torch.Tensor]
+"""Device name to the state of its default generator: the CPU's, and the device's own."""
 
 
 class Event(Protocol):
@@ -79,10 +79,10 @@ class Device(Protocol):
         """Wait until all work submitted to the device is done."""
 
     def generator_states(self) -> GeneratorStates:
-        """The states of torch's default generators."""
+        """The states of the default generators of the CPU and of this device."""
 
     def set_generator_states(self, states: GeneratorStates) -> None:
-        """Restore what ``generator_states`` returned."""
+        """Set those of these generators that ``states`` has, whichever device it came from."""
 
     def seed_generators(self, seed: int) -> None:
-        """Seed torch's default generators."""
+        """Seed the default generators of the CPU and of this device."""

@@ -19,7 +19,7 @@ TORCH = "torch's default generators"
 def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
     """Name to state, of the default generators of torch, Python and numpy and of ``found``."""
     states: dict[str, object] = {
-        TORCH: [_bytes(state) for state in device.generator_states()],
+        TORCH: [_bytes(state) for state in device.generator_states().values()],
         "Python's default generator": random.getstate(),
     }
     numpy = sys.modules.get("numpy.random")

@@ -120,7 +120,8 @@ class Observer:
         log, operators = AttributeLog(), OperatorRecorder(self.storages)
         seeded = self._seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
         try:
-            with seeded, _eager(), _optimizer_steps() as stepped, operators:
+            on_device = self._device.on(self._device.current_stream())
+            with on_device, seeded, _eager(), _optimizer_steps() as stepped, operators:
                 set_log(ctx, log)
                 task.fn(ctx)
         except BaseException as error:

@@ -92,5 +92,5 @@ def _checksum(storage: Any) -> int:
         end = size // 8 * 8
         # Each word has its own odd factor, so that the sum depends on the order of the words.
         words = content[:end].view(torch.int64)
-        factors = torch.arange(1, 2 * len(words), 2, device=storage.device)
+        factors = 2 * torch.arange(len(words), device=storage.device) + 1
         return int((words * factors).sum()) + int(content[end:].sum())

@@ -1,0 +1,1 @@
+"""These tests need an accelerator: the test backend, or CUDA."""

@@ -1,0 +1,258 @@
+"""A pipeline on one of several devices, and on backends that lack something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.device import resolve
+from swpipe.inference import record
+from swpipe.profiler import TaskProfiler
+from tests import backend
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or backend.why_not() is not None,
+    reason="these tests have the test backend misbehave",
+)
+
+DEVICES = ("sim:0", "sim:1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """The test backend, in this process."""
+    backend.load()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each device in turn, while the caller's current device is device 0."""
+    torch.accelerator.set_device_index(0)
+    yield request.param
+    assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.fixture(autouse=True)
+def generators_stay() -> Iterator[None]:
+    """Whatever a pipeline does, no default generator has moved afterwards."""
+    backend.load()
+    before = states()
+    yield
+    assert [*map(torch.equal, before, states())] == [True] * len(before)
+
+
+def states() -> list[Tensor]:
+    """Of the default generators of the host and of all devices."""
+    return [torch.get_rng_state(), *(torch.sim.get_rng_state(k) for k in range(2))]  # type: ignore[attr-defined]
+
+
+def draw(ctx: IterContext) -> None:
+    """Drawn on the current device, which has to be the pipeline's."""
+    ctx.noise = torch.rand(64, device="sim")
+
+
+def add(ctx: IterContext) -> None:
+    """On the caller's stream."""
+    ctx.sum = (ctx.noise + ctx.batch).sum()
+
+
+def total(ctx: IterContext) -> None:
+    """On a stream of its own."""
+    ctx.total = ctx.sum * 2.0
+    del ctx.sum
+
+
+TASKS = [PipelineTask("draw", draw, random=True), PipelineTask("add", add)]
+TASKS += [PipelineTask("total", total)]
+PLAN = PipelinePlan(
+    {
+        "draw": TaskSchedule(0, "memcpy", "io"),
+        "add": TaskSchedule(1),
+        "total": TaskSchedule(2, "side", "io"),
+    },
+    deps=[("add", "draw"), ("total", "add")],
+)
+
+
+def totals(device: str, plan: PipelinePlan = PLAN) -> list[float]:
+    """Eight iterations under a plan."""
+    with SWPipeline(plan, TASKS, device=device, seed=3) as pipe:
+        ended = list(pipe.iterate(iter(range(8))))
+        assert {ctx.total.device for ctx in ended} == {torch.device(device)}
+        return [ctx.total.item() for ctx in ended]
+
+
+# ------------------------------------------------------------------- one of several devices
+
+
+def test_serial_runs_draw_and_compute_on_the_pipelines_device(device: str) -> None:
+    """They did on the caller's device, with its generator, which nobody had seeded."""
+    with SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe:
+        ended = [pipe.run_one_serial_iter(k) for k in range(8)]
+    assert {ctx.total.device for ctx in ended} == {torch.device(device)}
+    assert [ctx.total.item() for ctx in ended] == totals(device)
+
+
+def test_both_devices_draw_the_same() -> None:
+    """A seed is a seed."""
+    assert totals("sim:0") == totals("sim:1")
+
+
+def test_a_recording_runs_on_the_device_that_it_is_given(device: str) -> None:
+    """It neither saw nor restored the generator of any device but the caller's."""
+    where: list[torch.device] = []
+
+    def note(ctx: IterContext) -> None:
+        where.append(ctx.noise.device)
+        ctx.more = torch.rand(3, device="sim")
+
+    recording = record([TASKS[0], PipelineTask("note", note)], 1.0, device=device)
+    assert set(where) == {torch.device(device)}
+    assert "'note' draws from torch's default generators" in str(recording.report())
+
+
+def test_a_profile_puts_the_devices_generator_back(device: str) -> None:
+    """The fixture looks; the tasks run on the device that was given."""
+    with SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe:
+        result = TaskProfiler(pipe).profile(1.0, num_warmup=1, num_measure=2, num_rounds=1)
+    assert result.exposed_s.keys() == {"draw", "add", "total"}
+
+
+def test_a_failed_run_restores_the_generator_of_its_own_device() -> None:
+    """A drawing task that was left behind gave device 0 the state of device 1."""
+    entered, leave = Event(), Event()
+
+    def draw_for_long(ctx: IterContext) -> None:
+        torch.rand(8, device="sim")
+        entered.set()
+        leave.wait(60)
+
+    def fail(ctx: IterContext) -> None:
+        entered.wait(60)
+        raise ValueError("as planned")
+
+    tasks = [PipelineTask("draw", draw_for_long, random=True), PipelineTask("fail", fail)]
+    plan = PipelinePlan({"draw": TaskSchedule(0, thread_group="io"), "fail": TaskSchedule(0)})
+    before = states()
+    with SWPipeline(plan, tasks, device="sim:1", seed=3) as pipe:
+        with pytest.raises(ValueError, match="as planned"):
+            pipe.progress(iter(range(8)))
+        assert [*map(torch.equal, before, states())] == [True] * 3
+        leave.set()
+
+
+def test_pipelines_on_two_devices_may_be_nested() -> None:
+    """An iterator that drives a pipeline on another device keeps its draws on its own."""
+
+    def batches() -> Iterator[float]:
+        with SWPipeline(PLAN, TASKS, device="sim:1", seed=5) as inner:
+            for ctx in inner.iterate(iter(range(8))):
+                yield ctx.total.item() + torch.rand(1, device="sim:0").item()
+
+    def outer(plan: PipelinePlan) -> list[float]:
+        torch.sim.set_rng_state(fixed, 0)  # type: ignore[attr-defined]
+        with SWPipeline(plan, TASKS, device="sim:0", seed=3) as pipe:
+            return [ctx.total.item() for ctx in pipe.iterate(batches())]
+
+    before = torch.sim.get_rng_state(0)  # type: ignore[attr-defined]
+    fixed = before.clone()
+    try:
+        assert outer(PLAN) == outer(PipelinePlan.serial(TASKS))
+    finally:
+        torch.sim.set_rng_state(before, 0)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("name", ["sim:2", "sim:7"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    """The process was aborted later."""
+    with pytest.raises(ValueError, match=f"'{name}' is not on this machine, which has sim:0 to si"):
+        SWPipeline(PLAN, TASKS, device=name)
+
+
+def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and not with a dump at the first retirement."""
+
+    def none(device: object) -> object:
+        raise NotImplementedError("no streams here")
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", none)
+    with pytest.raises(ValueError, match="'sim:0' has no streams and events .* no streams here"):
+        resolve("sim:0")
+
+
+def test_new_streams_that_are_the_default_one_are_told(device: str) -> None:
+    """The numbers are right, and nothing overlaps: a warning says so, once."""
+    expected = totals(device)
+    with backend.misbehaving(no_new_streams=True):
+        with pytest.warns(UserWarning, match=f"'{device}' has one stream only") as told:
+            assert totals(device) == expected
+    assert len(told) == 1
+
+
+# ------------------------------------------------------------------- without record_stream
+
+
+def test_without_record_stream_values_are_kept_until_the_device_is_done() -> None:
+    """The allocator cannot know that another stream still reads what is freed."""
+    with backend.misbehaving(record_stream=False, poison=True):
+        device = resolve("sim:0")
+        side = torch.Stream(device="sim:0")
+        seen = torch.zeros(2, device="sim:0")
+        value = torch.full((1000,), 3.0, device="sim:0")
+        torch.accelerator.synchronize(0)
+        with device.on(side), backend.gate("sim:0") as gate:
+            seen.copy_(torch.stack([value.amin(), value.amax()]))
+            device.hold([value], [side])
+            del value
+            again = torch.full((1000,), 4.0, device="sim:0")  # on the side stream's own memory
+            with device.on(device.current_stream()):
+                gate.open()
+        torch.accelerator.synchronize(0)
+        assert seen.tolist() == [3.0, 3.0]
+        assert again[0].item() == 4.0
+
+
+def test_without_record_stream_no_more_is_kept_than_is_in_flight(device: str) -> None:
+    """What the device is done with goes when the next iteration retires."""
+    with backend.misbehaving(record_stream=False):
+        kept = resolve(device)._held._kept  # type: ignore[union-attr]
+        longest = 0
+        with SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe:
+            for _ in pipe.iterate(iter(range(200))):
+                torch.accelerator.synchronize(device)
+                longest = max(longest, len(kept))
+        assert 1 <= longest <= pipe.plan.depth + 1
+
+
+def test_without_record_stream_every_number_stays(device: str) -> None:
+    """With memory that is overwritten as soon as it is free."""
+    expected = totals(device)
+    with backend.misbehaving(record_stream=False, poison=True, late_streams=200.0):
+        assert totals(device) == expected
+
+
+# ------------------------------------------------------------------- small storages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float64, torch.bool])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_state_of_any_size_is_recorded(dtype: torch.dtype, count: int) -> None:
+    """A scalar loss or counter on the device, of less than 8 bytes, made every recording fail."""
+    counter = torch.zeros(count, dtype=dtype, device="sim:0")
+
+    def write(ctx: IterContext) -> None:
+        counter.logical_not_()
+
+    def read(ctx: IterContext) -> None:
+        ctx.seen = counter.clone()
+
+    recording = record([PipelineTask("w", write), PipelineTask("r", read)], None, device="sim:0")
+    assert recording.plan().cross_iter_deps == (("w", "r", 1),)
