@@ -50,8 +50,10 @@ $(filter-out %/.demo,$(STAMPS)): $(VENV)/.%: $(VENV)/.demo
 demo: $(VENV)/.demo ## train a click model serially and pipelined, compare, break down, draw
 	@$(BIN)/swpipe demo $(ARGS)
 
-test: $(VENV)/.test ## run the tests
+# With the test backend a process sees an accelerator for ever: its tests have processes of their own.
+test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/accelerator
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/accelerator)
 
 bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
 	@$(BIN)/python -m tests.bench $(ARGS)
@@ -78,7 +80,7 @@ wheel: $(VENV)/.python ## build the wheel into dist/
 gpu-check: ## CUDA tests and bench, on PYTHON's own packages; elsewhere says that it skips
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	  $(PYTHON) -m pytest tests/gpu -m gpu -o addopts=--import-mode=importlib \
+	  $(PYTHON) -m pytest tests/accelerator -o addopts=--import-mode=importlib \
 	      -W ignore::pytest.PytestConfigWarning $(ARGS) \
 	    && $(PYTHON) -m tests.bench.gpu; \
 	else \

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,15 +32,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRACE_S = 20.0
 """Seconds that a thread which is on its way out has to get there."""
-
-GPU_TESTS = Path(__file__).parent / "gpu"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all of tests/gpu with ``gpu``."""
-    for item in items:
-        if item.path.is_relative_to(GPU_TESTS):
-            item.add_marker(pytest.mark.gpu)
 
 
 def left_behind(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -43,6 +43,7 @@ class Memory final : public c10::DeviceAllocator {
     Block* block = free.back();
     free.pop_back();
     stats_[device.index()].allocated_bytes[0].increase(size);
+    stats_[device.index()].active_bytes[0].increase(size);
     return {block->data, block, &release, device};
   }
   void record(const c10::DataPtr& data, Stream& user) {
@@ -79,6 +80,7 @@ class Memory final : public c10::DeviceAllocator {
   void resetPeakStats(DeviceIndex device) override {
     Lock lock(mutex_);
     stats_.at(device).allocated_bytes[0].reset_peak();
+    stats_.at(device).active_bytes[0].reset_peak();
     stats_.at(device).reserved_bytes[0].reset_peak();
   }
   void resetAccumulatedStats(DeviceIndex) override {}
@@ -110,6 +112,7 @@ class Memory final : public c10::DeviceAllocator {
     pending_.erase(std::remove_if(pending_.begin(), pending_.end(), is_past), pending_.end());
   }
   void reuse(Block* block) {
+    stats_[block->owner->device].active_bytes[0].decrease(block->size);
     block->users.clear();
     block->last_uses.clear();
     if (behaviour.poison)

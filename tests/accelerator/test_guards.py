@@ -22,7 +22,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._engine import bind as steps
 from swpipe._engine import run as executor
 from swpipe._engine.run import Run
-from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
+from tests.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
 from tests.support import unguarded
 
 ITERATIONS = 12
@@ -146,7 +146,7 @@ def admitted_too_soon() -> list[int]:
 
     def work(ctx: IterContext) -> None:
         spin(LATE_MS)
-        ends[ctx.iter_idx] = torch.Event(device=CUDA)
+        ends[ctx.iter_idx] = torch.Event(device=DEVICE)
         ends[ctx.iter_idx].record()
 
     plan = PipelinePlan(

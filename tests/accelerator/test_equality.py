@@ -1,4 +1,4 @@
-"""G1 on CUDA: every plan gives the serial run's bits, whatever the streams' timing."""
+"""G1 on an accelerator: every plan gives the serial run's bits, whatever the streams' timing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.gpu.work import CUDA, spin, warm_up
+from tests.accelerator.work import DEVICE, spin, warm_up
 
 ITERATIONS = 25
 ROWS = 64
@@ -41,9 +41,9 @@ class Training:
         torch.manual_seed(7)
         self.model = nn.Sequential(
             nn.Linear(32, 64), nn.LayerNorm(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1)
-        ).to(CUDA)
+        ).to(DEVICE)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
-        self.total = torch.zeros((), device=CUDA)
+        self.total = torch.zeros((), device=DEVICE)
 
     def tasks(self) -> list[PipelineTask]:
         """The training step, as tasks."""
@@ -66,7 +66,7 @@ class Training:
         return delayed
 
     def copy(self, ctx: IterContext) -> None:
-        ctx.raw, ctx.label = (part.to(CUDA, non_blocking=True) for part in ctx.batch)
+        ctx.raw, ctx.label = (part.to(DEVICE, non_blocking=True) for part in ctx.batch)
 
     def scale(self, ctx: IterContext) -> None:
         ctx.x = (ctx.raw - ctx.raw.mean(dim=0)) + 0.01 * torch.randn_like(ctx.raw)
@@ -88,7 +88,7 @@ class Training:
 
     def result(self) -> list[Tensor]:
         """All that training has come to, on the host."""
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         state = [*self.losses, *self.model.parameters()]
         moments = [v for s in self.optimizer.state.values() for v in s.values()]
         return [tensor.detach().cpu() for tensor in (*state, *moments)]
@@ -160,7 +160,7 @@ def train(plan: PipelinePlan | None, seed: int) -> list[Tensor]:
     warm_up()
     training = Training(random.Random(seed))
     tasks = training.tasks()
-    with SWPipeline(plan or PipelinePlan.serial(tasks), tasks, device=CUDA, seed=11) as pipe:
+    with SWPipeline(plan or PipelinePlan.serial(tasks), tasks, device=DEVICE, seed=11) as pipe:
         report = pipe.run_serial(batches()) if plan is None else pipe.run(batches())
     assert report.iterations == ITERATIONS
     return training.result()
@@ -182,7 +182,7 @@ def test_recording_all_events_changes_nothing() -> None:
     plan = PLANS["three threads, three streams"]
     training = Training(random.Random(1))
     tasks = training.tasks()
-    with SWPipeline(plan, tasks, device=CUDA, seed=11, record_all_events=True) as pipe:
+    with SWPipeline(plan, tasks, device=DEVICE, seed=11, record_all_events=True) as pipe:
         pipe.run(batches())
     assert all(torch.equal(a, b) for a, b in zip(train(None, 100), training.result(), strict=True))
 
@@ -194,7 +194,7 @@ def test_shortcuts_replay_on_streams() -> None:
     training = Training(random.Random(2))
     tasks = training.tasks()
     batch = batches()[0]
-    with SWPipeline(plan, tasks, device=CUDA, seed=11) as pipe, pipe.shortcut("copy", "scale"):
+    with SWPipeline(plan, tasks, device=DEVICE, seed=11) as pipe, pipe.shortcut("copy", "scale"):
         inputs = [ctx.x.clone() for ctx in pipe.iterate([batch] * 8)]
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert all(torch.equal(inputs[0], x) for x in inputs)

@@ -1,4 +1,4 @@
-"""A pipeline's life on CUDA: failure, the next iterator, memory over thousands of iterations."""
+"""A pipeline's life: failure, the next iterator, memory over thousands of iterations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.run import Run
 from swpipe.device import AcceleratorDevice
-from tests.gpu.work import CUDA, extremes, filled, run, spin, warm_up, wrong
+from tests.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
 
 DEPTH = 4
 
@@ -23,7 +23,7 @@ def three_streams(fail_at: int | None = None) -> PipelinePlan:
     """Copy from a thread, compute on the caller's stream, a sum on a third."""
 
     def copy(ctx: IterContext) -> None:
-        ctx.x = ctx.batch.to(CUDA, non_blocking=True)
+        ctx.x = ctx.batch.to(DEVICE, non_blocking=True)
 
     def compute(ctx: IterContext) -> None:
         if ctx.iter_idx == fail_at:
@@ -59,9 +59,9 @@ def resident_mib() -> float:
 
 def held() -> tuple[int, int]:
     """Bytes that tensors take of the device, and bytes that the allocator has for them."""
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     gc.collect()
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
 
 
 class Counting(AcceleratorDevice):
@@ -78,7 +78,7 @@ def test_two_thousand_iterations_leave_memory_flat() -> None:
     """Device memory, host memory and the number of events stand where they stood after warm-up."""
     batch = pinned(2**20)
     warm_up()
-    device = Counting(torch.device("cuda"))
+    device = Counting(DEVICE)
     data = iter([batch] * 2500)
     with SWPipeline(three_streams(), device=device) as pipe:
         for _ in range(500):
@@ -99,7 +99,7 @@ def test_two_thousand_iterations_leave_memory_flat() -> None:
 def peak_blocks(iterations: int) -> float:
     """Blocks alive at once, those included that some stream has yet to be done with; depth 3."""
     warm_up()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     block = filled(0.0).nbytes
 
     def work(ctx: IterContext) -> None:
@@ -113,10 +113,10 @@ def peak_blocks(iterations: int) -> float:
         },
         deps=[("end", "work")],
     )
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_stats()["active_bytes.all.current"]
     run(plan, range(iterations))
-    return (torch.cuda.memory_stats()["active_bytes.all.peak"] - before) / block
+    return (torch.accelerator.memory_stats()["active_bytes.all.peak"] - before) / block
 
 
 def test_memory_is_bounded_by_the_depth() -> None:
@@ -135,7 +135,7 @@ def test_a_failed_run_leaves_nothing_and_the_next_is_right() -> None:
     batch = pinned(2**20)
     warm_up()
     before = held()[0]
-    with SWPipeline(three_streams(fail_at=3), device=CUDA) as pipe:
+    with SWPipeline(three_streams(fail_at=3), device=DEVICE) as pipe:
         with pytest.raises(ValueError, match="as planned") as caught:
             pipe.run([batch] * 8)
         assert any("'compute'" in note for note in caught.value.__notes__)
@@ -173,10 +173,10 @@ def test_work_queued_before_the_fill_comes_first() -> None:
     )
     warm_up()
     late = filled(0.0)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     spin(5.0)
     late.fill_(1.0)
-    with SWPipeline(plan, device=CUDA) as pipe:
+    with SWPipeline(plan, device=DEVICE) as pipe:
         pipe.run(range(1))
     assert wrong(seen) == []
 
@@ -184,14 +184,14 @@ def test_work_queued_before_the_fill_comes_first() -> None:
 def test_training_and_evaluation_take_turns() -> None:
     """Iterators follow one another on one pipeline, with the caller's grad mode each time."""
     modes: list[bool] = []
-    weight = torch.ones(4, device=CUDA, requires_grad=True)
+    weight = torch.ones(4, device=DEVICE, requires_grad=True)
 
     def forward(ctx: IterContext) -> None:
         ctx.y = (weight * ctx.batch).sum()
         modes.append(ctx.y.requires_grad)
 
     plan = PipelinePlan({PipelineTask("forward", forward): TaskSchedule(0, "side", "io")})
-    with SWPipeline(plan, device=CUDA) as pipe:
+    with SWPipeline(plan, device=DEVICE) as pipe:
         pipe.run(range(3))
         with torch.no_grad():
             pipe.run(range(2))

@@ -12,11 +12,24 @@ import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
-from tests.gpu.work import CUDA, Mark, Time, covered, run, spin, warm_up
+from tests.accelerator.work import (
+    DEVICE,
+    SIMULATED,
+    Mark,
+    Time,
+    covered,
+    current_priority,
+    needs_gpu_clock,
+    run,
+    spin,
+    warm_up,
+)
 
 ITERATIONS = 12
 STEADY = range(4, ITERATIONS - 2)
 MS = 5.0
+COPIED = 2**20 if SIMULATED else 64 * 2**20
+"""Elements of four bytes that take some ms to copy."""
 
 
 def spinning(marks: dict[str, dict[int, Mark]], name: str, ms: float = MS) -> PipelineTask:
@@ -37,7 +50,7 @@ def times(marks: dict[int, Mark], start: torch.Event) -> dict[int, Time]:
 
 def origin() -> torch.Event:
     """A moment that spans are counted from."""
-    event = torch.Event(device=CUDA, enable_timing=True)
+    event = torch.Event(device=DEVICE, enable_timing=True)
     event.record()
     return event
 
@@ -56,7 +69,7 @@ def test_kernels_on_two_streams_overlap(group: str) -> None:
     )
     start = origin()
     run(plan, range(ITERATIONS))
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     ahead, compute = times(marks["ahead"], start), times(marks["compute"], start)
     for i in STEADY:
         assert covered(compute[i], ahead.values()) > 0.5
@@ -66,12 +79,12 @@ def test_kernels_on_two_streams_overlap(group: str) -> None:
 def test_a_copy_overlaps_with_a_kernel() -> None:
     """A copy from pinned memory runs beside the iteration before it."""
     marks: dict[str, dict[int, Mark]] = defaultdict(dict)
-    batch = torch.arange(64 * 2**20, dtype=torch.int32).pin_memory()  # 256 MiB, some ms to copy
+    batch = torch.arange(COPIED, dtype=torch.int32).pin_memory()
 
     def copy(ctx: IterContext) -> None:
         marks["copy"][ctx.iter_idx] = Mark()
         with marks["copy"][ctx.iter_idx]:
-            ctx.x = ctx.batch.to(CUDA, non_blocking=True)
+            ctx.x = ctx.batch.to(DEVICE, non_blocking=True)
 
     plan = PipelinePlan(
         {
@@ -83,11 +96,12 @@ def test_a_copy_overlaps_with_a_kernel() -> None:
     )
     start = origin()
     run(plan, [batch] * ITERATIONS)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     copy_ms, compute_ms = times(marks["copy"], start), times(marks["compute"], start)
     assert min(covered(copy_ms[i], compute_ms.values()) for i in STEADY) > 0.5
 
 
+@needs_gpu_clock
 def test_overlap_shows_in_wall_time() -> None:
     """Three streams of equal work take much less than the serial run of the same tasks."""
     marks: dict[str, dict[int, Mark]] = defaultdict(dict)
@@ -101,7 +115,7 @@ def test_overlap_shows_in_wall_time() -> None:
         pipeline_depth=4,
     )
     warm_up()
-    with SWPipeline(plan, device=CUDA) as pipe:
+    with SWPipeline(plan, device=DEVICE) as pipe:
         serial = pipe.run_serial(range(20)).seconds
         piped = pipe.run(range(20)).seconds
     assert piped < 0.6 * serial
@@ -112,13 +126,15 @@ def test_work_on_the_callers_stream_stays_there() -> None:
     seen: dict[str, Any] = {}
 
     def look(name: str) -> PipelineTask:
-        return PipelineTask(name, lambda ctx: seen.update({name: torch.cuda.current_stream()}))
+        return PipelineTask(
+            name, lambda ctx: seen.update({name: torch.accelerator.current_stream()})
+        )
 
     plan = PipelinePlan(
         {look("inline"): TaskSchedule(0), look("worker"): TaskSchedule(0, None, "io")}
     )
-    mine = torch.cuda.Stream()
-    with torch.cuda.stream(mine):
+    mine = torch.Stream(device=DEVICE)
+    with mine:
         run(plan, range(2))
     assert seen == {"inline": mine, "worker": mine}
 
@@ -151,13 +167,11 @@ def test_tasks_run_on_the_stream_that_the_plan_names() -> None:
 
 
 def test_a_streams_priority_is_the_plans() -> None:
-    """``StreamSpec.priority`` reaches CUDA."""
+    """``StreamSpec.priority`` reaches the device."""
     found: dict[str, int] = {}
 
     def look(name: str) -> PipelineTask:
-        return PipelineTask(
-            name, lambda ctx: found.update({name: torch.cuda.current_stream().priority})
-        )
+        return PipelineTask(name, lambda ctx: found.update({name: current_priority()}))
 
     plan = PipelinePlan(
         {look("urgent"): TaskSchedule(0, "urgent"), look("plain"): TaskSchedule(0, "plain")},
@@ -169,7 +183,7 @@ def test_a_streams_priority_is_the_plans() -> None:
 
 def test_a_stream_object_is_taken_as_it_is() -> None:
     """``torch.Stream`` and ``torch.cuda.Stream`` objects are accepted in place of names."""
-    for mine in (torch.Stream(device=CUDA), torch.cuda.Stream()):
+    for mine in (torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)):
         seen: list[int] = []
 
         def look(ctx: IterContext, seen: list[int] = seen) -> None:
@@ -183,23 +197,23 @@ def test_another_current_stream_in_mid_flight_is_refused() -> None:
     """The stream on which the pipeline was filled is the one that retirement joins."""
     plan = PipelinePlan({PipelineTask("a", lambda ctx: None): TaskSchedule(0, "side")})
     data = iter(range(4))
-    with SWPipeline(plan, device=CUDA) as pipe:
+    with SWPipeline(plan, device=DEVICE) as pipe:
         pipe.progress(data)
         with (
-            torch.cuda.stream(torch.cuda.Stream()),
+            torch.Stream(device=DEVICE),
             pytest.raises(RuntimeError, match="the current stream is not the one"),
         ):
             pipe.progress(data)
         pipe.drain()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
 def test_threads_stand_on_the_pipelines_device() -> None:
     """With device 1 given, every task's tensors land there, and the caller stays on device 0."""
     made: list[Tensor] = []
 
     def make(name: str) -> PipelineTask:
-        return PipelineTask(name, lambda ctx: made.append(torch.ones(1, device=CUDA)))
+        return PipelineTask(name, lambda ctx: made.append(torch.ones(1, device=DEVICE)))
 
     plan = PipelinePlan(
         {
@@ -208,40 +222,41 @@ def test_threads_stand_on_the_pipelines_device() -> None:
             make("plain"): TaskSchedule(0),
         }
     )
-    with SWPipeline(plan, device="cuda:1") as pipe:
+    with SWPipeline(plan, device=f"{DEVICE.type}:1") as pipe:
         pipe.run(range(2))
     assert {tensor.device.index for tensor in made} == {1}
-    assert torch.cuda.current_device() == 0
+    assert torch.accelerator.current_device_index() == 0
 
 
 def test_workers_have_the_callers_device_and_modes() -> None:
-    """Autocast and grad mode of the caller hold on worker threads, on CUDA too."""
+    """Autocast and grad mode of the caller hold on worker threads."""
     seen: list[tuple[Any, ...]] = []
 
     def look(ctx: IterContext) -> None:
-        product = torch.ones(8, 8, device=CUDA) @ torch.ones(8, 8, device=CUDA)
+        product = torch.ones(8, 8, device=DEVICE) @ torch.ones(8, 8, device=DEVICE)
         seen.append(
             (
                 threading.current_thread() is threading.main_thread(),
                 product.dtype,
                 torch.is_grad_enabled(),
-                torch.cuda.current_device(),
+                torch.accelerator.current_device_index(),
             )
         )
 
     plan = PipelinePlan({PipelineTask("look", look): TaskSchedule(0, "side", "io")})
-    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.no_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         run(plan, range(2))
-    assert seen == [(False, torch.bfloat16, False, torch.cuda.current_device())] * 2
+    assert seen == [(False, torch.bfloat16, False, torch.accelerator.current_device_index())] * 2
 
 
+@needs_gpu_clock
 def test_the_host_does_not_wait_for_the_device_within_the_depth() -> None:
     """Submitting as many iterations as the depth allows takes a fraction of their work's time."""
     marks: dict[str, dict[int, Mark]] = defaultdict(dict)
     plan = PipelinePlan({spinning(marks, "compute", 50.0): TaskSchedule(0)}, pipeline_depth=3)
     warm_up()
     data = iter(range(3))
-    with SWPipeline(plan, device=CUDA) as pipe:
+    with SWPipeline(plan, device=DEVICE) as pipe:
         begin = time.perf_counter()
         pipe.progress(data)
         seconds = time.perf_counter() - begin

@@ -1,4 +1,7 @@
-"""Device work of known length and with known results."""
+"""Device work of known length and with known results.
+
+The only module here that knows which accelerator it is: CUDA, or the test backend, "sim".
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,22 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, SWPipeline
+from tests import backend
 
-CUDA = torch.device("cuda")
-ELEMENTS = 8 * 2**20
-"""Of a tensor of 32 MiB: the caching allocator gives it a block of its own, again and again."""
+SIMULATED = not torch.cuda.is_available()
+if SIMULATED and backend.why_not() is None:
+    backend.load()
+DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+ELEMENTS = 2**10 if SIMULATED else 8 * 2**20
+"""Of a tensor that the caching allocator gives a block of its own, again and again."""
+
+needs_gpu_clock = pytest.mark.skipif(SIMULATED, reason="the test backend's clock is the host's")
+"""Times are the verdict."""
 
 
 Time: TypeAlias = tuple[float, float]
@@ -23,7 +34,7 @@ Time: TypeAlias = tuple[float, float]
 @cache
 def _cycles_per_ms() -> float:
     torch.cuda._sleep(300_000_000)  # long enough for an idle device to raise its clock
-    begin, end = (torch.Event(device=CUDA, enable_timing=True) for _ in range(2))
+    begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
     cycles = 50_000_000
     begin.record()
     torch.cuda._sleep(cycles)
@@ -34,12 +45,22 @@ def _cycles_per_ms() -> float:
 
 def spin(ms: float) -> None:
     """Keep the current stream busy for about ``ms``, on one of the device's many processors."""
-    torch.cuda._sleep(int(ms * _cycles_per_ms()))
+    if SIMULATED:
+        backend.lag(1e3 * ms)
+    else:
+        torch.cuda._sleep(int(ms * _cycles_per_ms()))
+
+
+def current_priority() -> int:
+    """The priority of the current stream: 0, or negative where it comes first."""
+    if SIMULATED:
+        return backend.priority(torch.accelerator.current_stream())
+    return torch.cuda.current_stream().priority
 
 
 def filled(value: float) -> Tensor:
     """A tensor that is ``value`` everywhere, made on the current stream."""
-    return torch.full((ELEMENTS,), float(value), device=CUDA)
+    return torch.full((ELEMENTS,), float(value), device=DEVICE)
 
 
 def extremes(tensor: Tensor) -> Tensor:
@@ -49,7 +70,7 @@ def extremes(tensor: Tensor) -> Tensor:
 
 def wrong(seen: dict[int, Tensor]) -> list[int]:
     """The iterations i whose extremes are not i + 1, once the device is done."""
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return [i for i, pair in sorted(seen.items()) if pair.tolist() != [i + 1.0, i + 1.0]]
 
 
@@ -57,7 +78,7 @@ def warm_up() -> None:
     """Run each kernel once, since the first run loads it, and long enough for the clock to rise."""
     spin(100.0)
     extremes(filled(0.0)).tolist()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
 def run(
@@ -65,7 +86,7 @@ def run(
 ) -> None:
     """Run a plan to its end, and do something with each context right when it is handed out."""
     warm_up()
-    with SWPipeline(plan, device=CUDA) as pipe:
+    with SWPipeline(plan, device=DEVICE) as pipe:
         for ctx in pipe.iterate(batches):
             if then is not None:
                 then(ctx)
@@ -76,7 +97,7 @@ class Mark:
     """Two events around some work on the current stream."""
 
     def __init__(self) -> None:
-        self._events = [torch.Event(device=CUDA, enable_timing=True) for _ in range(2)]
+        self._events = [torch.Event(device=DEVICE, enable_timing=True) for _ in range(2)]
 
     def __enter__(self) -> None:
         self._events[0].record()

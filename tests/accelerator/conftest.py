@@ -1,4 +1,8 @@
-"""These tests run on CUDA; elsewhere they are skipped, and say why."""
+"""These tests need an accelerator: CUDA, or else the test backend; or they are skipped.
+
+The process then sees an accelerator for ever, so they do not share one with the other tests:
+``python -m pytest tests/accelerator``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import backend
+
 # cuBLAS reads it when it starts: with a workspace of its own per stream, results are the same bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -19,15 +25,11 @@ HERE = Path(__file__).parent
 
 def why_not() -> str | None:
     """Why the tests cannot run on this machine; None where they can."""
-    if not torch.accelerator.is_available():
-        return "torch.accelerator finds no device on this machine"
-    if not torch.cuda.is_available():
-        return "these tests are written for CUDA, and the accelerator here is another"
-    return None
+    return None if torch.cuda.is_available() else backend.why_not()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip where there is no CUDA; complain where there is, and swpipe lacks what it needs."""
+    """Skip where there is no device; complain where there is, and swpipe lacks what it needs."""
     mine = [item for item in items if item.path.is_relative_to(HERE)]
     reason = why_not()
     if reason is not None:
@@ -44,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_device() -> Iterator[None]:
     """No test finds the work or the memory of another."""
     yield
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""The trace's device spans, the profiler's figures and a torch profiler's ranges."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe.trace.span import Span
+from tests import backend
+from tests.accelerator.work import DEVICE, SIMULATED, covered, needs_gpu_clock, spin, warm_up
+
+MS = 1e-3
+CLOCK_NS = 1_000_000
+"""How far the device's times may be off, converted to the host's clock."""
+NEAR = 0.5 if SIMULATED else 0.15
+"""Relative: the test backend's work takes longer on a machine that is busy."""
+
+
+def spinning(name: str, ms: float) -> PipelineTask:
+    """A task whose device work takes ``ms``."""
+    return PipelineTask(name, lambda ctx: spin(ms))
+
+
+def two_streams() -> PipelinePlan:
+    """6 ms beside 8 ms."""
+    return PipelinePlan(
+        {
+            spinning("ahead", 6.0): TaskSchedule(0, "side"),
+            spinning("compute", 8.0): TaskSchedule(1),
+        },
+        deps=[("compute", "ahead")],
+        pipeline_depth=3,
+    )
+
+
+def device_spans() -> dict[tuple[str, int], Span]:
+    """Task and iteration to the span on a stream, of 20 iterations after 5."""
+    warm_up()
+    with SWPipeline(two_streams(), device=DEVICE) as pipe:
+        pipe.run(range(5))
+        if SIMULATED:
+            backend.clear_log()
+        with pipe.trace() as trace:
+            pipe.run(range(20))
+    return {(span.task, span.iteration): span for span in trace.spans if span.row.kind == "stream"}
+
+
+def test_a_trace_has_the_streams_spans() -> None:
+    """Each task has a span on its stream, as long as its device work."""
+    spans = device_spans()
+    assert {span.row.name for span in spans.values()} == {"side", "caller's"}
+    for name, ms in (("ahead", 6.0), ("compute", 8.0)):
+        lengths = [span.duration_ns / 1e6 for (task, _), span in spans.items() if task == name]
+        assert len(lengths) == 20
+        assert median(lengths) == pytest.approx(ms, rel=NEAR)
+
+
+@needs_gpu_clock
+def test_streams_overlap_in_a_trace() -> None:
+    """As they do on the device."""
+    spans = device_spans()
+    ahead = [(s.start_ns, s.end_ns) for (task, _), s in spans.items() if task == "ahead"]
+    for i in range(10, 20):
+        compute = spans["compute", i]
+        assert covered((compute.start_ns, compute.end_ns), ahead) > 0.5
+
+
+@pytest.mark.skipif(not SIMULATED, reason="needs a device that writes a log")
+def test_a_trace_agrees_with_the_devices_own_log() -> None:
+    """Every span is where the device says that the task's work was done, within the clock's error.
+
+    The log is in the order of the streams; the spans are found from the events around the work.
+    """
+    spans = device_spans()
+    log = [work for work in backend.log() if work.name == "lag"]
+    on_row = {
+        row: [spans[key] for key in sorted(spans) if spans[key].row.name == row]
+        for row in ("side", "caller's")
+    }
+    streams = {work.stream_id for work in log}
+    assert len(streams) == 2
+    side, callers = sorted(streams, reverse=True)  # the default stream is the caller's
+    assert callers == 0
+    origin_ns = log[0].start_ns - min(span.start_ns for span in spans.values())
+    for row, stream in (("side", side), ("caller's", callers)):
+        works = [work for work in log if work.stream_id == stream]
+        for span, work in zip(on_row[row], works, strict=True):
+            assert span.start_ns + origin_ns - CLOCK_NS <= work.start_ns
+            assert work.end_ns <= span.end_ns + origin_ns + CLOCK_NS
+
+
+def test_a_stream_object_has_its_own_row() -> None:
+    """A stream object in a plan is distinct from the caller's stream in the trace too."""
+    mine = torch.Stream(device=DEVICE)
+    warm_up()
+    plan = PipelinePlan({spinning("a", 1.0): TaskSchedule(0, mine)})
+    with SWPipeline(plan, device=DEVICE) as pipe, pipe.trace() as trace:
+        pipe.run(range(3))
+    rows = {span.row.name for span in trace.spans if span.row.kind == "stream"}
+    assert rows == {f"torch.Stream({mine.stream_id})"}
+
+
+def test_device_spans_lie_within_the_trace() -> None:
+    """Device times are converted to host time: no work begins before it was submitted."""
+    warm_up()
+    with SWPipeline(two_streams(), device=DEVICE) as pipe, pipe.trace() as trace:
+        pipe.run(range(10))
+    submitted = {(s.task, s.iteration): s for s in trace.spans if s.row.kind == "thread"}
+    for span in trace.spans:
+        if span.row.kind == "stream":
+            assert span.start_ns > submitted[span.task, span.iteration].start_ns - 200_000
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_profiler_finds_what_device_work_costs(pipelined: bool) -> None:
+    """Serially both tasks are exposed; under the plan the shorter one is hidden."""
+    warm_up()
+    with SWPipeline(two_streams(), device=DEVICE) as pipe:
+        result = TaskProfiler(pipe).profile(None, pipelined=pipelined)
+    if pipelined:
+        assert result.baseline_s == pytest.approx(8.0 * MS, rel=NEAR)
+        assert result.exposed_s["ahead"] < 2.0 * MS
+        assert result.exposed_s["compute"] == pytest.approx(2.0 * MS, abs=8 * NEAR * MS)
+    else:
+        assert result.baseline_s == pytest.approx(14.0 * MS, rel=NEAR)
+        assert result.exposed_s["ahead"] == pytest.approx(6.0 * MS, rel=NEAR)
+        assert result.exposed_s["compute"] == pytest.approx(8.0 * MS, rel=NEAR)
+
+
+def test_the_profiler_tells_who_blocks_the_host() -> None:
+    """A task that waits for the device blocks its thread; one that only launches does not."""
+
+    def wait(ctx: IterContext) -> None:
+        spin(5.0)
+        torch.accelerator.current_stream().synchronize()
+
+    warm_up()
+    tasks = [spinning("launch", 5.0), PipelineTask("wait", wait)]
+    with SWPipeline(PipelinePlan.serial(tasks), device=DEVICE) as pipe:
+        result = TaskProfiler(pipe).profile(None)
+    assert result.host_s["launch"] < 1.0 * MS
+    assert result.host_s["wait"] > 4.0 * MS
+
+
+def test_a_torch_profiler_sees_each_task() -> None:
+    """``record_function`` ranges name task and iteration, and device kernels are seen too."""
+    warm_up()
+    with (
+        SWPipeline(two_streams(), device=DEVICE) as pipe,
+        profile(activities=torch.profiler.supported_activities()) as seen,
+    ):
+        pipe.run(range(3))
+        torch.accelerator.synchronize()
+    names = {event.name for event in seen.events()}
+    assert {f"{task} [{i}]" for task in ("ahead", "compute") for i in range(3)} <= names
+
+
+@needs_gpu_clock
+def test_looking_costs_nothing_when_nobody_looks() -> None:
+    """A run without observers takes no longer than its device work."""
+    warm_up()
+    with SWPipeline(two_streams(), device=DEVICE) as pipe:
+        pipe.run(range(5))
+        begin = time.perf_counter()
+        pipe.run(range(50))
+        seconds = time.perf_counter() - begin
+    assert seconds < 1.15 * (50 * 8.0 + 6.0) * MS

@@ -1,1 +1,0 @@
-"""What only a CUDA device can show. ``make gpu-check``."""
