@@ -18,7 +18,7 @@ from swpipe._engine.waiting import Host
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask
-from swpipe.device import Device, Event, Stream, plain
+from swpipe.device import Device, Event, Stream
 from swpipe.shortcut import Shortcuts
 
 FOREVER = sys.maxsize
@@ -118,8 +118,8 @@ def make_streams(plan: PipelinePlan, device: Device) -> dict[Any, Stream]:
     """The streams that the plan's tasks use, by their names in the plan."""
     refs = dict.fromkeys(s.stream for s in plan.schedule.values() if s.stream is not None)
     return {
-        ref: plain(ref)
-        if isinstance(ref, torch.Stream)
-        else device.new_stream(plan.streams.get(ref, StreamSpec()))
+        ref: device.new_stream(
+            ref if isinstance(ref, torch.Stream) else plan.streams.get(ref, StreamSpec())
+        )
         for ref in refs
     }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -49,30 +47,6 @@ def plain(stream: torch.Stream) -> torch.Stream:
     )
 
 
-class _Held:
-    """Keeps values until events are reached, where the allocator cannot: without record_stream.
-
-    What is kept goes with the next ``hold`` after the device has reached its events; a pipeline
-    holds each iteration that it retires, so this is as much as is in flight, and one iteration.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: deque[tuple[Any, list[Event]]] = deque()
-
-    def hold(self, values: Any, events: list[Event]) -> None:
-        """Keep ``values``, and let go of what is no longer in use."""
-        done = []
-        with self._lock:
-            self._kept.append((values, events))
-            while self._kept and all(event.query() for event in self._kept[0][1]):
-                done.append(self._kept.popleft())
-        done.clear()  # outside the lock, since destructors may run
-
-
-_HELD: dict[str, _Held] = {}
-"""Device name to what is kept there, also after the pipeline is gone."""
-
 _DEFAULT = 0
 """The ``stream_id`` of a device's default stream."""
 
@@ -90,13 +64,13 @@ class AcceleratorDevice:
         self.has_nvtx = self.pins_memory = self.type == "cuda"
         self.autocast_types: tuple[str, ...] = ("cpu", self.type)
         self._module = torch.get_device_module(self.type)
-        self._held = None if self._records_streams() else _HELD.setdefault(self.name, _Held())
+        self._records_streams = self._can_record_streams()
         self._warned = False
 
-    def _records_streams(self) -> bool:
+    def _can_record_streams(self) -> bool:
         try:
             stream = self.current_stream()
-            self._mark(stream)
+            self.new_event().record(stream)
         except (NotImplementedError, RuntimeError) as error:
             why = str(error).partition("\n")[0]
             raise ValueError(
@@ -109,8 +83,17 @@ class AcceleratorDevice:
             return False
         return True
 
-    def new_stream(self, spec: StreamSpec) -> Stream:
-        stream = torch.Stream(device=self.device, priority=spec.priority)
+    def new_stream(self, spec: StreamSpec | torch.Stream) -> Stream:
+        if isinstance(spec, torch.Stream):
+            stream = plain(spec)
+        else:
+            stream = torch.Stream(device=self.device, priority=spec.priority)
+        if stream.stream_id != _DEFAULT and not self._records_streams:
+            raise ValueError(
+                f"device {self.name!r} cannot keep memory that several streams use, since its "
+                "backend has no Tensor.record_stream: leave the streams out of the plan "
+                "(stream=None)"
+            )
         if stream.stream_id == _DEFAULT and not self._warned:
             self._warned = True
             warnings.warn(
@@ -136,15 +119,8 @@ class AcceleratorDevice:
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         # The allocator keeps a block that was recorded on a stream until that stream's work is
         # done; recording it on the stream that it was made on costs nothing.
-        if self._held is None:
+        if self._records_streams:  # else there is one stream only, and nothing to keep
             record_stream(tuple(values), *streams)
-        else:
-            self._held.hold(tuple(values), [self._mark(stream) for stream in streams])
-
-    def _mark(self, stream: Stream) -> Event:
-        event = self.new_event()
-        event.record(stream)
-        return event
 
     def use_on_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)

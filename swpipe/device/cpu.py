@@ -34,7 +34,7 @@ class CpuDevice:
     pins_memory = False
     autocast_types: tuple[str, ...] = ("cpu",)
 
-    def new_stream(self, spec: StreamSpec) -> Stream:
+    def new_stream(self, spec: StreamSpec | torch.Stream) -> Stream:
         return None
 
     def current_stream(self) -> Stream:

@@ -54,8 +54,12 @@ class Device(Protocol):
     pins_memory: bool
     autocast_types: tuple[str, ...]
 
-    def new_stream(self, spec: StreamSpec) -> Stream:
-        """A new stream."""
+    def new_stream(self, spec: StreamSpec | torch.Stream) -> Stream:
+        """A new stream, or the one that the user made.
+
+        Raises:
+            ValueError: The device cannot run a pipeline on several streams.
+        """
 
     def current_stream(self) -> Stream:
         """The stream that is current on this thread."""

@@ -28,6 +28,12 @@ def why_not() -> str | None:
     return None if torch.cuda.is_available() else backend.why_not()
 
 
+def pytest_report_header() -> list[str]:
+    """How long the test backend took to build, where that is known."""
+    seconds = None if why_not() or torch.cuda.is_available() else backend.build_seconds()
+    return [] if seconds is None else [f"test backend: built in {seconds:.0f} s"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip where there is no device; complain where there is, and swpipe lacks what it needs."""
     mine = [item for item in items if item.path.is_relative_to(HERE)]
@@ -46,6 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_device() -> Iterator[None]:
     """No test finds the work or the memory of another."""
     yield
+    if not torch.cuda.is_available():
+        backend.open_gates()
     torch.accelerator.synchronize()
     gc.collect()
     torch.accelerator.empty_cache()

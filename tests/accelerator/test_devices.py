@@ -200,42 +200,32 @@ def test_new_streams_that_are_the_default_one_are_told(device: str) -> None:
 # ------------------------------------------------------------------- without record_stream
 
 
-def test_without_record_stream_values_are_kept_until_the_device_is_done() -> None:
-    """The allocator cannot know that another stream still reads what is freed."""
-    with backend.misbehaving(record_stream=False, poison=True):
-        device = resolve("sim:0")
-        side = torch.Stream(device="sim:0")
-        seen = torch.zeros(2, device="sim:0")
-        value = torch.full((1000,), 3.0, device="sim:0")
-        torch.accelerator.synchronize(0)
-        with device.on(side), backend.gate("sim:0") as gate:
-            seen.copy_(torch.stack([value.amin(), value.amax()]))
-            device.hold([value], [side])
-            del value
-            again = torch.full((1000,), 4.0, device="sim:0")  # on the side stream's own memory
-            with device.on(device.current_stream()):
-                gate.open()
-        torch.accelerator.synchronize(0)
-        assert seen.tolist() == [3.0, 3.0]
-        assert again[0].item() == 4.0
-
-
-def test_without_record_stream_no_more_is_kept_than_is_in_flight(device: str) -> None:
-    """What the device is done with goes when the next iteration retires."""
+@pytest.mark.parametrize("stream", ["side", "an object"])
+def test_without_record_stream_a_plan_with_streams_is_refused(device: str, stream: str) -> None:
+    """It died at the first retirement. Nobody knows when the caller drops what it still reads."""
+    ref = torch.Stream(device=device) if stream == "an object" else stream
+    plan = PipelinePlan({"draw": TaskSchedule(0), "add": TaskSchedule(1), "total": TaskSchedule(1)})
+    streamed = PipelinePlan({**plan.schedule, "total": TaskSchedule(1, ref)})
     with backend.misbehaving(record_stream=False):
-        kept = resolve(device)._held._kept  # type: ignore[union-attr]
-        longest = 0
-        with SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe:
-            for _ in pipe.iterate(iter(range(200))):
-                torch.accelerator.synchronize(device)
-                longest = max(longest, len(kept))
-        assert 1 <= longest <= pipe.plan.depth + 1
+        with pytest.raises(ValueError, match=f"'{device}' cannot keep memory .*stream=None"):
+            SWPipeline(streamed, TASKS, device=device)
 
 
-def test_without_record_stream_every_number_stays(device: str) -> None:
-    """With memory that is overwritten as soon as it is free."""
+def test_without_record_stream_a_plan_without_streams_runs(device: str) -> None:
+    """Threads and depth stay, and so do the numbers."""
     expected = totals(device)
+    alone = {n: TaskSchedule(e.stage, None, e.thread_group) for n, e in PLAN.schedule.items()}
     with backend.misbehaving(record_stream=False, poison=True, late_streams=200.0):
+        assert totals(device, PipelinePlan(alone, deps=PLAN.deps)) == expected
+
+
+def test_one_stream_needs_no_record_stream(device: str) -> None:
+    """As on a backend whose new streams are all the default one."""
+    expected = totals(device)
+    with (
+        backend.misbehaving(record_stream=False, no_new_streams=True, poison=True),
+        pytest.warns(UserWarning, match="has one stream only"),
+    ):
         assert totals(device) == expected
 
 
