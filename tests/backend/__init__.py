@@ -1,0 +1,149 @@
+"""A test-only accelerator: device "sim", two devices whose streams are threads.
+
+``load()`` registers it in this process, for ever: torch then sees an accelerator, so tests that
+need it run in a process of their own. ``backend.cpp`` tells what the device guarantees.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from tests.backend import build, device_module
+from tests.backend.build import why_not
+
+__all__ = [
+    "Gate",
+    "Work",
+    "clear_log",
+    "gate",
+    "lag",
+    "load",
+    "log",
+    "misbehaving",
+    "priority",
+    "why_not",
+]
+
+
+class Work(NamedTuple):
+    """A kernel that was executed; the clock is ``time.perf_counter_ns``."""
+
+    device: int
+    stream_id: int
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@cache
+def load() -> None:
+    """Build the backend if need be, and register it as device "sim" in this process."""
+    reason = why_not()
+    if reason is not None:
+        raise RuntimeError(reason)
+    torch.utils.rename_privateuse1_backend("sim")
+    torch.ops.load_library(str(build.library()))
+    torch._register_device_module("sim", device_module.make())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    atexit.register(torch.ops.sim.shut_down)
+    torch.empty(
+        0, device="sim"
+    )  # torch.accelerator.synchronize() does nothing before the first use
+
+
+def lag(us: float, device: torch.device | str | int | None = None) -> None:
+    """Keep the current stream of ``device`` busy for ``us`` microseconds; returns at once."""
+    torch.ops.sim.lag_on(_index(device), int(us))
+
+
+class Gate:
+    """A stream that comes to the gate waits until it is opened. Leaving the block opens it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def open(self) -> None:
+        torch.ops.sim.open_gate(self._number)
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.open()
+
+
+def gate(device: torch.device | str | int | None = None, deadline_s: float = 30.0) -> Gate:
+    """Put a gate on the current stream of ``device``.
+
+    If nobody opens it in time, the next wait of the host for the device raises.
+    """
+    return Gate(torch.ops.sim.gate(_index(device), deadline_s))
+
+
+def log() -> list[Work]:
+    """What the streams have executed since ``clear_log()``, in the order in which it ended."""
+    numbers, names = torch.ops.sim.log()
+    return [
+        Work(device, stream, name, start, end)
+        for (device, stream, start, end), name in zip(numbers.tolist(), names, strict=True)
+    ]
+
+
+def clear_log() -> None:
+    """Forget what was executed so far."""
+    torch.ops.sim.clear_log()
+
+
+def priority(stream: torch.Stream) -> int:
+    """The priority with which a stream was made."""
+    return torch.ops.sim.priority(stream.device_index, stream.stream_id)
+
+
+@contextmanager
+def misbehaving(
+    *,
+    late_streams: float = 0.0,
+    event_timing: bool = True,
+    record_stream: bool = True,
+    streams: int = 32,
+    no_new_streams: bool = False,
+    poison: bool = False,
+) -> Iterator[None]:
+    """Within the block the devices are as bad as a backend of torch may be.
+
+    Args:
+        late_streams: Unless someone waits for it, work starts up to so many microseconds late.
+        event_timing: Without, ``elapsed_time`` raises RuntimeError.
+        record_stream: Without, ``Tensor.record_stream`` raises NotImplementedError.
+        streams: How many streams a device has to hand out, in turn, for each priority.
+        no_new_streams: Every new stream is the default stream.
+        poison: Freed memory is overwritten with 0xFF on the stream that it was made on.
+    """
+    _settle()
+    pool = 0 if no_new_streams else streams
+    torch.ops.sim.behave(int(late_streams), event_timing, record_stream, pool, poison)
+    try:
+        yield
+    finally:
+        torch.ops.sim.behave(0, True, True, 32, False)
+        _settle()
+
+
+def _settle() -> None:
+    for device in range(device_module.DEVICES):
+        torch.accelerator.synchronize(device)
+
+
+def _index(device: torch.device | str | int | None) -> int:
+    if device is None:
+        return torch.accelerator.current_device_index()
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index

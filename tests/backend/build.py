@@ -1,0 +1,90 @@
+"""Builds ``backend.cpp`` once for each version of torch and of the source, into the user's cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("backend.cpp")
+TORCH = Path(torch.__file__).parent
+LIMIT_S = 300.0
+FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-shared",
+    "-fPIC",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    f"-I{TORCH / 'include'}",
+    f"-I{TORCH / 'include/torch/csrc/api/include'}",
+    f"-L{TORCH / 'lib'}",
+    "-ltorch_cpu",
+    "-lc10",
+)
+
+
+class BuildError(RuntimeError):
+    """The compiler refused the backend's source."""
+
+
+def why_not() -> str | None:
+    """Why the backend cannot be built here; None where it can."""
+    if not sys.platform.startswith("linux"):
+        return f"the test backend is built on Linux only, and this is {sys.platform}"
+    if torch.accelerator.is_available() and not hasattr(torch, "sim"):
+        return (
+            f"this machine has an accelerator of its own: {torch.accelerator.current_accelerator()}"
+        )
+    if compiler() is None:
+        return "there is no C++ compiler: neither $CXX nor g++ nor clang++"
+    if not (TORCH / "include/torch/library.h").exists():
+        return f"torch in {TORCH} has no C++ headers"
+    return None
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, g++ or clang++, whichever is found first."""
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def library() -> Path:
+    """The built library; builds it if it is not in the cache.
+
+    Raises:
+        BuildError: With the compiler's output.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swpipe-tests"
+    identity = (SOURCE.read_text(), torch.__version__, str(compiler()), *FLAGS)
+    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
+    built = cache / f"sim-{digest}.so"
+    if not built.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        # The system drops the lock of a process that dies, so a lock file that stays is no harm.
+        with built.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not built.exists():
+                _build(built)
+    return built
+
+
+def _build(built: Path) -> None:
+    begin = time.monotonic()
+    part = built.with_suffix(".part")
+    done = subprocess.run(
+        [compiler() or "g++", *FLAGS[:-2], str(SOURCE), *FLAGS[-2:], "-o", str(part)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    if done.returncode:
+        raise BuildError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
+    part.rename(built)
+    print(f"built the test backend in {time.monotonic() - begin:.1f} s: {built}", file=sys.stderr)

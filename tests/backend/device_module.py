@@ -1,0 +1,61 @@
+"""What becomes ``torch.sim``: the functions that torch looks for in a device's module."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+DEVICES = 2
+
+
+def make() -> ModuleType:
+    """The module; the backend's library must be loaded."""
+    ops = torch.ops.sim
+    module = ModuleType("torch.sim", "The simulated accelerator.")
+    generators = tuple(ops.default_generator(index) for index in range(DEVICES))
+
+    def index_of(device: torch.device | str | int | None) -> int:
+        if device is None or device == "sim":
+            return current_device()
+        index = device if isinstance(device, int) else torch.device(device).index
+        return current_device() if index is None else index
+
+    def current_device() -> int:
+        return torch.accelerator.current_device_index()
+
+    def get_rng_state(device: torch.device | str | int | None = None) -> torch.Tensor:
+        return generators[index_of(device)].get_state()
+
+    def set_rng_state(
+        new_state: torch.Tensor, device: torch.device | str | int | None = None
+    ) -> None:
+        generators[index_of(device)].set_state(new_state)
+
+    def manual_seed(seed: int) -> None:
+        generators[current_device()].manual_seed(seed)
+
+    def manual_seed_all(seed: int) -> None:
+        for generator in generators:
+            generator.manual_seed(seed)
+
+    functions = (
+        current_device,
+        get_rng_state,
+        set_rng_state,
+        manual_seed,
+        manual_seed_all,
+    )
+    for function in functions:
+        setattr(module, function.__name__, function)
+    module.default_generators = generators  # type: ignore[attr-defined]
+    module.is_available = lambda: True  # type: ignore[attr-defined]
+    module.is_initialized = lambda: True  # type: ignore[attr-defined]
+    module.device_count = lambda: DEVICES  # type: ignore[attr-defined]
+    module.set_device = torch.accelerator.set_device_index  # type: ignore[attr-defined]
+    module.synchronize = torch.accelerator.synchronize  # type: ignore[attr-defined]
+    module.current_stream = torch.accelerator.current_stream  # type: ignore[attr-defined]
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
+    module._is_in_bad_fork = ops.is_forked  # type: ignore[attr-defined]
+    module._lazy_init = lambda: None  # type: ignore[attr-defined]
+    return module
