@@ -30,6 +30,9 @@ __all__ = [
     "why_not",
 ]
 
+POOL = 32
+"""Streams that a device has to hand out, of either priority."""
+
 
 class Work(NamedTuple):
     """A kernel that was executed; the clock is ``time.perf_counter_ns``."""
@@ -101,8 +104,9 @@ def clear_log() -> None:
 
 
 def priority(stream: torch.Stream) -> int:
-    """The priority with which a stream was made."""
-    return torch.ops.sim.priority(stream.device_index, stream.stream_id)
+    """The priority of a stream: −1 where it was made with a negative one, else 0."""
+    number: int = torch.ops.sim.priority(stream.stream_id)
+    return number
 
 
 @contextmanager
@@ -111,7 +115,7 @@ def misbehaving(
     late_streams: float = 0.0,
     event_timing: bool = True,
     record_stream: bool = True,
-    streams: int = 32,
+    streams: int = POOL,
     no_new_streams: bool = False,
     poison: bool = False,
 ) -> Iterator[None]:
@@ -121,17 +125,17 @@ def misbehaving(
         late_streams: Unless someone waits for it, work starts up to so many microseconds late.
         event_timing: Without, ``elapsed_time`` raises RuntimeError.
         record_stream: Without, ``Tensor.record_stream`` raises NotImplementedError.
-        streams: How many streams a device has to hand out, in turn, for each priority.
+        streams: How many streams a device has to hand out, in turn, for either priority.
         no_new_streams: Every new stream is the default stream.
         poison: Freed memory is overwritten with 0xFF on the stream that it was made on.
     """
     _settle()
     pool = 0 if no_new_streams else streams
-    torch.ops.sim.behave(int(late_streams), event_timing, record_stream, pool, poison)
+    torch.ops.sim.behave(int(late_streams), pool, event_timing, record_stream, poison)
     try:
         yield
     finally:
-        torch.ops.sim.behave(0, True, True, 32, False)
+        torch.ops.sim.behave(0, POOL, True, True, False)
         _settle()
 
 

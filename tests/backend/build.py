@@ -1,4 +1,4 @@
-"""Builds ``backend.cpp`` once for each version of torch and of the source, into the user's cache."""
+"""Builds the backend into the user's cache, once for each version of torch and of the source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("backend.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]*"))
+MAIN = Path(__file__).with_name("backend.cpp")
 TORCH = Path(torch.__file__).parent
 LIMIT_S = 300.0
 FLAGS = (
@@ -62,7 +63,8 @@ def library() -> Path:
         BuildError: With the compiler's output.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swpipe-tests"
-    identity = (SOURCE.read_text(), torch.__version__, str(compiler()), *FLAGS)
+    texts = (source.read_text() for source in SOURCES)
+    identity = (*texts, torch.__version__, str(compiler()), *FLAGS)
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     built = cache / f"sim-{digest}.so"
     if not built.exists():
@@ -79,12 +81,13 @@ def _build(built: Path) -> None:
     begin = time.monotonic()
     part = built.with_suffix(".part")
     done = subprocess.run(
-        [compiler() or "g++", *FLAGS[:-2], str(SOURCE), *FLAGS[-2:], "-o", str(part)],
+        [compiler() or "g++", *FLAGS[:-2], str(MAIN), *FLAGS[-2:], "-o", str(part)],
         capture_output=True,
+        check=False,
         text=True,
         timeout=LIMIT_S,
     )
     if done.returncode:
-        raise BuildError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
+        raise BuildError(f"{MAIN.name} does not compile:\n{done.stderr[-4000:]}")
     part.rename(built)
     print(f"built the test backend in {time.monotonic() - begin:.1f} s: {built}", file=sys.stderr)

@@ -51,6 +51,7 @@ def make() -> ModuleType:
     module.default_generators = generators  # type: ignore[attr-defined]
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.is_initialized = lambda: True  # type: ignore[attr-defined]
+    module.device = lambda device: torch.accelerator.device_index(index_of(device))  # type: ignore[attr-defined]
     module.device_count = lambda: DEVICES  # type: ignore[attr-defined]
     module.set_device = torch.accelerator.set_device_index  # type: ignore[attr-defined]
     module.synchronize = torch.accelerator.synchronize  # type: ignore[attr-defined]
