@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 
 from tests.backend import build, device_module
+from tests.backend.build import seconds as build_seconds
 from tests.backend.build import why_not
 
 __all__ = [
     "Gate",
     "Work",
+    "build_seconds",
     "clear_log",
     "gate",
     "lag",

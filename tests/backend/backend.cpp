@@ -99,8 +99,8 @@ class Call {
       for (size_t i = 0; i < made.size(); ++i)
         if (made[i].defined()) made[i].copy_(arguments[i].toTensor());
     };
-    current_stream(*device_).submit(op_.operator_name().name.substr(6),
-                                    std::move(run));  // after "aten::"
+    const std::string& name = op_.operator_name().name;
+    current_stream(*device_).submit(name.substr(name.find("::") + 2), std::move(run));
     torch::jit::drop(stack_, schema_.arguments().size());
     for (const Tensor& output : outputs_) stack_.emplace_back(output);
   }
@@ -329,8 +329,7 @@ void lag_on(int64_t device, int64_t lag_us) {
 }
 void lag(const Tensor& tensor, int64_t lag_us) { lag_on(tensor.device().index(), lag_us); }
 
-// A stream that comes to a gate waits until it is opened; that nobody opens it in time is a
-// failure.
+// A stream that comes to a gate waits until it is opened; if nobody does so in time, it fails.
 struct Gates {
   std::mutex mutex;
   std::condition_variable changed;

@@ -77,6 +77,12 @@ def library() -> Path:
     return built
 
 
+def seconds() -> float | None:
+    """How long it took to build the library that is in the cache; None where nobody knows."""
+    noted = library().with_suffix(".seconds")
+    return float(noted.read_text()) if noted.exists() else None
+
+
 def _build(built: Path) -> None:
     begin = time.monotonic()
     part = built.with_suffix(".part")
@@ -89,5 +95,7 @@ def _build(built: Path) -> None:
     )
     if done.returncode:
         raise BuildError(f"{MAIN.name} does not compile:\n{done.stderr[-4000:]}")
+    seconds = time.monotonic() - begin
+    built.with_suffix(".seconds").write_text(f"{seconds:.1f}")
     part.rename(built)
-    print(f"built the test backend in {time.monotonic() - begin:.1f} s: {built}", file=sys.stderr)
+    print(f"built the test backend in {seconds:.1f} s: {built}", file=sys.stderr)

@@ -74,7 +74,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kSim, current_device}; }
   void setDevice(c10::Device device) const override { current_device = index_of(device); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    current_device = device.index();
+    if (device.has_index()) current_device = device.index();
   }
   c10::Device exchangeDevice(c10::Device device) const override {
     return {kSim, std::exchange(current_device, index_of(device))};
@@ -141,6 +141,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// The same for torch's code that is common to all accelerators, and generators and pinned memory.
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }

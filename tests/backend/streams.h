@@ -184,7 +184,7 @@ class Stream {
   std::condition_variable arrived_, done_;
   std::deque<Item> queue_;
   uint64_t submitted_ = 0, ended_ = 0, wanted_ = 0;
-  std::minstd_rand random_;
+  std::mt19937 random_;
   std::thread thread_;
 };
 
