@@ -28,6 +28,7 @@ __all__ = [
     "load",
     "log",
     "misbehaving",
+    "open_gates",
     "priority",
     "why_not",
 ]
@@ -89,6 +90,11 @@ def gate(device: torch.device | str | int | None = None, deadline_s: float = 30.
     If nobody opens it in time, the next wait of the host for the device raises.
     """
     return Gate(torch.ops.sim.gate(_index(device), deadline_s))
+
+
+def open_gates() -> None:
+    """Open all gates: for the end of a test that may have failed before it did."""
+    torch.ops.sim.open_gates()
 
 
 def log() -> list[Work]:

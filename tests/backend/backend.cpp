@@ -357,6 +357,11 @@ void open_gate(int64_t number) {
   gates.closed.erase(number);
   gates.changed.notify_all();
 }
+void open_gates() {
+  Lock lock(gates.mutex);
+  gates.closed.clear();
+  gates.changed.notify_all();
+}
 
 std::tuple<Tensor, std::vector<std::string>> read_log() {
   Lock lock(record.mutex);
@@ -399,6 +404,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("lag_on", lag_on);
   m.def("gate", gate);
   m.def("open_gate", open_gate);
+  m.def("open_gates", open_gates);
   m.def("log", read_log);
   m.def("clear_log", clear_log);
   m.def("behave", behave);
