@@ -552,14 +552,26 @@ def test_few_streams_and_none() -> None:
 
 # ------------------------------------------------------------------------- processes and builds
 
-START = "import os, sys, threading, torch\nfrom tests import backend\nbackend.load()\n"
+START = "import os, sys, threading, time, torch\nfrom tests import backend\nbackend.load()\n"
 ENDINGS = {
     "queued work": "backend.lag(1e9); torch.ones(3, device='sim') + 1",
     "a closed gate": "backend.gate('sim:1', deadline_s=1e6); torch.ones(3, device='sim:1') + 1",
     "late streams": "backend.misbehaving(late_streams=1e9).__enter__()\n"
     "torch.ones(3, device='sim') + 1",
-    "a waiting thread": "backend.gate()\n"
-    "threading.Thread(target=torch.accelerator.synchronize, daemon=True).start()",
+    # Python aborts where a daemon thread comes out of torch meanwhile: it has to be in its wait.
+    "a waiting thread": """
+backend.gate()
+waiting = threading.Thread(target=torch.accelerator.synchronize, daemon=True)
+waiting.start()
+def innermost():
+    frame = sys._current_frames()[waiting.ident]
+    return frame.f_code.co_name == "synchronize"
+seen = 0
+while seen < 20:
+    time.sleep(0.01)  # without the interpreter lock, which it then takes if it wants it
+    state = open(f"/proc/self/task/{waiting.native_id}/stat").read().split(") ")[1][0]
+    seen = seen + 1 if innermost() and state == "S" else 0
+""",
     "a fork": """
 x = torch.ones(3, device="sim")
 backend.lag(1000)

@@ -391,6 +391,7 @@ void behave(int64_t late_us, int64_t pool, bool event_timing, bool record_stream
 // Before the interpreter ends: no stream may run while the process takes itself down.
 void shut_down() {
   if (forked || stopping.exchange(true)) return;
+  returns_when_stopping = true;
   { Lock lock(gates.mutex); }
   gates.changed.notify_all();
   for (auto& all : streams)

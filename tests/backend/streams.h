@@ -8,6 +8,8 @@
 #include <sys/prctl.h>
 
 #include <array>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -46,6 +48,8 @@ struct Behaviour {
 } behaviour;
 
 std::atomic<bool> stopping{false};  // the process ends: work is dropped, and no wait blocks
+// Another thread that waits then sleeps for good: Python would end it inside C++, which aborts.
+thread_local bool returns_when_stopping = false;
 std::atomic<bool> forked{false};    // a forked child: it has the locks, but not the threads
 
 void check_usable() {
@@ -126,6 +130,9 @@ class Stream {
     wanted_ = std::max(wanted_, item);
     arrived_.notify_one();
     done_.wait(lock, [&] { return ended_ >= item || stopping; });
+    if (ended_ >= item || returns_when_stopping) return;
+    lock.unlock();
+    while (true) ::pause();
   }
   void drain() { wait(submitted()); }
 
@@ -147,6 +154,7 @@ class Stream {
   };
 
   void loop() {
+    returns_when_stopping = true;
     at::get_num_threads();  // torch sets a thread's number of threads when first asked
     if (omp_set_num_threads) omp_set_num_threads(1);
     if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(1);
