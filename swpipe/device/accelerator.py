@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,6 +48,14 @@ def plain(stream: torch.Stream) -> torch.Stream:
     )
 
 
+@cache
+def _pins_memory(device_type: str) -> bool:
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except (NotImplementedError, RuntimeError):  # the backend has no allocator for it
+        return False
+
+
 _DEFAULT = 0
 """The ``stream_id`` of a device's default stream."""
 
@@ -61,7 +70,8 @@ class AcceleratorDevice:
         self.device = torch.device(device.type, index)
         self.type = device.type
         self.name = str(self.device)
-        self.has_nvtx = self.pins_memory = self.type == "cuda"
+        self.has_nvtx = self.type == "cuda"  # NVIDIA's tools show them
+        self.pins_memory = _pins_memory(self.type)
         self.autocast_types: tuple[str, ...] = ("cpu", self.type)
         self._module = torch.get_device_module(self.type)
         self._records_streams = self._can_record_streams()

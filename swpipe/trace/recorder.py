@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -45,9 +46,29 @@ class TimedEvent(Protocol):
 
 
 def timed_event(device: Device) -> TimedEvent | None:
-    """A new timing event; None if the device's events have no timing."""
-    event = device.new_event(timing=True)
-    return event if isinstance(event, TimedEvent) else None
+    """A new timing event; None if the device's events have no timing.
+
+    A device with streams but without timing is told in a warning.
+    """
+    if not device.has_streams:
+        return None
+    try:
+        event = device.new_event(timing=True)
+        if isinstance(event, TimedEvent):
+            event.record(device.current_stream())
+            event.synchronize()
+            event.elapsed_time(event)
+            return event
+    except (NotImplementedError, RuntimeError) as error:
+        why = f": {str(error).partition(chr(10))[0]}"
+    else:
+        why = ""
+    warnings.warn(
+        f"the events of device {device.name!r} have no timing{why}; traces have no spans of "
+        "streams, and profiles have times of the host's clock",
+        stacklevel=3,
+    )
+    return None
 
 
 class Recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from threading import Event
 
 import pytest
@@ -246,3 +247,42 @@ def test_state_of_any_size_is_recorded(dtype: torch.dtype, count: int) -> None:
 
     recording = record([PipelineTask("w", write), PipelineTask("r", read)], None, device="sim:0")
     assert recording.plan().cross_iter_deps == (("w", "r", 1),)
+
+
+# ------------------------------------------------------------------- without event timing
+
+
+def test_without_event_timing_a_trace_has_the_threads(device: str) -> None:
+    """It raised; every backend's events have the method, and some have no times to tell."""
+    with (
+        backend.misbehaving(event_timing=False),
+        SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe,
+        pytest.warns(UserWarning, match=f"events of device '{device}' have no timing: .*no spans"),
+        pipe.trace() as trace,
+    ):
+        pipe.run(range(4))
+    assert {span.row.kind for span in trace.spans} == {"thread"}
+    assert {span.task for span in trace.spans} >= {"draw", "add", "total"}
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_without_event_timing_a_profile_has_the_hosts_times(device: str, pipelined: bool) -> None:
+    """It raised at the end, and all that was measured was lost."""
+    with (
+        backend.misbehaving(event_timing=False),
+        SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe,
+    ):
+        profile = partial(TaskProfiler(pipe).profile, 1.0, 1, 4, 1, pipelined=pipelined)
+        if pipelined:
+            with pytest.warns(UserWarning, match="profiles have times of the host's clock"):
+                result = profile()
+        else:
+            result = profile()
+    assert result.exposed_s.keys() == {"draw", "add", "total"}
+    assert result.baseline_s > 0
+
+
+def test_copies_come_from_pinned_memory_where_the_backend_pins() -> None:
+    """That was asked of CUDA only."""
+    assert resolve("sim").pins_memory
+    assert not resolve("cpu").pins_memory

@@ -185,6 +185,7 @@ class _TimedEvent:
 def device(event: type, log: list[str]) -> Any:
     """A device with streams and such events."""
     return SimpleNamespace(
+        name="x:0",
         has_streams=True,
         new_event=lambda timing: event(),
         current_stream=lambda: None,
@@ -205,7 +206,8 @@ def test_timing_events_mark_the_ends_of_iterations() -> None:
 
 def test_without_timing_events_the_host_clock_is_used() -> None:
     """Events that tell no time are of no use here."""
-    marks = _Marks(SimpleNamespace(device=device(object, [])))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="have no timing"):
+        marks = _Marks(SimpleNamespace(device=device(object, [])))  # type: ignore[arg-type]
     marks.set()
     before = time.perf_counter()
     marks.set()

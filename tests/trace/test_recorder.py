@@ -302,13 +302,14 @@ def test_admit_and_retire_have_no_stream_spans(device: TimingDevice) -> None:
 
 
 def test_without_timing_events_only_threads_are_recorded() -> None:
-    """Only one event is created, to check it."""
+    """Only one event is created, to check it; a warning says what is missing."""
     made = []
     event = SimpleNamespace(record=None, wait=None, query=None)
     untimed: Any = SimpleNamespace(
-        has_streams=True, new_event=lambda timing: made.append(timing) or event
+        name="x:0", has_streams=True, new_event=lambda timing: made.append(timing) or event
     )
-    recorder = Recorder(PROGRAM, untimed, {})
+    with pytest.warns(UserWarning, match="events of device 'x:0' have no timing; traces have no"):
+        recorder = Recorder(PROGRAM, untimed, {})
     recorder.start(FORWARD, 0)
     recorder.stop(FORWARD, 0)
     assert [span.row for span in recorder.finish()] == [DEFAULT]
