@@ -1,0 +1,130 @@
+"""The click job on an accelerator: the same bits under every plan, in pieces, and after stops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchrec")
+pytest.importorskip("polars")
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe._engine import bind
+from swpipe.inference import record
+from swpipe.plans.clicks import PLANS
+from swpipe.profiler import TaskProfiler
+from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
+from swpipe.tasks.clicks.compare import compare
+from swpipe.tasks.clicks.train import TrainRun
+from tests import backend
+from tests.accelerator.work import DEVICE, SIMULATED, spin
+from tests.tasks.rows import write_log
+
+SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
+STEPS = 12
+
+
+@pytest.fixture(params=range(torch.accelerator.device_count()))
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> ClickConfig:
+    """A small model on 50 rows, in batches of 8, on each device in turn."""
+    device = f"{DEVICE.type}:{request.param}"
+    log = write_log(tmp_path / "small.tsv", 50)
+    return ClickConfig([log], batch_size=8, model=SMALL, device=device)
+
+
+def lagging(job: ClickJob) -> list[PipelineTask]:
+    """The job's tasks, each with some device work before and after."""
+
+    def slow(task: PipelineTask) -> PipelineTask:
+        def fn(ctx: object) -> None:
+            spin(0.3)
+            task.fn(ctx)  # type: ignore[arg-type]
+            spin(0.2)
+
+        return replace(task, fn=fn)
+
+    return [slow(task) for task in job.tasks()]
+
+
+def trained(config: ClickConfig, plan: PipelinePlan) -> list[Tensor]:
+    """Losses of 12 steps, the parameters after them, and the metric; on the host."""
+    job = ClickJob(config)
+    with SWPipeline(plan, lagging(job), device=config.device) as pipe:
+        losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(STEPS))]
+        pipe.device.synchronize()
+    state = [*losses, *job.model.parameters(), job.auc.counts]
+    assert {tensor.device for tensor in state} == {torch.device(config.device)}
+    job.close()
+    return [tensor.detach().cpu() for tensor in state]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether all bits are."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "serial"])
+def test_every_plan_trains_to_the_serial_plans_bits(config: ClickConfig, name: str) -> None:
+    """The caller's device is the first one, whichever the job is on."""
+    assert equal(trained(config, PLANS[name]()), trained(config, PLANS["serial"]()))
+    assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.mark.skipif(not SIMULATED, reason="needs a device that computes on the host")
+def test_the_device_trains_as_the_host_does(config: ClickConfig) -> None:
+    """The test backend's kernels are the host's; on the host, torch fuses some of Adam's."""
+    ours = trained(config, PLANS["pipelined"]())
+    job = ClickJob(replace(config, device="cpu"))
+    with SWPipeline(PLANS["serial"](), job.tasks(), device="cpu") as pipe:
+        losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(STEPS))]
+    theirs = [*losses, *(p.detach() for p in job.model.parameters()), job.auc.counts]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_without_event_waits_it_does_not(
+    config: ClickConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is given batches that have yet to be copied."""
+    serial = trained(config, PLANS["serial"]())
+    monkeypatch.setattr(bind, "wait_for_events", lambda *args: lambda i: None)
+    assert not equal(trained(config, PLANS["pipelined"]()), serial)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="needs a device that can misbehave")
+@pytest.mark.parametrize("streams", [1, 2, 32])
+def test_late_streams_change_nothing(config: ClickConfig, streams: int) -> None:
+    """Nor do few of them, nor freed memory that is overwritten at once."""
+    serial = trained(config, PLANS["serial"]())
+    with backend.misbehaving(late_streams=200.0, streams=streams, poison=True):
+        assert equal(trained(config, PLANS["pipelined"]()), serial)
+
+
+def test_a_run_goes_on_where_it_stopped(config: ClickConfig) -> None:
+    """In pieces, each drained before the next, it trains as in one."""
+    with (
+        TrainRun("pieces", config, PLANS["pipelined"](), STEPS) as pieces,
+        TrainRun("whole", config, PLANS["serial"](), STEPS) as whole,
+    ):
+        for steps in (1, 4, 2, 5):
+            pieces.advance(steps)
+        whole.advance(STEPS)
+        assert compare(pieces, whole).equal
+        assert pieces.auc() == whole.auc()
+
+
+def test_profiles_and_recordings_train_nothing(config: ClickConfig) -> None:
+    """After a recording and a profile the job trains as if there had been neither."""
+    plan = PLANS["pipelined"]()
+    job = ClickJob(config)
+    recording = record(job.tasks(), next(job.batches()), device=config.device)
+    assert recording.compare(plan).missing == ()
+    with SWPipeline(plan, job.tasks(), device=config.device) as pipe:
+        batch = next(job.batches())
+        TaskProfiler(pipe).profile(batch, 1, 2, 1, pipelined=True)
+        losses = [ctx.loss.detach().cpu() for ctx in pipe.iterate(job.batches(STEPS))]
+    assert equal(losses, trained(config, PLANS["serial"]())[: len(losses)])
+    job.close()
