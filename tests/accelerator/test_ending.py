@@ -284,6 +284,10 @@ def test_after_any_failure_the_next_run_is_right(place: str) -> None:
             maybe_fail("the iterator", i)
             yield i
 
+    def drive(pipe: SWPipeline) -> None:
+        for ctx in pipe.iterate(batches()):
+            maybe_fail("the caller", ctx.batch)
+
     plan = PipelinePlan(
         {
             PipelineTask("make", make): TaskSchedule(0, "side", "io"),
@@ -294,8 +298,7 @@ def test_after_any_failure_the_next_run_is_right(place: str) -> None:
     )
     with SWPipeline(plan, device=DEVICE) as pipe:
         with pytest.raises(ValueError, match="as planned"):
-            for ctx in pipe.iterate(batches()):
-                maybe_fail("the caller", ctx.batch)
+            drive(pipe)
         pipe.drain()  # where the caller failed, the run is in good order
         failing.clear()
         gates.open()
