@@ -43,6 +43,9 @@ class CpuDevice:
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def make_current(self, stream: Stream) -> None:
+        return None
+
     def new_event(self, *, timing: bool = False) -> Event:
         return NoEvent()
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.device import resolve
+from swpipe.core.errors import PlanError
+from swpipe.device import accelerator, resolve
 from swpipe.inference import record
 from swpipe.profiler import TaskProfiler
 from tests import backend
@@ -178,13 +179,24 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
         SWPipeline(PLAN, TASKS, device=name)
 
 
+def test_a_stream_of_another_device_of_the_same_kind_is_refused(device: str) -> None:
+    """The pipeline's own device has an index, even where the user gave none."""
+    other = DEVICES[device == "sim:0"]
+    plan = PipelinePlan({PipelineTask("a", add): TaskSchedule(0, torch.Stream(device=other))})
+    with pytest.raises(PlanError, match=rf"belongs to {other}.*device \({device}\)"):
+        SWPipeline(plan, device=device)
+    if device == "sim:0":
+        with pytest.raises(PlanError, match=rf"belongs to {other}.*device \({device}\)"):
+            SWPipeline(plan, device="sim")
+
+
 def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, and not with a dump at the first retirement."""
 
     def none(device: object) -> object:
         raise NotImplementedError("no streams here")
 
-    monkeypatch.setattr(torch.accelerator, "current_stream", none)
+    monkeypatch.setattr(accelerator, "_current_stream", none)
     with pytest.raises(ValueError, match="'sim:0' has no streams and events .* no streams here"):
         resolve("sim:0")
 

@@ -214,6 +214,9 @@ class VirtualDevice(CpuDevice):
         finally:
             self._local.stream = before
 
+    def make_current(self, stream: VirtualStream) -> None:
+        self._local.stream = stream
+
     def new_event(self, *, timing: bool = False) -> VirtualEvent:
         return VirtualEvent(self)
 
