@@ -140,7 +140,7 @@ class AcceleratorDevice:
         return event
 
     def holds_work(self, value: Any) -> bool:
-        return any(tensor.device.type == self.type for tensor in tensors_in(value))
+        return any(tensor.device.type == self.device.type for tensor in tensors_in(value))
 
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         # The allocator keeps a block that was recorded on a stream until that stream's work is

@@ -62,7 +62,7 @@ class CpuDevice:
         return None
 
     def generator_states(self) -> GeneratorStates:
-        return {self.type: torch.get_rng_state()}
+        return {CpuDevice.type: torch.get_rng_state()}
 
     def set_generator_states(self, states: GeneratorStates) -> None:
         if (state := states.get(CpuDevice.type)) is not None:

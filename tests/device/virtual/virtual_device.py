@@ -183,6 +183,8 @@ class VirtualDevice(CpuDevice):
         reused: How many buffers reused another's memory.
     """
 
+    type = "virtual"
+    name = "virtual:0"
     has_streams = True
 
     def __init__(self, seed: int = 0, host: Host | None = None) -> None:
