@@ -21,7 +21,6 @@ from swpipe import (
     SWPipeline,
     TaskSchedule,
 )
-from swpipe.device import AcceleratorDevice
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
 
@@ -515,14 +514,6 @@ def test_what_is_no_device_is_refused(device: Any) -> None:
     """The error gives names that would do."""
     with pytest.raises(ValueError, match=f"device.*{device!r}.*give a name such as 'cpu'"):
         SWPipeline(piped(), tasks(), device=device)
-
-
-def test_a_stream_of_another_device_of_the_same_kind_is_refused() -> None:
-    """The pipeline's own device has an index, even where the user gave none."""
-    stream = torch.Stream(stream_id=0, device_index=0, device_type=1)
-    plan = PipelinePlan(schedule={task("a"): TaskSchedule(stream=stream)})
-    with pytest.raises(PlanError, match=r"belongs to cuda:0.*device \(cuda:1\)"):
-        SWPipeline(plan, device=AcceleratorDevice(torch.device("cuda:1")))
 
 
 @pytest.mark.parametrize("stall_timeout_s", [0, -1.5, "600", True, float("nan")])

@@ -2,15 +2,17 @@
 
     apply the caller's settings             worker lanes only
       make the stream current               devices with streams only, as are the next two
-        make it wait for events
-          get the random generators         tasks with ``random=True`` only
-            tell the observers              only while somebody observes
-              the task's function, or its shortcut
-        keep what the task removed
-        record the task's event
+      make it wait for events               where there are some
+        get the random generators           tasks with ``random=True`` only
+          tell the observers                only while somebody observes
+            the task's function, or its shortcut
+      record the task's event               where somebody waits for it
+      keep what the task removed            plans with several streams only
 
 Each layer is a function of the iteration that calls the one below; a task has only the layers that
-it needs. Numbers in ``_with_stream`` refer to this list of guards:
+it needs. A task's stream stays current after it, since the next task's is often the same: whatever
+a thread runs first makes its own stream current, and the caller's thread gets its own back at the
+end of the period. Numbers in ``_with_stream`` refer to this list of guards:
 
     (1) event wait: work on another stream that this task reads must be done first;
     (2) hold: another stream may still read a value that the task deleted or overwrote, and its
@@ -130,24 +132,34 @@ def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: St
 
 def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
     device, stream = iterations.engine.device, iterations.stream_of(ins)
-    slots, depth, ring = iterations.slots, iterations.depth, iterations.ring
-    wait = wait_for_events(iterations, ins, stream)
+    ring, make_current = iterations.ring, device.make_current
+    wait = wait_for_events(iterations, ins, stream) if ins.event_waits else None
     events = iterations.events.get(ins.task)
-    on_stream = device.on
 
     def streamed(i: int) -> None:
+        make_current(stream)
+        if wait is not None:
+            wait(i)  # (1)
+        step(i)
+        if events is not None:
+            events[i % ring].record(stream)  # (3)
+
+    # Where all work is on one stream, memory that is freed is reused in the order of that stream.
+    return _with_hold(iterations, streamed) if iterations.engine.streams else streamed
+
+
+def _with_hold(iterations: InFlightIterations, step: Step) -> Step:
+    slots, depth = iterations.slots, iterations.depth
+
+    def holding(i: int) -> None:
         iteration = slots[i % depth]
-        before = dict(vars(iteration.ctx))
+        before = vars(iteration.ctx).copy()
         try:
-            with on_stream(stream):
-                wait(i)  # (1)
-                step(i)
-                if events is not None:
-                    events[i % ring].record(stream)  # (3)
+            step(i)
         finally:
             after = vars(iteration.ctx)
             for key, value in before.items():
                 if after.get(key, _MISSING) is not value:
                     iteration.held.append(value)  # (2)
 
-    return streamed
+    return holding

@@ -175,7 +175,8 @@ class Run:
         self.driver["thread"] = threading.get_ident()
         try:
             try:
-                self._run_period(self.lanes[0], self.period)
+                with self.engine.device.on(self.iterations.caller_stream):
+                    self._run_period(self.lanes[0], self.period)
                 self.period += 1
             finally:
                 self._leave()
@@ -255,6 +256,7 @@ class Run:
         before = self.engine.ends.get((self.iterations.first + i) % depth)
         if before is not None:
             self._await_device(before)
+        device.make_current(self.iterations.caller_stream)
         try:
             if self._has_random_tasks or this_thread.access is not None:
                 with self.iterations.generators.exclusive():

@@ -15,6 +15,12 @@ from swpipe.core.plan import StreamSpec
 from swpipe.device.cpu import CpuDevice
 from swpipe.device.protocol import Event, GeneratorStates, Stream
 
+# A stream is made current around every task. Called with an index, which is an eighth of the cost
+# of a torch.device.
+_current_device_index = torch.accelerator.current_device_index
+_current_stream = torch.accelerator.current_stream
+_set_stream = torch.accelerator.set_stream
+
 
 class _CurrentStream:
     """Makes a stream, and the device that it is on, current within the block.
@@ -29,13 +35,17 @@ class _CurrentStream:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._index = torch.accelerator.current_device_index()
-        self._before = torch.accelerator.current_stream(self._stream.device)
-        torch.accelerator.set_stream(self._stream)
+        stream = self._stream
+        index = stream.device_index
+        self._index = _current_device_index()
+        before = self._before = _current_stream(index)
+        if before != stream or self._index != index:
+            _set_stream(stream)
 
     def __exit__(self, *failure: object) -> None:
-        torch.accelerator.set_stream(self._before)
-        if self._index != self._before.device_index:
+        before = self._before
+        _set_stream(before)  # whatever stream the block has left current
+        if self._index != before.device_index:
             torch.accelerator.set_device_index(self._index)
 
 
@@ -69,6 +79,7 @@ class AcceleratorDevice:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self.type = device.type
+        self._index = index
         self.name = str(self.device)
         self.has_nvtx = self.type == "cuda"  # NVIDIA's tools show them
         self.pins_memory = _pins_memory(self.type)
@@ -114,17 +125,22 @@ class AcceleratorDevice:
         return stream
 
     def current_stream(self) -> Stream:
-        return torch.accelerator.current_stream(self.device)
+        return _current_stream(self._index)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return _CurrentStream(stream)
+
+    def make_current(self, stream: Stream) -> None:
+        index = self._index
+        if _current_device_index() != index or _current_stream(index) != stream:
+            _set_stream(stream)
 
     def new_event(self, *, timing: bool = False) -> Event:
         event: Event = torch.Event(device=self.device, enable_timing=timing)
         return event
 
     def holds_work(self, value: Any) -> bool:
-        return any(tensor.device.type == self.type for tensor in tensors_in(value))
+        return any(tensor.device.type == self.device.type for tensor in tensors_in(value))
 
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         # The allocator keeps a block that was recorded on a stream until that stream's work is

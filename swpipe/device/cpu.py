@@ -43,6 +43,9 @@ class CpuDevice:
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def make_current(self, stream: Stream) -> None:
+        return None
+
     def new_event(self, *, timing: bool = False) -> Event:
         return NoEvent()
 
@@ -59,7 +62,7 @@ class CpuDevice:
         return None
 
     def generator_states(self) -> GeneratorStates:
-        return {self.type: torch.get_rng_state()}
+        return {CpuDevice.type: torch.get_rng_state()}
 
     def set_generator_states(self, states: GeneratorStates) -> None:
         if (state := states.get(CpuDevice.type)) is not None:

@@ -65,7 +65,10 @@ class Device(Protocol):
         """The stream that is current on this thread."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make ``stream`` current on this thread within the block."""
+        """Make ``stream`` and its device current on this thread within the block."""
+
+    def make_current(self, stream: Stream) -> None:
+        """Make ``stream`` and its device current on this thread, where they are not."""
 
     def new_event(self, *, timing: bool = False) -> Event:
         """A new event, not recorded yet."""

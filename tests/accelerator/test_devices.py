@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.device import resolve
+from swpipe.analysis import verify
+from swpipe.core.errors import PlanError
+from swpipe.device import accelerator, resolve
 from swpipe.inference import record
-from swpipe.profiler import TaskProfiler
+from swpipe.planning import simulate
+from swpipe.profiler import TaskProfiler, measure_costs
 from tests import backend
 
 pytestmark = pytest.mark.skipif(
@@ -178,13 +181,24 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
         SWPipeline(PLAN, TASKS, device=name)
 
 
+def test_a_stream_of_another_device_of_the_same_kind_is_refused(device: str) -> None:
+    """The pipeline's own device has an index, even where the user gave none."""
+    other = DEVICES[device == "sim:0"]
+    plan = PipelinePlan({PipelineTask("a", add): TaskSchedule(0, torch.Stream(device=other))})
+    with pytest.raises(PlanError, match=rf"belongs to {other}.*device \({device}\)"):
+        SWPipeline(plan, device=device)
+    if device == "sim:0":
+        with pytest.raises(PlanError, match=rf"belongs to {other}.*device \({device}\)"):
+            SWPipeline(plan, device="sim")
+
+
 def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, and not with a dump at the first retirement."""
 
     def none(device: object) -> object:
         raise NotImplementedError("no streams here")
 
-    monkeypatch.setattr(torch.accelerator, "current_stream", none)
+    monkeypatch.setattr(accelerator, "_current_stream", none)
     with pytest.raises(ValueError, match="'sim:0' has no streams and events .* no streams here"):
         resolve("sim:0")
 
@@ -286,3 +300,41 @@ def test_copies_come_from_pinned_memory_where_the_backend_pins() -> None:
     """That was asked of CUDA only."""
     assert resolve("sim").pins_memory
     assert not resolve("cpu").pins_memory
+
+
+# ------------------------------------------------------------------- one place that compares
+
+
+class Incomparable(str):
+    """A device type that must not be compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError(f"the device type is compared with {other!r}")
+
+    __ne__ = __eq__
+
+
+def test_nothing_compares_the_type_of_a_device(device: str) -> None:
+    """Whatever depends on the device asks it; so a new backend is a matter of its device alone."""
+    where = resolve(device)
+    where.type = Incomparable("sim")
+    with pytest.raises(AssertionError, match="compared with 'cpu'"):
+        assert where.type != "cpu"
+    batch = torch.ones(64, device=device)
+    recording = record(TASKS, batch, device=where)
+    with SWPipeline(PLAN, TASKS, device=where, seed=3) as pipe, pipe.trace() as trace:
+        pipe.fill_pipeline(iter([batch] * 4))
+        pipe.drain()
+        pipe.run_serial([batch] * 2)
+        with pipe.shortcut("add"):
+            pipe.run([batch] * 4)
+    assert trace.spans
+    with SWPipeline(PLAN, TASKS, device=where, seed=3) as pipe:
+        for pipelined in (False, True):
+            TaskProfiler(pipe).profile(batch, 1, 2, 1, pipelined=pipelined)
+        costs = measure_costs(pipe, [batch])
+    simulate(PLAN, costs).format()
+    verify(PLAN, TASKS, recording.effects, sizes=recording.sizes)

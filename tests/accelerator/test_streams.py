@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -164,6 +165,46 @@ def test_tasks_run_on_the_stream_that_the_plan_names() -> None:
     assert seen["a"] == seen["b"]
     assert len(seen["a"] | seen["c"] | seen["d"]) == 3
     assert seen["d"] == {before.stream_id}
+
+
+@pytest.mark.parametrize("group", ["default", "io"])
+def test_a_task_that_leaves_another_stream_current_misleads_nobody(group: str) -> None:
+    """Neither the tasks after it, nor the user's iterator, nor the caller."""
+    mine, astray = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
+    seen: dict[str, set[int]] = defaultdict(set)
+
+    def note(name: str) -> None:
+        seen[name].add(torch.accelerator.current_stream().stream_id)
+
+    def leave(name: str) -> PipelineTask:
+        def fn(ctx: IterContext) -> None:
+            note(name)
+            torch.accelerator.set_stream(astray)
+
+        return PipelineTask(name, fn)
+
+    def batches() -> Iterator[int]:
+        for batch in range(6):
+            note("iterator")
+            yield batch
+
+    plan = PipelinePlan(
+        {
+            leave("a"): TaskSchedule(0, "side", group),
+            leave("b"): TaskSchedule(0, None, group),
+            leave("c"): TaskSchedule(1, "side", group),
+            leave("d"): TaskSchedule(1),
+        },
+        order=("d", "a", "b", "c"),
+    )
+    with SWPipeline(plan, device=DEVICE) as pipe:
+        for _ in pipe.iterate(batches()):
+            assert torch.accelerator.current_stream() == mine
+    (side,) = seen["a"]
+    assert side not in (mine.stream_id, astray.stream_id)
+    expected = {"a": side, "b": mine.stream_id, "c": side, "d": mine.stream_id}
+    expected["iterator"] = mine.stream_id
+    assert seen == {name: {stream} for name, stream in expected.items()}
 
 
 def test_a_streams_priority_is_the_plans() -> None:

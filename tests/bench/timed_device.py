@@ -103,6 +103,9 @@ class TimedDevice(CpuDevice):
         finally:
             self._current.stream = before
 
+    def make_current(self, stream: TimedStream) -> None:
+        self._current.stream = stream
+
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         return TimedEvent()
 

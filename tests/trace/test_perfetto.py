@@ -109,7 +109,7 @@ def test_arrows_lead_from_thread_to_thread(events: list[dict[str, Any]]) -> None
 
 def test_every_event_has_the_fields_that_its_phase_needs(tmp_path: Path) -> None:
     """Of a recorded trace too, and slices of one track never overlap."""
-    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(5))
     trace.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]

@@ -194,6 +194,9 @@ class TimingDevice(CpuDevice):
         yield
         self._local.stream = before
 
+    def make_current(self, stream: Stream) -> None:
+        self._local.stream = stream
+
     def new_event(self, *, timing: bool = False) -> Event:
         self.made += timing
         return Event(self)

@@ -35,14 +35,14 @@ def once_each(names: tuple[str, ...], iterations: range) -> Counter[tuple[str, i
 
 def test_every_task_of_every_iteration_is_recorded_once() -> None:
     """With ``<admit>`` and ``<retire>``; the pull that finds the end of the data does not count."""
-    with SWPipeline(piped(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(piped(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(4))
     assert turns(trace) == once_each((*OWN, *NAMES), range(4))
 
 
 def test_spans_name_the_thread_group() -> None:
     """The plan's, for each task; swpipe's own turns are the caller's."""
-    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(4))
     groups = {span.task: span.row for span in trace.spans}
     assert groups == {
@@ -55,7 +55,7 @@ def test_spans_name_the_thread_group() -> None:
 
 def test_one_thread_does_one_thing_at_a_time() -> None:
     """Within a row no span, and no wait before it, begins before the one before has ended."""
-    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(10))
     for row in {span.row for span in trace.spans}:
         spans = [span for span in trace.spans if span.row == row]
@@ -65,7 +65,7 @@ def test_one_thread_does_one_thing_at_a_time() -> None:
 
 def test_spans_are_in_the_order_of_the_dependences() -> None:
     """A task starts when what it depends on has ended, whatever threads the two are on."""
-    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(10))
     span_of = {(span.task, span.iteration): span for span in trace.spans}
     chain = ("<admit>", *NAMES, "<retire>")
@@ -97,7 +97,7 @@ def test_waiting_for_another_thread_is_recorded(arrival: threading.Event) -> Non
             await_event(arrival, "the caller's arrival at forward of iteration 1")
 
     with (
-        SWPipeline(spread(), tasks(dist=until_the_caller_waits)) as pipe,
+        SWPipeline(spread(), tasks(dist=until_the_caller_waits), device="cpu") as pipe,
         pipe.trace() as trace,
     ):
         pipe.run(range(3))
@@ -115,7 +115,7 @@ def test_a_wait_that_a_failure_ends_is_not_added_to_a_later_one(arrival: threadi
             raise LookupError("planted")
 
     with (
-        SWPipeline(spread(), tasks(dist=fail_when_the_caller_waits)) as pipe,
+        SWPipeline(spread(), tasks(dist=fail_when_the_caller_waits), device="cpu") as pipe,
         pipe.trace() as trace,
     ):
         with pytest.raises(LookupError):
@@ -128,7 +128,7 @@ def test_a_wait_that_a_failure_ends_is_not_added_to_a_later_one(arrival: threadi
 
 def test_nothing_is_recorded_outside_the_block() -> None:
     """Iterations before and after it are not in the trace, nor does it change any more."""
-    with SWPipeline(PipelinePlan.serial(NAMES), tasks()) as pipe:
+    with SWPipeline(PipelinePlan.serial(NAMES), tasks(), device="cpu") as pipe:
         pipe.run(range(2))
         with pipe.trace() as trace:
             pipe.run(range(3))
@@ -140,7 +140,7 @@ def test_nothing_is_recorded_outside_the_block() -> None:
 
 def test_spans_come_when_the_block_ends() -> None:
     """Until then the trace is empty."""
-    with SWPipeline(PipelinePlan.serial(NAMES), tasks()) as pipe:
+    with SWPipeline(PipelinePlan.serial(NAMES), tasks(), device="cpu") as pipe:
         with pipe.trace() as trace:
             pipe.run(range(1))
             assert trace.spans == ()
@@ -149,7 +149,7 @@ def test_spans_come_when_the_block_ends() -> None:
 
 def test_a_block_in_the_middle_of_a_run_is_recorded_as_far_as_it_goes() -> None:
     """Iterations in flight at either end are there in part; those between are whole."""
-    with SWPipeline(piped(), tasks()) as pipe:
+    with SWPipeline(piped(), tasks(), device="cpu") as pipe:
         batches = iter(range(20))
         for _ in range(3):
             pipe.progress(batches)
@@ -173,7 +173,7 @@ def test_a_failure_leaves_what_ran_until_then() -> None:
         if ctx.iter_idx == 1:
             raise LookupError("planted")
 
-    with SWPipeline(PipelinePlan.serial(NAMES), tasks(forward=fail)) as pipe:
+    with SWPipeline(PipelinePlan.serial(NAMES), tasks(forward=fail), device="cpu") as pipe:
         with pytest.raises(LookupError, match="planted"), pipe.trace() as trace:
             pipe.run(range(3))
         assert turns(trace) == Counter(
@@ -194,7 +194,7 @@ def test_serial_runs_are_recorded() -> None:
         if ctx.batch == "bad":
             raise LookupError("planted")
 
-    with SWPipeline(spread(), tasks(step=fail)) as pipe:
+    with SWPipeline(spread(), tasks(step=fail), device="cpu") as pipe:
         with pytest.raises(LookupError), pipe.trace() as trace:
             pipe.run_serial(["good", "bad"])
     assert turns(trace) == once_each(NAMES, range(2))
@@ -204,7 +204,7 @@ def test_serial_runs_are_recorded() -> None:
 
 def test_several_runs_go_into_one_trace() -> None:
     """Their iterations are numbered on."""
-    with SWPipeline(piped(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(piped(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(2))
         pipe.run_serial(range(1))
         pipe.run(range(2))
@@ -215,7 +215,7 @@ def test_several_runs_go_into_one_trace() -> None:
 
 def test_two_traces_at_the_same_time_record_the_same_tasks() -> None:
     """The inner one has the iterations of its block, the outer one all of them."""
-    with SWPipeline(PipelinePlan.serial(["a"]), [task("a")]) as pipe:
+    with SWPipeline(PipelinePlan.serial(["a"]), [task("a")], device="cpu") as pipe:
         with pipe.trace() as outer:
             pipe.run(range(1))
             with pipe.trace() as inner:
@@ -229,7 +229,7 @@ def test_two_traces_at_the_same_time_record_the_same_tasks() -> None:
 
 def test_a_trace_knows_which_task_needs_which() -> None:
     """Its arrows are the plan's dependences within an iteration."""
-    with SWPipeline(piped(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(piped(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pass
     assert trace.arrows == tuple(Arrow(*pair) for pair in pairwise(NAMES))
 
@@ -373,7 +373,7 @@ def test_a_trace_says_how_much_it_holds() -> None:
 
 def test_a_trace_goes_to_a_file_and_back(tmp_path: Path) -> None:
     """A recorded one, to the nanosecond, with its arrows."""
-    with SWPipeline(spread(), tasks()) as pipe, pipe.trace() as trace:
+    with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(5))
     trace.save(tmp_path / "trace.json")
     loaded = Trace.load(tmp_path / "trace.json")

@@ -183,6 +183,8 @@ class VirtualDevice(CpuDevice):
         reused: How many buffers reused another's memory.
     """
 
+    type = "virtual"
+    name = "virtual:0"
     has_streams = True
 
     def __init__(self, seed: int = 0, host: Host | None = None) -> None:
@@ -213,6 +215,9 @@ class VirtualDevice(CpuDevice):
             yield
         finally:
             self._local.stream = before
+
+    def make_current(self, stream: VirtualStream) -> None:
+        self._local.stream = stream
 
     def new_event(self, *, timing: bool = False) -> VirtualEvent:
         return VirtualEvent(self)
