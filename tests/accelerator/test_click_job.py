@@ -13,7 +13,6 @@ pytest.importorskip("torchrec")
 pytest.importorskip("polars")
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
-from swpipe._engine import bind
 from swpipe.inference import record
 from swpipe.plans.clicks import PLANS
 from swpipe.profiler import TaskProfiler
@@ -36,12 +35,12 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> ClickConfig:
     return ClickConfig([log], batch_size=8, model=SMALL, device=device)
 
 
-def lagging(job: ClickJob, copy_ms: float) -> list[PipelineTask]:
+def lagging(job: ClickJob) -> list[PipelineTask]:
     """The job's tasks, each with some device work before and after."""
 
     def slow(task: PipelineTask) -> PipelineTask:
         def fn(ctx: object) -> None:
-            spin(copy_ms if task.name == "copy" else 0.3)
+            spin(0.3)
             task.fn(ctx)  # type: ignore[arg-type]
             spin(0.2)
 
@@ -50,10 +49,10 @@ def lagging(job: ClickJob, copy_ms: float) -> list[PipelineTask]:
     return [slow(task) for task in job.tasks()]
 
 
-def trained(config: ClickConfig, plan: PipelinePlan, copy_ms: float = 0.3) -> list[Tensor]:
+def trained(config: ClickConfig, plan: PipelinePlan) -> list[Tensor]:
     """Losses of 12 steps, the parameters after them, and the metric; on the host."""
     job = ClickJob(config)
-    with SWPipeline(plan, lagging(job, copy_ms), device=config.device) as pipe:
+    with SWPipeline(plan, lagging(job), device=config.device) as pipe:
         losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(STEPS))]
         pipe.device.synchronize()
     state = [*losses, *job.model.parameters(), job.auc.counts]
@@ -83,15 +82,6 @@ def test_the_device_trains_as_the_host_does(config: ClickConfig) -> None:
         losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(STEPS))]
     theirs = [*losses, *(p.detach() for p in job.model.parameters()), job.auc.counts]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_without_event_waits_it_does_not(
-    config: ClickConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model is given batches that have yet to be copied."""
-    serial = trained(config, PLANS["serial"]())
-    monkeypatch.setattr(bind, "wait_for_events", lambda *args: lambda i: None)
-    assert not equal(trained(config, PLANS["pipelined"](), 50.0), serial)
 
 
 @pytest.mark.skipif(not SIMULATED, reason="needs a device that can misbehave")

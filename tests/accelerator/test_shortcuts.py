@@ -1,0 +1,94 @@
+"""A shortcut replays its task's outputs on whichever stream the task is now."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.device.cpu import NoEvent
+from swpipe.shortcut import shortcuts
+from tests import backend
+from tests.accelerator.test_equality import PLANS, Training, batches
+from tests.accelerator.work import DEVICE, SIMULATED, extremes, filled, spin, warm_up, wrong
+
+LATE_MS = 20.0
+
+
+def replayed_elsewhere() -> list[int]:
+    """What is cached late on stream "side", and replayed at once on the caller's."""
+    seen: dict[int, Tensor] = {}
+
+    def make(ctx: IterContext) -> None:
+        spin(LATE_MS)
+        ctx.x = filled(1.0)
+
+    plan = PipelinePlan({PipelineTask("make", make): TaskSchedule(0, "side")})
+    warm_up()
+    other = torch.Stream(device=DEVICE)
+    with SWPipeline(plan, device=DEVICE) as pipe, pipe.shortcut("make"):
+        list(pipe.iterate(range(1)))
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(other)  # which has waited for nothing
+        try:
+            seen[0] = extremes(pipe.run_one_serial_iter(0).x)
+            if SIMULATED:
+                other.synchronize()
+        finally:
+            torch.accelerator.set_stream(before)
+    return wrong(seen)
+
+
+def test_a_replay_waits_for_the_cache() -> None:
+    """The cache may have been made on another stream, which is still at it."""
+    assert replayed_elsewhere() == []
+
+
+def test_without_the_wait_it_would_be_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replaying stream reads memory that has yet to be written."""
+    begin = shortcuts._Cache.__init__
+
+    def careless(cache: Any, *args: Any) -> None:
+        begin(cache, *args)
+        cache._ready = NoEvent()
+
+    monkeypatch.setattr(shortcuts._Cache, "__init__", careless)
+    assert replayed_elsewhere() != []
+
+
+def trained(plan: PipelinePlan | None, seed: int, *names: str) -> list[Tensor]:
+    """What training on one batch comes to, with shortcuts from the third iteration on."""
+    training = Training(random.Random(seed))
+    tasks, batch = training.tasks(), batches()[0]
+    with SWPipeline(plan or PipelinePlan.serial(tasks), tasks, device=DEVICE, seed=11) as pipe:
+        pipe.run([batch] * 2)
+        with pipe.shortcut(*names):
+            pipe.run([batch] * 8)
+        pipe.run([batch] * 2)
+    return training.result()
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("names", [("scale",), ("copy", "scale"), ("forward",)], ids="+".join)
+def test_training_with_shortcuts_has_the_serial_runs_bits(
+    name: str, names: tuple[str, ...]
+) -> None:
+    """The shortcuts' own: of inputs, and of a loss with its graph."""
+    serial, piped = trained(None, 1, *names), trained(PLANS[name], 2, *names)
+    assert len(serial) == len(piped)
+    assert all(map(torch.equal, serial, piped))
+
+
+@pytest.mark.skipif(not SIMULATED, reason="needs a device that can misbehave")
+@pytest.mark.usefixtures("deterministic")
+def test_replays_read_no_freed_memory() -> None:
+    """The cache outlives the iterations that it is replayed in, on late streams too."""
+    plan = PLANS["three threads, three streams"]
+    serial = trained(None, 1, "copy", "scale")
+    with backend.misbehaving(late_streams=100.0, poison=True):
+        assert all(map(torch.equal, serial, trained(plan, 2, "copy", "scale")))
