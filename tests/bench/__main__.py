@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.bench import (
+    accelerator,
     data_bound,
     dispatch,
     extras,
@@ -43,6 +44,7 @@ PARTS = {
         sparse_dist,
         predict_ranks,
         soak,
+        accelerator,
     )
 }
 """By name, in the order of measurement."""
