@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,15 +18,18 @@ from tests.accelerator.test_equality import PLANS, Training, batches
 from tests.accelerator.work import DEVICE, SIMULATED, extremes, filled, spin, warm_up, wrong
 
 LATE_MS = 20.0
+NUMBERS = count()
+"""New memory may hold what an earlier test left there, so no two have the same values."""
 
 
 def replayed_elsewhere() -> list[int]:
     """What is cached late on stream "side", and replayed at once on the caller's."""
     seen: dict[int, Tensor] = {}
+    number = next(NUMBERS)
 
     def make(ctx: IterContext) -> None:
         spin(LATE_MS)
-        ctx.x = filled(1.0)
+        ctx.x = filled(number + 1)
 
     plan = PipelinePlan({PipelineTask("make", make): TaskSchedule(0, "side")})
     warm_up()
@@ -35,7 +39,7 @@ def replayed_elsewhere() -> list[int]:
         before = torch.accelerator.current_stream()
         torch.accelerator.set_stream(other)  # which has waited for nothing
         try:
-            seen[0] = extremes(pipe.run_one_serial_iter(0).x)
+            seen[number] = extremes(pipe.run_one_serial_iter(0).x)
             if SIMULATED:
                 other.synchronize()
         finally:
