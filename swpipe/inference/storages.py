@@ -90,7 +90,8 @@ def _checksum(storage: Any) -> int:
     with torch.no_grad():
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         end = size // 8 * 8
+        words, last = content[:end].view(torch.int64), content.new_zeros(8)
+        last[: size - end] = content[end:]
         # Each word has its own odd factor, so that the sum depends on the order of the words.
-        words = content[:end].view(torch.int64)
-        factors = 2 * torch.arange(len(words), device=storage.device) + 1
-        return int((words * factors).sum()) + int(content[end:].sum())
+        factors = 2 * torch.arange(len(words) + 1, device=storage.device) + 1
+        return int((words * factors[:-1]).sum() + (last.view(torch.int64) * factors[-1:]).sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import memmove
 from functools import partial
 from threading import Event
 
@@ -258,6 +259,22 @@ def test_state_of_any_size_is_recorded(dtype: torch.dtype, count: int) -> None:
 
     def read(ctx: IterContext) -> None:
         ctx.seen = counter.clone()
+
+    recording = record([PipelineTask("w", write), PipelineTask("r", read)], None, device="sim:0")
+    assert recording.plan().cross_iter_deps == (("w", "r", 1),)
+
+
+@pytest.mark.parametrize("size", [4, 7, 8, 12])
+def test_bytes_that_change_places_are_a_write(size: int) -> None:
+    """Of a kernel that torch does not know; the bytes past the last whole word were added up."""
+    flags = (torch.arange(size) == size - 2).to("sim:0")
+
+    def write(ctx: IterContext) -> None:
+        moved = flags.roll(1 if flags[-2].item() else -1).cpu().numpy().tobytes()
+        memmove(flags.data_ptr(), moved, size)  # the backend's memory is the host's
+
+    def read(ctx: IterContext) -> None:
+        ctx.seen = flags.clone()
 
     recording = record([PipelineTask("w", write), PipelineTask("r", read)], None, device="sim:0")
     assert recording.plan().cross_iter_deps == (("w", "r", 1),)
