@@ -24,7 +24,7 @@ from tests.support.plans_for_tests import piped
 from tests.trace.test_fuzz import SAVED
 
 QUICK = 10
-SLOW = 1500
+SLOW = 200
 ADDRESS_SPACE = 4 * 2**30
 CPU_S = 60  # ends a command that would never end; how long one takes is no verdict here
 
