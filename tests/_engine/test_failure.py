@@ -59,6 +59,7 @@ def swpipe_threads() -> list[str]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that can end are waited for as long as a busy machine takes."""
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(swpipe._engine.watchdog, "GRACE_S", PATIENCE_S)
 
 
 @pytest.mark.usefixtures("patient")
