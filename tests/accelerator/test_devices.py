@@ -103,6 +103,19 @@ def test_serial_runs_draw_and_compute_on_the_pipelines_device(device: str) -> No
     assert [ctx.total.item() for ctx in ended] == totals(device)
 
 
+def test_a_device_seeds_its_own_generator(device: str) -> None:
+    """Whichever device is current."""
+    where = resolve(device)
+    before = states()
+    kept = where.generator_states()
+    try:
+        where.seed_generators(11)
+        moved = [not torch.equal(*pair) for pair in zip(before, states(), strict=True)]
+    finally:
+        where.set_generator_states(kept)
+    assert moved == [True, device == "sim:0", device == "sim:1"]
+
+
 def test_both_devices_draw_the_same() -> None:
     """A seed is a seed."""
     assert totals("sim:0") == totals("sim:1")
