@@ -175,7 +175,11 @@ class Run:
         self.driver["thread"] = threading.get_ident()
         try:
             try:
-                with self.engine.device.on(self.iterations.caller_stream):
+                device = self.engine.device
+                if device.has_streams:
+                    with device.on(self.iterations.caller_stream):
+                        self._run_period(self.lanes[0], self.period)
+                else:
                     self._run_period(self.lanes[0], self.period)
                 self.period += 1
             finally:
@@ -256,7 +260,8 @@ class Run:
         before = self.engine.ends.get((self.iterations.first + i) % depth)
         if before is not None:
             self._await_device(before)
-        device.make_current(self.iterations.caller_stream)
+        if device.has_streams:
+            device.make_current(self.iterations.caller_stream)
         try:
             if self._has_random_tasks or this_thread.access is not None:
                 with self.iterations.generators.exclusive():

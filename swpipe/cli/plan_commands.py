@@ -223,7 +223,7 @@ def auto(
         else:
             loaded, model, streams = _with_costs(plan, costs, rank)
             with about_plan(plan):
-                effort = EFFORT if len(loaded.schedule) <= 50 else 1.0
+                effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
                 choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=effort)
             text, chosen = choice.format(), choice.plan
         echo(text)

@@ -12,7 +12,15 @@ from torch.profiler import profile
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe.trace.span import Span
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED, covered, needs_gpu_clock, spin, warm_up
+from tests.accelerator.work import (
+    DEVICE,
+    SIMULATED,
+    covered,
+    needs_gpu_clock,
+    own_stream,
+    spin,
+    warm_up,
+)
 
 MS = 1e-3
 CLOCK_NS = 1_000_000
@@ -98,7 +106,7 @@ def test_a_trace_agrees_with_the_devices_own_log() -> None:
 
 def test_a_stream_object_has_its_own_row() -> None:
     """A stream object in a plan is distinct from the caller's stream in the trace too."""
-    mine = torch.Stream(device=DEVICE)
+    mine = own_stream()
     warm_up()
     plan = PipelinePlan({spinning("a", 1.0): TaskSchedule(0, mine)})
     with SWPipeline(plan, device=DEVICE) as pipe, pipe.trace() as trace:

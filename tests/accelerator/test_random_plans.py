@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("hypothesis")  # a GPU machine's own packages may lack it
+
 from swpipe import SWPipeline
 from swpipe._engine import bind, run
 from swpipe.device import AcceleratorDevice

@@ -21,6 +21,7 @@ from tests.accelerator.work import (
     covered,
     current_priority,
     needs_gpu_clock,
+    own_stream,
     run,
     spin,
     warm_up,
@@ -224,7 +225,7 @@ def test_a_streams_priority_is_the_plans() -> None:
 
 def test_a_stream_object_is_taken_as_it_is() -> None:
     """``torch.Stream`` and ``torch.cuda.Stream`` objects are accepted in place of names."""
-    for mine in (torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)):
+    for mine in (torch.Stream(device=DEVICE), own_stream()):
         seen: list[int] = []
 
         def look(ctx: IterContext, seen: list[int] = seen) -> None:

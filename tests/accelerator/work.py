@@ -51,6 +51,11 @@ def spin(ms: float) -> None:
         torch.cuda._sleep(int(ms * _cycles_per_ms()))
 
 
+def own_stream() -> torch.Stream:
+    """A new stream, on CUDA of CUDA's own class, which has another hash."""
+    return torch.Stream(device=DEVICE) if SIMULATED else torch.cuda.Stream()
+
+
 def current_priority() -> int:
     """The priority of the current stream: 0, or negative where it comes first."""
     if SIMULATED:
