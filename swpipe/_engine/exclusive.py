@@ -4,7 +4,7 @@
     close()     sets ``closed``, reads the holder:   a call under way cleans up when it leaves;
                                                      without one, close() cleans up itself
 
-A holder counts only while its frame is on some thread's stack. An exception that arrives between
+A holder counts only while its frame is executed. An exception that arrives between
 entering and leaving (Ctrl-C) can thus not lock a pipeline: the next call finds a frame that is no
 longer executed, and takes over. The lock is reentrant, since a signal handler may come in between,
 and nothing waits while holding it.
@@ -13,9 +13,11 @@ and nothing waits while holding it.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from types import FrameType
+from typing import NamedTuple
+
+from swpipe._engine.frames import is_executed
 
 CLOSED = "the pipeline is closed: make a new one"
 FORKED = (
@@ -35,13 +37,18 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+class _Call(NamedTuple):
+    frame: FrameType
+    thread: int
+
+
 class ExclusiveAccess:
     """Lets one call in at a time; another one raises instead of waiting."""
 
     def __init__(self) -> None:
         self._open_after: int | None = _forks  # of how many forks; None once closed
         self._made_after = _forks
-        self._holder: FrameType | None = None
+        self._holder: _Call | None = None
         self._lock = threading.RLock()
 
     @property
@@ -62,8 +69,8 @@ class ExclusiveAccess:
         """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
         entered = False
         with self._lock:
-            if self._holder is None or self.holder() is None:
-                self._holder = frame
+            if self.holder() is None:
+                self._holder = _Call(frame, threading.get_ident())
                 entered = True
         # After the holder is set: either close() sees this call, or this call sees that it closed.
         if self._open_after != _forks:
@@ -80,8 +87,8 @@ class ExclusiveAccess:
         """Begin a call though the pipeline is closed; False while another is under way."""
         with self._lock:
             if self.holder() is None:
-                self._holder = frame
-            return self._holder is frame
+                self._holder = _Call(frame, threading.get_ident())
+            return self._holder is not None and self._holder.frame is frame
 
     def leave(self) -> bool:
         """End the call; whether the pipeline is still open."""
@@ -91,11 +98,4 @@ class ExclusiveAccess:
     def holder(self) -> int | None:
         """The thread, by ``ident``, of the call that is under way; None if there is none."""
         holder = self._holder
-        if holder is not None:
-            for ident, top in sys._current_frames().items():
-                frame: FrameType | None = top
-                while frame is not None and frame is not holder:
-                    frame = frame.f_back
-                if frame is holder:
-                    return ident
-        return None
+        return holder.thread if holder is not None and is_executed(holder.frame) else None

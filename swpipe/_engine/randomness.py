@@ -51,13 +51,13 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from types import FrameType
 
 import torch
 
+from swpipe._engine.frames import is_executed
 from swpipe._engine.waiting import WAKE_S, Cancelled, ProgressCounter
 from swpipe.device import Device, GeneratorStates
 
@@ -208,7 +208,10 @@ class _Access(AbstractContextManager[None]):
     def in_child(self) -> None:
         """Forget, after a fork, what a thread has that does not exist in the child process."""
         self._run.lock = threading.RLock()
-        if not self.is_executed(_tops()):
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        if frame is None:
             _queue.pop(self, None)  # leave the generators: that thread may have locked them
 
     def _wait(self) -> None:
@@ -221,18 +224,13 @@ class _Access(AbstractContextManager[None]):
             try:
                 self._woken.get(timeout=WAKE_S)
             except Empty:
-                if first is not None and not first.is_executed(_tops()):
+                if first is not None and not first.is_executed():
                     first.give_back()
 
-    def is_executed(self, tops: Iterable[FrameType]) -> bool:
-        """Whether the block is being executed on one of the stacks with these innermost frames."""
-        for top in tops:
-            frame: FrameType | None = top
-            while frame is not None and frame is not self._frame:
-                frame = frame.f_back
-            if frame is not None:
-                return True
-        return False
+    def is_executed(self) -> bool:
+        """Whether the block is still being executed."""
+        frame = self._frame
+        return frame is not None and is_executed(frame)
 
 
 class LentAccess:
@@ -273,13 +271,9 @@ def _first() -> _Access | None:
     return next(iter(_queue.copy()), None)
 
 
-def _tops() -> Iterable[FrameType]:
-    return sys._current_frames().values()
-
-
 def _innermost() -> _Access | None:
     """The access of the innermost block that the calling thread is in, given or lent."""
-    while (access := this_thread.access) is not None and not access.is_executed([sys._getframe()]):
+    while (access := this_thread.access) is not None and not access.is_executed():
         access.give_back()  # the block was cut short
         this_thread.access = access.outer
     return access
