@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -53,6 +53,8 @@ class SWPipeline:
         record_all_events: Record the device event of every task, needed or not, for debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled.
+        mode: Says, in words, what must stay the same while iterations are in flight, besides
+            torch's gradient and inference modes: ``lambda: "training" if model.training else ""``.
         host: Where threads come from; for tests.
 
     Raises:
@@ -71,6 +73,7 @@ class SWPipeline:
         stall_timeout_s: float | None = 600.0,
         record_all_events: bool = False,
         check_ranks: bool = True,
+        mode: Callable[[], str] = str,
         host: Host | None = None,
     ) -> None:
         given = tasks_given(plan, tasks)
@@ -94,6 +97,7 @@ class SWPipeline:
             shortcuts=Shortcuts(self.device),
             seeds=TaskSeeds(seed, self.device),
             observers=self._observers,
+            mode=mode,
         )
         made = sys._getframe(1)
         self._driver = Driver(
@@ -134,7 +138,7 @@ class SWPipeline:
         Raises:
             StopIteration: All batches of the iterator have been handed out.
             RuntimeError: The pipeline is closed, or in use by another thread, or iterations of
-                another iterator are in flight.
+                another iterator, or of another mode (gradients, inference), are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
             BaseException: Whatever a task or the iterator raised first, with a note of where. What
                 was in flight is dropped, and the pipeline can be filled again. An iteration that

@@ -30,6 +30,7 @@ class Engine:
 
     Attributes:
         observers: Returns the observers that are active now.
+        mode: Returns what must stay the same while iterations are in flight; "" for nothing.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
             kept from one run to the next, so that short runs wait for the device as well.
     """
@@ -42,6 +43,7 @@ class Engine:
     shortcuts: Shortcuts
     seeds: TaskSeeds
     observers: Callable[[], tuple[Observer, ...]]
+    mode: Callable[[], str]
     ends: dict[int, Event] = field(default_factory=dict)
 
 

@@ -44,6 +44,7 @@ from typing import Any
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
 from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
+from swpipe._engine.mode import Mode, refuse_switch
 from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.program import ADMIT, RETIRE, Instruction
 from swpipe._engine.randomness import this_thread
@@ -73,6 +74,7 @@ class Run:
         self.admitted = 0
         self.retired = 0
         self.period = 0
+        self.mode = Mode.now(engine.mode())
         self.state: TorchState | None = None
         self.variables: Context | None = None
         self._sources: list[Event | None] = [None] * engine.program.depth
@@ -153,8 +155,17 @@ class Run:
         return self.admitted - self.retired
 
     def read_callers_settings(self) -> None:
-        """Read the calling thread's settings, for the iterations that are admitted from now on."""
+        """Read the calling thread's settings, for the iterations that are admitted from now on.
+
+        Raises:
+            RuntimeError: Iterations are in flight that were admitted in another mode or stream.
+        """
         device = self.engine.device
+        mode = Mode.now(self.engine.mode())
+        if mode != self.mode:
+            if self.in_flight:
+                raise refuse_switch(self.in_flight, self.mode, mode)
+            self.mode = mode
         if self.iterations.caller_stream != device.current_stream():
             raise RuntimeError(
                 "the current stream is not the one under which the pipeline was filled: make that "

@@ -9,6 +9,7 @@ have answered, and all ranks decide the same::
     rank 1      p    q    r    -           has three
     "stop"      ^    ^    ^                d and e stay with rank 0
     "pad"       ^    ^    ^    P    P      rank 1 gets batches from ``pad``
+    "error"     ^    ^    ^    !           both raise: the data must end at the same step
 
 Each step is agreed ``ahead`` steps in advance, over a separate gloo group. All ranks end or fail at
 the same step. A rank that dies, fails, or does not answer in time is an error on all others.
@@ -21,7 +22,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from swpipe.tasks.sparse_dist.host_group import host_group
 
-Ends: TypeAlias = Literal["stop", "pad"]
+Ends: TypeAlias = Literal["stop", "pad", "error"]
 Pad: TypeAlias = Callable[[Any], Any]
 """From the rank's last batch, or ``NO_BATCH``, to a batch that does not count."""
 
@@ -49,6 +50,10 @@ NO_BATCH = _NoBatch()
 
 class RankDataError(RuntimeError):
     """Another rank's data failed, or that rank died or did not answer in time."""
+
+
+class UnevenDataError(RankDataError):
+    """Some ranks' data ended, and that of others did not."""
 
 
 def pad_with(batch: Any) -> Pad:
@@ -83,7 +88,8 @@ class EvenData:
 
     Args:
         ends: "stop": all ranks stop where the first one's data ends. "pad": all continue to the
-            end of the longest, and those without data get batches from ``pad``.
+            end of the longest, and those without data get batches from ``pad``. "error": if they do
+            not end at the same step, all raise ``UnevenDataError``.
         pad: Required with "pad".
         ahead: How many steps in advance a step is agreed, from 0; so many batches are pulled early.
         group: Which ranks; None for all. Without torch.distributed there is one rank.
@@ -103,8 +109,8 @@ class EvenData:
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        if ends not in ("stop", "pad"):
-            raise ValueError(f"ends is {ends!r}: give 'stop' or 'pad'")
+        if ends not in get_args(Ends):
+            raise ValueError(f"ends is {ends!r}: give 'stop', 'pad' or 'error'")
         if (ends == "pad") != (pad is not None):
             raise ValueError(
                 f"ends is {ends!r} and pad is {'not ' if pad is None else ''}given: give a pad "
@@ -184,6 +190,7 @@ class EvenIterator:
         Raises:
             StopIteration: All ranks have ended.
             RankDataError: Another rank failed, died, or did not answer within ``timeout_s``.
+            UnevenDataError: With "error", only some ranks' data has ended.
             Exception: What this rank's own data, or its pad, raised.
         """
         if self._over:
@@ -205,6 +212,8 @@ class EvenIterator:
             )
         if not goes_on:
             self._end(pull)
+            if self._data.ends == "error" and _HAS in statuses:
+                raise _uneven(statuses, self.steps)
             raise StopIteration
         self.steps += 1
         self.padded += pull.status == _ENDED
@@ -276,3 +285,14 @@ class EvenIterator:
                 ) from error
         statuses: list[int] = pull.statuses.tolist()
         return statuses
+
+
+def _uneven(statuses: list[int], steps: int) -> UnevenDataError:
+    ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
+    others = [rank for rank, status in enumerate(statuses) if status == _HAS]
+    return UnevenDataError(
+        f"the data of ranks {ended} ended after {steps} batches, and ranks {others} have more: a "
+        "step needs all ranks. Give every rank the same number of batches, or wrap the loader, on "
+        "all ranks: EvenData('stop').over(loader) stops all where the first one's data ends, "
+        "EvenData('pad', pad=...).over(loader) continues to the end of the longest"
+    )

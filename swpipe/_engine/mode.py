@@ -1,0 +1,41 @@
+"""The mode in which an iteration is admitted, and which stays the same until it is handed out.
+
+Tasks of the caller's thread run under its torch settings of the moment. If the caller switched
+gradients off while iterations are in flight, these would be finished without, and a model that it
+sets to evaluation would evaluate batches that are to be trained on. So a call in another mode is
+refused while iterations are in flight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Mode(NamedTuple):
+    """torch's modes of the calling thread, and what the pipeline's user adds to them."""
+
+    gradients: bool
+    inference: bool
+    other: str
+
+    @classmethod
+    def now(cls, other: str) -> Mode:
+        """That of the calling thread."""
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), other)
+
+    def __str__(self) -> str:
+        parts = [f"gradients {'on' if self.gradients else 'off'}"]
+        if self.inference:
+            parts.append("inference mode")
+        return ", ".join([*parts, *([self.other] if self.other else [])])
+
+
+def refuse_switch(in_flight: int, admitted: Mode, now: Mode) -> RuntimeError:
+    """The error for a call in another mode than that of the iterations in flight."""
+    return RuntimeError(
+        f"{in_flight} iterations in flight were admitted with {admitted}, and this call is made "
+        f"with {now}: an iteration keeps its mode. Finish them in their mode before you change it: "
+        "call drain(), or progress() to the end of their iterator"
+    )

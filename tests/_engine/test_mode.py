@@ -1,0 +1,79 @@
+"""An iteration keeps the mode in which it was admitted: a call in another mode is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swpipe import IterContext, PipelinePlan, SWPipeline
+from tests.support.plans_for_tests import piped, tasks
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "gradients off": torch.no_grad,
+    "inference mode": torch.inference_mode,
+}
+
+CALLS: dict[str, Callable[[SWPipeline, Any], Any]] = {
+    "progress": lambda pipe, data: pipe.progress(data),
+    "drain": lambda pipe, _: pipe.drain(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("mode", MODES)
+def test_another_mode_is_refused_while_iterations_are_in_flight(
+    mode: str, call: Callable[[SWPipeline, Any], Any]
+) -> None:
+    """Four batches were to be trained on; in the mode of an evaluation they would not be."""
+    seen: list[tuple[int, bool]] = []
+
+    def note(ctx: IterContext) -> None:
+        seen.append((ctx.batch, torch.is_grad_enabled()))
+
+    data = iter(range(6))
+    with SWPipeline(piped(), tasks(forward=note)) as pipe:
+        pipe.progress(data)
+        with MODES[mode](), pytest.raises(RuntimeError, match=f"2 iterations .*{mode}.*drain"):
+            call(pipe, data)
+        assert [ctx.batch for ctx in pipe.drain()] == [1, 2]
+        assert [ctx.batch for ctx in pipe.iterate(data)] == [3, 4, 5]
+    assert seen == [(batch, True) for batch in range(6)]
+
+
+def test_without_iterations_in_flight_the_mode_may_change() -> None:
+    """Train, evaluate, train; and a plan of one stage has none in flight between two calls."""
+    seen: list[bool] = []
+    made = tasks(forward=lambda _: seen.append(torch.is_grad_enabled()))
+    for plan in (piped(), PipelinePlan.serial(made)):
+        seen.clear()
+        with SWPipeline(plan, made) as pipe:
+            for grad in (True, False, True):
+                with torch.set_grad_enabled(grad):
+                    pipe.run(range(3))
+        assert seen == [True] * 3 + [False] * 3 + [True] * 3
+    with SWPipeline(PipelinePlan.serial(made), made) as pipe:
+        data = iter(range(2))
+        pipe.progress(data)
+        with torch.no_grad():
+            pipe.progress(data)
+
+
+def test_what_the_user_adds_to_the_mode_is_kept_as_well() -> None:
+    """A module's own mode, which torch does not tell."""
+    model = nn.Linear(1, 1)
+    data = iter(range(4))
+    mode = lambda: "training" if model.training else "evaluation"  # noqa: E731
+    with SWPipeline(piped(), tasks(), mode=mode) as pipe:
+        pipe.progress(data)
+        model.eval()
+        with pytest.raises(RuntimeError, match=r"gradients on, training, .*gradients on, eval"):
+            pipe.progress(data)
+        model.train()
+        assert len(pipe.drain()) == 2
+        model.eval()
+        assert len(list(pipe.iterate(data))) == 1
