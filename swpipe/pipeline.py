@@ -53,8 +53,8 @@ class SWPipeline:
         record_all_events: Record the device event of every task, needed or not, for debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled.
-        mode: Says, in words, what must stay the same while iterations are in flight, besides
-            torch's gradient and inference modes: ``lambda: "training" if model.training else ""``.
+        mode: Returns what must stay the same while iterations are in flight, besides torch's
+            gradient and inference modes; compared with ``==``: ``lambda: model.training``.
         host: Where threads come from; for tests.
 
     Raises:
@@ -73,7 +73,7 @@ class SWPipeline:
         stall_timeout_s: float | None = 600.0,
         record_all_events: bool = False,
         check_ranks: bool = True,
-        mode: Callable[[], str] = str,
+        mode: Callable[[], object] = str,
         host: Host | None = None,
     ) -> None:
         given = tasks_given(plan, tasks)

@@ -43,7 +43,7 @@ class Engine:
     shortcuts: Shortcuts
     seeds: TaskSeeds
     observers: Callable[[], tuple[Observer, ...]]
-    mode: Callable[[], str]
+    mode: Callable[[], object]
     ends: dict[int, Event] = field(default_factory=dict)
 
 

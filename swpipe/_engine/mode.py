@@ -18,10 +18,10 @@ class Mode(NamedTuple):
 
     gradients: bool
     inference: bool
-    other: str
+    other: object
 
     @classmethod
-    def now(cls, other: str) -> Mode:
+    def now(cls, other: object) -> Mode:
         """That of the calling thread."""
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), other)
 
@@ -29,7 +29,7 @@ class Mode(NamedTuple):
         parts = [f"gradients {'on' if self.gradients else 'off'}"]
         if self.inference:
             parts.append("inference mode")
-        return ", ".join([*parts, *([self.other] if self.other else [])])
+        return ", ".join([*parts, *([str(self.other)] if self.other else [])])
 
 
 def refuse_switch(in_flight: int, admitted: Mode, now: Mode) -> RuntimeError:

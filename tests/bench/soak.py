@@ -99,6 +99,7 @@ def _one_iterator(
         _interrupt(pipeline, draws, done, batch)
         if not _step(pipeline, data, done):
             return
+    _drain(pipeline, done)
 
 
 def _to_the_end(
@@ -124,12 +125,19 @@ def _step(pipeline: Any, data: Iterator[Any], done: Soaked) -> bool:
     return True
 
 
+def _drain(pipeline: Any, done: Soaked) -> None:
+    for loss, _logits, _labels in pipeline.drain():
+        done.steps += 1
+        done.finite &= bool(loss.isfinite())
+
+
 def _interrupt(pipeline: Any, draws: random.Random, done: Soaked, batch: Any) -> None:
     """Sometimes switch the mode, sometimes detach the model."""
     import torch
 
     model = pipeline.tasks.model
     if draws.random() < 0.05:
+        _drain(pipeline, done)
         model.train(not model.training)
         done.switches += 1
     if draws.random() < 0.05:

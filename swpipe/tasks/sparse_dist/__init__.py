@@ -5,7 +5,13 @@ from swpipe.tasks.sparse_dist.rewrite import RewriteError, RewriteReport
 from swpipe.tasks.sparse_dist.shuffle import IdentityShuffler, KarmarkarKarpShuffler, Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
-from swpipe.tasks.sparse_dist.uneven import EvenData, RankDataError, pad_with, pad_with_last
+from swpipe.tasks.sparse_dist.uneven import (
+    EvenData,
+    RankDataError,
+    UnevenDataError,
+    pad_with,
+    pad_with_last,
+)
 
 __all__ = [
     "EvenData",
@@ -19,6 +25,7 @@ __all__ = [
     "SparseDistPipeline",
     "SparseDistTasks",
     "TrainStep",
+    "UnevenDataError",
     "pad_with",
     "pad_with_last",
 ]

@@ -10,13 +10,20 @@
             break
 
 As with TorchRec, it returns the model's output (the second of ``(losses, output)``) of the oldest
-batch; raises StopIteration at the end, and on every later call; continues with another iterator
-after the batches in flight; and treats None as the end of the data.
+batch, raises StopIteration at the end, and treats None as the end of the data. Unlike TorchRec:
+
+- A batch keeps its mode. Another iterator, ``model.eval()`` or ``torch.no_grad()`` is refused while
+  batches are in flight: call ``drain()`` first, or go on to the end of the data.
+- After StopIteration the same iterator may be given again: persistent workers of a DataLoader start
+  it anew for the next epoch.
+- All ranks learn at each pull whether one rank's data has ended. If that of others has not, the
+  batches of all ranks are finished, and all raise ``UnevenDataError`` instead of StopIteration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -30,27 +37,40 @@ from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist.rewrite import RewriteReport
 from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
+from swpipe.tasks.sparse_dist.uneven import EvenData, EvenIterator, UnevenDataError
+
+
+class _UntilNone(Iterator[Any]):
+    """The user's iterator, which a None ends."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        if batch is None:
+            raise StopIteration
+        return batch
 
 
 class _Feed(Iterator[Any]):
-    """One iterator for the pipeline over the iterators that the user passes one after another."""
+    """What the pipeline pulls from, for one pass over one of the user's iterators."""
 
-    def __init__(self) -> None:
-        self._source: Iterator[Any] | None = None
-        self.exhausted = True
-
-    def take_from(self, source: Iterator[Any]) -> None:
-        """Continue with another iterator; an exhausted one is not used again."""
-        if source is not self._source:
-            self._source = source
-            self.exhausted = False
+    def __init__(self, source: Iterator[Any], even: EvenData | None) -> None:
+        self.source = source
+        self.uneven: UnevenDataError | None = None
+        batches = _UntilNone(source)
+        if even is not None and not isinstance(source, EvenIterator):  # which agrees by itself
+            self._batches: Iterator[Any] = even.over(batches)
+        else:
+            self._batches = batches
 
     def __next__(self) -> Any:
-        batch = None if self.exhausted or self._source is None else next(self._source, None)
-        if batch is None:
-            self.exhausted = True
-            raise StopIteration
-        return batch
+        try:
+            return next(self._batches)
+        except UnevenDataError as error:
+            self.uneven = error
+            raise StopIteration from None
 
 
 class SparseDistPipeline:
@@ -58,12 +78,15 @@ class SparseDistPipeline:
 
     Use it as a context manager, or call ``close``. Between two calls of ``progress`` the model may
     be detached, evaluated and saved, if the plan uses no worker threads (ready-made ones do not).
+    With several ranks, creating one is a collective.
 
     Args:
         tasks: The tasks of the step.
         plan: The plan.
         stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
         seed: Seed of the draws of a random model; None for ``torch.initial_seed()``.
+        check_data: Whether the ranks tell each other at each pull if their data has ended. Without
+            it, a rank that ends alone leaves the others waiting in a collective.
 
     Attributes:
         tasks: As given.
@@ -77,12 +100,22 @@ class SparseDistPipeline:
         *,
         stall_timeout_s: float | None = 600.0,
         seed: int | None = None,
+        check_data: bool = True,
     ) -> None:
         self.tasks = tasks
         self.pipe = SWPipeline(
-            plan, tasks.tasks(), device=tasks.device, stall_timeout_s=stall_timeout_s, seed=seed
+            plan,
+            tasks.tasks(),
+            device=tasks.device,
+            stall_timeout_s=stall_timeout_s,
+            seed=seed,
+            mode=tasks.mode,
         )
-        self._feed = _Feed()
+        self._feed: _Feed | None = None
+        # Its own time-out comes before the watchdog's, since it says more.
+        wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
+        self._even = EvenData("error", ahead=0, timeout_s=wait_s) if check_data else None
+        self._hooks = _refuse_loading(self.pipe, tasks) if looks_up_early(plan) else []
 
     @property
     def report(self) -> RewriteReport | None:
@@ -94,23 +127,42 @@ class SparseDistPipeline:
 
         Raises:
             StopIteration: All batches are done.
+            UnevenDataError: The same, and other ranks have more batches, or this rank has.
+            RuntimeError: Batches of another iterator, or of another mode, are in flight.
             BaseException: As ``SWPipeline.progress``.
         """
         self.attach()
-        self._feed.take_from(dataloader_iter)
-        while True:
-            try:
-                return self.pipe.progress(self._feed).output
-            except StopIteration:
-                if self._feed.exhausted:
-                    raise
-                # The run of the previous iterator has ended: start one with this.
+        feed = self._feed
+        if feed is None or feed.source is not dataloader_iter:
+            feed = _Feed(dataloader_iter, self._even)
+        try:
+            output = self.pipe.progress(feed).output
+        except StopIteration:
+            self._feed = None  # the next call begins a new pass, whatever its iterator
+            if feed.uneven is not None:
+                raise feed.uneven from None
+            raise
+        self._feed = feed
+        return output
+
+    def drain(self) -> list[Any]:
+        """Finish the batches in flight, and return their outputs, oldest first.
+
+        The iterator keeps its other batches. On several ranks, call it on all after the same step.
+
+        Raises:
+            RuntimeError: The batches in flight are of another mode.
+            BaseException: As ``SWPipeline.progress``.
+        """
+        if self.pipe.in_flight:
+            self.attach()
+        return [ctx.output for ctx in self.pipe.drain()]
 
     def detach(self) -> nn.Module:
         """Restore and return the model, for evaluation, a checkpoint or other code.
 
-        Batches in flight are kept for ``attach`` or the next ``progress``. They use parameters that
-        are loaded meanwhile, except embeddings that the plan has already looked up.
+        Batches in flight are kept for ``attach`` or the next ``progress``. Where the plan has
+        looked up their rows already, ``load_state_dict`` is refused: call ``drain`` first.
         """
         self.tasks.rewrite.detach()
         return self.tasks.model
@@ -123,12 +175,39 @@ class SparseDistPipeline:
         """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
         self.pipe.close()
         self.tasks.rewrite.detach()
+        for hook in self._hooks:
+            hook.remove()
+        if self._even is not None:
+            self._even.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+def looks_up_early(plan: PipelinePlan) -> bool:
+    """Whether rows of the tables are read, or cached, before the period that returns the batch."""
+    last = max(schedule.stage for schedule in plan.schedule.values())
+    return any(plan.schedule[name].stage < last for name in (plans.PREFETCH, plans.EMBED))
+
+
+def _refuse_loading(pipe: SWPipeline, tasks: SparseDistTasks) -> list[Any]:
+    """Make ``load_state_dict`` of the tables raise while batches in flight have read them."""
+    weak = weakref.ref(pipe)
+
+    def refuse(module: nn.Module, *_: Any) -> None:
+        owner = weak()
+        if owner is not None and owner.in_flight:
+            raise RuntimeError(
+                f"{owner.in_flight} batches in flight have read rows of {type(module).__name__} "
+                "already, and would train on values from before load_state_dict(): call drain() "
+                "of their pipeline first"
+            )
+
+    modules: Iterable[Any] = tasks.rewrite.sharded.values()
+    return [module.register_load_state_dict_pre_hook(refuse) for module in modules]
 
 
 PlanFor: TypeAlias = Callable[[SparseDistTasks], PipelinePlan]
@@ -144,6 +223,7 @@ def build(
     step: TrainStep | None = None,
     stall_timeout_s: float | None = 600.0,
     seed: int | None = None,
+    check_data: bool = True,
     **options: Any,
 ) -> SparseDistPipeline:
     """A ``SparseDistPipeline``.
@@ -162,7 +242,9 @@ def build(
         step = TrainStep([one for one in several if one is not None])
     tasks = SparseDistTasks(model, step, device=device, **options)
     made = plan(tasks) if callable(plan) else plan
-    return SparseDistPipeline(tasks, made, stall_timeout_s=stall_timeout_s, seed=seed)
+    return SparseDistPipeline(
+        tasks, made, stall_timeout_s=stall_timeout_s, seed=seed, check_data=check_data
+    )
 
 
 class PipelineFactory:

@@ -22,12 +22,14 @@ other states keep the values of the last run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
+from swpipe.core.messages import listed
 from swpipe.core.task import DeclaredIO, Mode, PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
@@ -37,6 +39,19 @@ from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
 from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient, ddp_modules
+
+
+class ModuleModes(NamedTuple):
+    """The names of the modules in training mode, and how many modules there are."""
+
+    training: tuple[str, ...]
+    modules: int
+
+    def __str__(self) -> str:
+        if len(self.training) in (0, self.modules):
+            return f"the model in {'training' if self.training else 'evaluation'} mode"
+        names = listed([name or "the model" for name in self.training])
+        return f"{len(self.training)} of {self.modules} modules in training mode ({names})"
 
 
 class SparseDistTasks:
@@ -92,6 +107,7 @@ class SparseDistTasks:
         self._shuffler = shuffler
         self._random = random
         self._ddp = tuple(ddp_modules(model))
+        self._modules = tuple(model.named_modules())
         self._parameters = step.parameters()
         self._first: int | None = None
         # The caller's stream, which a cache that is filled on another stream must know.
@@ -195,6 +211,12 @@ class SparseDistTasks:
         """Update the parameters."""
         if ctx.training:
             self.step.update(ctx.iter_idx)
+
+    def mode(self) -> ModuleModes:
+        """Which modules are in training mode: what batches in flight depend on."""
+        return ModuleModes(
+            tuple(name for name, module in self._modules if module.training), len(self._modules)
+        )
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """The eleven tasks, in serial order."""

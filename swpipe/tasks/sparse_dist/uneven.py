@@ -140,7 +140,7 @@ class EvenData:
     def close(self) -> None:
         """Destroy the process group; all iterators must have ended on all ranks."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def __enter__(self) -> Self:

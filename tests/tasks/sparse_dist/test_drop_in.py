@@ -70,27 +70,6 @@ def test_none_is_the_end_of_the_data(two_ranks: Ranks) -> None:
     assert two_ranks.run(_none_ends) == [2, 2]
 
 
-def _switches(ended: bool) -> bool:
-    """Go over to another iterator with batches of the first in flight."""
-    whole = by_name(PREFETCH, Job(), chain(batches(5), batches(4, seed=1))).outputs
-    with _pipeline(PREFETCH, sharded(Job())) as pipeline:
-        first = batches(5) if ended else chain(batches(5), batches(9, seed=9))
-        # The fourth call pulls the sixth batch and the seventh; there are only five, or it is not
-        # made.
-        outputs = [pipeline.progress(first) for _ in range(4 if ended else 2)]
-        return _equal(outputs + to_the_end(pipeline, batches(4, seed=1)), whole)
-
-
-def test_another_iterator_continues_after_the_batches_in_flight(two_ranks: Ranks) -> None:
-    """No batch is lost where the first iterator has ended."""
-    assert two_ranks.run(_switches, True) == [True, True]
-
-
-def test_another_iterator_in_the_middle_of_the_first_takes_over(two_ranks: Ranks) -> None:
-    """Batches pulled from the first are trained on; the others stay in it."""
-    assert two_ranks.run(_switches, False) == [True, True]
-
-
 # --------------------------------------------------------------------------- detach and attach
 
 

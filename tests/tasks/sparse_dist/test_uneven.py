@@ -299,7 +299,7 @@ def test_the_rest_is_asked_for_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"ends": "wait"}, "ends is 'wait': give 'stop' or 'pad'"),
+        ({"ends": "wait"}, "ends is 'wait': give 'stop', 'pad' or 'error'"),
         ({"ends": "pad"}, "pad is not given: give a pad with ends='pad'"),
         ({"pad": pad_with(1)}, "ends is 'stop' and pad is given"),
         ({"ahead": -1}, "ahead is -1"),
