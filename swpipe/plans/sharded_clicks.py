@@ -58,6 +58,6 @@ PLANS: dict[str, Callable[[], PipelinePlan]] = {
     "sparse_dist": lambda: fed(sparse_dist.sparse_dist()),
     "prefetch": lambda: fed(sparse_dist.prefetch()),
     # Its tables update themselves inside backward.
-    "split": lambda: fed(sparse_dist.split(tables_in_step=False)),
+    "split": lambda: fed(sparse_dist.split(after_step=False)),
     "semi_sync": lambda: fed(sparse_dist.semi_sync()),
 }

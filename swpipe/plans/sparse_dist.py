@@ -78,7 +78,7 @@ def prefetch() -> PipelinePlan:
     )
 
 
-def split(*, tables_in_step: bool = True) -> PipelinePlan:
+def split(*, after_step: bool = True) -> PipelinePlan:
     """Four stages; the next batch's look-up comes directly after the update of the tables.
 
     Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
@@ -88,13 +88,13 @@ def split(*, tables_in_step: bool = True) -> PipelinePlan:
     forward.
 
     Args:
-        tables_in_step: Some tables are updated by ``OptimStep`` rather than inside backward, as
-            data-parallel ones are; the next look-up then comes after it.
+        after_step: The next look-up comes after ``OptimStep``, which updates tables (data-parallel
+            ones, for example) or the learning rate of fused ones.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
     head = (DENSE, PREFETCH, LOSS, DENSE_BACK, START, COPY, EMBED_BACK)
-    tail = (FINALIZE, STEP, EMBED, WAIT) if tables_in_step else (EMBED, WAIT, FINALIZE, STEP)
-    carried = [(EMBED, EMBED_BACK), *([(EMBED, STEP)] if tables_in_step else [])]
+    tail = (FINALIZE, STEP, EMBED, WAIT) if after_step else (EMBED, WAIT, FINALIZE, STEP)
+    carried = [(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])]
     return _plan(
         stages,
         (*head, *tail),
@@ -107,13 +107,14 @@ def split(*, tables_in_step: bool = True) -> PipelinePlan:
 def semi_sync() -> PipelinePlan:
     """As split, but the next batch is looked up before this one updates the tables.
 
-    Table reads are one batch stale, so the results differ from the serial run's. The exchanges of
+    Table reads, and learning rates of fused tables, are one batch stale, so the results differ from
+    the serial run's. The exchanges of
     embeddings and of gradients overlap. Needs the split forward.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
     head, tail = (DENSE, LOSS, DENSE_BACK, START, COPY, PREFETCH), (EMBED, EMBED_BACK, WAIT)
     order = (*head, *tail, FINALIZE, STEP)
-    return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1})
+    return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
 
 
 def _plan(

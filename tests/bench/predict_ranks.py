@@ -34,7 +34,7 @@ def on_rank(rounds: int, periods: int) -> list[Row]:
                 link.latency_ms = latency
                 model = sharded_dlrm(Size())
                 tasks = SparseDistTasks(model, TrainStep([dense_optimizer(model)]), device=CPU)
-                plan = plans.split(tables_in_step=False) if name == "split" else plans.sparse_dist()
+                plan = plans.split(after_step=False) if name == "split" else plans.sparse_dist()
                 what = f"two-rank DLRM, {name}, L = {latency:g} ms"
                 bar = predict.REAL_BAR
                 work = predict.Work(what, plan, tasks.tasks(), data, bar, pipelined=True)

@@ -61,12 +61,12 @@ def test_exchanges_of_sizes_overlap_with_forward(name: str) -> None:
     assert before(list(resolve_plan(PLANS[name]()).period_order), START, DENSE, WAIT, DENSE_BACK)
 
 
-@pytest.mark.parametrize("tables_in_step", [True, False])
-def test_exchanges_of_embeddings_overlap_with_other_work(tables_in_step: bool) -> None:
+@pytest.mark.parametrize("after_step", [True, False])
+def test_exchanges_of_embeddings_overlap_with_other_work(after_step: bool) -> None:
     """Sizes are sent during the exchange of gradients and received during that of embeddings."""
-    order = list(resolve_plan(split(tables_in_step=tables_in_step)).period_order)
+    order = list(resolve_plan(split(after_step=after_step)).period_order)
     assert before(order, DENSE, DENSE_BACK, START, EMBED_BACK, EMBED, WAIT)
-    assert tables_in_step or before(order, EMBED, STEP)
+    assert after_step or before(order, EMBED, STEP)
 
 
 @pytest.mark.parametrize("name", ["prefetch", "split"])
@@ -78,22 +78,23 @@ def test_the_next_prefetch_comes_after_this_forward_and_before_its_backward(name
 
 
 @pytest.mark.parametrize(
-    ("tables_in_step", "order"),
+    ("after_step", "order"),
     [(True, (EMBED_BACK, STEP, EMBED)), (False, (EMBED_BACK, EMBED, STEP))],
 )
 def test_the_next_look_up_comes_after_the_tables_are_updated(
-    tables_in_step: bool, order: tuple[str, ...]
+    after_step: bool, order: tuple[str, ...]
 ) -> None:
     """After backward where they update themselves there, or else after the optimizers."""
-    plan = split(tables_in_step=tables_in_step)
+    plan = split(after_step=after_step)
     assert plan.schedule[EMBED].stage == plan.schedule[EMBED_BACK].stage - 1
     assert before(list(resolve_plan(plan).period_order), *order)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_only_semi_sync_allows_staleness(name: str) -> None:
-    """It reads tables that are one batch stale."""
-    assert PLANS[name]().stale == ({"tables": 1} if name == "semi_sync" else {})
+    """It reads tables, and the rates of their optimizers, that are one batch stale."""
+    stale = {"tables": 1, "optimizer": 1} if name == "semi_sync" else {}
+    assert PLANS[name]().stale == stale
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -81,6 +81,7 @@ try:
             LazyGetItemMixin,
             ShardedModule,
         )
+        from torchrec.optim.fused import FusedOptimizer
 except ImportError as error:
     raise ImportError(
         f"torchrec {VERSION} does not have what swpipe.tasks.sparse_dist imports ({error}): "
@@ -108,6 +109,7 @@ def describe() -> str:
 
 __all__ = [
     "EXCHANGES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward", "CallArgs",
+    "FusedOptimizer",
     "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
     "NodeArgsHelper", "PipelinedForward", "PrefetchPipelinedForward",
     "PrefetchTrainPipelineContext", "ShardedModule", "Tracer", "check_version", "describe",

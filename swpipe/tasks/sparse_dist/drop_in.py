@@ -115,7 +115,9 @@ class SparseDistPipeline:
         # Its own time-out comes before the watchdog's, since it says more.
         wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
         self._even = EvenData("error", ahead=0, timeout_s=wait_s) if check_data else None
-        self._hooks = _refuse_loading(self.pipe, tasks) if looks_up_early(plan) else []
+        early = runs_early(plan, plans.PREFETCH) or runs_early(plan, plans.EMBED)
+        self._hooks = _refuse_loading(self.pipe, tasks) if early else []
+        self._rates_early = runs_early(plan, plans.EMBED) and "optimizer" not in plan.stale
 
     @property
     def report(self) -> RewriteReport | None:
@@ -132,6 +134,8 @@ class SparseDistPipeline:
             BaseException: As ``SWPipeline.progress``.
         """
         self.attach()
+        if self._rates_early and self.pipe.in_flight:
+            self.tasks.check_rates(self.pipe.in_flight)
         feed = self._feed
         if feed is None or feed.source is not dataloader_iter:
             feed = _Feed(dataloader_iter, self._even)
@@ -156,6 +160,8 @@ class SparseDistPipeline:
         """
         if self.pipe.in_flight:
             self.attach()
+            if self._rates_early:
+                self.tasks.check_rates(self.pipe.in_flight)
         return [ctx.output for ctx in self.pipe.drain()]
 
     def detach(self) -> nn.Module:
@@ -187,10 +193,10 @@ class SparseDistPipeline:
         self.close()
 
 
-def looks_up_early(plan: PipelinePlan) -> bool:
-    """Whether rows of the tables are read, or cached, before the period that returns the batch."""
+def runs_early(plan: PipelinePlan, task: str) -> bool:
+    """Whether a task runs before the period that returns its batch."""
     last = max(schedule.stage for schedule in plan.schedule.values())
-    return any(plan.schedule[name].stage < last for name in (plans.PREFETCH, plans.EMBED))
+    return plan.schedule[task].stage < last
 
 
 def _refuse_loading(pipe: SWPipeline, tasks: SparseDistTasks) -> list[Any]:
@@ -286,7 +292,9 @@ _PLANS: dict[str, PipelinePlan | PlanFor] = {
     "jagged_sw_serial": plans.serial(),
     "jagged_sparse_dist": plans.sparse_dist(),
     "jagged_prefetch_sparse_dist": plans.prefetch(),
-    "jagged_split_sparse_dist": lambda tasks: plans.split(tables_in_step=tasks.tables_in_step),
+    "jagged_split_sparse_dist": lambda tasks: plans.split(
+        after_step=tasks.tables_in_step or bool(tasks.fused)
+    ),
     "jagged_semi_sync_sparse_dist": _semi_sync,
 }
 for _name, _plan in _PLANS.items():

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from swpipe.tasks.sparse_dist._torchrec import FusedOptimizer
+
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
@@ -60,6 +62,10 @@ class TrainStep:
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise ValueError(f"accumulate is {self.accumulate!r}; give batches per step, 1 or more")
 
+    def fused(self) -> list[Any]:
+        """The optimizers among them, also within wrappers, that are fused into the tables."""
+        return [one for optimizer in self.optimizers for one in _fused(optimizer)]
+
     def begins(self, iteration: int) -> bool:
         """Whether this iteration starts an accumulation."""
         return iteration % self.accumulate == 0
@@ -70,12 +76,12 @@ class TrainStep:
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizers update: all but tables with a fused optimizer."""
+        fused = {id(parameter) for one in self.fused() for parameter in _parameters(one)}
         unique = {
             id(parameter): parameter
             for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if by_gradient(parameter)
+            for parameter in _parameters(optimizer)
+            if id(parameter) not in fused and by_gradient(parameter)
         }
         return list(unique.values())
 
@@ -123,6 +129,20 @@ class TrainStep:
             self.scaler.update()
         for schedule in self.schedules:
             schedule.step()
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _fused(optimizer: Any) -> Iterator[Any]:
+    if isinstance(optimizer, FusedOptimizer):
+        yield optimizer
+    elif hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
+        for _, one in optimizer.optimizers:
+            yield from _fused(one)
+    elif hasattr(optimizer, "_optimizer"):  # its wrappers: warm-up, clipping
+        yield from _fused(optimizer._optimizer)
 
 
 def by_gradient(parameter: Tensor) -> bool:

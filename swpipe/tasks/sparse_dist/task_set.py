@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
-from swpipe.core.messages import listed
+from swpipe.core.messages import listed, shown
 from swpipe.core.task import DeclaredIO, Mode, PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
@@ -72,6 +72,8 @@ class SparseDistTasks:
     Attributes:
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
         tables_in_step: Some tables are updated by the optimizers rather than inside backward.
+        fused: The step's optimizers that are fused into the tables. A look-up takes their learning
+            rate, which ``OptimStep`` may change.
 
     Raises:
         RewriteError: The model has no sharded module.
@@ -113,6 +115,8 @@ class SparseDistTasks:
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
         self._tables = [p for module in self.rewrite.sharded.values() for p in module.parameters()]
+        self.fused = step.fused()
+        self.rates = self._rates()  # that the last look-up took
         self.tables_in_step = any(map(by_gradient, self._tables))
         if step.scaler is not None and not all(map(by_gradient, self._tables)):
             raise ValueError(
@@ -172,8 +176,12 @@ class SparseDistTasks:
             del context.module_contexts[name]
 
     def embedding_forward(self, ctx: IterContext) -> None:
-        """Look the embeddings up; start their exchange."""
+        """Look the embeddings up, with the current learning rate; start their exchange."""
         self._begin_forward(ctx)
+        if self.fused and self._trains():
+            for optimizer in self.fused:  # has no gradients: this gives the tables its rate
+                optimizer.zero_grad()
+            self.rates = self._rates()
         if self.rewrite.kind != "split":
             self._run_model(ctx)
             return
@@ -238,6 +246,8 @@ class SparseDistTasks:
         dense: dict[str, Mode] = {"dense": "r", "buffers": "rw"}
         tables: dict[str, Mode] = {"tables": "rw", "optimizer": "r"}
         looked_up: dict[str, Mode] = {"tables": "r", "table cache": "rw"}
+        if self.fused:
+            looked_up["optimizer"] = "r"
         in_step: Mapping[str, Mode] = {"tables": "rw"} if self.tables_in_step else {}
         # The replaced forwards use the context of one batch; each task that runs them sets it.
         forwards: dict[str, Mode] = {"current batch": "rw"}
@@ -245,7 +255,7 @@ class SparseDistTasks:
             names.PREFETCH: {"table cache": "rw"},
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
             names.DENSE: forwards | dense if split else {},
-            names.DENSE_BACK: {"gradients": "rw"} if split else {"gradients": "rw", **tables},
+            names.DENSE_BACK: {"gradients": "rw", "optimizer": "r", **({} if split else tables)},
             names.EMBED_BACK: tables if split else {},
             names.FINALIZE: {"gradients": "rw"},
             names.STEP: {"gradients": "rw", "dense": "rw", "optimizer": "rw", **in_step},
@@ -267,10 +277,31 @@ class SparseDistTasks:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
+    def _trains(self) -> bool:
+        return self.model.training and torch.is_grad_enabled()
+
+    def _rates(self) -> list[float]:
+        return [group["lr"] for optimizer in self.fused for group in optimizer.param_groups]
+
+    def check_rates(self, in_flight: int) -> None:
+        """Refuse learning rates that were changed after batches in flight were looked up.
+
+        Raises:
+            RuntimeError: Those of a fused optimizer differ from the last look-up's.
+        """
+        if (now := self._rates()) != self.rates and self._trains():
+            raise RuntimeError(
+                f"the learning rates of the fused tables were changed from {shown(self.rates)} to "
+                f"{shown(now)} outside of the step, and {in_flight} batches in flight have been "
+                "looked up, which takes the rate: give what changes it to TrainStep(schedules=...),"
+                " call drain() before you change it, or use jagged_prefetch_sparse_dist, which "
+                "looks up later"
+            )
+
     def _begin_forward(self, ctx: IterContext) -> None:
         self.rewrite.use(ctx.pipeline)
         if self.step.accumulate > 1:
-            if self._first is None and self.model.training and torch.is_grad_enabled():
+            if self._first is None and self._trains():
                 self._first = ctx.iter_idx
             # DDP records its static graph in the first iteration, which has to reduce. An extra
             # reduction does not change the mean.
@@ -279,7 +310,7 @@ class SparseDistTasks:
                 module.require_backward_grad_sync = reduces
 
     def _run_model(self, ctx: IterContext) -> None:
-        ctx.training = self.model.training and torch.is_grad_enabled()
+        ctx.training = self._trains()
         result = (self.step.forward or self.model)(ctx.batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(

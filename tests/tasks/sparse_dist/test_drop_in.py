@@ -161,7 +161,7 @@ def test_only_the_plans_differ(two_ranks: Ranks) -> None:
 
 def _misfit(job: Job, plan: str, forward: str) -> str:
     model = sharded(job)
-    made = plans.split(tables_in_step=False) if plan == "split" else plans.semi_sync()
+    made = plans.split(after_step=False) if plan == "split" else plans.semi_sync()
     try:
         build(made, model=model, optimizer=dense_optimizer(job, model), device=CPU, forward=forward)
     except PlanError as error:
@@ -189,7 +189,7 @@ def _on_streams(job: Job, forward: str) -> list[str]:
     if forward != "split":
         del made["split"]
     elif not tasks.tables_in_step:
-        made["early"] = plans.split(tables_in_step=False)
+        made["early"] = plans.split(after_step=False)
         made["semi_sync"] = plans.semi_sync()
     refused = []
     for name, plan in made.items():
