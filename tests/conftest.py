@@ -59,6 +59,13 @@ def no_thread_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    """A rank alone, with a process group of its own."""
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two ranks that all tests share, since starting them takes seconds."""
     with Ranks(2) as ranks:

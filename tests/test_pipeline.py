@@ -452,6 +452,21 @@ def test_another_iterator_in_mid_flight_is_refused() -> None:
         assert [ctx.batch for ctx in pipe.drain()] == [0, 1]
 
 
+def test_where_nothing_is_in_flight_another_iterator_may_begin() -> None:
+    """With one stage nothing is between two calls; it was "0 iterations are in flight"."""
+    made = tasks()
+    one, other = iter(range(3)), iter(range(10, 13))
+    with SWPipeline(PipelinePlan.serial(made), made) as pipe:
+        turns = [pipe.progress(data).batch for data in (one, other, one, other)]
+        assert turns == [0, 10, 1, 11]
+        assert pipe.run_one_serial_iter(20).iter_idx == 4
+        assert pipe.progress(one).batch == 2
+        assert pipe.flush() == []
+        assert pipe.push(30).batch == 30
+        pipe.fill_pipeline(other)
+        assert [ctx.batch for ctx in pipe.iterate(other)] == [12]
+
+
 def test_what_is_no_iterator_is_refused() -> None:
     """A list would start again at each call."""
     with (

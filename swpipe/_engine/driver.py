@@ -131,6 +131,7 @@ class Driver:
     def fill(self, iterator: Iterator[Any]) -> None:
         """Run the prologue."""
         with self:
+            self._end_idle()
             if self.run is not None:
                 raise RuntimeError(
                     f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
@@ -161,8 +162,9 @@ class Driver:
 
     def flush(self) -> list[IterContext]:
         """``drain``, of pushed batches only."""
-        if self.run is not None and self.run.iterator is not self._pushed:
-            raise self._mixed(self.run, self._pushed)
+        run = self.run
+        if run is not None and run.in_flight and run.iterator is not self._pushed:
+            raise self._mixed(run, self._pushed)
         return self.drain()
 
     def drain(self) -> list[IterContext]:
@@ -180,6 +182,7 @@ class Driver:
 
     def refuse_in_flight(self, purpose: str) -> None:
         """Raise RuntimeError if iterations are in flight; within a call."""
+        self._end_idle()
         if self.run is not None:
             raise RuntimeError(
                 f"{self.in_flight} iterations are in flight: finish their iterator, or call "
@@ -214,6 +217,8 @@ class Driver:
 
     def _prepared(self, iterator: Iterator[Any]) -> Run:
         """The run over this iterator, ready to be advanced by the calling thread."""
+        if self.run is not None and self.run.iterator is not iterator:
+            self._end_idle()
         run = self.run or self._begin(iterator)
         if run.iterator is not iterator:
             raise self._mixed(run, iterator)
@@ -221,6 +226,14 @@ class Driver:
             raise RuntimeError("drain() was interrupted: call it again before anything else")
         run.read_callers_settings()
         return run
+
+    def _end_idle(self) -> None:
+        """End a run of which nothing is in flight: whatever comes next may begin anew."""
+        run = self.run
+        if run is not None and not run.in_flight and not run.draining:
+            run.stop_admitting()
+            if run.over:  # no failure is left to raise
+                self._end(run)
 
     def _begin(self, iterator: Iterator[Any]) -> Run:
         if not hasattr(iterator, "__next__"):

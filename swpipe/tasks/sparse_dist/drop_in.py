@@ -143,6 +143,8 @@ class SparseDistPipeline:
             output = self.pipe.progress(feed).output
         except StopIteration:
             self._feed = None  # the next call begins a new pass, whatever its iterator
+            if self.tasks.trains():
+                self.flush()
             if feed.uneven is not None:
                 raise feed.uneven from None
             raise
@@ -163,6 +165,31 @@ class SparseDistPipeline:
             if self._rates_early:
                 self.tasks.check_rates(self.pipe.in_flight)
         return [ctx.output for ctx in self.pipe.drain()]
+
+    def flush(self) -> None:
+        """Update the parameters with what ``TrainStep(accumulate=)`` has left over.
+
+        ``progress`` does so at the end of the data, before it raises StopIteration. ``drain`` does
+        not, since training may continue. On several ranks, call it on all.
+
+        Raises:
+            RuntimeError: Batches are in flight.
+        """
+        self.pipe.check_idle("flushing an accumulation")
+        self.tasks.flush(self.pipe.next_iteration)
+
+    @property
+    def _optimizer(self) -> Any:
+        """What TorchRec's ``GradientAccumulationWrapper`` replaces, which has no effect here."""
+        return self.tasks.step.optimizers[0]
+
+    @_optimizer.setter
+    def _optimizer(self, optimizer: Any) -> None:
+        raise RuntimeError(
+            f"a {type(optimizer).__name__} was to replace the optimizer of this pipeline, whose "
+            "step is fixed: for TorchRec's GradientAccumulationWrapper(num_steps=n), give "
+            "TrainStep(accumulate=n) instead, without the wrapper"
+        )
 
     def detach(self) -> nn.Module:
         """Restore and return the model, for evaluation, a checkpoint or other code.

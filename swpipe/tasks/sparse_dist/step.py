@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from swpipe.tasks.sparse_dist._torchrec import FusedOptimizer
@@ -36,8 +35,8 @@ class TrainStep:
         clip: Largest norm of all gradients together, or a function that clips the parameters'.
         scaler: Scales the loss against underflow in float16.
         schedules: Stepped after the optimizers.
-        accumulate: Batches per optimizer step, by iteration number. The loss is divided by it, and
-            DDP reduces gradients with the last batch only.
+        accumulate: Batches per optimizer step. Their gradients are added, and DDP reduces them with
+            the last batch only. Tables with a fused optimizer are updated by each batch.
         finalize: Called with the model before the optimizers, once per optimizer step, as
             Megatron's ``finalize_model_grads([model])``. DDP needs none. It may communicate.
 
@@ -66,14 +65,6 @@ class TrainStep:
         """The optimizers among them, also within wrappers, that are fused into the tables."""
         return [one for optimizer in self.optimizers for one in _fused(optimizer)]
 
-    def begins(self, iteration: int) -> bool:
-        """Whether this iteration starts an accumulation."""
-        return iteration % self.accumulate == 0
-
-    def ends(self, iteration: int) -> bool:
-        """Whether this iteration ends an accumulation."""
-        return (iteration + 1) % self.accumulate == 0
-
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizers update: all but tables with a fused optimizer."""
         fused = {id(parameter) for one in self.fused() for parameter in _parameters(one)}
@@ -100,19 +91,19 @@ class TrainStep:
         total: Tensor = torch.sum(parts[0], dim=0)
         for part in parts[1:]:
             total = total + torch.sum(part, dim=0)
-        return total if self.accumulate == 1 else total / self.accumulate
+        return total
 
-    def backward(self, loss: Tensor, iteration: int) -> None:
-        """Accumulate the gradients of the loss."""
-        if self.begins(iteration):
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
+    def zero_grad(self) -> None:
+        """Begin a step without gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the loss."""
         torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
-    def update(self, iteration: int) -> None:
-        """Clip and step, if this iteration ends an accumulation."""
-        if not self.ends(iteration):
-            return
+    def update(self) -> None:
+        """Clip and step."""
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -148,11 +139,6 @@ def _fused(optimizer: Any) -> Iterator[Any]:
 def by_gradient(parameter: Tensor) -> bool:
     """Whether an optimizer updates the parameter, not a fused one inside backward."""
     return parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
-
-
-def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    """Every DDP wrapper, including TorchRec's around data-parallel tables."""
-    return (m for m in model.modules() if isinstance(m, DistributedDataParallel))
 
 
 def _kinds(losses: Any) -> str:

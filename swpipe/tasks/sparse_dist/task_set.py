@@ -33,12 +33,13 @@ from swpipe.core.messages import listed, shown
 from swpipe.core.task import DeclaredIO, Mode, PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
+from swpipe.tasks.sparse_dist.accumulation import Accumulation
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
 from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
-from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient, ddp_modules
+from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient
 
 
 class ModuleModes(NamedTuple):
@@ -108,10 +109,9 @@ class SparseDistTasks:
         self._target = _torch_device(self.device)
         self._shuffler = shuffler
         self._random = random
-        self._ddp = tuple(ddp_modules(model))
+        self._accumulation = Accumulation(model, step.accumulate)
         self._modules = tuple(model.named_modules())
         self._parameters = step.parameters()
-        self._first: int | None = None
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
         self._tables = [p for module in self.rewrite.sharded.values() for p in module.parameters()]
@@ -178,7 +178,7 @@ class SparseDistTasks:
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""
         self._begin_forward(ctx)
-        if self.fused and self._trains():
+        if self.fused and self.trains():
             for optimizer in self.fused:  # has no gradients: this gives the tables its rate
                 optimizer.zero_grad()
             self.rates = self._rates()
@@ -203,7 +203,9 @@ class SparseDistTasks:
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward down to the embeddings; start the exchange of their gradients."""
         if ctx.training:
-            self.step.backward(ctx.loss, ctx.iter_idx)
+            if self._accumulation.begins(ctx.iter_idx):
+                self.step.zero_grad()
+            self.step.backward(ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Backward of the tables, which updates those with a fused optimizer."""
@@ -212,13 +214,26 @@ class SparseDistTasks:
 
     def finalize_gradients(self, ctx: IterContext) -> None:
         """Call the user's ``finalize``, which may reduce gradients between ranks."""
-        if ctx.training and self.step.finalize is not None and self.step.ends(ctx.iter_idx):
+        ends: bool = ctx.training and self._accumulation.ends(ctx.iter_idx)
+        if ends and self.step.finalize is not None:
             self.step.finalize(self.model)
 
     def optimizer_step(self, ctx: IterContext) -> None:
         """Update the parameters."""
-        if ctx.training:
-            self.step.update(ctx.iter_idx)
+        if not ctx.training:
+            self._accumulation.skip()
+        elif self._accumulation.ends(ctx.iter_idx):
+            self.step.update()
+
+    def flush(self, next_iteration: int) -> None:
+        """Update the parameters with the gradients of an unfinished accumulation, if there is one.
+
+        ``next_iteration`` is the number of the next batch; none may be in flight. A collective.
+        """
+        if self._accumulation.take_rest(next_iteration):
+            if self.step.finalize is not None:
+                self.step.finalize(self.model)
+            self.step.update()
 
     def mode(self) -> ModuleModes:
         """Which modules are in training mode: what batches in flight depend on."""
@@ -277,7 +292,8 @@ class SparseDistTasks:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _trains(self) -> bool:
+    def trains(self) -> bool:
+        """Whether batches are trained on in the present mode."""
         return self.model.training and torch.is_grad_enabled()
 
     def _rates(self) -> list[float]:
@@ -289,7 +305,7 @@ class SparseDistTasks:
         Raises:
             RuntimeError: Those of a fused optimizer differ from the last look-up's.
         """
-        if (now := self._rates()) != self.rates and self._trains():
+        if (now := self._rates()) != self.rates and self.trains():
             raise RuntimeError(
                 f"the learning rates of the fused tables were changed from {shown(self.rates)} to "
                 f"{shown(now)} outside of the step, and {in_flight} batches in flight have been "
@@ -301,16 +317,10 @@ class SparseDistTasks:
     def _begin_forward(self, ctx: IterContext) -> None:
         self.rewrite.use(ctx.pipeline)
         if self.step.accumulate > 1:
-            if self._first is None and self._trains():
-                self._first = ctx.iter_idx
-            # DDP records its static graph in the first iteration, which has to reduce. An extra
-            # reduction does not change the mean.
-            reduces = self.step.ends(ctx.iter_idx) or ctx.iter_idx == self._first
-            for module in self._ddp:  # as DDP's no_sync(), for one forward
-                module.require_backward_grad_sync = reduces
+            self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
 
     def _run_model(self, ctx: IterContext) -> None:
-        ctx.training = self._trains()
+        ctx.training = self.trains()
         result = (self.step.forward or self.model)(ctx.batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(

@@ -1,0 +1,87 @@
+"""Gradients of several batches for one optimizer step.
+
+    trained batch      0     1     2     3     4     5   end of the data
+    zero gradients     ^                 ^                 ^
+    reduce (DDP)       ^           ^           !     ^
+    optimizer step                 ^                 ^         with accumulate=3, and so on;
+                                                               an unfinished one at the end: flush
+
+As with TorchRec's ``GradientAccumulationWrapper``, gradients are added, not averaged: a table with
+a fused optimizer is updated by each batch, inside its backward, and must move as far as without
+accumulation. DDP reduces with the last batch only, and in the first one of all, in which it records
+its static graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Accumulation:
+    """Which batches begin and end an optimizer step; batches are given by their iteration."""
+
+    def __init__(self, model: nn.Module, batches: int) -> None:
+        self.batches = batches
+        self._ddp = tuple(ddp_modules(model)) if batches > 1 else ()
+        self._origin = 0  # the iteration that would be the first of a step
+        self._first: int | None = None
+
+    def begins(self, iteration: int) -> bool:
+        """Whether the batch is the first of a step."""
+        return (iteration - self._origin) % self.batches == 0
+
+    def ends(self, iteration: int) -> bool:
+        """Whether it is the last."""
+        return (iteration + 1 - self._origin) % self.batches == 0
+
+    def skip(self) -> None:
+        """Do not count a batch that is not trained on, since it is one of an evaluation."""
+        self._origin += 1
+
+    def set_reduction(self, iteration: int, *, trains: bool) -> None:
+        """Before a forward: let DDP reduce the gradients in its backward, or not."""
+        if trains and self._first is None:
+            self._first = iteration
+        for module in self._ddp:  # as DDP's no_sync(), for one forward
+            module.require_backward_grad_sync = self.ends(iteration) or iteration == self._first
+
+    def take_rest(self, next_iteration: int) -> bool:
+        """Reduce what a last, unfinished step has accumulated; False if there is none.
+
+        A collective of the model's ranks. The next batch begins a new step.
+        """
+        rest = (next_iteration - self._origin) % self.batches
+        self._origin += rest
+        if rest:
+            for module in self._ddp:
+                _reduce(module)
+        return rest > 0
+
+
+def _reduce(module: DistributedDataParallel) -> None:
+    """Average the gradients over the ranks, as DDP does within a backward."""
+    group = module.process_group
+    parameters = [
+        parameter
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and name not in module.parameters_to_ignore
+    ]
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    used = used.to(module.device)
+    dist.all_reduce(used, group=group)
+    for parameter, ranks in zip(parameters, used.tolist(), strict=True):
+        if ranks:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(dist.get_world_size(group))
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    """Every DDP wrapper, including TorchRec's around data-parallel tables."""
+    return (m for m in model.modules() if isinstance(m, DistributedDataParallel))
