@@ -13,7 +13,7 @@ from swpipe.core.errors import PlanError, Problem
 from swpipe.core.files import read_text, write_atomically
 from swpipe.core.messages import listed, shown
 from swpipe.core.plain_data import parse_json, read_rows
-from swpipe.core.task import LABEL_RULE, NAME_RULE, is_label, is_name
+from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
 
 MOST_US = 1e12
 """The longest time in a cost model, eleven days: sums of such times lose no microsecond."""
@@ -60,6 +60,7 @@ class CostModel:
     handover_us: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", ByTask(self.tasks))
         problems = [
             Problem(f"task {shown(name)}: {text}", (name,))
             for name, cost in self.tasks.items()
@@ -69,7 +70,6 @@ class CostModel:
             problems.append(Problem(f"handover_us is {shown(self.handover_us)}: {_RULE}"))
         if problems:
             raise PlanError(problems)
-        object.__setattr__(self, "tasks", dict(self.tasks))
 
     @classmethod
     def mean(cls, models: Sequence[CostModel]) -> Self:
@@ -85,13 +85,13 @@ class CostModel:
         tasks = {name: _mean([row[name] for row in rows]) for name in models[0].tasks}
         return cls(tasks, fmean(model.handover_us for model in models))
 
-    def of(self, names: Iterable[str]) -> dict[str, TaskCost]:
-        """The costs of these tasks, in the order given.
+    def of(self, tasks: Iterable[TaskRef]) -> dict[str, TaskCost]:
+        """The costs of these tasks, by name, in the order given.
 
         Raises:
             PlanError: Tasks have no cost; the error lists them.
         """
-        names = tuple(names)
+        names = names_of(tasks)
         missing = [name for name in names if name not in self.tasks]
         if missing:
             rule = f"has no cost (there are costs for: {listed(self.tasks)})"

@@ -20,6 +20,7 @@ from swpipe.core.plain_data import parse_json, parse_toml, read_rows
 from swpipe.core.task import (
     LABEL_RULE,
     NAME_RULE,
+    ByTask,
     PipelineTask,
     TaskRef,
     is_label,
@@ -75,7 +76,7 @@ class PipelinePlan:
     In each pair the consumer comes first, and runs after the producer.
 
     Attributes:
-        schedule: Task to ``TaskSchedule``, in declaration order.
+        schedule: Task to ``TaskSchedule``, in declaration order. A task and its name are one key.
         deps: (consumer, producer), on the same iteration.
         cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i runs after
             the producer on iteration i - distance; 1 to 1,000 iterations, by default 1.
@@ -118,7 +119,6 @@ class PipelinePlan:
         tasks: Iterable[PipelineTask] = (),
     ) -> None:
         problems: list[Problem] = []
-        keys = [key for key in schedule if isinstance(key, PipelineTask)]
         values: dict[str, Any] = {
             "schedule": _schedule(schedule, problems),
             "deps": _edges("deps", deps, problems),
@@ -128,7 +128,7 @@ class PipelinePlan:
             "streams": dict(streams or {}),
             "pipeline_depth": pipeline_depth,
             "stale": _stale(stale or {}, problems),
-            "tasks": tuple(keys or tasks),
+            "tasks": _tasks([*tasks, *schedule], problems),
         }
         problems += _wrong_names(values)
         if problems:
@@ -278,7 +278,7 @@ _MAY_DIFFER = {
 """Fields that ``digest`` ignores, and why."""
 
 
-def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str, TaskSchedule]:
+def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> ByTask[TaskSchedule]:
     named: dict[str, TaskSchedule] = {}
     for key, entry in schedule.items():
         is_task = isinstance(key, str | PipelineTask)
@@ -288,12 +288,20 @@ def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> dict[str,
         if not isinstance(entry, TaskSchedule):
             text = f"task {shown(name)}: its schedule is {shown(entry)}; give a TaskSchedule"
             problems.append(Problem(text, (name,)))
-        if name in named:
-            text = f"task {shown(name)} is scheduled twice; names are unique"
-            problems.append(Problem(text, (name,)))
-        if is_task:
+        if is_task:  # as in any dict, the last entry of a key counts, be it a task or its name
             named[name] = entry
-    return named
+    return ByTask(named)
+
+
+def _tasks(given: Iterable[Any], problems: list[Problem]) -> tuple[PipelineTask, ...]:
+    named: dict[str, PipelineTask] = {}
+    for task in given:
+        if not isinstance(task, PipelineTask):
+            continue
+        if named.setdefault(task.name, task) != task:
+            text = f"two tasks are named {shown(task.name)}; names are unique"
+            problems.append(Problem(text, (task.name,)))
+    return tuple(named.values())
 
 
 def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import MOST_CHARACTERS, shown
 
 TaskFn: TypeAlias = Callable[[IterContext], None]
 Mode: TypeAlias = Literal["r", "w", "rw"]
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,27 @@ TaskRef: TypeAlias = str | PipelineTask
 def name_of(ref: TaskRef) -> str:
     """The name of a task."""
     return ref if isinstance(ref, str) else ref.name
+
+
+class ByTask(dict[str, V]):
+    """Values by the name of a task; a task stands for its name as a key."""
+
+    def __init__(self, values: Mapping[Any, V] | Iterable[tuple[Any, V]] = ()) -> None:
+        super().__init__({_key(ref): value for ref, value in dict(values).items()})
+
+    def __getitem__(self, ref: TaskRef) -> V:
+        return super().__getitem__(_key(ref))
+
+    def __contains__(self, ref: object) -> bool:
+        return super().__contains__(_key(ref))
+
+    def get(self, ref: Any, default: Any = None) -> Any:
+        """The task's value, or ``default``."""
+        return super().get(_key(ref), default)
+
+
+def _key(ref: Any) -> Any:
+    return ref.name if isinstance(ref, PipelineTask) else ref
 
 
 def names_of(refs: Iterable[TaskRef]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TextIO, overload
 
 from swpipe.core.files import write_atomically
 from swpipe.core.plain_data import parse_json
+from swpipe.core.task import ByTask
 from swpipe.profiler.plot import Bars, bar_chart
 
 Mode = Literal["serial", "pipelined"]
@@ -95,6 +96,10 @@ class ProfileResult(_Report):
     num_rounds: int
     put_back: tuple[str, ...] = ()
     already_shortcut: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("exposed_s", "raw_s", "spread_s", "host_s", "blocked_s"):
+            object.__setattr__(self, name, ByTask(getattr(self, name)))
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import tomllib
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, PipelineTask, PlanError, StreamSpec, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
 from tests.support.plans_for_tests import piped, tasks
 
 
@@ -103,10 +105,46 @@ def test_everything_malformed_is_listed_at_once() -> None:
         assert said in text
 
 
-def test_a_task_scheduled_under_two_keys_is_refused() -> None:
-    """A task and its name as keys of one schedule are the same task twice."""
-    with pytest.raises(PlanError, match="'a' is scheduled twice"):
-        PipelinePlan(schedule={"a": TaskSchedule(), PipelineTask("a", print): TaskSchedule()})
+A = PipelineTask("a", print)
+
+
+def test_an_entry_is_replaced_by_the_task_or_its_name() -> None:
+    """The first edit that users make; it was refused as "scheduled twice"."""
+    plan = PipelinePlan({A: TaskSchedule(), "b": TaskSchedule(1)})
+    for key in ("a", A):
+        edited = replace(plan, schedule={**plan.schedule, key: TaskSchedule(1, "copy")})
+        assert edited.schedule == {"a": TaskSchedule(1, "copy"), "b": TaskSchedule(1)}
+        assert edited.tasks == (A,)
+
+
+def test_a_schedule_is_read_by_the_task_or_its_name() -> None:
+    """Also after a copy, and by what takes a default."""
+    plan = PipelinePlan({A: TaskSchedule(3), "b": TaskSchedule(1)})
+    for schedule in (
+        plan.schedule,
+        copy.deepcopy(plan).schedule,
+        pickle.loads(pickle.dumps(plan.schedule)),
+    ):
+        assert schedule[A] is schedule["a"]
+        assert schedule.get(A) == TaskSchedule(3)
+        assert A in schedule
+        assert PipelineTask("c", print) not in schedule
+        assert schedule.get(PipelineTask("c", print), 5) == 5
+
+
+def test_a_plan_has_the_tasks_of_its_keys_and_of_its_argument() -> None:
+    """A key that was a task had hidden all that were given beside it."""
+    b = PipelineTask("b", print)
+    assert PipelinePlan({A: TaskSchedule(), "b": TaskSchedule()}, tasks=[A, b]).tasks == (A, b)
+    assert PipelinePlan({A: TaskSchedule(), "b": TaskSchedule()}, tasks=[b]).tasks == (b, A)
+
+
+def test_costs_are_given_and_read_by_the_task_or_its_name() -> None:
+    """As in a schedule."""
+    costs = CostModel({A: TaskCost(3.0)})  # type: ignore[dict-item]
+    assert costs.tasks[A] == costs.tasks["a"] == TaskCost(3.0)  # type: ignore[index]
+    assert costs.of([A]) == {"a": TaskCost(3.0)}
+    assert json.loads(costs.to_json())["tasks"]["a"]["host_us"] == 3.0
 
 
 def test_wrong_keys_and_types_in_a_file_are_named() -> None:
@@ -152,8 +190,10 @@ def test_a_task_needs_a_function() -> None:
 def test_two_tasks_of_one_name_are_seen_to_be_two() -> None:
     """As keys of a schedule they once fell together before anyone could refuse the second."""
     one, other = PipelineTask("a", print), PipelineTask("a", len)
-    with pytest.raises(PlanError, match="'a' is scheduled twice"):
+    with pytest.raises(PlanError, match="two tasks are named 'a'"):
         PipelinePlan({one: TaskSchedule(), other: TaskSchedule()})
+    with pytest.raises(PlanError, match="two tasks are named 'a'"):
+        PipelinePlan({one: TaskSchedule()}, tasks=[other])
 
 
 def test_a_replaced_plan_keeps_its_tasks() -> None:
