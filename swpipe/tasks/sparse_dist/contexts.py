@@ -15,13 +15,15 @@ from swpipe.tasks.sparse_dist.seam import Seam
 
 @dataclass
 class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
-    """TorchRec's context, and two fields for the split forward. Keys are module names.
+    """TorchRec's context, and fields of our own. Keys are module names.
 
     Attributes:
+        inputs: The batch's ``ExchangedInputs``.
         embeddings: Each module's embeddings, as awaitables.
         seams: The cut in the autograd graph at each module's embeddings.
     """
 
+    inputs: Any = None
     embeddings: dict[str, Any] = field(default_factory=dict)
     seams: dict[str, Seam] = field(default_factory=dict)
 

@@ -28,6 +28,7 @@ from swpipe.tasks.sparse_dist._torchrec import (
 from swpipe.tasks.sparse_dist._torchrec import PipelinedForward as _TorchRecPipelinedForward
 from swpipe.tasks.sparse_dist.awaitables import Replayable
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext
+from swpipe.tasks.sparse_dist.exchanged import ExchangedInputs
 from swpipe.tasks.sparse_dist.seam import Seam
 
 Kind: TypeAlias = Literal["pipelined", "prefetch", "split"]
@@ -37,14 +38,16 @@ class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
     """Wait for the ids and look up inside the model's forward."""
 
     prefetches = False
+    inputs: ExchangedInputs | None = None
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
         super().__init__(name, args, module, context=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look the embeddings up; the arguments are unused, the input comes from the context."""
+        """Look the embeddings up; the input comes from the context, the arguments are checked."""
         context: SparseDistContext = self._context
         request = _take(context.input_dist_tensors_requests, self._name)
+        _check(self, args, kwargs)
         data, module_context = request.wait_with_context()
         del context.module_contexts[self._name]
         return self._module.compute_and_output_dist(module_context, data)
@@ -54,6 +57,7 @@ class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
     """Look up inside the model's forward, after EmbPrefetch has waited for the ids."""
 
     prefetches = True
+    inputs: ExchangedInputs | None = None
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
         super().__init__(name, args, module, context=None)
@@ -61,7 +65,9 @@ class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Look the embeddings up."""
-        return self._look_up(self._context)
+        embeddings = self._look_up(self._context)
+        _check(self, args, kwargs)
+        return embeddings
 
     def _look_up(self, context: SparseDistContext) -> Any:
         data = _take(context.module_input_post_prefetch, self._name)
@@ -87,6 +93,7 @@ class SplitForward(PrefetchForward):
         """The embeddings for the dense part, waited for when they are used."""
         context: SparseDistContext = self._context
         embeddings = _take(context.embeddings, self._name)
+        _check(self, args, kwargs)
         seam = context.seams[self._name] = Seam()
         return _each(embeddings, lambda awaitable: _Cut(awaitable, seam))
 
@@ -113,6 +120,11 @@ class _Cut(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
 def _each(output: Any, fn: Callable[[Any], Any]) -> Any:
     """Apply to one awaitable, or to each: modules that manage collisions return several."""
     return tuple(map(fn, output)) if isinstance(output, tuple) else fn(output)
+
+
+def _check(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if forward.inputs is not None:  # None for a replayed exchange, which was another batch's
+        forward.inputs.check(forward, args, kwargs)
 
 
 def _take(values: dict[str, Any], name: str) -> Any:

@@ -34,6 +34,10 @@ from swpipe.tasks.sparse_dist._torchrec import (
 from swpipe.tasks.sparse_dist.contexts import new_context
 
 
+class RewriteError(ValueError):
+    """The model cannot be pipelined; the message names the module and the fix."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """How to get one module's input from a batch, or why that is unknown."""

@@ -27,9 +27,11 @@ from swpipe.tasks.sparse_dist._torchrec import (
 )
 from swpipe.tasks.sparse_dist.awaitables import fused_splits
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext
+from swpipe.tasks.sparse_dist.exchanged import ExchangedInputs
 from swpipe.tasks.sparse_dist.forwards import FORWARDS, Kind
 from swpipe.tasks.sparse_dist.inputs import (
     Found,
+    RewriteError,
     direct_inputs,
     named_input,
     sharded_modules,
@@ -37,10 +39,6 @@ from swpipe.tasks.sparse_dist.inputs import (
 )
 
 Find: TypeAlias = Literal["trace", "direct"]
-
-
-class RewriteError(ValueError):
-    """The model cannot be pipelined; the message names the module and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +156,7 @@ class Rewrite:
             self.prepare(batch)
         if not self.attached:
             raise RuntimeError("the model is detached from its pipeline: call attach() first")
+        context.inputs = ExchangedInputs(batch, self.forwards)
         start_data_dist([forward._module for forward in self.forwards], batch, context)
         context.fused_splits_awaitables = [
             (names, fused_splits(fused, [context.module_contexts[n] for n in names], self._device))
@@ -167,10 +166,13 @@ class Rewrite:
             self._fuse()
             self._fused = True
 
-    def use(self, context: SparseDistContext) -> None:
+    def use(self, context: SparseDistContext, iteration: int) -> None:
         """Make the forwards use this iteration's context."""
+        # A shortcut replays the context of an earlier iteration, which has another batch.
+        replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
+            forward.inputs = None if replayed else context.inputs
 
     def _check_names(self) -> None:
         if not self.sharded:

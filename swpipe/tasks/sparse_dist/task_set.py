@@ -315,7 +315,7 @@ class SparseDistTasks:
             )
 
     def _begin_forward(self, ctx: IterContext) -> None:
-        self.rewrite.use(ctx.pipeline)
+        self.rewrite.use(ctx.pipeline, ctx.iter_idx)
         if self.step.accumulate > 1:
             self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
 
