@@ -322,6 +322,7 @@ class SparseDistTasks:
     def _run_model(self, ctx: IterContext) -> None:
         ctx.training = self.trains()
         result = (self.step.forward or self.model)(ctx.batch)
+        ctx.pipeline.inputs = None
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"the model returned a {type(result).__name__}, not (losses, output): return these "

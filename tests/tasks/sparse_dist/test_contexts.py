@@ -29,6 +29,7 @@ class FieldUse(NamedTuple):
 
 
 FIELDS = (
+    FieldUse("inputs", "EmbInputDistStart", "DenseForward"),
     FieldUse("input_dist_splits_requests", "EmbInputDistStart", "EmbInputDistWait"),
     FieldUse("fused_splits_awaitables", "EmbInputDistStart", "EmbInputDistWait"),
     FieldUse("module_contexts", "EmbInputDistStart", "EmbPrefetch"),
