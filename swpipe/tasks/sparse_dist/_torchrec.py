@@ -53,7 +53,7 @@ try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         from torchrec.distributed import comm_ops
-        from torchrec.distributed.model_parallel import get_unwrapped_module
+        from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
         from torchrec.distributed.train_pipeline.pipeline_context import (
             PrefetchTrainPipelineContext,
         )
@@ -109,6 +109,7 @@ def describe() -> str:
 
 __all__ = [
     "EXCHANGES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward", "CallArgs",
+    "DMPCollection",
     "FusedOptimizer",
     "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
     "NodeArgsHelper", "PipelinedForward", "PrefetchPipelinedForward",

@@ -37,11 +37,14 @@ class TrainStep:
         schedules: Stepped after the optimizers.
         accumulate: Batches per optimizer step. Their gradients are added, and DDP reduces them with
             the last batch only. Tables with a fused optimizer are updated by each batch.
+        sync_interval: Batches between two averages of the replicas of tables, after their update;
+            None for never. Only where the model is TorchRec's ``DMPCollection``, whose pipelines
+            call it ``dmp_collection_sync_interval_batches``.
         finalize: Called with the model before the optimizers, once per optimizer step, as
             Megatron's ``finalize_model_grads([model])``. DDP needs none. It may communicate.
 
     Raises:
-        ValueError: No optimizer, or ``accumulate`` below 1.
+        ValueError: No optimizer, or ``accumulate`` or ``sync_interval`` below 1.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -51,6 +54,7 @@ class TrainStep:
     scaler: torch.amp.GradScaler | None = None
     schedules: Sequence[torch.optim.lr_scheduler.LRScheduler] = ()
     accumulate: int = 1
+    sync_interval: int | None = 1
     finalize: Callable[[nn.Module], object] | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +64,9 @@ class TrainStep:
             raise ValueError("a TrainStep without an optimizer trains nothing: give one")
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise ValueError(f"accumulate is {self.accumulate!r}; give batches per step, 1 or more")
+        every = self.sync_interval
+        if every is not None and (type(every) is not int or every < 1):
+            raise ValueError(f"sync_interval is {every!r}; give batches, 1 or more, or None")
 
     def fused(self) -> list[Any]:
         """The optimizers among them, also within wrappers, that are fused into the tables."""

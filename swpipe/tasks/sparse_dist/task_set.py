@@ -22,7 +22,7 @@ other states keep the values of the last run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from swpipe.core.messages import listed, shown
 from swpipe.core.task import DeclaredIO, Mode, PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
+from swpipe.tasks.sparse_dist._torchrec import DMPCollection
 from swpipe.tasks.sparse_dist.accumulation import Accumulation
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
@@ -109,6 +110,7 @@ class SparseDistTasks:
         self._target = _torch_device(self.device)
         self._shuffler = shuffler
         self._random = random
+        self._replicas: Any = model if isinstance(model, DMPCollection) else None
         self._accumulation = Accumulation(model, step.accumulate)
         self._modules = tuple(model.named_modules())
         self._parameters = step.parameters()
@@ -208,9 +210,12 @@ class SparseDistTasks:
             self.step.backward(ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
-        """Backward of the tables, which updates those with a fused optimizer."""
+        """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
         run_embedding_backward(ctx.pipeline.seams.values())
         ctx.pipeline.seams.clear()
+        every = self.step.sync_interval
+        if self._replicas is not None and ctx.training and every and ctx.iter_idx % every == 0:
+            self._replicas.sync()
 
     def finalize_gradients(self, ctx: IterContext) -> None:
         """Call the user's ``finalize``, which may reduce gradients between ranks."""
@@ -271,7 +276,7 @@ class SparseDistTasks:
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
             names.DENSE: forwards | dense if split else {},
             names.DENSE_BACK: {"gradients": "rw", "optimizer": "r", **({} if split else tables)},
-            names.EMBED_BACK: tables if split else {},
+            names.EMBED_BACK: tables if split or self._replicas is not None else {},
             names.FINALIZE: {"gradients": "rw"},
             names.STEP: {"gradients": "rw", "dense": "rw", "optimizer": "rw", **in_step},
         }
