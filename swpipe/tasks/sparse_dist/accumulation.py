@@ -14,12 +14,12 @@ its static graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from swpipe.tasks.sparse_dist.wrappers import ddp_modules
 
 
 class Accumulation:
@@ -80,8 +80,3 @@ def _reduce(module: DistributedDataParallel) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.div_(dist.get_world_size(group))
             dist.all_reduce(parameter.grad, group=group)
-
-
-def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    """Every DDP wrapper, including TorchRec's around data-parallel tables."""
-    return (m for m in model.modules() if isinstance(m, DistributedDataParallel))

@@ -21,7 +21,6 @@ from torch import nn
 from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     describe,
-    get_unwrapped_module,
     override_input_dist_forwards,
     start_data_dist,
 )
@@ -37,6 +36,7 @@ from swpipe.tasks.sparse_dist.inputs import (
     sharded_modules,
     traced_inputs,
 )
+from swpipe.tasks.sparse_dist.wrappers import unwrapped
 
 Find: TypeAlias = Literal["trace", "direct"]
 
@@ -216,14 +216,6 @@ class Rewrite:
             self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
         else:
             self._undo.callback(vars(owner).pop, name, None)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without DistributedModelParallel, DDP, FSDP and Megatron's Float16Module."""
-    inner: nn.Module = get_unwrapped_module(model)
-    while type(inner).__name__ == "Float16Module" and isinstance(inner.module, nn.Module):
-        inner = get_unwrapped_module(inner.module)
-    return inner
 
 
 def _exchanges(modules: list[nn.Module]) -> list[Any]:

@@ -41,7 +41,8 @@ class TrainStep:
             None for never. Only where the model is TorchRec's ``DMPCollection``, whose pipelines
             call it ``dmp_collection_sync_interval_batches``.
         finalize: Called with the model before the optimizers, once per optimizer step, as
-            Megatron's ``finalize_model_grads([model])``. DDP needs none. It may communicate.
+            Megatron's ``finalize_model_grads([model])``. DDP needs none, and Megatron's wrapper, if
+            None, gets ``finish_grad_sync()``. It may communicate.
 
     Raises:
         ValueError: No optimizer, or ``accumulate`` or ``sync_interval`` below 1.

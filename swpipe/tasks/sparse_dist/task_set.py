@@ -22,6 +22,7 @@ other states keep the values of the last run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
 from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient
+from swpipe.tasks.sparse_dist.wrappers import GradientBuffers
 
 
 class ModuleModes(NamedTuple):
@@ -114,12 +116,19 @@ class SparseDistTasks:
         self._accumulation = Accumulation(model, step.accumulate)
         self._modules = tuple(model.named_modules())
         self._parameters = step.parameters()
+        self._buffers = GradientBuffers(model)
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
         self._tables = [p for module in self.rewrite.sharded.values() for p in module.parameters()]
         self.fused = step.fused()
         self.rates = self._rates()  # that the last look-up took
         self.tables_in_step = any(map(by_gradient, self._tables))
+        if self._buffers and (step.scaler is not None or isinstance(step.clip, int | float)):
+            raise ValueError(
+                "TrainStep.scaler, and a number as TrainStep.clip, use parameter.grad; Megatron's "
+                "DistributedDataParallel keeps the gradients in parameter.main_grad: let its "
+                "optimizer scale and clip (OptimizerConfig), or give a function as clip"
+            )
         if step.scaler is not None and not all(map(by_gradient, self._tables)):
             raise ValueError(
                 "TrainStep.scaler scales the loss, and the tables are updated inside backward with "
@@ -207,7 +216,10 @@ class SparseDistTasks:
         if ctx.training:
             if self._accumulation.begins(ctx.iter_idx):
                 self.step.zero_grad()
-            self.step.backward(ctx.loss)
+                self._buffers.zero()
+            ends = self._accumulation.ends(ctx.iter_idx)
+            with nullcontext() if ends else self._buffers.unreduced():
+                self.step.backward(ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
@@ -219,9 +231,8 @@ class SparseDistTasks:
 
     def finalize_gradients(self, ctx: IterContext) -> None:
         """Call the user's ``finalize``, which may reduce gradients between ranks."""
-        ends: bool = ctx.training and self._accumulation.ends(ctx.iter_idx)
-        if ends and self.step.finalize is not None:
-            self.step.finalize(self.model)
+        if ctx.training and self._accumulation.ends(ctx.iter_idx):
+            self._finalize()
 
     def optimizer_step(self, ctx: IterContext) -> None:
         """Update the parameters."""
@@ -236,8 +247,7 @@ class SparseDistTasks:
         ``next_iteration`` is the number of the next batch; none may be in flight. A collective.
         """
         if self._accumulation.take_rest(next_iteration):
-            if self.step.finalize is not None:
-                self.step.finalize(self.model)
+            self._finalize()
             self.step.update()
 
     def mode(self) -> ModuleModes:
@@ -290,12 +300,20 @@ class SparseDistTasks:
         memory = self._tables if state == "tables" else None
         return DeclaredIO(state=state, mode=mode, memory=memory)
 
-    def _get_gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self._parameters]
+    def _finalize(self) -> None:
+        if self.step.finalize is not None:
+            self.step.finalize(self.model)
+        else:
+            self._buffers.reduce()
 
-    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+    def _get_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
+        return [parameter.grad for parameter in self._parameters], self._buffers.copies()
+
+    def _set_gradients(self, gradients: tuple[list[Tensor | None], list[Tensor]]) -> None:
+        own, buffered = gradients
+        for parameter, gradient in zip(self._parameters, own, strict=True):
             parameter.grad = gradient
+        self._buffers.put_back(buffered)
 
     def trains(self) -> bool:
         """Whether batches are trained on in the present mode."""

@@ -29,7 +29,6 @@ with warnings.catch_warnings():
     from torchrec.distributed.sharding_plan import (
         column_wise,
         construct_module_sharding_plan,
-        data_parallel,
         row_wise,
         table_wise,
     )
@@ -172,8 +171,11 @@ def plain_model(job: Job, seed: int = 7) -> Model:
     return model
 
 
-def sharded(job: Job, model: nn.Module | None = None) -> nn.Module:
-    """The model over all ranks, its tables' optimizer fused into backward."""
+def sharded(job: Job, model: nn.Module | None = None, *, ddp: bool = True) -> nn.Module:
+    """The model over all ranks, its tables' optimizer fused into backward.
+
+    ``ddp`` wraps the rest in torch's DDP.
+    """
     model = plain_model(job) if model is None else copy.deepcopy(model)
     world = dist.get_world_size()
     fused = job.sharding != "data_parallel" and job.fused
@@ -202,7 +204,9 @@ def sharded(job: Job, model: nn.Module | None = None) -> nn.Module:
         }
     )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env, CPU, plan, sharders=[sharder])
+    return DistributedModelParallel(
+        model, env, CPU, plan, sharders=[sharder], init_data_parallel=ddp
+    )
 
 
 def dense_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swpipe.tasks.sparse_dist import PipelineFactory, TrainStep
-from swpipe.tasks.sparse_dist.accumulation import ddp_modules
+from swpipe.tasks.sparse_dist.wrappers import ddp_modules
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import (
     CPU,
