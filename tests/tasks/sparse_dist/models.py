@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     from torchrec.distributed.sharding_plan import (
         column_wise,
         construct_module_sharding_plan,
+        data_parallel,
         row_wise,
         table_wise,
     )
