@@ -78,5 +78,5 @@ def _reduce(module: DistributedDataParallel) -> None:
         if ranks:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(dist.get_world_size(group))
+            parameter.grad.mul_(1.0 / dist.get_world_size(group))
             dist.all_reduce(parameter.grad, group=group)

@@ -22,7 +22,7 @@ other states keep the values of the last run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from swpipe.tasks.sparse_dist._torchrec import DMPCollection
 from swpipe.tasks.sparse_dist.accumulation import Accumulation
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
+from swpipe.tasks.sparse_dist.reduction import DeferredReduction
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
 from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
@@ -117,6 +118,7 @@ class SparseDistTasks:
         self._modules = tuple(model.named_modules())
         self._parameters = step.parameters()
         self._buffers = GradientBuffers(model)
+        self._reduction = DeferredReduction(model)
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
         self._tables = [p for module in self.rewrite.sharded.values() for p in module.parameters()]
@@ -213,12 +215,13 @@ class SparseDistTasks:
 
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward down to the embeddings; start the exchange of their gradients."""
+        self._reduction.finish()  # of a batch that failed
         if ctx.training:
             if self._accumulation.begins(ctx.iter_idx):
                 self.step.zero_grad()
                 self._buffers.zero()
             ends = self._accumulation.ends(ctx.iter_idx)
-            with nullcontext() if ends else self._buffers.unreduced():
+            with nullcontext() if ends else self._buffers.unreduced(), self._deferring():
                 self.step.backward(ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
@@ -230,7 +233,8 @@ class SparseDistTasks:
             self._replicas.sync()
 
     def finalize_gradients(self, ctx: IterContext) -> None:
-        """Call the user's ``finalize``, which may reduce gradients between ranks."""
+        """Wait for DDP's reductions; call the user's ``finalize``, which may communicate."""
+        self._reduction.finish()
         if ctx.training and self._accumulation.ends(ctx.iter_idx):
             self._finalize()
 
@@ -300,6 +304,10 @@ class SparseDistTasks:
         memory = self._tables if state == "tables" else None
         return DeclaredIO(state=state, mode=mode, memory=memory)
 
+    def _deferring(self) -> AbstractContextManager[None]:
+        # Without the split, this is the whole backward: there is nothing to do before the wait.
+        return self._reduction.deferring() if self.rewrite.kind == "split" else nullcontext()
+
     def _finalize(self) -> None:
         if self.step.finalize is not None:
             self.step.finalize(self.model)
@@ -307,12 +315,18 @@ class SparseDistTasks:
             self._buffers.reduce()
 
     def _get_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
-        return [parameter.grad for parameter in self._parameters], self._buffers.copies()
+        self._reduction.finish()
+        # Copies: a gradient is often a part of a bucket, which the next backward writes to.
+        own = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
+        return own, self._buffers.copies()
 
     def _set_gradients(self, gradients: tuple[list[Tensor | None], list[Tensor]]) -> None:
         own, buffered = gradients
         for parameter, gradient in zip(self._parameters, own, strict=True):
-            parameter.grad = gradient
+            if gradient is None or parameter.grad is None:
+                parameter.grad = None if gradient is None else gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
         self._buffers.put_back(buffered)
 
     def trains(self) -> bool:
