@@ -282,6 +282,10 @@ class SparseDistTasks:
         looked_up: dict[str, Mode] = {"tables": "r", "table cache": "rw"}
         if self.fused:
             looked_up["optimizer"] = "r"
+        # Besides the gradients, it uses what the forward has used.
+        backward: dict[str, Mode] = {
+            "gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw",
+        }  # fmt: skip
         in_step: Mapping[str, Mode] = {"tables": "rw"} if self.tables_in_step else {}
         # The replaced forwards use the context of one batch; each task that runs them sets it.
         forwards: dict[str, Mode] = {"current batch": "rw"}
@@ -289,7 +293,7 @@ class SparseDistTasks:
             names.PREFETCH: {"table cache": "rw"},
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
             names.DENSE: forwards | dense if split else {},
-            names.DENSE_BACK: {"gradients": "rw", "optimizer": "r", **({} if split else tables)},
+            names.DENSE_BACK: backward if split else backward | tables,
             names.EMBED_BACK: tables if split or self._replicas is not None else {},
             names.FINALIZE: {"gradients": "rw"},
             names.STEP: {"gradients": "rw", "dense": "rw", "optimizer": "rw", **in_step},

@@ -1,0 +1,141 @@
+"""The eleven tasks declare every state that a recording sees them use.
+
+``EmbForward`` read the optimizers' learning rate and did not say so: the verifier accepted a
+look-up before the rate was known.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+pytest.importorskip("torchrec")
+
+from swpipe.inference import record
+from swpipe.plans import sparse_dist as plans
+from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+from swpipe.tasks.sparse_dist.forwards import Kind
+from tests.tasks.sparse_dist.models import CPU, Job, batches, plain_model, sharded
+from tests.tasks.sparse_dist.test_optimizers import combined
+
+UNITED = {
+    plans.EMBED: (plans.EMBED, plans.DENSE),
+    plans.DENSE_BACK: (plans.DENSE_BACK, plans.EMBED_BACK),
+}
+"""Without the split forward, the first task does the work of both."""
+
+
+class Use(NamedTuple):
+    """A task's use of a state, and where a recording has seen it."""
+
+    task: str
+    state: str
+    mode: str
+    member: str
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one rank in this process."""
+    store = Path(tmp_path_factory.mktemp("ranks"), "store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _tasks(kind: Kind) -> SparseDistTasks:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what TorchRec says of itself
+        return _made(kind)
+
+
+def _made(kind: Kind) -> SparseDistTasks:
+    model = plain_model(Job())
+    model.bottom = nn.Sequential(nn.BatchNorm1d(5), *model.bottom)
+    model = sharded(Job(), model)
+    optimizer = combined(model)
+    step = TrainStep([optimizer], clip=1.0, schedules=[LambdaLR(optimizer, lambda step: 0.7**step)])
+    return SparseDistTasks(model, step, device=CPU, forward=kind)
+
+
+def state_of(member: str) -> str:
+    """The state, in the words of the tasks, that a recorded object belongs to."""
+    if ".learning_rate_tensor" in member:
+        return "learning rate"
+    if member.endswith(".grad"):
+        return "gradients"
+    if "options" in member or "state of" in member or member.startswith("step."):
+        return "optimizer"
+    if (
+        "tables.0.embedding_bags" in member
+        or "weights_host" in member
+        or "fused[0]: param" in member
+    ):
+        return "tables"
+    if ".tables.0" in member:  # offsets, warnings, and what else a kernel keeps
+        return "table cache"
+    return "buffers" if "running_" in member or "num_batches" in member else "dense"
+
+
+def _seen(kind: Kind) -> tuple[list[Use], dict[str, dict[str, str]]]:
+    tasks = _tasks(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        undeclared = [replace(task, io=()) for task in tasks.tasks()]
+        found: Any = record(undeclared, next(iter(batches(1))), device=CPU)
+    uses = [
+        Use(task, state_of(member), mode, member)
+        for task, effects in found.effects.items()
+        for mode, places in (("r", effects.reads), ("w", effects.writes))
+        for place in places
+        for member in found.states.get(place.name, ())
+        if not member.startswith("unnamed memory")
+    ]
+    return uses, _declared(tasks)
+
+
+def _declared(tasks: SparseDistTasks) -> dict[str, dict[str, str]]:
+    return {
+        task.name: {io.state: io.mode for io in task.io if io.state is not None}
+        for task in tasks.tasks()
+    }
+
+
+def test_every_state_that_is_used_is_declared(one_process: None) -> None:
+    """With a schedule, clipping, a fused optimizer and batch normalisation.
+
+    The rate within the kernel is no state of its own: a look-up sets it and takes it. Nor is the
+    kernel's scratch memory: all tasks that use it are ordered, since they use the tables.
+    """
+    uses, declared = _seen("split")
+    assert {use.state for use in uses} >= {"tables", "dense", "buffers", "gradients", "optimizer"}
+    missing = [
+        use
+        for use in uses
+        if use.state not in ("learning rate", "table cache")
+        and use.mode not in declared[use.task].get(use.state, "")
+    ]
+    assert missing == []
+    kernel = {use.task for use in uses if use.state in ("learning rate", "table cache")}
+    assert kernel
+    assert all({"tables", "optimizer"} & declared[task].keys() for task in kernel)
+
+
+@pytest.mark.parametrize("kind", ["prefetch", "pipelined"])
+def test_a_task_that_does_the_work_of_two_declares_the_states_of_both(
+    one_process: None, kind: Kind
+) -> None:
+    """The other forwards run the same functions of the model in fewer tasks."""
+    declared, split = _declared(_tasks(kind)), _declared(_tasks("split"))
+    for one, both in UNITED.items():
+        for task in both:
+            for state, mode in split[task].items():
+                assert set(mode) <= set(declared[one].get(state, "")), (one, state)
