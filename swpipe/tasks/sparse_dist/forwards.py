@@ -8,6 +8,9 @@ tasks exchange the ids. The rest runs in one of three ways::
     prefetch      wait for ids, fill caches  model: look up           -
     split         wait for ids, fill caches  look up                  model: wait for embeddings
 
+A split pipeline gives a module the prefetch forward if DDP reduces parameters of it (see
+``wrappers``): its look-up and its update are then part of DenseForward and DenseBackward.
+
 The split forward also cuts the autograd graph at the embeddings (see ``seam``), so that the dense
 part and the tables have a backward task each.
 """
@@ -38,6 +41,7 @@ class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
     """Wait for the ids and look up inside the model's forward."""
 
     prefetches = False
+    looks_up_ahead = False
     inputs: ExchangedInputs | None = None
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
@@ -57,6 +61,7 @@ class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
     """Look up inside the model's forward, after EmbPrefetch has waited for the ids."""
 
     prefetches = True
+    looks_up_ahead = False
     inputs: ExchangedInputs | None = None
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
@@ -80,6 +85,8 @@ class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
 
 class SplitForward(PrefetchForward):
     """Look up in a task of its own, before the dense part."""
+
+    looks_up_ahead = True
 
     def look_up(self) -> None:
         """Look the embeddings up and start their exchange."""

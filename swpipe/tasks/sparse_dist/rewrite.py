@@ -36,7 +36,9 @@ from swpipe.tasks.sparse_dist.inputs import (
     sharded_modules,
     traced_inputs,
 )
-from swpipe.tasks.sparse_dist.wrappers import unwrapped
+from swpipe.tasks.sparse_dist.wrappers import reduced_by_outer_ddp, unwrapped
+
+LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 
 Find: TypeAlias = Literal["trace", "direct"]
 
@@ -78,7 +80,8 @@ class RewriteReport:
 class Rewrite:
     """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
 
-    ``sharded`` has all sharded modules by name. ``report`` is None before the first batch;
+    ``sharded`` has all sharded modules by name, and ``late`` the names of those that a split
+    pipeline looks up within the dense part. ``report`` is None before the first batch;
     ``forwards`` has one entry per pipelined module.
 
     Raises:
@@ -108,13 +111,23 @@ class Rewrite:
         self._fused = False
         self.sharded = sharded_modules(self._inner)
         self._check_names()
+        self.late = frozenset(
+            name
+            for name, module in self.sharded.items()
+            if kind == "split" and reduced_by_outer_ddp(model, module)
+        )
 
     def prepare(self, batch: Any) -> None:
         """Find the modules' inputs with a batch on the device, once, and attach."""
         found = self._find_inputs(batch)
         self.report = RewriteReport(
             tuple(
-                ModuleReport(name, type(module).__name__, not found[name].why, str(found[name]))
+                ModuleReport(
+                    name,
+                    type(module).__name__,
+                    not found[name].why,
+                    f"{found[name]}{LATE if name in self.late else ''}",
+                )
                 for name, module in self.sharded.items()
             ),
             self._find,
@@ -128,7 +141,9 @@ class Rewrite:
                 "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
             )
         self.forwards = tuple(
-            FORWARDS[self.kind](name, found[name].args, module, self._device)
+            FORWARDS["prefetch" if name in self.late else self.kind](
+                name, found[name].args, module, self._device
+            )
             for name, module in self.sharded.items()
             if not found[name].why
         )

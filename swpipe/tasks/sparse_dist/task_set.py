@@ -199,7 +199,8 @@ class SparseDistTasks:
             self._run_model(ctx)
             return
         for forward in self.rewrite.forwards:
-            forward.look_up()
+            if forward.looks_up_ahead:
+                forward.look_up()
 
     def dense_forward(self, ctx: IterContext) -> None:
         """Compute losses and output."""
@@ -282,6 +283,7 @@ class SparseDistTasks:
         looked_up: dict[str, Mode] = {"tables": "r", "table cache": "rw"}
         if self.fused:
             looked_up["optimizer"] = "r"
+        late: dict[str, Mode] = looked_up if self.rewrite.late else {}
         # Besides the gradients, it uses what the forward has used.
         backward: dict[str, Mode] = {
             "gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw",
@@ -292,8 +294,8 @@ class SparseDistTasks:
         touched: dict[str, Mapping[str, Mode]] = {
             names.PREFETCH: {"table cache": "rw"},
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
-            names.DENSE: forwards | dense if split else {},
-            names.DENSE_BACK: backward if split else backward | tables,
+            names.DENSE: (forwards | dense | late) if split else {},
+            names.DENSE_BACK: backward if split and not late else backward | tables,
             names.EMBED_BACK: tables if split or self._replicas is not None else {},
             names.FINALIZE: {"gradients": "rw"},
             names.STEP: {"gradients": "rw", "dense": "rw", "optimizer": "rw", **in_step},

@@ -35,6 +35,22 @@ def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
     return (m for m in model.modules() if isinstance(m, DistributedDataParallel))
 
 
+def reduced_by_outer_ddp(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a DDP wrapper around ``module`` reduces some of its parameters.
+
+    Such are those of feature processors: they take part in the look-up, and DDP expects their
+    gradients in the backward of the dense part.
+    """
+    own = {id(p) for p in module.parameters() if p.requires_grad}
+    return any(
+        id(parameter) in own
+        for wrapper in ddp_modules(model)
+        if wrapper not in set(module.modules())
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    )
+
+
 class GradientBuffers:
     """The gradients that Megatron's wrappers keep; nothing where a model has none."""
 
