@@ -70,7 +70,7 @@ def _save(found: Found, tensors: SavedTensors) -> Restore:
 
 def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
     restores: list[Restore] = []
-    modules = list(_modules_in(root))
+    modules = list(modules_in(root))
     for module in modules:
         # Attributes without tensors (hooks, counters, flags) are not restored.
         held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
@@ -83,7 +83,7 @@ def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
     return lambda: [restore() for restore in restores]
 
 
-def _modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """``root`` and all modules below it, including those in plain lists and dicts."""
     seen = {id(root)}
     ahead = [root]
