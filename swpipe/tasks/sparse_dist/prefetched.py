@@ -36,7 +36,7 @@ from torch import nn
 from swpipe._state.snapshot import modules_in
 from swpipe.core.task import DeclaredIO
 from swpipe.plans import sparse_dist as names
-from swpipe.tasks.sparse_dist.rewrite import RewriteError
+from swpipe.tasks.sparse_dist.inputs import RewriteError
 
 
 class PrefetchedBatches:

@@ -243,7 +243,9 @@ class SparseDistTasks:
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
-        run_embedding_backward(ctx.pipeline.seams.values())
+        # A shortcut of DenseForward replays the cut of an earlier batch, whose graph is not ours.
+        cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
+        run_embedding_backward(cuts)
         ctx.pipeline.seams.clear()
         self.prefetched.finish_backward()
         every = self.step.sync_interval

@@ -213,6 +213,31 @@ def test_no_shortcut_leaves_a_prefetch_behind(two_ranks: Ranks, tasks: tuple[str
             assert found == [([], []), ([], [])], (name, job, lines)
 
 
+def _dropped_and_replayed() -> list[str]:
+    """A batch is dropped between its dense backward and that of its tables; its cut is replayed."""
+    pipeline, _, groups = _made("jagged_split_sparse_dist", JOB, 200)
+    data = [*batches(5), "no batch", *batches(3)]
+    with pipeline:
+        trained = iter(data)
+        for _ in range(2):
+            pipeline.progress(trained)
+        pipeline.pipe.enable_shortcut("DenseForward")
+        with pytest.raises(TypeError, match="is a str without to"):
+            pipeline.progress(trained)
+        rows = rows_of(groups)
+        to_the_end(pipeline, batches(4))
+        pipeline.pipe.disable_shortcut()
+        changed = Outcome([], rows_of(groups)).differences(Outcome([], rows))
+        left = left_behind(groups)
+        to_the_end(pipeline, batches(3))
+        return [*left, *changed]
+
+
+def test_a_replayed_cut_trains_no_dropped_batch(two_ranks: Ranks) -> None:
+    """Its rows are unpinned already, and may be another batch's."""
+    assert two_ranks.run(_dropped_and_replayed) == [[], []]
+
+
 # --------------------------------------------------------------------------- failures
 
 
