@@ -26,12 +26,16 @@ class TableState:
     Args:
         modules: The sharded modules, by name.
         given: The user's functions, if any.
+
+    Attributes:
+        restored_modules: What the user's functions restore.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], given: CaptureRestore | None) -> None:
         self._hidden = [] if given else [name for name in modules if _hides_rows(modules[name])]
         self._modules = modules
         self._given = given
+        self.restored_modules = tuple(modules.values()) if given else ()
 
     @property
     def needed(self) -> bool:

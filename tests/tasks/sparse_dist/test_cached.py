@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -409,11 +410,13 @@ def _state_is_needed(how: str, given: bool) -> list[str]:
     owner = _tasks(model, JOB, "split", **options)
     before = Outcome([], everything(model) | rows_of(groups))
     (batch,) = batches(1)
-    if how == "record":
-        record(owner.tasks(), batch, device=CPU)
-    else:
-        with SWPipeline(plans.split(), owner.tasks(), device=CPU) as pipe:
-            TaskProfiler(pipe).profile(batch, 1, 2, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be restored")
+        if how == "record":
+            record(owner.tasks(), batch, device=CPU)
+        else:
+            with SWPipeline(plans.split(), owner.tasks(), device=CPU) as pipe:
+                TaskProfiler(pipe).profile(batch, 1, 2, 1)
     return Outcome([], everything(model) | rows_of(groups)).differences(before)
 
 
