@@ -271,7 +271,7 @@ def _left_by_failure(name: str, job: Job, place: str, lines: int | None) -> list
 
 
 @pytest.mark.parametrize("place", ["dense part", "look-up", "iterator"])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [*EXACT, "jagged_semi_sync_sparse_dist"])
 def test_a_failure_leaves_no_prefetch_behind(two_ranks: Ranks, name: str, place: str) -> None:
     """What was in flight is dropped with its pins, and the next batches find room."""
     for job, lines in ((JOB, 200), (JOB, None), (BAGS, 200)):
