@@ -2,9 +2,11 @@
 #
 # PYTHON  the interpreter that makes .venv, and that gpu-check runs on; 3.11 or newer
 # ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x -n 0"
+# TORCHREC  the version that test-torchrec runs on
 
 PYTHON ?= python3
 ARGS ?=
+TORCHREC ?= 1.5.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,10 +20,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test bench lint format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo test test-torchrec bench lint format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # A target installs what it needs and no more. Each level is an extra of pyproject.toml with a stamp
 # in .venv, written last: an interrupted installation is taken up again.
@@ -54,6 +56,16 @@ demo: $(VENV)/.demo ## train a click model serially and pipelined, compare, brea
 test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/accelerator
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 	@$(if $(ARGS),,$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/accelerator)
+
+# In a folder ahead of the installed one. fbgemm is the installed one: older builds of it need an
+# older torch.
+$(VENV)/torchrec-%: | $(VENV)/.test
+	PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT= $(INSTALL) --no-deps --target $@.new torchrec==$*
+	@mv $@.new $@
+
+test-torchrec: $(VENV)/torchrec-$(TORCHREC) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0
+	@PYTHONPATH="$(abspath $<)" $(BIN)/python -m pytest -n auto --maxprocesses 4 \
+	  tests/tasks/sparse_dist $(ARGS)
 
 bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
 	@$(BIN)/python -m tests.bench $(ARGS)

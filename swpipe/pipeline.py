@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 
-from swpipe._distributed.rank_checks import check_same_shortcuts
+from swpipe._distributed.rank_checks import ShortcutAct, check_same_shortcuts
 from swpipe._engine.driver import Driver, Place
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
@@ -52,7 +52,7 @@ class SWPipeline:
             than the longest random task of any pipeline in the process: they take turns to draw.
         record_all_events: Record the device event of every task, needed or not, for debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
-            fill, and shortcuts whenever some are enabled.
+            fill, and shortcuts whenever some are enabled or disabled.
         mode: Returns what must stay the same while iterations are in flight, besides torch's
             gradient and inference modes; compared with ``==``: ``lambda: model.training``.
         host: Where threads come from; for tests.
@@ -221,15 +221,28 @@ class SWPipeline:
                 answer within ``stall_timeout_s``.
         """
         names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
-        if self._alike:
-            timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            wanted, begun = {*shortcuts.names, *names}, self._driver.ranks.begun()
-            check_same_shortcuts(self.plan.digest(), wanted, begun, timeout_s)
+        self._compare_shortcuts("enable", {*shortcuts.names, *names})
         shortcuts.enable(names)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
-        """Run tasks as usual again, and drop their caches; without arguments, of all tasks."""
-        self._driver.engine.shortcuts.disable(self.task_names(*(tasks or self.tasks)))
+        """Run tasks as usual again, and drop their caches; without arguments, of all tasks.
+
+        On several ranks, as ``enable_shortcut``.
+
+        Raises:
+            ValueError: A task that this pipeline does not have.
+            RuntimeError: As for ``enable_shortcut``; the tasks then are shortcut as before.
+        """
+        names, shortcuts = self.task_names(*(tasks or self.tasks)), self._driver.engine.shortcuts
+        if not shortcuts.names.isdisjoint(names):
+            self._compare_shortcuts("disable", shortcuts.names.difference(names))
+            shortcuts.disable(names)
+
+    def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
+        if self._alike:
+            timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
+            begun = self._driver.ranks.begun()
+            check_same_shortcuts(self.plan.digest(), act, wanted, begun, timeout_s)
 
     @contextmanager
     def shortcut(self, *tasks: TaskRef) -> Iterator[None]:
@@ -237,9 +250,12 @@ class SWPipeline:
         self.enable_shortcut(*tasks)
         try:
             yield
-        finally:
-            if tasks:
-                self.disable_shortcut(*tasks)
+        except BaseException:
+            # Without a word: the other ranks may not come here.
+            self._driver.engine.shortcuts.disable(names_of(tasks))
+            raise
+        if tasks:
+            self.disable_shortcut(*tasks)
 
     @property
     def shortcut_tasks(self) -> frozenset[str]:

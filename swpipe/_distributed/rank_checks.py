@@ -8,8 +8,8 @@ writes its error into the job's store, and the errors of ranks that others let d
     rank 1    connection closed by peer ---> word; waits for the first failure or all words: rank 0
     rank 2    killed                         no word: without a first failure, it may be the cause
 
-A rank that enables shortcuts waits until the others do. To find one that does not before the
-time-out, at no cost per step, the watchdog of that rank answers::
+A rank that enables or disables shortcuts waits until the others do. To find one that does not
+before the time-out, at no cost per step, the watchdog of that rank answers::
 
     rank 0    period 5   enable "a": check 3, after 5 periods ... error: rank 1 went on without
     rank 1    period 5   period 6: a collective, without rank 0
@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -56,6 +56,8 @@ _WORDS_S = 0.5  # how long a rank that was let down waits for the words of the o
 _LOST = re.compile(r"connection|closed by peer|timed? ?out|socket|gloo|nccl", re.IGNORECASE)
 
 _SHORTCUTS = "swpipe/shortcuts/{}/{}"
+ShortcutAct: TypeAlias = Literal["enable", "disable"]
+_OTHERS: dict[ShortcutAct, str] = {"enable": "without", "disable": "with"}
 _ANY = "any"  # in the place of a rank: one that waits
 
 RECENT_S = 60.0
@@ -165,9 +167,9 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
 
 
 def check_same_shortcuts(
-    digest: str, names: Collection[str], begun: Begun, timeout_s: float
+    digest: str, act: ShortcutAct, names: Collection[str], begun: Begun, timeout_s: float
 ) -> None:
-    """Compare what is to be shortcut across the ranks of the default group; without one, return.
+    """Compare what is to be shortcut from now on across the ranks of the default group, if any.
 
     A task that communicates and is run on one rank and replayed on another would never end. Ranks
     are compared through the job's store, not by a collective: it would get in between those of
@@ -185,7 +187,8 @@ def check_same_shortcuts(
     store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
     store.set(_SHORTCUTS.format(turn, _ANY), json.dumps(begun))
     try:
-        others = [_said_by(rank, turn, store, timeout_s) for rank in range(dist.get_world_size())]
+        ranks = range(dist.get_world_size())
+        others = [_said_by(rank, turn, store, act, timeout_s) for rank in ranks]
     except RuntimeError as error:
         tell_failure(error)  # the others are in collectives that will fail when this rank ends
         raise
@@ -197,12 +200,12 @@ def check_same_shortcuts(
         raise RuntimeError(
             "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
             f"each other's collectives for ever: {differences(held)}. Enable the same tasks on all "
-            "ranks, in the same order"
+            "ranks, and disable the same, in the same order"
         )
 
 
 def answer_check(begun: Begun) -> None:
-    """Tell ranks that wait for this one to enable shortcuts, if any do, that it has gone on.
+    """Tell ranks that wait for this one to change shortcuts, if any do, that it has gone on.
 
     Called from any thread when nothing moves in the pipeline. Ranks that have begun as many
     periods, or wait for another pipeline, are not answered: this rank may be late. Returns within
@@ -234,12 +237,12 @@ def _answer(begun: Begun) -> None:
             _turns.count += 1
 
 
-def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
+def _said_by(rank: int, turn: int, store: Any, act: ShortcutAct, timeout_s: float) -> str:
     key, deadline, pause_s = _SHORTCUTS.format(turn, rank), time.monotonic() + timeout_s, 1e-4
     while not store.check([key]):  # looked at in turns, so that Ctrl-C comes through
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"rank {rank} has not enabled shortcuts within {timeout_s:g} s: enable the same "
+                f"rank {rank} has not {act}d shortcuts within {timeout_s:g} s: {act} the same "
                 "tasks on all ranks, or build the pipeline with check_ranks=False on ranks that do "
                 "without the others"
             )
@@ -249,9 +252,9 @@ def _said_by(rank: int, turn: int, store: Any, timeout_s: float) -> str:
     periods, fewer = json.loads(said)
     if isinstance(periods, int):
         raise RuntimeError(
-            f"rank {rank} has begun period {periods - 1} without the shortcuts that this rank "
-            f"enables before period {fewer}: enable the same tasks on all ranks, between the same "
-            "two steps"
+            f"rank {rank} has begun period {periods - 1} {_OTHERS[act]} the shortcuts that this "
+            f"rank {act}s before period {fewer}: {act} the same tasks on all ranks, between the "
+            "same two steps"
         )
     return said
 

@@ -49,7 +49,7 @@ class RankProgress:
         return Begun(self.number, self.periods)
 
     def answer(self) -> None:
-        """Answer a rank that waits for this one to enable shortcuts."""
+        """Answer a rank that waits for this one to change shortcuts."""
         answer_check(self.begun())
 
 

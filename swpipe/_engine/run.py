@@ -48,6 +48,7 @@ from swpipe._engine.mode import Mode, refuse_switch
 from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.program import ADMIT, RETIRE, Instruction
 from swpipe._engine.randomness import this_thread
+from swpipe._engine.resets import reset_states
 from swpipe._engine.torch_state import ThreadTorchState, TorchState, torch_state
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.context import IterContext
@@ -378,6 +379,7 @@ class Run:
         self.iterations.generators.end()
         if not self.finished:
             self._abandon()
+            self._reset_states()
         self.iterations.clear()
         self.ended = True
         self._failure.clear()  # its traceback refers to this run
@@ -417,6 +419,14 @@ class Run:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(lane.thread.ident), ctypes.py_object(Cancelled)
                 )
+
+    def _reset_states(self) -> None:
+        """Let the tasks forget what they keep for the iterations in flight."""
+        try:
+            reset_states(self.engine.tasks.values(), self.failure)
+        except Exception:
+            self.ended = True
+            raise
 
     def _abandon(self) -> None:
         """Hold what is in flight, and order the caller's next work after its device work."""

@@ -10,6 +10,7 @@ from swpipe._distributed.rank_checks import tell_failure
 from swpipe._engine.iterations import Engine
 from swpipe._engine.observers import observing
 from swpipe._engine.program import Instruction, compile_plan
+from swpipe._engine.resets import reset_states
 from swpipe.core.context import IterContext
 from swpipe.core.errors import add_note
 from swpipe.core.plan import PipelinePlan
@@ -43,6 +44,7 @@ class SerialLane:
             except BaseException as error:
                 place = f"at task {task.name!r}, iteration {ctx.iter_idx}, serially"
                 add_note(error, f"swpipe: {place}")
+                reset_states(self._tasks, error)
                 tell_failure(error)
                 raise
         return ctx

@@ -35,6 +35,11 @@ class SavedTensors:
             if tensor.is_leaf and tensor.grad is not None:
                 self.add(tensor.grad)
 
+    def addresses(self) -> set[int]:
+        """Where the memory of the strided ones begins."""
+        parts = (part for saved in self._saved.values() for part, _ in saved.copies)
+        return {p.untyped_storage().data_ptr() for p in parts if p.layout is torch.strided}
+
     def restore(self) -> None:
         """Restore all of them."""
         for saved in self._saved.values():
@@ -50,7 +55,7 @@ class _SavedTensor:
         # References the original memory, also after the tensor gets other memory through ``.data``.
         # (For a sparse tensor it is the tensor itself.)
         self._memory = tensor.detach() if tensor.layout is torch.strided else tensor
-        self._copies = [(part, _to_host(part)) for part in _parts(self._memory)]
+        self.copies = [(part, _to_host(part)) for part in _parts(self._memory)]
 
     def restore(self) -> None:
         with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
@@ -63,7 +68,7 @@ class _SavedTensor:
             tensor.requires_grad_(self._requires_grad)
         if not _same_memory(tensor, memory):
             tensor.data = memory
-        for part, saved in self._copies:
+        for part, saved in self.copies:
             part.copy_(saved)
         if self._leaf:
             tensor.grad = self._grad

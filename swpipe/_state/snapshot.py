@@ -9,6 +9,8 @@ them stay valid (an optimizer's to its parameters, a view's to its base).
 - generators: the default ones of torch, Python and numpy, and those that were found;
 - other objects: through ``state_dict`` and ``load_state_dict``.
 
+Of plain objects within modules nothing is saved; a change of their tensors is told.
+
 Copies are in host memory, so that a model that fills its device can be profiled. Lazy parameters
 and buffers that are initialized after the snapshot keep their values.
 """
@@ -18,8 +20,9 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,8 +31,10 @@ from torch import Tensor
 
 from swpipe._state.copies import SavedTensors
 from swpipe._state.discovery import Found, has_state_dict
+from swpipe._state.unsaved import UnsavedTensors
 from swpipe._tensors.pytree import nodes_in, tensors_in
 from swpipe.core.errors import add_note
+from swpipe.core.messages import listed
 from swpipe.device import Device
 
 Restore: TypeAlias = Callable[[], object]
@@ -39,19 +44,47 @@ Restore: TypeAlias = Callable[[], object]
 class Snapshot:
     """The state of some objects, and of all default generators, at one moment."""
 
-    def __init__(self, owners: Iterable[Found], device: Device) -> None:
+    def __init__(self, owners: Sequence[Found], device: Device) -> None:
         self._device = device
         device.synchronize()
         tensors = SavedTensors()
         # Tensors after the containers and modules that hold them.
         self._restores = [*(_save(found, tensors) for found in owners), tensors.restore]
         self._restores += [_save_generators(device)]
+        self._unsaved = UnsavedTensors(_watched(owners), tensors)
 
     def restore(self) -> None:
-        """Restore everything, after the device has finished its current work."""
+        """Restore everything, after the device has finished its current work.
+
+        Warns:
+            RuntimeWarning: Tensors of plain objects within modules changed, and are not restored.
+        """
         self._device.synchronize()
         for restore in self._restores:
             restore()
+        if changed := self._unsaved.changed():
+            warnings.warn(
+                f"{listed(changed)} changed and cannot be restored: plain objects within a module "
+                "hold them. Make them buffers of the module, or let a task refer to an object "
+                "whose state_dict and load_state_dict save and restore them",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _watched(owners: Sequence[Found]) -> list[torch.nn.Module]:
+    """All modules whose plain objects nobody restores.
+
+    An object with state that does so for some modules names these in ``restored_modules``.
+    """
+    restored = {
+        id(module)
+        for one in owners
+        for root in getattr(one.owner, "restored_modules", ())
+        for module in modules_in(root)
+    }
+    roots = [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
+    return [m for root in roots for m in modules_in(root) if id(m) not in restored]
 
 
 def _save(found: Found, tensors: SavedTensors) -> Restore:
@@ -70,7 +103,7 @@ def _save(found: Found, tensors: SavedTensors) -> Restore:
 
 def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
     restores: list[Restore] = []
-    modules = list(_modules_in(root))
+    modules = list(modules_in(root))
     for module in modules:
         # Attributes without tensors (hooks, counters, flags) are not restored.
         held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
@@ -83,7 +116,7 @@ def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
     return lambda: [restore() for restore in restores]
 
 
-def _modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """``root`` and all modules below it, including those in plain lists and dicts."""
     seen = {id(root)}
     ahead = [root]

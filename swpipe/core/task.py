@@ -32,6 +32,8 @@ class DeclaredIO:
         mode: Whether the task reads ("r"), writes ("w") or does both ("rw").
         memory: The tensors and modules that hold the state, alone or in lists and dicts; needed
             only once per state. A recording reports accesses to this memory by the state's name.
+        reset: Called when iterations in flight are dropped, by a failure or by ``close``: lets go
+            of what the task keeps for them outside their contexts.
 
     Raises:
         ValueError: The fields are incomplete or contradict each other.
@@ -42,6 +44,7 @@ class DeclaredIO:
     state: str | None = None
     mode: Mode = "rw"
     memory: Any = field(default=None, compare=False, repr=False)
+    reset: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if (self.capture is None) != (self.restore is None):
@@ -49,8 +52,10 @@ class DeclaredIO:
                 "a DeclaredIO needs both capture and restore, or neither: what one keeps, "
                 "the other puts back"
             )
-        if self.capture is None and self.state is None:
-            raise ValueError("a DeclaredIO declares nothing: give a state, or capture and restore")
+        if self.capture is None and self.state is None and self.reset is None:
+            raise ValueError(
+                "a DeclaredIO declares nothing: give a state, capture and restore, or reset"
+            )
         if self.state is not None and not (isinstance(self.state, str) and self.state):
             raise ValueError(f"state is {shown(self.state)}; give a name")
         if self.mode not in ("r", "w", "rw"):

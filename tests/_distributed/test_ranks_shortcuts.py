@@ -47,6 +47,62 @@ def test_ranks_that_go_alone_are_not_compared(two_ranks: Ranks) -> None:
     assert two_ranks.run(_enabled, NAMES[0], NAMES[1], False) == [[NAMES[0]], [NAMES[1]]]
 
 
+def _disabled(one: str, other: str) -> list[str]:
+    """What is said and still shortcut where all tasks are, and each rank disables its own."""
+    with SWPipeline(piped(3), tasks()) as pipe:
+        pipe.enable_shortcut(*NAMES)
+        try:
+            pipe.disable_shortcut(one if dist.get_rank() == 0 else other)
+        except RuntimeError as error:
+            return [str(error), *sorted(pipe.shortcut_tasks)]
+        assert pipe.run(range(4)).iterations == 4
+        return sorted(pipe.shortcut_tasks)
+
+
+def test_ranks_that_disable_different_shortcuts_are_refused(two_ranks: Ranks) -> None:
+    """On all of them alike, by name; everything is shortcut as before."""
+    for said in two_ranks.run(_disabled, NAMES[0], NAMES[1]):
+        assert "the ranks would shortcut different tasks" in said[0]
+        assert "and disable the same, in the same order" in said[0]
+        assert said[1:] == sorted(NAMES)
+
+
+def test_ranks_that_disable_the_same_shortcut_run(two_ranks: Ranks) -> None:
+    """The others are still shortcut."""
+    assert two_ranks.run(_disabled, NAMES[0], NAMES[0]) == [sorted(NAMES[1:])] * 2
+
+
+def _block_left(failing: int) -> list[str]:
+    """What is shortcut after a block in which one rank failed; both ranks come out of it."""
+    with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
+        pipe.run(range(2))
+        if dist.get_rank() == failing:
+            with pytest.raises(KeyError), pipe.shortcut(NAMES[0]):
+                raise KeyError
+        else:
+            pipe.enable_shortcut(NAMES[0])
+        dist.barrier()
+        return list(pipe.shortcut_tasks)
+
+
+def test_a_block_that_fails_waits_for_no_rank(two_ranks: Ranks) -> None:
+    """The others may never come to its end."""
+    assert two_ranks.run(_block_left, 1) == [NAMES[:1], []]
+
+
+def _nothing_to_disable() -> int:
+    """One rank disables what is not shortcut."""
+    with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
+        if dist.get_rank() == 0:
+            pipe.disable_shortcut()
+        return pipe.run(range(4)).iterations
+
+
+def test_what_is_not_shortcut_is_disabled_without_a_word(two_ranks: Ranks) -> None:
+    """Nothing changes, so there is nothing to compare."""
+    assert two_ranks.run(_nothing_to_disable) == [4, 4]
+
+
 def _profiled() -> str:
     with SWPipeline(piped(3), tasks()) as pipe:
         try:
@@ -62,38 +118,45 @@ def test_ranks_that_profile_different_tasks_are_refused(two_ranks: Ranks) -> Non
         assert "the ranks would shortcut different tasks" in said
 
 
-def _goes_on_alone() -> str:
-    """Rank 0 enables a task after two steps and rank 1 does not; what rank 0 is told."""
+def _goes_on_alone(act: str, of: str) -> str:
+    """Rank 0 changes a shortcut after two steps and rank 1 does not; what rank 0 is told."""
 
     def meet(ctx: IterContext) -> None:
         dist.all_reduce(torch.ones(1))
 
     alone = [PipelineTask("meet", meet)]
-    with SWPipeline(PipelinePlan.serial(alone), alone, stall_timeout_s=60.0) as pipe:
+    # "add" is shortcut on both ranks, so that it can be disabled on one.
+    tasks = [*alone, PipelineTask("add", lambda ctx: setattr(ctx, "sum", 1))]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, stall_timeout_s=60.0) as pipe:
+        pipe.enable_shortcut("add")
         batches, said = iter(range(6)), ""
         for _ in range(2):
             pipe.progress(batches)
+        change = getattr(pipe, f"{act}_shortcut")
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError) as caught:
-                pipe.enable_shortcut("meet")
+                change(of)
             said = str(caught.value)
         pipe.progress(batches)
-        pipe.enable_shortcut("meet")
+        change(of)
         for _ in range(3):
             pipe.progress(batches)
     return said
 
 
 @pytest.mark.slow
-def test_a_rank_that_goes_on_without_is_noticed() -> None:
+@pytest.mark.parametrize(
+    ("act", "of", "word"), [("enable", "meet", "without"), ("disable", "add", "with")]
+)
+def test_a_rank_that_goes_on_alone_is_noticed(act: str, of: str, word: str) -> None:
     """Long before the time-out; and ranks that are alike from then on run."""
     with Ranks(2) as ranks:
         begun_s = time.monotonic()
-        told = ranks.run(_goes_on_alone)[0]
+        told = ranks.run(_goes_on_alone, act, of)[0]
         assert time.monotonic() - begun_s < WELL_BEFORE_S
     assert told == (
-        "rank 1 has begun period 2 without the shortcuts that this rank enables before period 2: "
-        "enable the same tasks on all ranks, between the same two steps"
+        f"rank 1 has begun period 2 {word} the shortcuts that this rank {act}s before period 2: "
+        f"{act} the same tasks on all ranks, between the same two steps"
     )
 
 
@@ -120,18 +183,22 @@ def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks) -> None:
     assert two_ranks.run(_comes_late) == [NAMES[:1]] * 2
 
 
-def _alone() -> str:
-    with SWPipeline(piped(3), tasks(), stall_timeout_s=0.3) as pipe:
+def _alone(act: str) -> str:
+    with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
+        if act == "disable":
+            pipe.enable_shortcut(NAMES[0])
+        pipe._stall_timeout_s = 0.3
         said = ""
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="rank 1 has not enabled shortcuts") as caught:
-                pipe.enable_shortcut(NAMES[0])
+            with pytest.raises(RuntimeError, match=f"rank 1 has not {act}d shortcuts") as caught:
+                getattr(pipe, f"{act}_shortcut")(NAMES[0])
             said = str(caught.value)
         dist.barrier()
         return said
 
 
-def test_a_rank_that_shortcuts_alone_is_refused() -> None:
+@pytest.mark.parametrize("act", ["enable", "disable"])
+def test_a_rank_that_changes_shortcuts_alone_is_refused(act: str) -> None:
     """After the time in which a stall is one."""
     with Ranks(2) as ranks:
-        assert "within 0.3 s" in ranks.run(_alone)[0]
+        assert "within 0.3 s" in ranks.run(_alone, act)[0]

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from importlib import metadata
 
-TESTED = "1.8"
-"""The tested series of TorchRec releases."""
+FIRST, LAST = (1, 5), (1, 8)
+"""The first and the last supported series of TorchRec releases; both are tested."""
+
+SUPPORTED = "{}.{} to {}.{}".format(*FIRST, *LAST)
+NEWEST = "torchrec=={}.{}.*".format(*LAST)
 
 ANY_VERSION = "SWPIPE_ANY_TORCHREC"
 """Set this environment variable to 1 to allow another version."""
@@ -29,18 +33,20 @@ def check_version(found: str | None, *, any_version: bool = False) -> None:
     """Refuse an untested TorchRec.
 
     Raises:
-        ImportError: TorchRec is missing, or its series is not ``TESTED`` without ``any_version``.
+        ImportError: TorchRec is missing, or its series is not supported and ``any_version`` is not
+            given.
     """
     if found is None:
         raise ImportError(
-            f"swpipe.tasks.sparse_dist needs torchrec {TESTED}.x, and none is installed: see the "
+            f"swpipe.tasks.sparse_dist needs torchrec {SUPPORTED}, and none is installed: see the "
             "install guide, which also says how to get it without CUDA"
         )
-    if not any_version and found.split(".")[:2] != TESTED.split("."):
+    series = re.match(r"(\d+)\.(\d+)", found)
+    supported = series is not None and FIRST <= tuple(map(int, series.groups())) <= LAST
+    if not (any_version or supported):
         raise ImportError(
             f"torchrec {found} is installed, but swpipe.tasks.sparse_dist uses its private parts "
-            f"and is tested with {TESTED}.x only: install torchrec=={TESTED}.*, or set "
-            f"{ANY_VERSION}=1 to try this one"
+            f"and supports {SUPPORTED}: install {NEWEST}, or set {ANY_VERSION}=1 to try this one"
         )
 
 
@@ -85,7 +91,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"torchrec {VERSION} does not have what swpipe.tasks.sparse_dist imports ({error}): "
-        f"install torchrec=={TESTED}.*"
+        f"install {NEWEST}"
     ) from error
 
 get_leaf_module_names = _get_leaf_module_names
@@ -104,7 +110,7 @@ def describe() -> str:
     """The installed versions, in one line."""
     found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
     fbgemm = [f"{name} {version}" for name, version in found.items() if version]
-    return f"torchrec {VERSION} (tested: {TESTED}.x), {(fbgemm or ['no fbgemm'])[0]}"
+    return f"torchrec {VERSION} (supported: {SUPPORTED}), {(fbgemm or ['no fbgemm'])[0]}"
 
 
 __all__ = [

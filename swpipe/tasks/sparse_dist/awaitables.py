@@ -27,7 +27,9 @@ _PENDING = object()
 class Replayable(Awaitable):  # type: ignore[misc]
     """An awaitable that can be waited for again.
 
-    ``module_context`` is completed by the wait; ``then`` is applied to the result.
+    ``module_context`` is completed by the wait; ``then`` is applied to the result. The result's
+    graph belongs to ``iteration``, if given: a replay in another one gets a detached result, also
+    if it is the first to wait.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Replayable(Awaitable):  # type: ignore[misc]
         device: Device,
         module_context: Any = None,
         then: Callable[[Any], Any] | None = None,
+        iteration: int | None = None,
     ) -> None:
         super().__init__()
         self._awaitable = awaitable
         self._device = device
         self._module_context = module_context
         self._then = then
+        self._iteration = iteration
         self._result: Any = _PENDING
         self._lock = threading.Lock()
         self._stream = device.current_stream()
@@ -49,6 +53,11 @@ class Replayable(Awaitable):  # type: ignore[misc]
     def wait(self) -> Any:
         """The result: itself the first time, then a detached copy."""
         return self.wait_with_context()[0]
+
+    def wait_in(self, iteration: int) -> Any:
+        """The result for one iteration: a detached copy in another than its own."""
+        result = self.wait()
+        return result if iteration == self._iteration else map_tensors(result, _again)
 
     def wait_with_context(self) -> tuple[Any, Any]:
         """The result and the module's context, which the wait completes."""

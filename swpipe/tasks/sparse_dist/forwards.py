@@ -23,7 +23,6 @@ from typing import Any, Literal, TypeAlias
 from swpipe._tensors.pytree import map_tensors
 from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
-    Awaitable,
     LazyAwaitable,
     LazyGetItemMixin,
     PrefetchPipelinedForward,
@@ -43,6 +42,7 @@ class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
     prefetches = False
     looks_up_ahead = False
     inputs: ExchangedInputs | None = None
+    iteration = 0
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
         super().__init__(name, args, module, context=None)
@@ -63,6 +63,7 @@ class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
     prefetches = True
     looks_up_ahead = False
     inputs: ExchangedInputs | None = None
+    iteration = 0
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
         super().__init__(name, args, module, context=None)
@@ -93,7 +94,8 @@ class SplitForward(PrefetchForward):
         context: SparseDistContext = self._context
         output = self._look_up(context)
         context.embeddings[self._name] = _each(
-            output, lambda awaitable: Replayable(awaitable, self._device)
+            output,
+            lambda awaitable: Replayable(awaitable, self._device, iteration=self.iteration),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +103,7 @@ class SplitForward(PrefetchForward):
         context: SparseDistContext = self._context
         embeddings = _take(context.embeddings, self._name)
         _check(self, args, kwargs)
-        seam = context.seams[self._name] = Seam()
+        seam = context.seams[self._name] = Seam(self.iteration)
         return _each(embeddings, lambda awaitable: _Cut(awaitable, seam))
 
 
@@ -115,13 +117,13 @@ FORWARDS: dict[Kind, type[PipelinedForward] | type[PrefetchForward]] = {
 class _Cut(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
     """Embeddings that become leaves of the dense part's graph."""
 
-    def __init__(self, awaitable: Awaitable, seam: Seam) -> None:
+    def __init__(self, awaitable: Replayable, seam: Seam) -> None:
         super().__init__()
         self._inner = awaitable
         self._seam = seam
 
     def _wait_impl(self) -> Any:
-        return map_tensors(self._inner.wait(), self._seam.cut)
+        return map_tensors(self._inner.wait_in(self._seam.iteration), self._seam.cut)
 
 
 def _each(output: Any, fn: Callable[[Any], Any]) -> Any:

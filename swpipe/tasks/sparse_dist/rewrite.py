@@ -187,6 +187,7 @@ class Rewrite:
         replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
+            forward.iteration = iteration
             forward.inputs = None if replayed else context.inputs
 
     def _check_names(self) -> None:

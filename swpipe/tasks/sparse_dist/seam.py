@@ -31,9 +31,10 @@ _EXCHANGES = frozenset(f"{cls.__name__}Backward" for cls in EXCHANGES)
 
 
 class Seam:
-    """The cut at one module's embeddings, for one batch."""
+    """The cut at one module's embeddings, for the batch of one iteration."""
 
-    def __init__(self) -> None:
+    def __init__(self, iteration: int = 0) -> None:
+        self.iteration = iteration
         self._cuts: list[tuple[Tensor, Tensor]] = []
         self._gradients = 0
         self._started: tuple[tuple[Root, Tensor], ...] = ()

@@ -38,11 +38,13 @@ from swpipe.tasks.sparse_dist._torchrec import DMPCollection
 from swpipe.tasks.sparse_dist.accumulation import Accumulation
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
+from swpipe.tasks.sparse_dist.prefetched import PrefetchedBatches
 from swpipe.tasks.sparse_dist.reduction import DeferredReduction
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
 from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient
+from swpipe.tasks.sparse_dist.table_state import CaptureRestore, TableState
 from swpipe.tasks.sparse_dist.wrappers import GradientBuffers
 
 
@@ -73,9 +75,15 @@ class SparseDistTasks:
             forward, and the report says so.
         shuffler: Redistributes the rows of all ranks' batches.
         random: The model draws random numbers (dropout): each forward is then seeded.
+        tables_state: Two functions that capture and restore this rank's rows, for profiling and
+            recording, where the rows lie in no parameter or buffer. What ``capture`` returns is
+            copied with ``copy.deepcopy``, once to keep it and once for each ``restore``.
 
     Attributes:
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
+        prefetched: What tables with a queue of prefetches keep for the batches in flight.
+        table_state: The rows that ``tables_state`` restores, or that nothing does; None where all
+            rows lie in parameters or buffers.
         tables_in_step: Some tables are updated by the optimizers rather than inside backward.
         fused: The step's optimizers that are fused into the tables. A look-up takes their learning
             rate, which ``OptimStep`` may change.
@@ -98,6 +106,7 @@ class SparseDistTasks:
         strict: bool = True,
         shuffler: Shuffler | None = None,
         random: bool = False,
+        tables_state: CaptureRestore | None = None,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -110,6 +119,9 @@ class SparseDistTasks:
         self.rewrite = Rewrite(
             model, self.device, kind=forward, find=find, inputs=inputs, strict=strict
         )
+        self.prefetched = PrefetchedBatches(self.rewrite.sharded)
+        table_state = TableState(self.rewrite.sharded, tables_state)
+        self.table_state = table_state if table_state.needed else None
         self._target = _torch_device(self.device)
         self._shuffler = shuffler
         self._random = random
@@ -171,6 +183,10 @@ class SparseDistTasks:
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
+        with self.prefetched.prefetching():
+            self._prefetch(ctx)
+
+    def _prefetch(self, ctx: IterContext) -> None:
         context: SparseDistContext = ctx.pipeline
         here = self.device.current_stream()
         for forward in self.rewrite.forwards:
@@ -195,12 +211,13 @@ class SparseDistTasks:
             for optimizer in self.fused:  # has no gradients: this gives the tables its rate
                 optimizer.zero_grad()
             self.rates = self._rates()
-        if self.rewrite.kind != "split":
-            self._run_model(ctx)
-            return
-        for forward in self.rewrite.forwards:
-            if forward.looks_up_ahead:
-                forward.look_up()
+        with self.prefetched.looking_up():
+            if self.rewrite.kind != "split":
+                self._run_model(ctx)
+                return
+            for forward in self.rewrite.forwards:
+                if forward.looks_up_ahead:
+                    forward.look_up()
 
     def dense_forward(self, ctx: IterContext) -> None:
         """Compute losses and output."""
@@ -227,8 +244,11 @@ class SparseDistTasks:
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
-        run_embedding_backward(ctx.pipeline.seams.values())
+        # A shortcut of DenseForward replays the cut of an earlier batch, whose graph is not ours.
+        cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
+        run_embedding_backward(cuts)
         ctx.pipeline.seams.clear()
+        self.prefetched.finish_backward()
         every = self.step.sync_interval
         if self._replicas is not None and ctx.training and every and ctx.iter_idx % every == 0:
             self._replicas.sync()
@@ -271,7 +291,9 @@ class SparseDistTasks:
         )  # fmt: skip
         drawing = {names.EMBED, names.DENSE} if self._random else frozenset()
         return tuple(
-            PipelineTask(name, fn, self._io(name), random=name in drawing)
+            PipelineTask(
+                name, fn, self._io(name) + self.prefetched.io(name), random=name in drawing
+            )
             for name, fn in zip(names.TASKS, fns, strict=True)
         )
 

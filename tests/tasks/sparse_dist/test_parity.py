@@ -104,7 +104,10 @@ def _torchrec_prefetch() -> str:
 
 def test_torchrecs_own_prefetch_pipeline_fails_on_a_cpu(two_ranks: Ranks) -> None:
     """Ours runs there. If TorchRec's does too one day, the docs have to change."""
-    assert two_ranks.run(_torchrec_prefetch) == ["AssertionError"] * 2
+    assert two_ranks.run(_torchrec_prefetch) in (
+        ["AssertionError"] * 2,
+        ["RuntimeError"] * 2,  # in older versions
+    )
 
 
 @pytest.mark.slow
