@@ -27,6 +27,8 @@ OF_OTHERS = {
     # TorchRec's
     "_dist", "_get_leaf_module_names", "_module", "_optimizer", "_override_input_dist_forwards",
     "_start_data_dist",
+    # dynamicemb's
+    "_prefetch_outstanding_keys", "_prefetch_states",
 }  # fmt: skip
 """Private names of other projects for which there is no public one."""
 
