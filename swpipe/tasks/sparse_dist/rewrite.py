@@ -1,6 +1,9 @@
 """Replaces the forwards of sharded modules, so that tasks can exchange their ids earlier.
 
     prepare(batch)   first batch: find the modules' inputs and make the replacements
+    compute(batch)   each batch: run the modules that compute inputs, if there are any
+    start(batch)     each batch: start the exchange
+    use(...)         each batch: before the model runs; done() after it
     attach()         install the replacements        ┐ any number of times,
     detach()         restore the original forwards   ┘ also during training
 
@@ -31,11 +34,13 @@ from swpipe.tasks.sparse_dist.forwards import FORWARDS, Kind
 from swpipe.tasks.sparse_dist.inputs import (
     Found,
     RewriteError,
+    Source,
     direct_inputs,
     named_input,
     sharded_modules,
-    traced_inputs,
 )
+from swpipe.tasks.sparse_dist.postproc import PostprocForward, PostprocResults, compute_ahead
+from swpipe.tasks.sparse_dist.traced import Traced, traced_inputs
 from swpipe.tasks.sparse_dist.wrappers import unwrapped
 
 Find: TypeAlias = Literal["trace", "direct"]
@@ -63,23 +68,26 @@ class ModuleReport:
 class RewriteReport:
     """Which sharded modules are pipelined, and why the others are not.
 
-    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed.
+    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed;
+    ``computed`` has the modules that run ahead of the forward, with their inputs, in order.
     """
 
     modules: tuple[ModuleReport, ...]
     found_by: Find
     torchrec: str
+    computed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = f"sharded modules, inputs found by {self.found_by}, {self.torchrec}:"
-        return "\n".join([head, *(f"  {module}" for module in self.modules)])
+        ahead = [f"  computed ahead: {call}" for call in self.computed]
+        return "\n".join([head, *(f"  {module}" for module in self.modules), *ahead])
 
 
 class Rewrite:
     """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
 
     ``sharded`` has all sharded modules by name. ``report`` is None before the first batch;
-    ``forwards`` has one entry per pipelined module.
+    ``forwards`` has one entry per pipelined module, ``postprocs`` one per module that runs ahead.
 
     Raises:
         RewriteError: The model has no sharded module.
@@ -94,15 +102,18 @@ class Rewrite:
         find: Find = "trace",
         inputs: Mapping[str, str] | None = None,
         strict: bool = True,
+        pipeline_postproc: bool = False,
     ) -> None:
         self.kind: Kind = kind
         self.report: RewriteReport | None = None
         self.attached = False
         self.forwards: tuple[Any, ...] = ()
+        self.postprocs: tuple[PostprocForward, ...] = ()
         self._device = device
         self._find: Find = find
         self._inputs = dict(inputs or {})
         self._strict = strict
+        self._postproc = pipeline_postproc
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
@@ -111,7 +122,8 @@ class Rewrite:
 
     def prepare(self, batch: Any) -> None:
         """Find the modules' inputs with a batch on the device, once, and attach."""
-        found = self._find_inputs(batch)
+        traced = self._find_inputs(batch)
+        found = traced.inputs
         self.report = RewriteReport(
             tuple(
                 ModuleReport(name, type(module).__name__, not found[name].why, str(found[name]))
@@ -119,6 +131,7 @@ class Rewrite:
             ),
             self._find,
             describe(),
+            tuple(f"{name}({Found(args)})" for name, args in traced.computed.items()),
         )
         bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
         if self._strict and bad:
@@ -132,6 +145,10 @@ class Rewrite:
             for name, module in self.sharded.items()
             if not found[name].why
         )
+        self.postprocs = tuple(
+            PostprocForward(name, args, self._inner.get_submodule(name), self._device)
+            for name, args in traced.computed.items()
+        )
         self.attach()
 
     def attach(self) -> None:
@@ -141,6 +158,8 @@ class Rewrite:
         for forward in self.forwards:
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
+        for postproc in self.postprocs:
+            self._set(postproc._module, "forward", postproc)
         if self._fused:
             self._fuse()
         self.attached = True
@@ -150,14 +169,19 @@ class Rewrite:
         self._undo.close()
         self.attached = False
 
-    def start(self, batch: Any, context: SparseDistContext) -> None:
+    def compute(self, batch: Any, iteration: int) -> PostprocResults:
+        """Run the modules that compute inputs; the first batch calls ``prepare``."""
+        self._check_ready(batch)
+        return compute_ahead(self.postprocs, batch, iteration, self._device)
+
+    def start(
+        self, batch: Any, context: SparseDistContext, results: PostprocResults | None = None
+    ) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``."""
-        if self.report is None:
-            self.prepare(batch)
-        if not self.attached:
-            raise RuntimeError("the model is detached from its pipeline: call attach() first")
-        context.inputs = ExchangedInputs(batch, self.forwards)
-        start_data_dist([forward._module for forward in self.forwards], batch, context)
+        self._check_ready(batch)
+        source = Source(batch, {} if results is None else results.values)
+        context.inputs = ExchangedInputs(source, self.forwards)
+        start_data_dist([forward._module for forward in self.forwards], source, context)
         context.fused_splits_awaitables = [
             (names, fused_splits(fused, [context.module_contexts[n] for n in names], self._device))
             for names, fused in context.fused_splits_awaitables
@@ -166,13 +190,31 @@ class Rewrite:
             self._fuse()
             self._fused = True
 
-    def use(self, context: SparseDistContext, iteration: int) -> None:
-        """Make the forwards use this iteration's context."""
+    def use(
+        self, context: SparseDistContext, iteration: int, results: PostprocResults | None = None
+    ) -> None:
+        """Make the forwards use this iteration's context and results."""
         # A shortcut replays the context of an earlier iteration, which has another batch.
         replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
             forward.inputs = None if replayed else context.inputs
+        for postproc in self.postprocs:
+            postproc.results = results
+            postproc.checks = results is not None and results.iteration == iteration
+
+    def done(self) -> None:
+        """Let go of what the forwards have used for one batch."""
+        for forward in self.forwards:
+            forward.inputs = None
+        for postproc in self.postprocs:
+            postproc.results = None
+
+    def _check_ready(self, batch: Any) -> None:
+        if self.report is None:
+            self.prepare(batch)
+        if not self.attached:
+            raise RuntimeError("the model is detached from its pipeline: call attach() first")
 
     def _check_names(self) -> None:
         if not self.sharded:
@@ -188,17 +230,18 @@ class Rewrite:
                     f"{', '.join(self.sharded)}"
                 )
 
-    def _find_inputs(self, batch: Any) -> dict[str, Found]:
+    def _find_inputs(self, batch: Any) -> Traced:
         named = {name: named_input(path) for name, path in self._inputs.items()}
         rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
-            return named
+            return Traced(named, {})
         if self._find == "direct":
-            return named | direct_inputs(batch, rest)
+            return Traced(named | direct_inputs(batch, rest), {})
         try:
-            return named | traced_inputs(self._inner, batch, rest)
+            traced = traced_inputs(self._inner, batch, rest, postproc=self._postproc)
         except ValueError as error:
             raise RewriteError(str(error)) from error
+        return Traced(named | traced.inputs, traced.computed)
 
     def _fuse(self) -> None:
         modules = [forward._module for forward in self.forwards]
