@@ -69,7 +69,7 @@ class PostprocForward:
             raise RewriteError(
                 f"module {self.name!r} changes its input {Found(self.args)}, and runs ahead of the "
                 "forward, whose other parts would see the change too early: let it change and "
-                "return a copy"
+                "return a copy, or train without pipeline_postproc"
             )
         results.calls[self.name] = call
         results.values[self.name] = result

@@ -42,7 +42,7 @@ class Traced:
 
     Attributes:
         inputs: The input of each sharded module.
-        computed: The arguments of each module that runs ahead of the forward, in order.
+        computed: The arguments of each module that runs ahead of the forward, in its order.
     """
 
     inputs: dict[str, Found]
@@ -82,7 +82,10 @@ def traced_inputs(
     flattened = any(hasattr(node, "ph_key") for node in graph.nodes)
     finder = _Finder(model, calls, postproc=postproc, flattened=flattened)
     inputs = {name: finder.input_of(name) for name in sharded}
-    return Traced(inputs, finder.computed)
+    # In the order of the forward: modules may draw random numbers.
+    return Traced(
+        inputs, {name: finder.computed[name] for name in calls if name in finder.computed}
+    )
 
 
 class _Tracer(Tracer):  # type: ignore[misc]

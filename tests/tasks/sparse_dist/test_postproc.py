@@ -19,273 +19,42 @@ from swpipe.plans.sparse_dist import POSTPROC, TASKS
 from swpipe.tasks.sparse_dist import PipelineFactory, RewriteError
 from swpipe.tasks.sparse_dist.shuffle import KarmarkarKarpShuffler
 from tests.support.ranks import Ranks
-from tests.tasks.sparse_dist.models import (
-    CPU,
-    ROWS,
-    Batch,
-    Job,
-    KeyedJaggedTensor,
-    Model,
-    batches,
-    dense_optimizer,
-    plain_model,
-    sharded,
+from tests.tasks.sparse_dist.computing import (
+    TWO,
+    AfterParameters,
+    Augment,
+    Autocasts,
+    ByKey,
+    Chain,
+    Computes,
+    Container,
+    Draws,
+    Each,
+    Flagged,
+    InList,
+    InPlace,
+    InTuple,
+    OfEmbeddings,
+    One,
+    Rebound,
+    ReplacesPart,
+    Skips,
+    Twice,
+    Within,
+    WithParameters,
+    computing,
 )
+from tests.tasks.sparse_dist.models import CPU, Batch, Model, batches, dense_optimizer
 from tests.tasks.sparse_dist.trial import (
     EXACT,
     Outcome,
-    _dealt,
     by_torchrec,
+    dealt,
     everything,
     to_the_end,
 )
 
-TWO = Job(modules=2)
 SEMI_SYNC = "jagged_semi_sync_sparse_dist"
-
-
-def _moved(ids: KeyedJaggedTensor, by: Any) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(ids.keys(), (ids.values() + by) % ROWS, lengths=ids.lengths())
-
-
-class _Move(nn.Module):
-    """Adds a number to ids; how often it ran is a buffer, and part of the state."""
-
-    def __init__(self, by: int) -> None:
-        super().__init__()
-        self.by = by
-        self.register_buffer("ran", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        self.ran += 1
-        return _moved(ids, self.by + self.ran % 3)
-
-
-class _Augment(nn.Module):
-    """A new batch, of other dense values and ids."""
-
-    def forward(self, batch: Batch) -> Batch:
-        return replace(batch, dense=batch.dense * 2, ids=_moved(batch.ids, 3))
-
-
-class _Choose(nn.Module):
-    """Takes collections of what others computed, with constants."""
-
-    def forward(
-        self, parts: list[Any], more: dict[str, Any], by: int = 1
-    ) -> tuple[KeyedJaggedTensor, Tensor]:
-        batch, factor = parts
-        extra = more["extra"][1][0] if "extra" in more else 0
-        return _moved(more["ids"], by), batch.dense * factor + extra
-
-
-class _Negatives(nn.Module):
-    """Draws random ids."""
-
-    def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        return _moved(ids, torch.randint(0, ROWS, (len(ids.values()),)))
-
-
-class _Weights(nn.Module):
-    """Holds a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        return _moved(ids, int(self.inner.weight))
-
-
-class _Scales(nn.Module):
-    """Changes its batch in place."""
-
-    def forward(self, batch: Batch) -> Batch:
-        batch.dense.mul_(2)
-        return batch
-
-
-class _Rebinds(nn.Module):
-    """Gives its batch another tensor."""
-
-    def forward(self, batch: Batch) -> Batch:
-        batch.dense = batch.dense * 2
-        return batch
-
-
-class _Parts(nn.Module):
-    """A module that holds others, one level down."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids: KeyedJaggedTensor) -> Any:
-        return self.inner(ids)
-
-
-class _Computes(Model):
-    """A model that computes its tables' inputs in ``inputs``."""
-
-    flag = True
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        raise NotImplementedError
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        dense, ids = self.inputs(batch)
-        looked_up = zip(self.tables, ids, strict=True)
-        parts = [self.bottom(dense), *(table(own).values() for table, own in looked_up)]
-        logits = self.top(torch.cat(parts, dim=1)).squeeze(1)
-        return self.criterion(logits, batch.labels), logits.detach()
-
-
-class _One(_Computes):
-    """Both tables share the result of one module; so does the dense part."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.augment(batch)
-        return more.dense, [more.ids, more.ids]
-
-
-class _Each(_Computes):
-    """A module for each; one of them lies within another module, and is called by keyword."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.move(batch.ids), self.parts.inner(ids=batch.ids)]
-
-
-class _Chain(_Computes):
-    """One module takes the results of others, in lists and dicts, and constants."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.augment(batch)
-        moved = self.move(more.ids)
-        ids, dense = self.choose(
-            [more, 0.5], {"ids": moved, "extra": [1, [batch.dense], (2, 3)]}, by=2
-        )
-        return dense, [ids, moved]
-
-
-class _Draws(_Computes):
-    """Its module draws from torch's generator."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids = self.negatives(batch.ids)
-        return batch.dense, [ids, batch.ids]
-
-
-class _Flagged(_Computes):
-    """Calls its module with another input once the flag is off."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids = batch.ids if self.flag else _moved(batch.ids, 1)
-        moved = self.move(ids)
-        return batch.dense, [moved, moved]
-
-
-class _Skips(_Computes):
-    """Leaves its module out once the flag is off."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        moved = self.move(batch.ids) if self.flag else batch.ids
-        return batch.dense, [moved, moved]
-
-
-class _ReplacesPart(_Computes):
-    """Gives the batch other ids before its module sees it, which no trace shows."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        if not self.flag:
-            batch.ids = _moved(batch.ids, 1)
-        more = self.augment(batch)
-        return more.dense, [more.ids, more.ids]
-
-
-class _Autocasts(_Computes):
-    """Enters autocast within its forward."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        with torch.autocast("cpu", enabled=not self.flag):
-            more = self.augment(batch)
-        return more.dense, [more.ids, more.ids]
-
-
-class _WithParameters(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.weights(batch.ids), batch.ids]
-
-
-class _AfterParameters(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.move(self.weights(batch.ids)), batch.ids]
-
-
-class _Twice(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.move(batch.ids), self.move(batch.ids)]
-
-
-class _Within(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.parts(batch.ids), self.parts.inner(batch.ids)]
-
-
-class _InList(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids, dense = self.choose([batch, batch.dense.sum()], {"ids": batch.ids})
-        return dense, [ids, ids]
-
-
-class _InTuple(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids, dense = self.choose((batch, 2), {"ids": batch.ids})
-        return dense, [ids, ids]
-
-
-class _ByKey(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        rows = batch.dense[batch.labels.long()]
-        ids, dense = self.choose([batch, rows], {"ids": batch.ids})
-        return dense, [ids, ids]
-
-
-class _Container(_Computes):
-    """Makes the ids' container in its forward."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids = KeyedJaggedTensor(keys=["f0"], values=batch.labels, lengths=batch.labels)
-        return batch.dense, [ids, ids]
-
-
-class _InPlace(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.scales(batch)
-        return more.dense, [more.ids, more.ids]
-
-
-class _Rebound(_Computes):
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.rebinds(batch)
-        return more.dense, [more.ids, more.ids]
-
-
-class _OfEmbeddings(_Computes):
-    """Its second tables' ids come out of the first's embeddings."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        found = self.tables[0](batch.ids)
-        return batch.dense, [batch.ids, self.move(found)]
-
-
-def _model(kind: type[Model]) -> nn.Module:
-    model = plain_model(TWO)
-    model.__class__ = kind
-    model.move, model.augment, model.choose = _Move(5), _Augment(), _Choose()
-    model.negatives, model.parts, model.weights = _Negatives(), _Parts(_Move(7)), _Weights()
-    model.scales, model.rebinds = _Scales(), _Rebinds()
-    return sharded(TWO, model)
 
 
 def _trained(name: str, model: nn.Module, data: Iterator[Batch], **options: Any) -> Outcome:
@@ -299,16 +68,17 @@ def _trained(name: str, model: nn.Module, data: Iterator[Batch], **options: Any)
 
 def _different(kind: type[Model], steps: int = 6) -> dict[str, list[str]]:
     """For each exact plan that differs from TorchRec's base, where it does."""
-    model = _model(kind)
+    model = computing(kind)
     torch.manual_seed(11)  # as _trained
     wanted = by_torchrec(TWO, batches(steps), model)
     found = {
-        name: _trained(name, _model(kind), batches(steps), pipeline_postproc=True) for name in EXACT
+        name: _trained(name, computing(kind), batches(steps), pipeline_postproc=True)
+        for name in EXACT
     }
     return {name: w for name, one in found.items() if (w := one.differences(wanted))}
 
 
-@pytest.mark.parametrize("kind", [_One, _Each, _Chain, _Draws])
+@pytest.mark.parametrize("kind", [One, Each, Chain, Draws])
 def test_the_numbers_are_those_of_the_model_as_it_is(two_ranks: Ranks, kind: type[Model]) -> None:
     """Shared, nested, chained, random; outputs, parameters and the modules' buffers."""
     assert two_ranks.run(_different, kind) == [{}, {}]
@@ -317,13 +87,13 @@ def test_the_numbers_are_those_of_the_model_as_it_is(two_ranks: Ranks, kind: typ
 def _semi_sync() -> list[str]:
     """Where it differs from the same model on batches that were computed before."""
 
-    class _Plain(_Computes):
+    class _Plain(Computes):
         def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
             return batch.dense, [batch.ids, batch.ids]
 
-    ready = iter([_Augment()(batch) for batch in batches(6)])
-    wanted = _trained(SEMI_SYNC, _model(_Plain), ready)
-    ours = _trained(SEMI_SYNC, _model(_One), batches(6), pipeline_postproc=True)
+    ready = iter([Augment()(batch) for batch in batches(6)])
+    wanted = _trained(SEMI_SYNC, computing(_Plain), ready)
+    ours = _trained(SEMI_SYNC, computing(One), batches(6), pipeline_postproc=True)
     return ours.differences(wanted)
 
 
@@ -334,7 +104,7 @@ def test_stale_reads_are_no_staler(two_ranks: Ranks) -> None:
 
 def _seeded() -> list[str]:
     options = {"pipeline_postproc": True, "random": True, "seed": 3}
-    outcomes = [_trained(name, _model(_Draws), batches(5), **options) for name in EXACT]
+    outcomes = [_trained(name, computing(Draws), batches(5), **options) for name in EXACT]
     return [where for one in outcomes for where in one.differences(outcomes[0])]
 
 
@@ -344,11 +114,11 @@ def test_seeded_draws_are_the_same_under_every_plan(two_ranks: Ranks) -> None:
 
 
 def _shuffled() -> dict[str, list[str]]:
-    wanted = by_torchrec(TWO, _dealt(5), _model(_Chain))
+    wanted = by_torchrec(TWO, dealt(5), computing(Chain))
     found = {}
     for name in EXACT:
         shuffler = KarmarkarKarpShuffler(Batch.work)
-        model = _model(_Chain)
+        model = computing(Chain)
         outcome = _trained(name, model, batches(5), shuffler=shuffler, pipeline_postproc=True)
         shuffler.close()
         if where := outcome.differences(wanted):
@@ -363,7 +133,7 @@ def test_modules_see_the_shuffled_batch(two_ranks: Ranks) -> None:
 
 def _order(name: str) -> str:
     """When the module runs (m) and when the model's dense part does (d)."""
-    model = _model(_One)
+    model = computing(One)
     seen: list[str] = []
     inner = model.module
     augment = inner.augment.forward
@@ -382,8 +152,8 @@ def test_modules_run_once_per_batch_and_ahead(two_ranks: Ranks) -> None:
 
 def _detached() -> tuple[list[str], list[str]]:
     """Whether a detached model is as before, and a training with detours differs."""
-    wanted = by_torchrec(TWO, batches(6), _model(_One))
-    model = _model(_One)
+    wanted = by_torchrec(TWO, batches(6), computing(One))
+    model = computing(One)
     before = {name: set(vars(m)) for name, m in model.named_modules()}
     keys = list(model.state_dict())
     outputs, changed = [], []
@@ -417,7 +187,7 @@ def _refusal(
     **options: Any,
 ) -> str:
     """What is said in a training of 6 batches, with the flag off from one of them on."""
-    model = _model(kind)
+    model = computing(kind)
     options = {"pipeline_postproc": True, **options}
     data = batches(6)
     with PipelineFactory.create(
@@ -437,17 +207,17 @@ def _refusal(
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (_WithParameters, "by 'weights', which holds parameters (inner.weight)"),
-        (_AfterParameters, "by 'weights', which holds parameters (inner.weight)"),
-        (_Twice, "by 'move', which is called 2 times in one forward"),
-        (_Within, "by 'parts.inner', which shares modules with 'parts'"),
-        (_InList, "by 'choose', whose own arguments are not found"),
-        (_InTuple, "by 'choose', whose own arguments are not found"),
-        (_ByKey, "by 'choose', whose own arguments are not found"),
-        (_Container, "its input (keyed_jagged_tensor) is computed in the forward, not"),
-        (_OfEmbeddings, "by 'tables.0', whose embeddings come after the exchange"),
-        (_InPlace, "module 'scales' changes its input batch"),
-        (_Rebound, "module 'rebinds' changes its input batch"),
+        (WithParameters, "by 'weights', which holds parameters (inner.weight)"),
+        (AfterParameters, "by 'weights', which holds parameters (inner.weight)"),
+        (Twice, "by 'move', which is called 2 times in one forward"),
+        (Within, "by 'parts.inner', which shares modules with 'parts'"),
+        (InList, "by 'choose', whose own arguments are not found"),
+        (InTuple, "by 'choose', whose own arguments are not found"),
+        (ByKey, "by 'choose', whose own arguments are not found"),
+        (Container, "its input (keyed_jagged_tensor) is computed in the forward, not"),
+        (OfEmbeddings, "by 'tables.0', whose embeddings come after the exchange"),
+        (InPlace, "module 'scales' changes its input batch"),
+        (Rebound, "module 'rebinds' changes its input batch"),
     ],
 )
 def test_a_module_that_may_not_run_ahead_is_named(
@@ -459,7 +229,7 @@ def test_a_module_that_may_not_run_ahead_is_named(
 
 
 def _without() -> str:
-    return _refusal(_One, pipeline_postproc=False)
+    return _refusal(One, pipeline_postproc=False)
 
 
 def test_the_option_is_named_where_it_would_help(two_ranks: Ranks) -> None:
@@ -476,10 +246,10 @@ def test_the_option_is_named_where_it_would_help(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (_Flagged, "module 'move': its result for batch.ids was computed ahead"),
-        (_Skips, "module 'tables.0': its input move(...) was exchanged"),
-        (_ReplacesPart, "module 'augment': its result for batch was computed ahead"),
-        (_Autocasts, "the forward calls it in another autocast mode"),
+        (Flagged, "module 'move': its result for batch.ids was computed ahead"),
+        (Skips, "module 'tables.0': its input move(...) was exchanged"),
+        (ReplacesPart, "module 'augment': its result for batch was computed ahead"),
+        (Autocasts, "the forward calls it in another autocast mode"),
     ],
 )
 def test_a_forward_that_does_otherwise_later_is_refused(
@@ -493,7 +263,7 @@ def test_a_forward_that_does_otherwise_later_is_refused(
 
 def _changed(name: str, change: str, drained: bool) -> str:
     """Train 3 batches, change a module from outside, and go on."""
-    model = _model(_Each)
+    model = computing(Each)
     with PipelineFactory.create(
         name, model=model, optimizer=dense_optimizer(TWO, model), device=CPU,
         pipeline_postproc=True,
@@ -533,7 +303,7 @@ def _hooked() -> str:
     def change(model: Any) -> None:
         model.augment.register_forward_hook(lambda _, args, out: replace(out, ids=args[0].ids))
 
-    return _refusal(_One, change=change)
+    return _refusal(One, change=change)
 
 
 def test_a_hook_that_changes_the_result_is_noticed(two_ranks: Ranks) -> None:
@@ -543,10 +313,10 @@ def test_a_hook_that_changes_the_result_is_noticed(two_ranks: Ranks) -> None:
 
 
 def _lenient(kind: type[Model]) -> tuple[str, dict[str, list[str]]]:
-    wanted = by_torchrec(TWO, batches(5), _model(kind))
+    wanted = by_torchrec(TWO, batches(5), computing(kind))
     found, report = {}, ""
     for name in EXACT:
-        model = _model(kind)
+        model = computing(kind)
         with PipelineFactory.create(
             name, model=model, optimizer=dense_optimizer(TWO, model), device=CPU,
             pipeline_postproc=True, strict=False,
@@ -560,7 +330,7 @@ def _lenient(kind: type[Model]) -> tuple[str, dict[str, list[str]]]:
 
 def test_without_strict_what_may_not_run_ahead_runs_in_the_forward(two_ranks: Ranks) -> None:
     """The report says so; modules that only unpipelined tables need do not run ahead."""
-    for report, found in two_ranks.run(_lenient, _AfterParameters):
+    for report, found in two_ranks.run(_lenient, AfterParameters):
         assert found == {}
         assert "tables.0 (ShardedEmbeddingBagCollection) NOT pipelined" in report
         assert "tables.1 (ShardedEmbeddingBagCollection) pipelined: batch.ids" in report
@@ -568,7 +338,7 @@ def test_without_strict_what_may_not_run_ahead_runs_in_the_forward(two_ranks: Ra
 
 
 def _report() -> str:
-    model = _model(_Chain)
+    model = computing(Chain)
     with PipelineFactory.create(
         "jagged_sparse_dist", model=model, optimizer=dense_optimizer(TWO, model), device=CPU,
         pipeline_postproc=True,
@@ -588,7 +358,7 @@ def test_the_report_says_what_is_computed_ahead(two_ranks: Ranks) -> None:
 
 
 def _outside() -> str:
-    model = _model(_One)
+    model = computing(One)
     with PipelineFactory.create(
         "jagged_sparse_dist", model=model, optimizer=dense_optimizer(TWO, model), device=CPU,
         pipeline_postproc=True,
@@ -609,7 +379,7 @@ def test_calling_an_attached_model_is_an_error(two_ranks: Ranks) -> None:
 
 def _left_out(name: str, task: str) -> int:
     """Outputs of other batches than the one that a shortcut has kept."""
-    model = _model(_Chain)
+    model = computing(Chain)
     with PipelineFactory.create(
         name, model=model, optimizer=dense_optimizer(TWO, model), device=CPU,
         pipeline_postproc=True,
@@ -630,7 +400,7 @@ def test_tasks_can_be_left_out(two_ranks: Ranks, task: str) -> None:
 
 
 def _profiled() -> tuple[set[str], bool]:
-    model = _model(_Chain)
+    model = computing(Chain)
     before = everything(model)
     with PipelineFactory.create(
         "jagged_prefetch_sparse_dist", model=model, optimizer=dense_optimizer(TWO, model),
