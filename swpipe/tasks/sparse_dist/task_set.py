@@ -17,8 +17,8 @@ DenseForward and EmbBackward do nothing. In evaluation, nothing from LossPostpro
 InputPostproc is a twelfth task, there with ``pipeline_postproc=True`` only.
 
 Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
-``optimizer``, with learning rates and scaler; and ``gradients``. A shortcut restores gradients; the
-other states keep the values of the last run.
+``optimizer``, with learning rates and scaler; ``gradients``; and ``postproc``, what modules that
+run ahead hold. A shortcut restores gradients; the other states keep the values of the last run.
 """
 
 from __future__ import annotations
@@ -305,6 +305,7 @@ class SparseDistTasks:
         # The replaced forwards use the context of one batch; each task that runs them sets it.
         forwards: dict[str, Mode] = {"current batch": "rw"}
         touched: dict[str, Mapping[str, Mode]] = {
+            names.POSTPROC: {"postproc": "rw"},
             names.PREFETCH: {"table cache": "rw"},
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
             names.DENSE: forwards | dense if split else {},

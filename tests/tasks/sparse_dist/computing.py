@@ -221,8 +221,8 @@ class InList(Computes):
     """An element of a list is computed outside of modules."""
 
     def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids, dense = self.choose([batch, batch.dense.sum()], {"ids": batch.ids})
-        return dense, [ids, ids]
+        ids, dense = self.choose([self.augment(batch), batch.dense.sum()], {"ids": batch.ids})
+        return dense, [ids, batch.ids]
 
 
 class InTuple(Computes):

@@ -328,9 +328,12 @@ def _lenient(kind: type[Model]) -> tuple[str, dict[str, list[str]]]:
     return report, found
 
 
-def test_without_strict_what_may_not_run_ahead_runs_in_the_forward(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("kind", [AfterParameters, InList])
+def test_without_strict_what_may_not_run_ahead_runs_in_the_forward(
+    two_ranks: Ranks, kind: type[Model]
+) -> None:
     """The report says so; modules that only unpipelined tables need do not run ahead."""
-    for report, found in two_ranks.run(_lenient, AfterParameters):
+    for report, found in two_ranks.run(_lenient, kind):
         assert found == {}
         assert "tables.0 (ShardedEmbeddingBagCollection) NOT pipelined" in report
         assert "tables.1 (ShardedEmbeddingBagCollection) pipelined: batch.ids" in report
