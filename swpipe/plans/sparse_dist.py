@@ -28,11 +28,21 @@ from the middle of "dense'" to "embed'".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
 
-__all__ = ["PLANS", "TASKS", "prefetch", "semi_sync", "serial", "sparse_dist", "split"]
+__all__ = [
+    "PLANS",
+    "TASKS",
+    "prefetch",
+    "semi_sync",
+    "serial",
+    "sparse_dist",
+    "split",
+    "with_postproc",
+]
 
 COPY, START, WAIT = "H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait"
 PREFETCH = "EmbPrefetch"
@@ -48,6 +58,9 @@ TASKS = (COPY, START, WAIT, PREFETCH, EMBED, DENSE, *LAST)
 
 ORDERED = frozenset(TASKS) - {PREFETCH}
 """Tasks that may launch collectives."""
+
+POSTPROC = "InputPostproc"
+"""A twelfth task, between the first two: see ``with_postproc``."""
 
 STREAMS = {COPY: "memcpy", START: "data_dist", WAIT: "data_dist"}
 
@@ -115,6 +128,21 @@ def semi_sync() -> PipelinePlan:
     head, tail = (DENSE, LOSS, DENSE_BACK, START, COPY, PREFETCH), (EMBED, EMBED_BACK, WAIT)
     order = (*head, *tail, FINALIZE, STEP)
     return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
+
+
+def with_postproc(plan: PipelinePlan) -> PipelinePlan:
+    """The plan with ``InputPostproc`` directly before ``EmbInputDistStart``, scheduled alike.
+
+    It computes the inputs of sharded modules that modules of the model compute.
+    """
+    schedule: dict[str, TaskSchedule] = {}
+    for name, entry in plan.schedule.items():
+        schedule |= {POSTPROC: entry, name: entry} if name == START else {name: entry}
+    order = [
+        task for name in plan.order for task in ([POSTPROC, name] if name == START else [name])
+    ]
+    deps = [*plan.deps, (POSTPROC, COPY), (START, POSTPROC)]
+    return replace(plan, schedule=schedule, deps=deps, order=order)
 
 
 def _plan(

@@ -9,18 +9,21 @@ import pytest
 from swpipe import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.plans.sparse_dist import (
+    COPY,
     DENSE,
     DENSE_BACK,
     EMBED,
     EMBED_BACK,
     ORDERED,
     PLANS,
+    POSTPROC,
     PREFETCH,
     START,
     STEP,
     TASKS,
     WAIT,
     split,
+    with_postproc,
 )
 
 
@@ -102,3 +105,19 @@ def test_a_plan_can_be_saved_and_loaded(name: str) -> None:
     """It is plain data."""
     plan = PLANS[name]()
     assert PipelinePlan.from_toml(plan.to_toml()) == plan
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_inputs_are_computed_directly_before_their_exchange(name: str) -> None:
+    """In the same stage, on the same stream; the rest of the plan is as it was."""
+    plain = PLANS[name]()
+    plan = with_postproc(plain)
+    twelve = (COPY, POSTPROC, *TASKS[1:])
+    assert tuple(plan.schedule) == twelve
+    assert plan.schedule[POSTPROC] == plain.schedule[START]
+    resolved = resolve_plan(plan, twelve)
+    assert resolved.serial_order == twelve
+    order = list(resolved.period_order)
+    assert order.index(START) == order.index(POSTPROC) + 1
+    order.remove(POSTPROC)
+    assert order == list(resolve_plan(plain, TASKS).period_order)

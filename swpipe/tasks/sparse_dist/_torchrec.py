@@ -73,6 +73,7 @@ try:
             GetAttrArgInfoStep,
             GetItemArgInfoStep,
             NodeArgsHelper,
+            ScalarArgInfoStep,
             Tracer,
             _get_leaf_module_names,
         )
@@ -119,7 +120,7 @@ __all__ = [
     "FusedOptimizer",
     "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
     "NodeArgsHelper", "PipelinedForward", "PrefetchPipelinedForward",
-    "PrefetchTrainPipelineContext", "ShardedModule", "Tracer", "check_version", "describe",
-    "get_leaf_module_names", "get_unwrapped_module", "override_input_dist_forwards",
+    "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer", "check_version",
+    "describe", "get_leaf_module_names", "get_unwrapped_module", "override_input_dist_forwards",
     "start_data_dist",
 ]  # fmt: skip

@@ -82,7 +82,7 @@ class SparseDistPipeline:
 
     Args:
         tasks: The tasks of the step.
-        plan: The plan.
+        plan: The plan. ``InputPostproc`` is added where the tasks have it and the plan has not.
         stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
         seed: Seed of the draws of a random model; None for ``torch.initial_seed()``.
         check_data: Whether the ranks tell each other at each pull if their data has ended. Without
@@ -103,6 +103,8 @@ class SparseDistPipeline:
         check_data: bool = True,
     ) -> None:
         self.tasks = tasks
+        if tasks.pipeline_postproc and plans.POSTPROC not in plan.schedule:
+            plan = plans.with_postproc(plan)
         self.pipe = SWPipeline(
             plan,
             tasks.tasks(),
@@ -134,8 +136,7 @@ class SparseDistPipeline:
             BaseException: As ``SWPipeline.progress``.
         """
         self.attach()
-        if self._rates_early and self.pipe.in_flight:
-            self.tasks.check_rates(self.pipe.in_flight)
+        self._check_changes()
         feed = self._feed
         if feed is None or feed.source is not dataloader_iter:
             feed = _Feed(dataloader_iter, self._even)
@@ -162,9 +163,15 @@ class SparseDistPipeline:
         """
         if self.pipe.in_flight:
             self.attach()
-            if self._rates_early:
-                self.tasks.check_rates(self.pipe.in_flight)
+            self._check_changes()
         return [ctx.output for ctx in self.pipe.drain()]
+
+    def _check_changes(self) -> None:
+        """Refuse changes that batches in flight are too far ahead for."""
+        if in_flight := self.pipe.in_flight:
+            if self._rates_early:
+                self.tasks.check_rates(in_flight)
+            self.tasks.check_computed(in_flight)
 
     def flush(self) -> None:
         """Update the parameters with what ``TrainStep(accumulate=)`` has left over.

@@ -1,4 +1,4 @@
-"""Checks that a module is called with the very input whose ids were exchanged for it.
+"""Checks that a module is called with the very input that earlier tasks have used for it.
 
     EmbInputDistStart   batch.ids ── exchange ──>      taken from the batch by a path
     forward             tables(batch.ids)              the argument itself is not used any more
@@ -9,7 +9,7 @@ trace, with one batch; a model that takes another branch later would get embeddi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,38 +17,70 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from swpipe._tensors.pytree import tensors_in
-from swpipe.tasks.sparse_dist.inputs import Found, RewriteError
+from swpipe.tasks.sparse_dist.inputs import Found, RewriteError, Source
+
+
+class CallInputs:
+    """The arguments of one call, and the tensors in them as they are now."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._values = [*args, *kwargs.values()]
+        tensors = (tensor for tensor in tensors_in(self._values) if not tensor.is_inference())
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether another call has the same inputs, perhaps in new containers."""
+        given = [*args, *kwargs.values()]
+        return len(given) == len(self._values) and all(map(_same, given, self._values))
+
+    def changed(self) -> bool:
+        """Whether a tensor was since changed in place, or replaced by another one."""
+        present = {id(tensor) for tensor in tensors_in(self._values)}
+        return any(
+            tensor._version != version or id(tensor) not in present
+            for tensor, version in self._versions
+        )
 
 
 class ExchangedInputs:
     """The inputs of one batch that are exchanged, by module."""
 
-    def __init__(self, batch: Any, forwards: Iterable[Any]) -> None:
-        self._inputs: dict[str, tuple[list[Any], list[tuple[Tensor, int]]]] = {}
-        for forward in forwards:
-            args, kwargs = forward.args.build_args_kwargs(batch)
-            given = [*args, *kwargs.values()]
-            versions = [(t, t._version) for t in tensors_in(given) if not t.is_inference()]
-            self._inputs[forward.name] = given, versions
+    def __init__(self, source: Source, forwards: Iterable[Any]) -> None:
+        self._inputs = {
+            forward.name: CallInputs(*forward.args.build_args_kwargs(source))
+            for forward in forwards
+        }
 
-    def check(self, forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def check(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call with anything else.
 
         Raises:
             RewriteError: An argument is another object with other values, or has been changed.
         """
-        exchanged, versions = self._inputs[forward.name]
-        given = [*args, *kwargs.values()]
-        equal = len(given) == len(exchanged) and all(map(_same, given, exchanged))
-        if equal and all(tensor._version == version for tensor, version in versions):
-            return
-        what = "which the forward has changed since" if equal else "and is called with another one"
-        raise RewriteError(
+        check_call(
             f"module {forward.name!r}: its input {Found(forward.args)} was exchanged between the "
-            f"ranks ahead of the forward, {what}. The model's first batch showed which input that "
-            "is: pass it unchanged in every batch and mode (a choice between inputs belongs in "
-            "the batch), or keep the module out of the pipeline (strict=False)"
+            "ranks ahead of the forward",
+            self._inputs[forward.name],
+            args,
+            kwargs,
         )
+
+
+def check_call(what: str, used: CallInputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call whose inputs are not those that were used; ``what`` says what for.
+
+    Raises:
+        RewriteError: An argument is another object with other values, or has been changed.
+    """
+    equal = used.match(args, kwargs)
+    if equal and not used.changed():
+        return
+    why = "which the forward has changed since" if equal else "and is called with another one"
+    raise RewriteError(
+        f"{what}, {why}. The model's first batch showed which input that "
+        "is: pass it unchanged in every batch and mode (a choice between inputs belongs in "
+        "the batch), or keep the module out of the pipeline (strict=False)"
+    )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -70,7 +102,7 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return isinstance(one, bool | int | float | str) and bool(one == other)
+    return isinstance(one, bool | int | float | str | torch.device) and bool(one == other)
 
 
 def _alias(one: Tensor, other: Tensor) -> bool:

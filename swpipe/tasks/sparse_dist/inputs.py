@@ -1,7 +1,7 @@
 """Finds each sharded module's input: the path of an attribute of the batch.
 
-- **trace**: torch.fx traces the forward. Sharded modules, and those that contain none, are leaves.
-  The trace shows what each sharded module is called with, and whether the model computes it.
+- **trace**: torch.fx traces the forward (see ``traced``). The trace shows what each sharded module
+  is called with, and whether the model computes it.
 - **direct**: matches the batch's attributes by type with the first parameter of ``input_dist``. It
   works with any forward, but the user guarantees that the forward passes that attribute unchanged,
   once.
@@ -11,7 +11,6 @@ The user may also name an input: module name to the attribute's path within the 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import typing
 from collections.abc import Mapping
@@ -26,16 +25,46 @@ from swpipe.tasks.sparse_dist._torchrec import (
     CallArgs,
     GetAttrArgInfoStep,
     GetItemArgInfoStep,
-    NodeArgsHelper,
+    ScalarArgInfoStep,
     ShardedModule,
-    Tracer,
-    get_leaf_module_names,
 )
-from swpipe.tasks.sparse_dist.contexts import new_context
 
 
 class RewriteError(ValueError):
     """The model cannot be pipelined; the message names the module and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the inputs of one batch are picked from.
+
+    Attributes:
+        batch: The batch on the device.
+        results: What modules of the model have computed from it ahead of the forward, by name.
+    """
+
+    batch: Any
+    results: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OfBatch:
+    """The first step to an input: from the source to its batch."""
+
+    def process(self, source: Source) -> Any:
+        """The batch."""
+        return source.batch
+
+
+@dataclass(frozen=True, slots=True)
+class OfModule:
+    """The first step to an input: from the source to the result of one module."""
+
+    name: str
+
+    def process(self, source: Source) -> Any:
+        """The result."""
+        return source.results[self.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,60 +79,6 @@ class Found:
             [_path(arg) for arg in self.args.args]
             + [f"{name}={_path(arg)}" for name, arg in self.args.kwargs.items()]
         )
-
-
-def traced_inputs(
-    model: nn.Module, batch: Any, sharded: Mapping[str, nn.Module]
-) -> dict[str, Found]:
-    """What each sharded module is called with, by torch.fx; ``model`` has no wrappers.
-
-    The batch's ``to_proxy`` or ``to_proxy_tuple`` is used, as in TorchRec.
-
-    Raises:
-        ValueError: The forward cannot be traced.
-    """
-    concrete: Any = {}
-    if hasattr(batch, "to_proxy"):
-        concrete = {"inputs": copy.copy(batch).to_proxy()}
-    elif hasattr(batch, "to_proxy_tuple"):
-        concrete = batch.to_proxy_tuple(model)
-    try:
-        graph = Tracer(leaf_modules=get_leaf_module_names(model)).trace(
-            model, concrete_args=concrete
-        )
-    except Exception as error:
-        raise ValueError(
-            f"torch.fx cannot trace the forward of {type(model).__name__} ({error}). Keep control "
-            "flow that depends on data out of the modules that hold sharded ones (what holds none "
-            'is not traced), or give find="direct" if each sharded module is called once, with an '
-            "attribute of the batch as it is"
-        ) from error
-    helper = NodeArgsHelper(model, new_context(0), False)
-    calls: dict[str, list[Any]] = {name: [] for name in sharded}
-    for node in graph.nodes:
-        if node.op == "call_module" and node.target in calls:
-            calls[node.target].append(node)
-    return {name: _of_calls(helper, nodes) for name, nodes in calls.items()}
-
-
-def _of_calls(helper: Any, nodes: list[Any]) -> Found:
-    if not nodes:
-        return Found(why="the forward never calls it: take it out of the model")
-    if len(nodes) > 1:
-        return Found(
-            why=f"it is called {len(nodes)} times in one forward, but its input is exchanged once "
-            "per batch: call it once and share the result, or use one module per call"
-        )
-    (node,) = nodes
-    given = len(node.args) + len(node.kwargs)
-    args, found = helper.get_node_args(node)
-    if given and found == given:
-        return Found(args)
-    return Found(
-        why=f"its input ({', '.join(map(str, [*node.args, *node.kwargs.values()]))}) is computed "
-        "in the forward, not picked out of the batch: compute it before the pipeline, as part of "
-        "the batch"
-    )
 
 
 def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Found]:
@@ -140,7 +115,7 @@ def _input_types(module: Any) -> tuple[type, ...]:
 def named_input(path: str) -> Found:
     """The input at a path within the batch, such as "features" or "user.ids"."""
     steps = [ArgInfoStepFactory.get_attr(part) for part in path.split(".")]
-    return Found(CallArgs([ArgInfo(steps)], {}))
+    return Found(CallArgs([ArgInfo([OfBatch(), *steps])], {}))
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -156,7 +131,11 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
 def _path(arg: Any) -> str:
     text = "batch"
     for step in arg.steps:
-        if isinstance(step, GetAttrArgInfoStep):
+        if isinstance(step, OfModule):
+            text = f"{step.name}(...)"
+        elif isinstance(step, ScalarArgInfoStep):
+            text = repr(step.value)
+        elif isinstance(step, GetAttrArgInfoStep):
             text += f".{step.attr_name}"
         elif isinstance(step, GetItemArgInfoStep):
             text += f"[{step.item_index!r}]"

@@ -1,6 +1,9 @@
 """Replaces the forwards of sharded modules, so that tasks can exchange their ids earlier.
 
     prepare(batch)   first batch: find the modules' inputs and make the replacements
+    compute(batch)   each batch: run the modules that compute inputs, if there are any
+    start(batch)     each batch: start the exchange
+    use(...)         each batch: before the model runs; done() after it
     attach()         install the replacements        ┐ any number of times,
     detach()         restore the original forwards   ┘ also during training
 
@@ -31,11 +34,13 @@ from swpipe.tasks.sparse_dist.forwards import FORWARDS, Kind
 from swpipe.tasks.sparse_dist.inputs import (
     Found,
     RewriteError,
+    Source,
     direct_inputs,
     named_input,
     sharded_modules,
-    traced_inputs,
 )
+from swpipe.tasks.sparse_dist.postproc import PostprocForward, PostprocResults, compute_ahead
+from swpipe.tasks.sparse_dist.traced import Traced, traced_inputs
 from swpipe.tasks.sparse_dist.wrappers import reduced_by_outer_ddp, unwrapped
 
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
@@ -65,16 +70,19 @@ class ModuleReport:
 class RewriteReport:
     """Which sharded modules are pipelined, and why the others are not.
 
-    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed.
+    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed;
+    ``computed`` has the modules that run ahead of the forward, with their inputs, in order.
     """
 
     modules: tuple[ModuleReport, ...]
     found_by: Find
     torchrec: str
+    computed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = f"sharded modules, inputs found by {self.found_by}, {self.torchrec}:"
-        return "\n".join([head, *(f"  {module}" for module in self.modules)])
+        ahead = [f"  computed ahead: {call}" for call in self.computed]
+        return "\n".join([head, *(f"  {module}" for module in self.modules), *ahead])
 
 
 class Rewrite:
@@ -82,7 +90,7 @@ class Rewrite:
 
     ``sharded`` has all sharded modules by name, and ``late`` the names of those that a split
     pipeline looks up within the dense part. ``report`` is None before the first batch;
-    ``forwards`` has one entry per pipelined module.
+    ``forwards`` has one entry per pipelined module, ``postprocs`` one per module that runs ahead.
 
     Raises:
         RewriteError: The model has no sharded module.
@@ -97,15 +105,18 @@ class Rewrite:
         find: Find = "trace",
         inputs: Mapping[str, str] | None = None,
         strict: bool = True,
+        pipeline_postproc: bool = False,
     ) -> None:
         self.kind: Kind = kind
         self.report: RewriteReport | None = None
         self.attached = False
         self.forwards: tuple[Any, ...] = ()
+        self.postprocs: tuple[PostprocForward, ...] = ()
         self._device = device
         self._find: Find = find
         self._inputs = dict(inputs or {})
         self._strict = strict
+        self._postproc = pipeline_postproc
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
@@ -119,7 +130,8 @@ class Rewrite:
 
     def prepare(self, batch: Any) -> None:
         """Find the modules' inputs with a batch on the device, once, and attach."""
-        found = self._find_inputs(batch)
+        traced = self._find_inputs(batch)
+        found = traced.inputs
         self.report = RewriteReport(
             tuple(
                 ModuleReport(
@@ -132,6 +144,7 @@ class Rewrite:
             ),
             self._find,
             describe(),
+            tuple(f"{name}({Found(args)})" for name, args in traced.computed.items()),
         )
         bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
         if self._strict and bad:
@@ -147,6 +160,10 @@ class Rewrite:
             for name, module in self.sharded.items()
             if not found[name].why
         )
+        self.postprocs = tuple(
+            PostprocForward(name, args, self._inner.get_submodule(name), self._device)
+            for name, args in traced.computed.items()
+        )
         self.attach()
 
     def attach(self) -> None:
@@ -156,6 +173,8 @@ class Rewrite:
         for forward in self.forwards:
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
+        for postproc in self.postprocs:
+            self._set(postproc._module, "forward", postproc)
         if self._fused:
             self._fuse()
         self.attached = True
@@ -165,14 +184,19 @@ class Rewrite:
         self._undo.close()
         self.attached = False
 
-    def start(self, batch: Any, context: SparseDistContext) -> None:
+    def compute(self, batch: Any, iteration: int) -> PostprocResults:
+        """Run the modules that compute inputs; the first batch calls ``prepare``."""
+        self._check_ready(batch)
+        return compute_ahead(self.postprocs, batch, iteration, self._device)
+
+    def start(
+        self, batch: Any, context: SparseDistContext, results: PostprocResults | None = None
+    ) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``."""
-        if self.report is None:
-            self.prepare(batch)
-        if not self.attached:
-            raise RuntimeError("the model is detached from its pipeline: call attach() first")
-        context.inputs = ExchangedInputs(batch, self.forwards)
-        start_data_dist([forward._module for forward in self.forwards], batch, context)
+        self._check_ready(batch)
+        source = Source(batch, {} if results is None else results.values)
+        context.inputs = ExchangedInputs(source, self.forwards)
+        start_data_dist([forward._module for forward in self.forwards], source, context)
         context.fused_splits_awaitables = [
             (names, fused_splits(fused, [context.module_contexts[n] for n in names], self._device))
             for names, fused in context.fused_splits_awaitables
@@ -181,14 +205,32 @@ class Rewrite:
             self._fuse()
             self._fused = True
 
-    def use(self, context: SparseDistContext, iteration: int) -> None:
-        """Make the forwards use this iteration's context."""
+    def use(
+        self, context: SparseDistContext, iteration: int, results: PostprocResults | None = None
+    ) -> None:
+        """Make the forwards use this iteration's context and results."""
         # A shortcut replays the context of an earlier iteration, which has another batch.
         replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
             forward.iteration = iteration
             forward.inputs = None if replayed else context.inputs
+        for postproc in self.postprocs:
+            postproc.results = results
+            postproc.checks = results is not None and results.iteration == iteration
+
+    def done(self) -> None:
+        """Let go of what the forwards have used for one batch."""
+        for forward in self.forwards:
+            forward.inputs = None
+        for postproc in self.postprocs:
+            postproc.results = None
+
+    def _check_ready(self, batch: Any) -> None:
+        if self.report is None:
+            self.prepare(batch)
+        if not self.attached:
+            raise RuntimeError("the model is detached from its pipeline: call attach() first")
 
     def _check_names(self) -> None:
         if not self.sharded:
@@ -204,17 +246,18 @@ class Rewrite:
                     f"{', '.join(self.sharded)}"
                 )
 
-    def _find_inputs(self, batch: Any) -> dict[str, Found]:
+    def _find_inputs(self, batch: Any) -> Traced:
         named = {name: named_input(path) for name, path in self._inputs.items()}
         rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
-            return named
+            return Traced(named, {})
         if self._find == "direct":
-            return named | direct_inputs(batch, rest)
+            return Traced(named | direct_inputs(batch, rest), {})
         try:
-            return named | traced_inputs(self._inner, batch, rest)
+            traced = traced_inputs(self._inner, batch, rest, postproc=self._postproc)
         except ValueError as error:
             raise RewriteError(str(error)) from error
+        return Traced(named | traced.inputs, traced.computed)
 
     def _fuse(self) -> None:
         modules = [forward._module for forward in self.forwards]

@@ -1,6 +1,7 @@
 """The eleven tasks of a recommender's training step, on TorchRec's sharded modules.
 
     ctx.batch ── H2DAndShuffle ──> ctx.batch, on the device
+             (── InputPostproc ──> ctx.postproc: inputs that modules of the model compute)
               ── EmbInputDistStart ──> ctx.pipeline: exchange of sizes started
               ── EmbInputDistWait ──>               exchange of ids started
               ── EmbPrefetch ──>                    ids of this rank; caches filled
@@ -13,10 +14,11 @@
 
 Without the split forward, EmbForward runs the whole model, DenseBackward the whole backward, and
 DenseForward and EmbBackward do nothing. In evaluation, nothing from LossPostprocess on runs.
+InputPostproc is a twelfth task, there with ``pipeline_postproc=True`` only.
 
 Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
-``optimizer``, with learning rates and scaler; and ``gradients``. A shortcut restores gradients; the
-other states keep the values of the last run.
+``optimizer``, with learning rates and scaler; ``gradients``; and ``postproc``, what modules that
+run ahead hold. A shortcut restores gradients; the other states keep the values of the last run.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from swpipe.tasks.sparse_dist._torchrec import DMPCollection
 from swpipe.tasks.sparse_dist.accumulation import Accumulation
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
+from swpipe.tasks.sparse_dist.postproc import PostprocResults
 from swpipe.tasks.sparse_dist.prefetched import PrefetchedBatches
 from swpipe.tasks.sparse_dist.reduction import DeferredReduction
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
@@ -74,12 +77,15 @@ class SparseDistTasks:
         strict: A sharded module that cannot be pipelined is an error; otherwise it keeps its own
             forward, and the report says so.
         shuffler: Redistributes the rows of all ranks' batches.
+        pipeline_postproc: Modules without parameters that compute inputs of sharded modules run
+            ahead of the forward, in a twelfth task (see ``plans.sparse_dist.with_postproc``).
         random: The model draws random numbers (dropout): each forward is then seeded.
         tables_state: Two functions that capture and restore this rank's rows, for profiling and
             recording, where the rows lie in no parameter or buffer. What ``capture`` returns is
             copied with ``copy.deepcopy``, once to keep it and once for each ``restore``.
 
     Attributes:
+        pipeline_postproc: As given.
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
         prefetched: What tables with a queue of prefetches keep for the batches in flight.
         table_state: The rows that ``tables_state`` restores, or that nothing does; None where all
@@ -105,6 +111,7 @@ class SparseDistTasks:
         inputs: Mapping[str, str] | None = None,
         strict: bool = True,
         shuffler: Shuffler | None = None,
+        pipeline_postproc: bool = False,
         random: bool = False,
         tables_state: CaptureRestore | None = None,
     ) -> None:
@@ -116,9 +123,11 @@ class SparseDistTasks:
         self.model = model
         self.step = step
         self.device = resolve(device)
+        self.pipeline_postproc = pipeline_postproc
         self.rewrite = Rewrite(
-            model, self.device, kind=forward, find=find, inputs=inputs, strict=strict
-        )
+            model, self.device, kind=forward, find=find, inputs=inputs, strict=strict,
+            pipeline_postproc=pipeline_postproc,
+        )  # fmt: skip
         self.prefetched = PrefetchedBatches(self.rewrite.sharded)
         table_state = TableState(self.rewrite.sharded, tables_state)
         self.table_state = table_state if table_state.needed else None
@@ -164,13 +173,17 @@ class SparseDistTasks:
             ctx.shuffle_ticket = self._shuffler.start(batch)
         ctx.batch = batch.to(device=self._target, non_blocking=True)
 
+    def postprocess_input(self, ctx: IterContext) -> None:
+        """Finish the shuffle; compute the inputs that modules of the model compute."""
+        self._finish_shuffle(ctx)
+        ctx.postproc = self.rewrite.compute(ctx.batch, ctx.iter_idx)
+
     def start_input_dist(self, ctx: IterContext) -> None:
         """Finish the shuffle; start the exchange of the sizes of ids."""
-        if self._shuffler is not None:
-            ctx.batch = self._shuffler.finish(ctx.batch, ctx.shuffle_ticket)
-            del ctx.shuffle_ticket
+        if not self.pipeline_postproc:
+            self._finish_shuffle(ctx)
         ctx.pipeline = new_context(ctx.iter_idx)
-        self.rewrite.start(ctx.batch, ctx.pipeline)
+        self.rewrite.start(ctx.batch, ctx.pipeline, self._results(ctx))
 
     def wait_input_dist(self, ctx: IterContext) -> None:
         """Wait for the sizes; start the exchange of ids."""
@@ -282,19 +295,22 @@ class SparseDistTasks:
         )
 
     def tasks(self) -> tuple[PipelineTask, ...]:
-        """The eleven tasks, in serial order."""
+        """The eleven or twelve tasks, in serial order."""
         fns = (
             self.copy, self.start_input_dist, self.wait_input_dist, self.prefetch,
             self.embedding_forward, self.dense_forward, self.postprocess_loss,
             self.dense_backward, self.embedding_backward, self.finalize_gradients,
             self.optimizer_step,
         )  # fmt: skip
-        drawing = {names.EMBED, names.DENSE} if self._random else frozenset()
+        made = list(zip(names.TASKS, fns, strict=True))
+        if self.pipeline_postproc:
+            made.insert(1, (names.POSTPROC, self.postprocess_input))
+        drawing = {names.POSTPROC, names.EMBED, names.DENSE} if self._random else frozenset()
         return tuple(
             PipelineTask(
                 name, fn, self._io(name) + self.prefetched.io(name), random=name in drawing
             )
-            for name, fn in zip(names.TASKS, fns, strict=True)
+            for name, fn in made
         )
 
     def _io(self, task: str) -> list[DeclaredIO]:
@@ -314,6 +330,7 @@ class SparseDistTasks:
         # The replaced forwards use the context of one batch; each task that runs them sets it.
         forwards: dict[str, Mode] = {"current batch": "rw"}
         touched: dict[str, Mapping[str, Mode]] = {
+            names.POSTPROC: {"postproc": "rw"},
             names.PREFETCH: {"table cache": "rw"},
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
             names.DENSE: (forwards | dense | late) if split else {},
@@ -379,8 +396,25 @@ class SparseDistTasks:
                 "looks up later"
             )
 
+    def check_computed(self, in_flight: int) -> None:
+        """Refuse changes to modules that have run already for batches in flight.
+
+        Raises:
+            RuntimeError: As said.
+        """
+        for postproc in self.rewrite.postprocs:
+            postproc.check_unchanged(in_flight)
+
+    def _finish_shuffle(self, ctx: IterContext) -> None:
+        if self._shuffler is not None:
+            ctx.batch = self._shuffler.finish(ctx.batch, ctx.shuffle_ticket)
+            del ctx.shuffle_ticket
+
+    def _results(self, ctx: IterContext) -> PostprocResults | None:
+        return ctx.postproc if self.pipeline_postproc else None
+
     def _begin_forward(self, ctx: IterContext) -> None:
-        self.rewrite.use(ctx.pipeline, ctx.iter_idx)
+        self.rewrite.use(ctx.pipeline, ctx.iter_idx, self._results(ctx))
         if self.step.accumulate > 1:
             self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
 
@@ -388,6 +422,7 @@ class SparseDistTasks:
         ctx.training = self.trains()
         result = (self.step.forward or self.model)(ctx.batch)
         ctx.pipeline.inputs = None
+        self.rewrite.done()
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"the model returned a {type(result).__name__}, not (losses, output): return these "

@@ -96,7 +96,7 @@ def differences(
     job: Job, steps: int, names: tuple[str, ...] = EXACT, shuffled: bool = False, **options: Any
 ) -> dict[str, list[str]]:
     """For each of our pipelines that differs from TorchRec's base, where it does."""
-    wanted = by_torchrec(job, _dealt(steps) if shuffled else batches(steps))
+    wanted = by_torchrec(job, dealt(steps) if shuffled else batches(steps))
     found = {}
     for name in names:
         shuffler = KarmarkarKarpShuffler(Batch.work) if shuffled else None
@@ -140,7 +140,7 @@ def _inferred(tasks: SparseDistTasks) -> PipelinePlan:
     return replace(plan, schedule=schedule, tasks=())
 
 
-def _dealt(steps: int) -> Iterator[Batch]:
+def dealt(steps: int) -> Iterator[Batch]:
     """The batches as a shuffler deals them, one by one."""
     shuffler = KarmarkarKarpShuffler(Batch.work)
     for batch in batches(steps):
