@@ -146,6 +146,9 @@ class SparseDistTasks:
         self.fused = step.fused()
         self.rates = self._rates()  # that the last look-up took
         self.tables_in_step = any(map(by_gradient, self._tables))
+        self._check_gradients(step)
+
+    def _check_gradients(self, step: TrainStep) -> None:
         if self._buffers and (step.scaler is not None or isinstance(step.clip, int | float)):
             raise ValueError(
                 "TrainStep.scaler, and a number as TrainStep.clip, use parameter.grad; Megatron's "
