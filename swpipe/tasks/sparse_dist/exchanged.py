@@ -34,10 +34,11 @@ class CallInputs:
         return len(given) == len(self._values) and all(map(_same, given, self._values))
 
     def changed(self) -> bool:
-        """Whether a tensor was since changed in place, or replaced by another one."""
-        present = {id(tensor) for tensor in tensors_in(self._values)}
+        """Whether a tensor was since changed in place, or replaced by one in other memory."""
+        present = {id(tensor): tensor for tensor in tensors_in(self._values)}
         return any(
-            tensor._version != version or id(tensor) not in present
+            tensor._version != version
+            or (id(tensor) not in present and not any(_alias(tensor, t) for t in present.values()))
             for tensor, version in self._versions
         )
 

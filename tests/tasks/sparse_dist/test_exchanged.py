@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.tasks.sparse_dist import PipelineFactory, RewriteError
-from swpipe.tasks.sparse_dist.exchanged import _same
+from swpipe.tasks.sparse_dist.exchanged import CallInputs, _same
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import (
+    BATCH,
     CPU,
     Batch,
     Job,
@@ -215,3 +216,20 @@ def test_what_counts_as_the_same() -> None:
     assert not _same({"a": 1}, {"b": 1})
     assert not _same(weights[1:], weights[:-1])
     assert not _same(made(), weights)
+
+
+def test_what_counts_as_changed() -> None:
+    """A tensor that was written to, or replaced; not one in the same memory, nor a cached one."""
+
+    def after(change: Any) -> bool:
+        batch = next(batches(1, rank=0))
+        inputs = CallInputs([batch], {"more": [batch.labels]})
+        change(batch)
+        return inputs.changed()
+
+    assert not after(lambda batch: None)
+    assert not after(lambda batch: setattr(batch, "dense", batch.dense.view(BATCH, -1)))
+    assert not after(lambda batch: batch.ids.offsets())
+    assert after(lambda batch: setattr(batch, "dense", batch.dense.clone()))
+    assert after(lambda batch: batch.dense.mul_(2))
+    assert after(lambda batch: batch.ids.values().add_(1))
