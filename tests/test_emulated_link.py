@@ -95,17 +95,19 @@ def test_a_call_without_a_handle_is_late_itself(two_ranks: Ranks) -> None:
         assert received == [float(rank), 10.0 + rank]
 
 
-def _futures() -> None:
-    with EmulatedLink():
+def _future() -> tuple[list[float], list[float]]:
+    with _slow_link() as (_, clock):
         _, work = _exchange(async_op=True)
-        work.wait()
-        work.get_future()
+        assert work is not None
+        found = work.get_future().wait()
+    return found[0].tolist(), clock.slept_ms
 
 
-def test_a_future_is_refused(two_ranks: Ranks) -> None:
-    """It would complete on time."""
-    with pytest.raises(NotImplementedError, match="wait"):
-        two_ranks.run(_futures)
+def test_a_future_is_late_and_has_the_result(two_ranks: Ranks) -> None:
+    """As the handle: what the other rank sent, when the latency is over."""
+    for rank, (received, slept_ms) in enumerate(two_ranks.run(_future)):
+        assert received == [float(rank), 10.0 + rank]
+        assert slept_ms == [pytest.approx(L_MS)]
 
 
 def test_the_functions_come_back() -> None:
@@ -116,36 +118,50 @@ def test_the_functions_come_back() -> None:
     assert dist.all_to_all_single is before
 
 
-def _seen(steps: int) -> tuple[Counter[str], Counter[str]]:
-    """Collectives of some steps by TorchRec, as torch's profiler and the link count them."""
+Calls = dict[str, tuple[int, int]]
+"""By contender."""
+
+
+def _seen(model: str, steps: int) -> tuple[Calls, Calls]:
+    """All-to-alls and all-reduces of some steps: as torch's profiler counts them, and the link."""
     from torch.profiler import ProfilerActivity, profile
 
-    from tests.bench.contenders import CONTENDERS
-    from tests.bench.dlrm import TINY, dense_optimizer, endless, sharded_dlrm
+    from tests.bench.contenders import CONTENDERS, streams_on_a_cpu
+    from tests.bench.contest import runner
+    from tests.bench.dlrm import TINY
 
-    found: Counter[str] = Counter()
-    with EmulatedLink() as link:
+    issued: Calls = {}
+    late: Calls = {}
+    with streams_on_a_cpu(), EmulatedLink(1e-3) as link:
         for contender in CONTENDERS:
-            model = sharded_dlrm(TINY)
-            pipeline = contender.make(model, dense_optimizer(model))
-            data = endless(TINY)
+            made = runner(contender, model, TINY, link)
             for _ in range(6):
-                pipeline.progress(data)
+                made.pipeline.progress(made.data)
             before = link.issued.copy()
             with profile(activities=[ProfilerActivity.CPU]) as seen:
                 for _ in range(steps):
-                    pipeline.progress(data)
-            calls = Counter(e.name for e in seen.events() if e.name.startswith("c10d::"))
+                    made.pipeline.progress(made.data)
+            calls = Counter(e.name for e in seen.events())
             ours = link.issued - before
-            if ours["all_to_all_single"] != calls["c10d::alltoall_base_"]:
-                found[contender.name] += 1
-    return found, calls
+            issued[contender.name] = calls["c10d::alltoall_base_"], calls["c10d::allreduce_"]
+            late[contender.name] = ours["all_to_all_single"], ours["all_reduce"]
+            made.close()
+    return issued, late
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_exchange_of_every_contender_is_late(two_ranks: Ranks) -> None:
-    """All-to-alls that torch sees are those of the link; DDP's reductions alone go past it."""
-    for past_the_link, calls in two_ranks.run(_seen, 3):
-        assert not past_the_link
-        assert calls.keys() == {"c10d::alltoall_base_", "c10d::allreduce_"}
-        assert calls["c10d::alltoall_base_"] == 5 * 3
+@pytest.mark.parametrize(
+    ("model", "exchanges"),
+    [("DLRM", {5}), pytest.param("towers", {17, 20}, marks=pytest.mark.slow)],
+)
+def test_every_exchange_and_reduction_of_every_contender_is_late(
+    two_ranks: Ranks, model: str, exchanges: set[int]
+) -> None:
+    """The collectives that torch sees are those of the link, DDP's all-reduces among them.
+
+    Each tower has five exchanges; pipelines send the sizes of all towers together.
+    """
+    for issued, late in two_ranks.run(_seen, model, 3):
+        assert issued == late
+        assert {exchanged / 3 for exchanged, _ in issued.values()} == exchanges
+        assert min(reduced for _, reduced in issued.values()) == 3

@@ -17,12 +17,12 @@ One period from left to right, with the iteration of each task (i is the one tha
     split        dense prefetch loss dense' start copy embed' embed wait finalize step
                  i     i+1      i    i      i+2   i+3  i      i+1   i+2  i        i
 
-    semi_sync    dense loss dense' start copy prefetch embed embed' wait finalize step
-                 i     i    i      i+2   i+3  i+1      i+1   i      i+2  i        i
+    semi_sync    dense loss dense' prefetch embed wait start copy embed' finalize step
+                 i     i    i      i+1      i+1   i+2  i+3   i+4  i      i        i
 
 The tasks in between overlap the exchanges: of sizes from "start" to "wait", of ids from "wait" to
 "prefetch", of embeddings from "embed" to "dense" and, under the split forward, of their gradients
-from the middle of "dense'" to "embed'".
+from the middle of "dense'" to "embed'". DDP reduces from there to "finalize".
 """
 
 from __future__ import annotations
@@ -118,15 +118,15 @@ def split(*, after_step: bool = True) -> PipelinePlan:
 
 
 def semi_sync() -> PipelinePlan:
-    """As split, but the next batch is looked up before this one updates the tables.
+    """Five stages; the next batch is looked up before this one updates the tables.
 
     Table reads, and learning rates of fused tables, are one batch stale, so the results differ from
-    the serial run's. The exchanges of
-    embeddings and of gradients overlap. Needs the split forward.
+    the serial run's. All exchanges overlap: a period waits for the gradients of embeddings alone,
+    while those of sizes, ids and embeddings take until the next period. Needs the split forward.
     """
-    stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
-    head, tail = (DENSE, LOSS, DENSE_BACK, START, COPY, PREFETCH), (EMBED, EMBED_BACK, WAIT)
-    order = (*head, *tail, FINALIZE, STEP)
+    stages = dict.fromkeys(TASKS, 4) | {COPY: 0, START: 1, WAIT: 2, PREFETCH: 3, EMBED: 3}
+    head = (DENSE, LOSS, DENSE_BACK, PREFETCH, EMBED, WAIT, START, COPY)
+    order = (*head, EMBED_BACK, FINALIZE, STEP)
     return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
 
 

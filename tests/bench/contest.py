@@ -1,23 +1,31 @@
-"""The two-rank DLRM on each rank: time all contenders in turn, and the tasks of a step."""
+"""A model on each of two ranks: time all contenders in turn, and the tasks of a step."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe.plans.sparse_dist import DENSE, DENSE_BACK, PLANS
+from swpipe.plans.sparse_dist import DENSE, DENSE_BACK, EMBED_BACK, PLANS
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
-from tests.bench.contenders import CONTENDERS, Contender
+from tests.bench.contenders import CONTENDERS, Contender, streams_on_a_cpu
 from tests.bench.dlrm import CPU, Batch, Size, dense_optimizer, endless, everything, sharded_dlrm
-from tests.bench.emulated_link import EmulatedLink, Exchange
+from tests.bench.emulated_link import EmulatedLink, Exchange, reduce_by_link
 from tests.bench.measure import sharpen_timers
+from tests.bench.towers import sharded_towers
+
+MODELS: Mapping[str, Callable[[Size], nn.Module]] = {
+    "DLRM": sharded_dlrm,
+    "towers": sharded_towers,
+}
+"""Tables in one collection, and in one for each tower."""
 
 WARM_UP = 4
 """Untimed steps at the beginning of each turn."""
@@ -46,7 +54,7 @@ class Runner:
 
     contender: Contender
     pipeline: Any
-    model: torch.nn.Module
+    model: nn.Module
     data: Iterator[Batch]
 
     def ms(self, steps: int) -> float:
@@ -59,17 +67,22 @@ class Runner:
             self.pipeline.progress(self.data)
         return (time.perf_counter() - begin_s) / steps * 1e3
 
+    def close(self) -> None:
+        """Ours have threads to end."""
+        if self.contender.ours:
+            self.pipeline.close()
+
 
 class Anatomy:
     """The times of the parts of a step, run serially on a link without latency.
 
     A task's time excludes its waits for exchanges. ``DenseForward`` is split where it waits for
-    embeddings, ``DenseBackward`` where it sends their gradients: what comes before the first and
-    after the second does not depend on an exchange.
+    embeddings for the last time, ``DenseBackward`` where it sends the last of their gradients, and
+    ``EmbBackward`` where it waits for the last of them: what comes before the first, after the
+    second and before the third does not depend on all exchanges.
     """
 
-    def __init__(self, size: Size, link: EmulatedLink) -> None:
-        model = sharded_dlrm(size)
+    def __init__(self, model: nn.Module, size: Size, link: EmulatedLink) -> None:
         tasks = SparseDistTasks(model, TrainStep([dense_optimizer(model)]), device=CPU)
         self._link = link
         self._data = endless(size)
@@ -97,6 +110,10 @@ class Anatomy:
                     total_ns[part] += worked_ns
         return {part: ns / steps / 1e6 for part, ns in total_ns.items()}
 
+    def close(self) -> None:
+        """End its threads."""
+        self._pipe.close()
+
     def _timed(self, task: PipelineTask) -> PipelineTask:
         def fn(ctx: IterContext) -> None:
             begin_ns = time.perf_counter_ns()
@@ -111,68 +128,79 @@ def _parted(
 ) -> Iterator[tuple[str, int]]:
     """The parts of one run of a task, each with its time without waits."""
     begin_ns, end_ns = span
-    within = [e for e in exchanges if begin_ns <= e.wait_ns < end_ns]
-    worked_ns = end_ns - begin_ns - sum(e.waited_ns for e in within)
-    if task == DENSE and within:
-        cut_ns = within[0].wait_ns
-    elif task == DENSE_BACK:
-        cut_ns = next(e.issued_ns for e in exchanges if begin_ns <= e.issued_ns < end_ns)
+    waits = [e for e in exchanges if begin_ns <= e.wait_ns < end_ns]
+    worked_ns = end_ns - begin_ns - sum(e.waited_ns for e in waits)
+    if task == DENSE_BACK:
+        sent_ns = (e.issued_ns for e in exchanges if e.name != "all_reduce")
+        cut_ns = max(at_ns for at_ns in sent_ns if begin_ns <= at_ns < end_ns)
+    elif task in (DENSE, EMBED_BACK):
+        cut_ns = waits[-1].wait_ns
     else:
         yield task, worked_ns
         return
-    yield f"{task} (1)", cut_ns - begin_ns
-    yield f"{task} (2)", worked_ns - (cut_ns - begin_ns)
+    first_ns = cut_ns - begin_ns - sum(e.waited_ns for e in waits if e.done_ns <= cut_ns)
+    yield f"{task} (1)", first_ns
+    yield f"{task} (2)", worked_ns - first_ns
 
 
 def contest(
+    model: str,
     latencies: Sequence[float],
     rounds: int,
     steps: int,
     size: Size,
     names: Sequence[str] | None = None,
 ) -> Contest:
-    """Time all contenders in turn on each link, then compare the parameters they trained."""
+    """Time all contenders in turn on each link, and compare the parameters they trained."""
     sharpen_timers()
     found = Contest()
-    with EmulatedLink() as link:
-        runners = [_runner(c, size) for c in CONTENDERS if names is None or c.name in names]
-        anatomy = Anatomy(size, link)
+    chosen = [c for c in CONTENDERS if names is None or c.name in names]
+    with streams_on_a_cpu(), EmulatedLink() as link:
         for latency in latencies:
             link.latency_ms = latency
-            ms = found.ms[latency] = {runner.contender.name: [] for runner in runners}
+            runners = [runner(c, model, size, link) for c in chosen]
+            anatomy = Anatomy(MODELS[model](size), size, link)
+            ms = found.ms[latency] = {contender.name: [] for contender in chosen}
             parts = found.parts[latency] = []
             for turn in range(rounds):
-                for runner in runners if turn % 2 == 0 else reversed(runners):
-                    ms[runner.contender.name].append(runner.ms(steps))
+                for one in runners if turn % 2 == 0 else reversed(runners):
+                    ms[one.contender.name].append(one.ms(steps))
                 parts.append(anatomy.parts_ms(steps))
-        found.per_step = _per_step(runners[0], link)
-        _catch_up(runners)
-        wanted = everything(runners[0].model)
-        for runner in runners[1:]:
-            state = everything(runner.model)
-            same = all(torch.equal(wanted[name], state[name]) for name in wanted)
-            if not same and runner.contender.kind != "stale":
-                found.differ.append(runner.contender.name)
+            found.per_step = _per_step(runners[0], link)
+            found.differ += _differ(runners)
+            anatomy.close()
     return found
 
 
-def _per_step(runner: Runner, link: EmulatedLink) -> dict[str, float]:
+def _per_step(one: Runner, link: EmulatedLink) -> dict[str, float]:
     before = link.issued.copy()
-    runner.ms(steps := 4)
+    one.ms(steps := 4)
     issued = link.issued - before
     return {name: count / (steps + WARM_UP) for name, count in issued.items()}
 
 
-def _catch_up(runners: Sequence[Runner]) -> None:
-    """Train the others on the batches that only the first one has seen."""
-    for runner in runners[1:]:
-        runner.ms(4)
+def _differ(runners: Sequence[Runner]) -> list[str]:
+    """Close all; the exact ones whose parameters differ from the first one's."""
+    for one in runners[1:]:  # train on the batches that only the first one has seen
+        one.ms(4)
+    wanted = everything(runners[0].model)
+    found = []
+    for one in runners:
+        state = everything(one.model)
+        same = all(torch.equal(wanted[name], state[name]) for name in wanted)
+        if not same and not one.contender.stale:
+            found.append(one.contender.name)
+        one.close()
+    return found
 
 
-def _runner(contender: Contender, size: Size) -> Runner:
-    model = sharded_dlrm(size)
-    pipeline = contender.make(model, dense_optimizer(model))
-    return Runner(contender, pipeline, model, endless(size))
+def runner(contender: Contender, model: str, size: Size, link: EmulatedLink) -> Runner:
+    """A contender at its start. Where the link is slow, so are its all-reduces."""
+    trained = MODELS[model](size)
+    if link.latency_ms and not contender.ours:  # ours all-reduces from Python by itself
+        reduce_by_link(trained)
+    pipeline = contender.make(trained, dense_optimizer(trained))
+    return Runner(contender, pipeline, trained, endless(size))
 
 
 def on_ranks(fn: Callable[..., Any], *args: Any, deadline_s: float = 1800.0) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,14 @@ def _batch(size: Size, draws: torch.Generator) -> Batch:
 def sharded_dlrm(size: Size) -> nn.Module:
     """The same model on every rank and call; its tables are updated in backward."""
     torch.manual_seed(0)
-    tables = EmbeddingBagCollection(
+    tables = bags(size, range(size.tables))
+    model = DLRMTrain(DLRM(tables, size.features, list(size.bottom), list(size.top)))
+    return sharded(model, {TABLES_MODULE: tables})
+
+
+def bags(size: Size, which: range) -> Any:
+    """A bag collection of some of the tables; one feature each."""
+    return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
                 name=f"t{t}",
@@ -103,27 +110,34 @@ def sharded_dlrm(size: Size) -> nn.Module:
                 num_embeddings=size.rows,
                 embedding_dim=size.dim,
             )
-            for t in range(size.tables)
+            for t in which
         ],
         device=CPU,
     )
-    model = DLRMTrain(DLRM(tables, size.features, list(size.bottom), list(size.top)))
-    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.05})
+
+
+def sharded(model: nn.Module, collections: Mapping[str, Any]) -> nn.Module:
+    """The model with the tables of its bag collections, by name, dealt to the ranks in turn."""
     sharder: Any = EmbeddingBagCollectionSharder()
     world = dist.get_world_size()
-    plan = construct_module_sharding_plan(
-        tables,
-        {f"t{t}": table_wise(rank=t % world) for t in range(size.tables)},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
+    plans = {}
+    for name, tables in collections.items():
+        apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.05})
+        plans[name] = construct_module_sharding_plan(
+            tables,
+            {
+                config.name: table_wise(rank=t % world)
+                for t, config in enumerate(tables.embedding_bag_configs())
+            },
+            sharder=sharder,
+            local_size=world,
+            world_size=world,
+            device_type="cpu",
+        )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    plans = ShardingPlan({TABLES_MODULE: plan})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of DDP, about how TorchRec calls it
-        return DistributedModelParallel(model, env, CPU, plans, sharders=[sharder])
+        return DistributedModelParallel(model, env, CPU, ShardingPlan(plans), sharders=[sharder])
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,20 +9,26 @@ who calls them by that name, whichever pipeline it is. The handle is a ``dist.Wo
 asks whether it is. To wait for one sleeps: the interpreter lock is free and no core is busy. Any
 number of exchanges is under way at once, as on a link that has latency and bandwidth to spare.
 
-What C++ issues on its own does not pass through here: DDP's reducer and its all-reduces.
+What C++ issues on its own does not pass through here, DDP's all-reduces among it: give such a model
+a communication hook that issues them from Python (``reduce_by_link``). Its futures are late, too.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 COLLECTIVES = (
     "all_gather",
@@ -75,8 +81,11 @@ class EmulatedLink:
         self.exchanges: list[Exchange] = []
         self.recording = False
         self._real: dict[str, Callable[..., Any]] = {}
+        self._futures: SimpleQueue[tuple[LateWork, Any] | None] = SimpleQueue()
+        self._completer = threading.Thread(target=self._complete, name="link", daemon=True)
 
     def __enter__(self) -> Self:
+        self._completer.start()
         for name in COLLECTIVES:
             self._real[name] = getattr(dist, name)
             setattr(dist, name, self._slow(name, self._real[name]))
@@ -90,6 +99,22 @@ class EmulatedLink:
     ) -> None:
         while self._real:
             setattr(dist, *self._real.popitem())
+        self._futures.put(None)
+        self._completer.join()
+
+    def future(self, work: LateWork) -> Any:
+        """One with the work's result, completed when the work is."""
+        future: Any = torch.futures.Future()
+        self._futures.put((work, future))
+        return future
+
+    def _complete(self) -> None:
+        while (asked := self._futures.get()) is not None:
+            work, future = asked
+            try:
+                future.set_result(work.result_when_due())
+            except Exception as error:  # noqa: BLE001 - for whoever waits for the future
+                future.set_exception(error)
 
     def _slow(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
@@ -130,10 +155,7 @@ class LateWork(dist.Work):
         if self._done:
             return True
         wait_ns = time.perf_counter_ns()
-        if self._work is not None:
-            self._work.wait(timeout)
-        while (left_ns := self._due_ns - time.perf_counter_ns()) > 0:
-            time.sleep(left_ns / 1e9)
+        self._wait_until_due(timeout)
         self._done = True
         if self._link.recording:
             done_ns = time.perf_counter_ns()
@@ -150,9 +172,31 @@ class LateWork(dist.Work):
         return self.is_completed() and (self._work is None or self._work.is_success())
 
     def get_future(self) -> Any:
-        """Not supported.
+        """A future that completes no sooner than this does."""
+        return self._link.future(self)
 
-        Raises:
-            NotImplementedError: Always: a future would complete on time.
-        """
-        raise NotImplementedError("an emulated link has handles, no futures: wait() for this one")
+    def result_when_due(self) -> Any:
+        """The real collective's result, when it is done and the latency over."""
+        self._wait_until_due(dt.timedelta(0))
+        return None if self._work is None else self._work.get_future().value()
+
+    def _wait_until_due(self, timeout: dt.timedelta) -> None:
+        if self._work is not None:
+            self._work.wait(timeout)
+        while (left_ns := self._due_ns - time.perf_counter_ns()) > 0:
+            time.sleep(left_ns / 1e9)
+
+
+def reduce_by_link(model: nn.Module) -> None:
+    """Let a model's DDP wrappers all-reduce as they do by default, over the emulated link."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            group = module.process_group
+            # torch refuses a hook whose annotations are strings; this has none.
+            module.register_comm_hook(group, lambda group, bucket: _mean(group, bucket.buffer()))
+
+
+def _mean(group: dist.ProcessGroup, buffer: torch.Tensor) -> Any:
+    buffer.mul_(1.0 / dist.get_world_size(group))
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])

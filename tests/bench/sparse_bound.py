@@ -1,15 +1,15 @@
-"""The lower bound on a step of the two-rank DLRM, from what its parts take and the link's latency.
+"""The lower bound on a step on two ranks, from what its parts take and the link's latency.
 
     ids                  START ~ sizes ~ WAIT ~ ids ~ PREFETCH ─┐
     tables   ┌────────────────────────────────────────────── EMBED ~ embeddings ~┐
              │                                        bottom forward ─────── top forward ─ LOSS
              └─ EMBED_BACK ~ gradients ~ top backward ──────────────────────────────────────┘
-                                              └─ bottom backward ─ FINALIZE ─ STEP ─> next bottom
+                                              └─ bottom backward ~ FINALIZE ─ STEP ─> next bottom
 
 Exchanges (``~``) take the link's latency and no core; any number can be in flight. All other parts
 run on the rank's one thread. So no plan has an interval below the sum of the parts, nor below the
-cycle from one look-up over both exchanges of embeddings to the next; with one batch of staleness,
-half of that cycle.
+longer of two cycles: from one look-up over both exchanges of embeddings to the next (with one batch
+of staleness, half of that), and from one dense forward over the all-reduce to the next.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ from swpipe.plans.sparse_dist import (
 
 BOTTOM, TOP = f"{DENSE} (1)", f"{DENSE} (2)"
 TOP_BACK, BOTTOM_BACK = f"{DENSE_BACK} (1)", f"{DENSE_BACK} (2)"
+FIRST_TABLES, LAST_TABLES = f"{EMBED_BACK} (1)", f"{EMBED_BACK} (2)"
 SIZES, IDS, EMBEDDINGS, GRADIENTS = "sizes", "ids", "embeddings", "gradients"
+REDUCED = "all-reduce"
 
 WORK = (
-    COPY, START, WAIT, PREFETCH, EMBED, BOTTOM, TOP, LOSS, TOP_BACK, BOTTOM_BACK, EMBED_BACK,
-    FINALIZE, STEP,
+    COPY, START, WAIT, PREFETCH, EMBED, BOTTOM, TOP, LOSS, TOP_BACK, BOTTOM_BACK, FIRST_TABLES,
+    LAST_TABLES, FINALIZE, STEP,
 )  # fmt: skip
-EXCHANGES = (SIZES, IDS, EMBEDDINGS, GRADIENTS)
+EXCHANGES = (SIZES, IDS, EMBEDDINGS, GRADIENTS, REDUCED)
 
 NEEDS = (
     (START, COPY), (SIZES, START), (WAIT, SIZES), (IDS, WAIT), (PREFETCH, IDS), (EMBED, PREFETCH),
     (EMBEDDINGS, EMBED), (BOTTOM, COPY), (TOP, BOTTOM), (TOP, EMBEDDINGS), (LOSS, TOP),
-    (TOP_BACK, LOSS), (BOTTOM_BACK, TOP_BACK), (GRADIENTS, TOP_BACK), (EMBED_BACK, GRADIENTS),
-    (FINALIZE, BOTTOM_BACK), (STEP, FINALIZE),
+    (TOP_BACK, LOSS), (BOTTOM_BACK, TOP_BACK), (GRADIENTS, TOP_BACK), (FIRST_TABLES, TOP_BACK),
+    (LAST_TABLES, GRADIENTS), (LAST_TABLES, FIRST_TABLES), (REDUCED, BOTTOM_BACK),
+    (FINALIZE, REDUCED), (STEP, FINALIZE),
 )  # fmt: skip
 """(consumer, producer) within an iteration."""
 
@@ -59,7 +62,7 @@ def step_on_paper(staleness: int = 0) -> PipelinePlan:
     return PipelinePlan(
         schedule={**schedule, **links},
         deps=NEEDS,
-        cross_iter_deps=[(EMBED, EMBED_BACK, 1 + staleness), (BOTTOM, STEP)],
+        cross_iter_deps=[(EMBED, LAST_TABLES, 1 + staleness), (BOTTOM, STEP)],
         pipeline_depth=8,
     )
 

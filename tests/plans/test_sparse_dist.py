@@ -35,7 +35,7 @@ def before(order: Sequence[str], *names: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("serial", 1), ("sparse_dist", 3), ("prefetch", 4), ("split", 4), ("semi_sync", 4)],
+    [("serial", 1), ("sparse_dist", 3), ("prefetch", 4), ("split", 4), ("semi_sync", 5)],
 )
 def test_each_plan_has_its_stages(name: str, stages: int) -> None:
     """As many batches are in flight as there are stages; every task is scheduled."""
@@ -91,6 +91,21 @@ def test_the_next_look_up_comes_after_the_tables_are_updated(
     plan = split(after_step=after_step)
     assert plan.schedule[EMBED].stage == plan.schedule[EMBED_BACK].stage - 1
     assert before(list(resolve_plan(plan).period_order), *order)
+
+
+def test_semi_sync_sends_everything_a_period_before_it_waits() -> None:
+    """Only the gradients of embeddings are sent and awaited in the same period.
+
+    Then the next embeddings are on their way, too.
+    """
+    plan = PLANS["semi_sync"]()
+    lags = {
+        (a, b): plan.schedule[b].stage - plan.schedule[a].stage
+        for a, b in ((START, WAIT), (WAIT, PREFETCH), (EMBED, DENSE), (DENSE_BACK, EMBED_BACK))
+    }
+    assert list(lags.values()) == [1, 1, 1, 0]
+    order = list(resolve_plan(plan).period_order)
+    assert before(order, DENSE_BACK, PREFETCH, EMBED, WAIT, START, EMBED_BACK, STEP)
 
 
 @pytest.mark.parametrize("name", PLANS)

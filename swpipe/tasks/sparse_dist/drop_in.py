@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
@@ -59,18 +61,34 @@ class _Feed(Iterator[Any]):
     def __init__(self, source: Iterator[Any], even: EvenData | None) -> None:
         self.source = source
         self.uneven: UnevenDataError | None = None
-        batches = _UntilNone(source)
+        self._batches: Iterator[Any] = _UntilNone(source)
+        self._agreed: EvenIterator | None = None
         if even is not None and not isinstance(source, EvenIterator):  # which agrees by itself
-            self._batches: Iterator[Any] = even.over(batches)
-        else:
-            self._batches = batches
+            self._batches = self._agreed = even.over(self._batches)
+        self._paused = False
 
     def __next__(self) -> Any:
+        if self._paused and self._agreed is None:
+            raise StopIteration
         try:
             return next(self._batches)
         except UnevenDataError as error:
             self.uneven = error
             raise StopIteration from None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block, end after the batches that have been pulled already."""
+        self._pause(True)
+        try:
+            yield
+        finally:
+            self._pause(False)
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        if self._agreed is not None:
+            self._agreed.paused = paused
 
 
 class SparseDistPipeline:
@@ -85,8 +103,10 @@ class SparseDistPipeline:
         plan: The plan. ``InputPostproc`` is added where the tasks have it and the plan has not.
         stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
         seed: Seed of the draws of a random model; None for ``torch.initial_seed()``.
-        check_data: Whether the ranks tell each other at each pull if their data has ended. Without
-            it, a rank that ends alone leaves the others waiting in a collective.
+        check_data: Whether the ranks tell each other at each pull if their data has ended. Several
+            ranks therefore pull each batch one step before it enters the pipeline, except under a
+            serial plan. Without the check, a rank that ends alone leaves the others waiting in a
+            collective.
 
     Attributes:
         tasks: As given.
@@ -114,9 +134,14 @@ class SparseDistPipeline:
             mode=tasks.mode,
         )
         self._feed: _Feed | None = None
+        self._drained: list[Any] = []  # by a ``drain`` that was interrupted
         # Its own time-out comes before the watchdog's, since it says more.
         wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
-        self._even = EvenData("error", ahead=0, timeout_s=wait_s) if check_data else None
+        # The ranks' answers take a round trip. They are waited for one step later, while batches
+        # are in flight; the batch that is pulled early counts as one of them.
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        later = ranks > 1 and runs_early(plan, plans.COPY)
+        self._even = EvenData("error", ahead=int(later), timeout_s=wait_s) if check_data else None
         early = runs_early(plan, plans.PREFETCH) or runs_early(plan, plans.EMBED)
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
         self._rates_early = runs_early(plan, plans.EMBED) and "optimizer" not in plan.stale
@@ -135,13 +160,14 @@ class SparseDistPipeline:
             RuntimeError: Batches of another iterator, or of another mode, are in flight.
             BaseException: As ``SWPipeline.progress``.
         """
-        self.attach()
-        self._check_changes()
         feed = self._feed
         if feed is None or feed.source is not dataloader_iter:
+            if feed is not None and feed.uneven is not None and not self.pipe.in_flight:
+                self._feed = None
+                raise feed.uneven
             feed = _Feed(dataloader_iter, self._even)
         try:
-            output = self.pipe.progress(feed).output
+            output = self._next(feed)
         except StopIteration:
             self._feed = None  # the next call begins a new pass, whatever its iterator
             if self.tasks.trains():
@@ -156,15 +182,25 @@ class SparseDistPipeline:
         """Finish the batches in flight, and return their outputs, oldest first.
 
         The iterator keeps its other batches. On several ranks, call it on all after the same step.
+        There, one batch more than the plan has in flight has been pulled; it is finished too.
 
         Raises:
             RuntimeError: The batches in flight are of another mode.
             BaseException: As ``SWPipeline.progress``.
         """
-        if self.pipe.in_flight:
-            self.attach()
-            self._check_changes()
-        return [ctx.output for ctx in self.pipe.drain()]
+        feed = self._feed
+        if feed is not None and self.pipe.in_flight:
+            with feed.paused(), suppress(StopIteration):
+                while True:
+                    self._drained.append(self._next(feed))
+        self._drained += (ctx.output for ctx in self.pipe.drain())
+        outputs, self._drained = self._drained, []
+        return outputs
+
+    def _next(self, feed: _Feed) -> Any:
+        self.attach()
+        self._check_changes()
+        return self.pipe.progress(feed).output
 
     def _check_changes(self) -> None:
         """Refuse changes that batches in flight are too far ahead for."""

@@ -180,6 +180,7 @@ class EvenIterator:
         self._data_ended = False
         self._failure: Exception | None = None
         self._over = False
+        self.paused = False
 
     def __iter__(self) -> Self:
         return self
@@ -195,8 +196,10 @@ class EvenIterator:
         """
         if self._over:
             raise StopIteration
-        while len(self._ahead) <= self._data.ahead:
+        while not self.paused and len(self._ahead) <= self._data.ahead:
             self._ahead.append(self._pull())
+        if not self._ahead:
+            raise StopIteration
         pull = self._ahead.popleft()
         statuses = self._await(pull, self.steps)
         goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from swpipe.tasks.sparse_dist import PipelineFactory, UnevenDataError
+from swpipe.tasks.sparse_dist import EvenData, PipelineFactory, UnevenDataError
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import (
     CPU,
@@ -214,3 +215,46 @@ def test_loading_in_flight_is_exact_or_refused(two_ranks: Ranks, name: str) -> N
 def test_loading_after_a_drain_is_exact(two_ranks: Ranks, name: str) -> None:
     """Nothing is in flight; the next batches use what was loaded."""
     assert two_ranks.run(_loads, name, True) == [[], []]
+
+
+# ------------------------------------------------------------------------- batches pulled early
+
+
+def _waits_for_ranks(name: str) -> tuple[list[int], list[int]]:
+    """In each step: how many agreements of the ranks were waited for as soon as they had begun."""
+    begun, at_once = [0], [0]
+    real = EvenData.exchange_status
+
+    def exchange(even: EvenData, status: int) -> Any:
+        statuses, work = real(even, status)
+        begun[0] += 1
+        mine = begun[0]
+        watched = Mock(wraps=work)
+
+        def is_completed() -> bool:
+            at_once[0] += begun[0] == mine
+            return work is None or bool(work.is_completed())
+
+        watched.is_completed.side_effect = is_completed
+        return statuses, watched
+
+    seen = []
+    with patch.object(EvenData, "exchange_status", exchange), _pipeline(name, sharded(Job())) as p:
+        data = batches(12)
+        for _ in range(6):
+            at_once[0] = 0
+            p.progress(data)
+            seen.append(at_once[0])
+        flying = p.pipe.in_flight
+        outputs = len(p.drain())
+        left = len(list(data))
+    return seen, [flying, outputs, left]
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_no_step_waits_for_the_round_trip_that_it_began(two_ranks: Ranks, name: str) -> None:
+    """Whether data has ended is asked a step ahead; the batch pulled early counts as in flight."""
+    for seen, (flying, outputs, left) in two_ranks.run(_waits_for_ranks, name):
+        assert seen == [0] * 6
+        assert outputs == flying + 1
+        assert left == 12 - 6 - outputs
