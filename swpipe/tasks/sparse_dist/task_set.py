@@ -71,7 +71,8 @@ class SparseDistTasks:
         model: A model with sharded modules, with or without wrappers.
         step: The user's step.
         device: None for the machine's accelerator, or else the CPU.
-        forward: "split" (embeddings and dense part in separate tasks), "prefetch" or "pipelined".
+        forward: "split" (embeddings and dense part in separate tasks), "prefetch", "pipelined", or
+            "own": the model runs as it is, and needs no sharded module.
         find: How the sharded modules' inputs are found: "trace" with torch.fx, or "direct" by type.
         inputs: Module name to the path of its input within the batch, for inputs not to be found.
         strict: A sharded module that cannot be pipelined is an error; otherwise it keeps its own
@@ -95,7 +96,7 @@ class SparseDistTasks:
             rate, which ``OptimStep`` may change.
 
     Raises:
-        RewriteError: The model has no sharded module.
+        RewriteError: The model has no sharded module, and ``forward`` is not "own".
         RuntimeError: There is no process group.
         ValueError: A scaler, and tables that are updated inside backward.
     """
@@ -115,7 +116,7 @@ class SparseDistTasks:
         random: bool = False,
         tables_state: CaptureRestore | None = None,
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if forward != "own" and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "sharded modules exchange ids between ranks, and there is no process group: call "
                 "torch.distributed.init_process_group() first, under torchrun or with one rank"

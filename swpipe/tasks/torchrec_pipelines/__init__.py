@@ -1,0 +1,29 @@
+"""TorchRec's pipelines by their names and arguments, run by swpipe.
+
+    from swpipe.tasks.torchrec_pipelines import TrainPipelineSparseDist
+
+in place of ``from torchrec.distributed.train_pipeline import TrainPipelineSparseDist``. Arguments
+that have no counterpart are refused unless at their default, with the reason.
+"""
+
+from swpipe.tasks.torchrec_pipelines.semi_sync import TrainPipelineSemiSync
+from swpipe.tasks.torchrec_pipelines.sparse_dist import (
+    EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+    TrainEvalHybridPipelineBase,
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
+
+__all__ = [
+    "EvalPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
+    "TrainEvalHybridPipelineBase",
+    "TrainPipelineBase",
+    "TrainPipelineFusedSparseDist",
+    "TrainPipelineSemiSync",
+    "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistLite",
+]
