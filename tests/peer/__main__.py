@@ -1,6 +1,7 @@
-"""``python -m tests.peer CHECKOUT [PATTERN]``: run the cases that contain PATTERN, print a table.
+"""Run TorchRec's tests of its pipelines on swpipe's, and print what became of each case.
 
-Each case runs in a process of its own, forked from one that has imported everything.
+Each case runs in a process of its own, forked from one that has imported everything. A case that
+fails runs again on TorchRec's own pipelines.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from tests.peer import outcome as kinds
-from tests.peer.cases import Case, cases_of
-from tests.peer.cpu import report_use, test_modules
+from tests.peer.cases import PRIVATE, Case, cases_of
+from tests.peer.cpu import forget_tests, report_use, test_modules
 from tests.peer.outcome import Outcome, told
 
 
@@ -28,78 +31,95 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.peer", description=__doc__)
     parser.add_argument("checkout", type=Path, help="the root of a checkout of TorchRec")
     parser.add_argument("pattern", nargs="?", default="", help="only cases that contain this")
-    parser.add_argument("--torchrec", action="store_true", help="on TorchRec's own pipelines")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each case")
-    parser.add_argument("--verbose", action="store_true", help="print tracebacks")
+    parser.add_argument("--verbose", action="store_true", help="every case, with tracebacks")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    modules = test_modules(options.checkout, on_ours=not options.torchrec)
-    cases = [case for case in cases_of(modules) if options.pattern in str(case)]
+    theirs = {str(case): case for case in cases_of(test_modules(options.checkout, on_ours=False))}
+    forget_tests()
+    cases = cases_of(test_modules(options.checkout, on_ours=True))
     counts: Counter[str] = Counter()
-    for case in cases:
-        found = _in_process(case, options.timeout)
+    for case in (case for case in cases if case.about_ours and options.pattern in str(case)):
+        found = _outcome(case, options.timeout)
         if found is None:
             continue
+        if found.kind == kinds.FAILED:
+            found = _compared(found, _outcome(theirs[str(case)], options.timeout, on_ours=False))
         counts[found.kind] += 1
-        if found.kind != kinds.OTHER:
-            print(f"{found.kind:36} {case}{found.why and f'  [{found.why[:200]}]'}", flush=True)
-            if options.verbose and found.text:
-                print(found.text)
-    ours = sum(counts.values()) - counts[kinds.OTHER]
-    print(f"\n{ours} cases of pipelines that swpipe replaces:")
-    for kind in kinds.KINDS:
-        print(f"  {counts[kind]:4}  {kind}")
+        _print(case, found, options.verbose)
+    _print_table(counts)
     return 1 if counts[kinds.FAILED] + counts[kinds.HUNG] else 0
 
 
-def _in_process(case: Case, timeout_s: float) -> Outcome | None:
+def _print(case: Case, found: Outcome, verbose: bool) -> None:
+    """Those that did not pass; the others too if wanted."""
+    if found.kind == kinds.OTHER or (found.kind in kinds.GOOD and not verbose):
+        return
+    print(f"{found.kind}: {case}", flush=True)
+    if found.why:
+        print(f"    {found.text if verbose else found.why}")
+
+
+def _print_table(counts: Counter[str]) -> None:
+    ours = sum(counts.values()) - counts[kinds.OTHER]
+    print(f"\n{ours} cases of pipelines that swpipe stands for:")
+    for kind in kinds.KINDS:
+        print(f"  {counts[kind]:4}  {kind}")
+
+
+def _compared(found: Outcome, theirs: Outcome | None) -> Outcome:
+    """What failed, unless TorchRec's own pipeline fails there as well."""
+    if theirs is not None and theirs.kind == kinds.FAILED:
+        return replace(found, kind=kinds.ALIKE)
+    return found
+
+
+def _outcome(case: Case, timeout_s: float, *, on_ours: bool = True) -> Outcome | None:
+    """Run one case in a process of its own."""
+    if on_ours and case.test.__name__.startswith(PRIVATE):
+        return Outcome(kinds.REFUSED, "it calls TorchRec's private methods, with a mock model")
     used_read, used_write = os.pipe()
     result_read, result_write = os.pipe()
     child = os.fork()
     if child == 0:
-        _run(case, used_write, result_write)
+        _run(case, used_write, result_write, on_ours)
     for descriptor in (used_write, result_write):
         os.close(descriptor)
-    deadline = time.monotonic() + timeout_s
-    data = b""
-    while select.select([result_read], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        chunk = os.read(result_read, 1 << 16)
-        if not chunk:
-            break
-        data += chunk
+    data = _read(result_read, time.monotonic() + timeout_s)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    os.set_blocking(used_read, False)
-    try:
-        used = os.read(used_read, 1 << 16)
-    except BlockingIOError:
-        used = b""
+    used = _read(used_read, time.monotonic())
     for descriptor in (used_read, result_read):
         os.close(descriptor)
-    return _outcome(data, used, timeout_s)
-
-
-def _outcome(data: bytes, used: bytes, timeout_s: float) -> Outcome | None:
     if data:
         return told(pickle.loads(data), used)
     if not used:
-        return Outcome(kinds.NEEDS_GPU, "the process ended before a pipeline was made")
+        return Outcome(kinds.NEEDS_GPU, "the process died")
     return Outcome(kinds.HUNG, f"no result within {timeout_s:g} s, or the process died")
 
 
-def _run(case: Case, used: int, result: int) -> None:
-    """In the forked process."""
+def _read(descriptor: int, deadline: float) -> bytes:
+    """All that is written until the deadline."""
+    data = b""
+    while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
+            break
+        data += chunk
+    return data
+
+
+def _run(case: Case, used: int, result: int, on_ours: bool) -> NoReturn:
+    """In the forked process: run, and write the texts of errors, failures and skips."""
     os.setpgid(0, 0)
-    report_use(used)
+    report_use(used, on_ours=on_ours)
     quiet = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(quiet, descriptor)
     done = case.run()
-    for listed in (done.errors, done.failures, done.skipped):
-        listed[:] = [(None, text) for _, text in listed]
-    done._original_stdout = done._original_stderr = None  # not pickled
+    skipped = [why for _, why in done.skipped]
     with os.fdopen(result, "wb") as file:
-        file.write(pickle.dumps(done))
+        file.write(pickle.dumps(([text for _, text in [*done.errors, *done.failures]], skipped)))
     os._exit(0)
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import unittest
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+THEIRS_ALONE = ("TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd")
+"""Tests of pipelines that swpipe does not stand for, by the start of their classes' names."""
+
+PRIVATE = ("TrainPipelineSparseDist2DShardingTest",)
+"""Tests that call TorchRec's private methods with a mock for a model, by the same."""
+
 
 @dataclass(frozen=True)
 class Case:
     """One test with its arguments."""
 
+    module: ModuleType
     test: type[unittest.TestCase]
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -22,8 +30,14 @@ class Case:
         shown = ", ".join(f"{name}={_short(value)}" for name, value in self.arguments.items())
         return f"{self.test.__name__}.{self.method}{f'({shown})' if shown else ''}"
 
+    @property
+    def about_ours(self) -> bool:
+        """Whether it is not about a pipeline that TorchRec alone has."""
+        return not self.test.__name__.startswith(THEIRS_ALONE)
+
     def run(self) -> unittest.TestResult:
         """Run it, without hypothesis."""
+        sys.modules[self.module.__name__] = self.module  # for ranks, which import by name
         method = getattr(self.test, self.method)
         inner = getattr(method, "hypothesis", None)
         if inner is not None and self.arguments:
@@ -37,18 +51,18 @@ def cases_of(modules: list[ModuleType]) -> Iterator[Case]:
     """All cases of the tests that these modules define."""
     for module in modules:
         for test in vars(module).values():
-            if isinstance(test, type) and issubclass(test, unittest.TestCase):
-                if test.__module__ == module.__name__:
-                    yield from _of(test)
+            own = getattr(test, "__module__", "") == module.__name__
+            if own and isinstance(test, type) and issubclass(test, unittest.TestCase):
+                yield from _of(module, test)
 
 
-def _of(test: type[unittest.TestCase]) -> Iterator[Case]:
+def _of(module: ModuleType, test: type[unittest.TestCase]) -> Iterator[Case]:
     for method in unittest.TestLoader().getTestCaseNames(test):
         given = getattr(getattr(test, method), "hypothesis", None)
         strategies = getattr(given, "_given_kwargs", {})
         values = [_values(strategy) for strategy in strategies.values()]
         for chosen in itertools.product(*values):
-            yield Case(test, method, dict(zip(strategies, chosen, strict=True)))
+            yield Case(module, test, method, dict(zip(strategies, chosen, strict=True)))
 
 
 def _values(strategy: Any) -> list[Any]:

@@ -26,17 +26,15 @@ from unittest import mock
 import torch
 
 from swpipe.tasks import torchrec_pipelines as ours
-from swpipe.tasks.sparse_dist.forwards import SplitForward
 from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
+from swpipe.tasks.sparse_dist.forwards import SplitForward
 from swpipe.tasks.torchrec_pipelines.translated import Translated
 
 TESTS = "torchrec.distributed.train_pipeline.tests"
 CPU = torch.device("cpu")
 
-NO_CACHE = "tables without the cache of a GPU"
 
-
-def test_modules(checkout: Path, *, on_ours: bool = True) -> list[ModuleType]:
+def test_modules(checkout: Path, *, on_ours: bool) -> list[ModuleType]:
     """The modules of tests in a checkout, on our pipelines or TorchRec's, ready for a CPU.
 
     Raises:
@@ -63,17 +61,23 @@ def test_modules(checkout: Path, *, on_ours: bool = True) -> list[ModuleType]:
     return modules
 
 
-def report_use(descriptor: int) -> None:
-    """Write a byte when a pipeline of ours is made, and another where the kernel is replaced."""
-    for kind in (Translated, torchrec_pipelines.TrainPipeline):
-        made = kind.__init__
+def forget_tests() -> None:
+    """Let the tests be imported again, with other pipelines."""
+    for name in [name for name in sys.modules if name.startswith(f"{TESTS}.")]:
+        del sys.modules[name]
 
-        @functools.wraps(made)
-        def init(self: Any, *args: Any, made: Any = made, **kwargs: Any) -> None:
-            os.write(descriptor, b"p")
-            made(self, *args, **kwargs)
 
-        kind.__init__ = init
+def report_use(descriptor: int, *, on_ours: bool) -> None:
+    """Write "p" when a pipeline of ours, or of TorchRec's, is made, "c" for replaced tables."""
+    kind: Any = Translated if on_ours else torchrec_pipelines.TrainPipeline
+    made = kind.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        os.write(descriptor, b"p")
+        made(self, *args, **kwargs)
+
+    kind.__init__ = init
     _without_cache(lambda: os.write(descriptor, b"c"))
 
 
@@ -89,7 +93,9 @@ def _extend_packages(checkout: Path) -> None:
     """Let the installed packages also have the modules that only the checkout has."""
     for name in ("torchrec.distributed", "torchrec.distributed.train_pipeline"):
         package = importlib.import_module(name)
-        package.__path__.append(str(checkout.joinpath(*name.split("."))))
+        folder = str(checkout.joinpath(*name.split(".")))
+        if folder not in package.__path__:
+            package.__path__.append(folder)
 
 
 def _use_our_pipelines() -> None:
@@ -103,9 +109,7 @@ def _use_our_pipelines() -> None:
 
 
 def _as_if_gpus() -> Any:
-    return mock.patch.multiple(
-        torch.cuda, is_available=lambda: True, device_count=lambda: 2
-    )
+    return mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 2)
 
 
 def _adapt(module: ModuleType) -> None:

@@ -57,15 +57,15 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         sync_every: Synchronise the replicas of a ``DMPCollection`` in every so many batches.
     """
 
-    # The class of TorchRec's, by its name.
-    _stands_for: ClassVar[str] = ""
+    _original: ClassVar[type]  # the class of TorchRec's
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.__module__.startswith(f"{__package__}."):
-            cls._stands_for = cls.__name__
-        elif original := getattr(torchrec_pipelines, cls._stands_for, None):
-            refuse_overrides(cls, original)
+            default = torchrec_pipelines.TrainPipelineSparseDist
+            cls._original = getattr(torchrec_pipelines, cls.__name__, default)
+        else:
+            refuse_overrides(cls, cls._original)
 
     def __init__(
         self,
