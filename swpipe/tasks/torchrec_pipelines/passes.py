@@ -15,6 +15,9 @@ class Pass(Iterator[Any]):
         keep_back: How many batches are read ahead, and dropped at the end of the data: what
             ``execute_all_batches=False`` means.
         limit: Hand out so many batches at most; the others stay in the iterator.
+
+    Attributes:
+        stopped: ``stop`` was called; not set by the end of the data.
     """
 
     def __init__(
@@ -24,12 +27,8 @@ class Pass(Iterator[Any]):
         self._keep_back = keep_back
         self._left = limit
         self._kept: deque[Any] = deque()
-        self._stopped = False
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it reads no further."""
-        return self._stopped
+        self._ended = False
+        self.stopped = False
 
     @property
     def kept(self) -> int:
@@ -38,12 +37,12 @@ class Pass(Iterator[Any]):
 
     def stop(self) -> None:
         """Read no further; batches that were read are still handed out."""
-        self._stopped = True
+        self.stopped = True
 
     def __next__(self) -> Any:
         if self._left == 0:
             raise StopIteration
-        if not self._stopped:
+        if not (self.stopped or self._ended):
             self._read_ahead()
         if not self._kept:
             raise StopIteration
@@ -56,6 +55,6 @@ class Pass(Iterator[Any]):
             batch = next(self.source, None)
             if batch is None:
                 self._kept.clear()
-                self._stopped = True
+                self._ended = True
                 return
             self._kept.append(batch)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans import sparse_dist as plans
+from swpipe.tasks.sparse_dist._torchrec import DMPCollection
 from swpipe.tasks.sparse_dist.drop_in import semi_sync
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 from swpipe.tasks.torchrec_pipelines.passes import Pass
@@ -53,6 +54,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             free_features_storage_early=free_features_storage_early,
             clear_data_dist_inputs=clear_data_dist_inputs,
         )
+        self._check_interval(model, start_batch, dmp_collection_sync_interval_batches)
         self._start_batch = start_batch
         self._stash = _Stash() if stash_gradients else None
         self._done = 0
@@ -87,6 +89,14 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     def is_semi_sync(self) -> bool:
         """Whether the next output is that of a batch from ``start_batch`` on."""
         return self._pass is not None and self._done >= self._start_batch
+
+    @staticmethod
+    def _check_interval(model: nn.Module, start_batch: int, interval: int | None) -> None:
+        if isinstance(model, DMPCollection) and interval and start_batch % interval:
+            raise NotImplementedError(
+                f"start_batch={start_batch} is no multiple of dmp_collection_sync_interval_batches="
+                f"{interval}, which counts from there: give a multiple"
+            )
 
     def _go_stale(self) -> None:
         """Change the plan: the last exact batch is done, and none is in flight."""

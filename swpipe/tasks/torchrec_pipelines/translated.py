@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.tasks.sparse_dist._torchrec import DMPCollection, torchrec_pipelines
+from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
 from swpipe.tasks.sparse_dist.drop_in import SparseDistPipeline
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.inputs import sharded_modules
@@ -54,7 +54,8 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         plan: The plan for the tasks.
         custom_model_fwd: Called with the batch instead of the model.
         execute_all_batches: As for TorchRec.
-        sync_every: Synchronise the replicas of a ``DMPCollection`` in every so many batches.
+        sync_every: Batches between two averages of the replicas of a ``DMPCollection``. Those of
+            TorchRec's pipelines that have no argument for it never average them.
     """
 
     _original: ClassVar[type]  # the class of TorchRec's
@@ -77,7 +78,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         plan: PlanFor,
         custom_model_fwd: Forward | None = None,
         execute_all_batches: bool = True,
-        sync_every: int | None = None,
+        sync_every: int | None = 1,
     ) -> None:
         super().__init__()
         self._model = model
@@ -198,7 +199,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         step = TrainStep(
             self._optimizers(),
             forward=self._model_fwd,
-            finalize=_sync(self._model, self._sync_every),
+            sync_interval=self._sync_every,
         )
         kind = self._kind if sharded_modules(unwrapped(self._model)) else "own"
         self._tasks = SparseDistTasks(
@@ -220,18 +221,3 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
                 f"{in_flight} batches in flight, and they cannot go on with {what}: call drain() "
                 "or reset() first"
             )
-
-
-def _sync(model: nn.Module, every: int | None) -> Callable[[nn.Module], object] | None:
-    """A ``finalize`` that synchronises the replicas in batches 0, ``every``, 2 ``every``, ..."""
-    if every is None or not isinstance(model, DMPCollection):
-        return None
-    done = 0
-
-    def sync(_: nn.Module) -> None:
-        nonlocal done
-        if done % every == 0:
-            model.sync()
-        done += 1
-
-    return sync
