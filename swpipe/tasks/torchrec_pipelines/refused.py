@@ -5,7 +5,7 @@ Each entry says why, and what to do instead.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from swpipe.tasks.sparse_dist._torchrec import TrainPipelineContext
 
@@ -14,18 +14,26 @@ _MEMORY = (
     "changes no result: leave it out"
 )
 
-_REASONS: dict[str, tuple[Any, str]] = {
-    "apply_jit": (
+
+class Refusal(NamedTuple):
+    """The default of an argument, and why other values are refused."""
+
+    default: Any
+    why: str
+
+
+REASONS: dict[str, Refusal] = {
+    "apply_jit": Refusal(
         False,
         "modules are not scripted here: apply torch.jit.script to them before you shard the model",
     ),
-    "context_type": (
+    "context_type": Refusal(
         TrainPipelineContext,
         "each batch has a context of swpipe's: keep what you need in the batch, or write a task",
     ),
-    "enable_inplace_copy_batch": (False, _MEMORY),
-    "free_features_storage_early": (False, _MEMORY),
-    "clear_data_dist_inputs": (False, _MEMORY),
+    "enable_inplace_copy_batch": Refusal(False, _MEMORY),
+    "free_features_storage_early": Refusal(False, _MEMORY),
+    "clear_data_dist_inputs": Refusal(False, _MEMORY),
 }
 
 
@@ -36,10 +44,9 @@ def refuse(owner: object, **given: Any) -> None:
         NotImplementedError: One line for each.
     """
     lines = [
-        f"{type(owner).__name__}({name}={value!r}): {why}"
+        f"{type(owner).__name__}({name}={value!r}): {REASONS[name].why}"
         for name, value in given.items()
-        for default, why in [_REASONS[name]]
-        if value is not default
+        if value is not REASONS[name].default
     ]
     if lines:
         raise NotImplementedError("\n".join(lines))
