@@ -22,7 +22,7 @@ import torch
 
 from tests.peer import outcome as kinds
 from tests.peer.cases import PRIVATE, Case, cases_of
-from tests.peer.cpu import forget_tests, report_use, test_modules
+from tests.peer.cpu import forget_tests, load_tests, report_use
 from tests.peer.outcome import Outcome, told
 
 
@@ -35,9 +35,9 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="every case, with tracebacks")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    theirs = {str(case): case for case in cases_of(test_modules(options.checkout, on_ours=False))}
+    theirs = {str(case): case for case in cases_of(load_tests(options.checkout, on_ours=False))}
     forget_tests()
-    cases = cases_of(test_modules(options.checkout, on_ours=True))
+    cases = cases_of(load_tests(options.checkout, on_ours=True))
     counts: Counter[str] = Counter()
     for case in (case for case in cases if case.about_ours and options.pattern in str(case)):
         found = _outcome(case, options.timeout)

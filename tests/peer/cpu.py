@@ -34,7 +34,7 @@ TESTS = "torchrec.distributed.train_pipeline.tests"
 CPU = torch.device("cpu")
 
 
-def test_modules(checkout: Path, *, on_ours: bool) -> list[ModuleType]:
+def load_tests(checkout: Path, *, on_ours: bool) -> list[ModuleType]:
     """The modules of tests in a checkout, on our pipelines or TorchRec's, ready for a CPU.
 
     Raises:

@@ -75,9 +75,20 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         """As for the other pipelines."""
         if not self._stale and self._done >= self._start_batch:
             self._go_stale()
-        output = super().progress(dataloader_iter)
+        try:
+            output = super().progress(dataloader_iter)
+        except BaseException:
+            if not self.drop_in.pipe.in_flight:
+                self._pass = None  # a failure dropped batches that its limit has counted
+            raise
         self._done += 1
         return output
+
+    def drain(self) -> list[Out]:
+        """Finish the batches in flight and return their outputs, oldest first."""
+        outputs = super().drain()
+        self._done += len(outputs)
+        return outputs
 
     def reset(self) -> None:
         """Drop the batches in flight, and count from 0 again."""

@@ -24,9 +24,9 @@ from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
 from swpipe.tasks.sparse_dist.drop_in import SparseDistPipeline
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.inputs import sharded_modules
-from swpipe.tasks.sparse_dist.rewrite import unwrapped
 from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
+from swpipe.tasks.sparse_dist.wrappers import unwrapped
 from swpipe.tasks.torchrec_pipelines.passes import Pass
 from swpipe.tasks.torchrec_pipelines.refused import refuse_overrides
 

@@ -74,6 +74,10 @@ def several(*counts: int) -> Iterator[Iterator[Batch]]:
         yield batches(count, seed=seed)
 
 
+def _record_nothing(tensor: torch.Tensor, stream: object) -> None:
+    """A CPU has no streams to record."""
+
+
 @contextmanager
 def streams_on_a_cpu() -> Iterator[None]:
     """Let TorchRec's pipelines that use streams and events run on a CPU."""
@@ -83,6 +87,6 @@ def streams_on_a_cpu() -> Iterator[None]:
     cpu.current_stream = lambda: mock.Mock()
     with (
         mock.patch.object(torch, "get_device_module", return_value=cpu),
-        mock.patch.object(torch.Tensor, "record_stream"),
+        mock.patch.object(torch.Tensor, "record_stream", _record_nothing),
     ):
         yield
