@@ -6,6 +6,7 @@ What is replaced, and where:
 - classes that tests name to recognise a replaced forward, in the tests' modules;
 - ``torch.cuda.is_available`` and ``device_count`` while the tests are imported, which skip there;
 - the device and the backend in ``setUp`` and in the functions that ranks run;
+- CUDA streams, by None;
 - tables in the cache of a GPU (``FUSED_UVM_CACHING``) by tables without one, which is reported.
 """
 
@@ -61,6 +62,19 @@ def load_tests(checkout: Path, *, on_ours: bool) -> list[ModuleType]:
     return modules
 
 
+def _told(made: Any, tell: Any) -> Any:
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        tell()
+        made(self, *args, **kwargs)
+
+    return init
+
+
+def _no_stream(*_: Any, **__: Any) -> None:
+    """The streams that tests make for StagedTrainPipeline, which takes None on a CPU."""
+
+
 def forget_tests() -> None:
     """Let the tests be imported again, with other pipelines."""
     for name in [name for name in sys.modules if name.startswith(f"{TESTS}.")]:
@@ -69,15 +83,12 @@ def forget_tests() -> None:
 
 def report_use(descriptor: int, *, on_ours: bool) -> None:
     """Write "p" when a pipeline of ours, or of TorchRec's, is made, "c" for replaced tables."""
-    kind: Any = Translated if on_ours else torchrec_pipelines.TrainPipeline
-    made = kind.__init__
-
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        os.write(descriptor, b"p")
-        made(self, *args, **kwargs)
-
-    kind.__init__ = init
+    kinds: tuple[Any, ...] = (torchrec_pipelines.TrainPipeline,)
+    if on_ours:
+        kinds = (Translated, ours.StagedTrainPipeline)
+        torch.cuda.Stream = torch.cuda.current_stream = _no_stream  # type: ignore[assignment,misc]
+    for kind in kinds:
+        kind.__init__ = _told(kind.__init__, lambda: os.write(descriptor, b"p"))
     _without_cache(lambda: os.write(descriptor, b"c"))
 
 

@@ -65,6 +65,7 @@ try:
             PrefetchTrainPipelineContext,
             TrainPipelineContext,
         )
+        from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
         from torchrec.distributed.train_pipeline.runtime_forwards import (
             BaseForward,
             PipelinedForward,
@@ -120,7 +121,7 @@ __all__ = [
     "EXCHANGES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward", "CallArgs",
     "DMPCollection", "FusedOptimizer",
     "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
-    "NodeArgsHelper", "PipelinedForward", "PrefetchPipelinedForward",
+    "NodeArgsHelper", "PipelineStage", "PipelinedForward", "PrefetchPipelinedForward",
     "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer",
     "TrainPipelineContext", "check_version", "describe", "get_leaf_module_names",
     "get_unwrapped_module", "override_input_dist_forwards", "start_data_dist",

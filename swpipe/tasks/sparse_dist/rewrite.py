@@ -233,6 +233,24 @@ class Rewrite:
         if not self.attached:
             raise RuntimeError("the model is detached from its pipeline: call attach() first")
 
+    def prefetch(self, context: SparseDistContext, forward_stream: Any) -> None:
+        """Wait for the ids; modules with a cache fill it.
+
+        ``forward_stream`` is that of the look-up, if it is another than the current one.
+        """
+        for forward in self.forwards:
+            if not forward.prefetches:
+                continue
+            name = forward.name
+            request = context.input_dist_tensors_requests.pop(name)
+            data, module_context = request.wait_with_context()
+            forward._module.prefetch(
+                ctx=module_context, dist_input=data, forward_stream=forward_stream
+            )
+            context.module_input_post_prefetch[name] = data
+            context.module_contexts_post_prefetch[name] = module_context
+            del context.module_contexts[name]
+
     def _check_names(self) -> None:
         if not self.sharded:
             raise RewriteError(

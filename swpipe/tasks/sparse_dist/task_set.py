@@ -192,34 +192,13 @@ class SparseDistTasks:
     def wait_input_dist(self, ctx: IterContext) -> None:
         """Wait for the sizes; start the exchange of ids."""
         context: SparseDistContext = ctx.pipeline
-        for module_names, splits in context.fused_splits_awaitables:
-            requests, _ = splits.wait_with_context()
-            context.input_dist_tensors_requests.update(zip(module_names, requests, strict=True))
-        context.input_dist_splits_requests.clear()
-        context.fused_splits_awaitables.clear()
+        context.wait_for_sizes()
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
-        with self.prefetched.prefetching():
-            self._prefetch(ctx)
-
-    def _prefetch(self, ctx: IterContext) -> None:
-        context: SparseDistContext = ctx.pipeline
         here = self.device.current_stream()
-        for forward in self.rewrite.forwards:
-            if not forward.prefetches:
-                continue
-            name = forward.name
-            request = context.input_dist_tensors_requests.pop(name)
-            data, module_context = request.wait_with_context()
-            forward._module.prefetch(
-                ctx=module_context,
-                dist_input=data,
-                forward_stream=None if here == self._home else self._home,
-            )
-            context.module_input_post_prefetch[name] = data
-            context.module_contexts_post_prefetch[name] = module_context
-            del context.module_contexts[name]
+        with self.prefetched.prefetching():
+            self.rewrite.prefetch(ctx.pipeline, None if here == self._home else self._home)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""

@@ -6,6 +6,7 @@ in place of ``from torchrec.distributed.train_pipeline import TrainPipelineSpars
 that have no counterpart are refused unless at their default, with the reason.
 """
 
+from swpipe.tasks.sparse_dist._torchrec import PipelineStage
 from swpipe.tasks.torchrec_pipelines.semi_sync import TrainPipelineSemiSync
 from swpipe.tasks.torchrec_pipelines.sparse_dist import (
     EvalPipelineSparseDist,
@@ -16,10 +17,14 @@ from swpipe.tasks.torchrec_pipelines.sparse_dist import (
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
 )
+from swpipe.tasks.torchrec_pipelines.staged import SparseDataDistUtil, StagedTrainPipeline
 
 __all__ = [
     "EvalPipelineSparseDist",
+    "PipelineStage",
     "PrefetchTrainPipelineSparseDist",
+    "SparseDataDistUtil",
+    "StagedTrainPipeline",
     "TrainEvalHybridPipelineBase",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",

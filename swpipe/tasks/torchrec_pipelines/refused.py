@@ -31,6 +31,14 @@ REASONS: dict[str, Refusal] = {
         TrainPipelineContext,
         "each batch has a context of swpipe's: keep what you need in the batch, or write a task",
     ),
+    "debug_mode": Refusal(
+        False, "it logs: use pipe.trace(), pipe.observe() and pipe.format_schedule()"
+    ),
+    "embedding_lookup_stream": Refusal(
+        None,
+        "rows would be looked up before the batch ahead updates them: use TrainPipelineSemiSync, "
+        "which is stale by design, or TrainPipelineFusedSparseDist, which is exact",
+    ),
     "enable_inplace_copy_batch": Refusal(False, _MEMORY),
     "free_features_storage_early": Refusal(False, _MEMORY),
     "clear_data_dist_inputs": Refusal(False, _MEMORY),
@@ -50,6 +58,15 @@ def refuse(owner: object, **given: Any) -> None:
     ]
     if lines:
         raise NotImplementedError("\n".join(lines))
+
+
+def no_internal(owner: object, name: str, underneath: str) -> AttributeError:
+    """The error for an attribute that only TorchRec's class has."""
+    return AttributeError(
+        f"{type(owner).__name__} has no {name!r}: swpipe's pipelines have the constructors and "
+        "methods of TorchRec's, and not their queues, contexts and streams. The pipeline "
+        f"underneath is {underneath}"
+    )
 
 
 def refuse_overrides(kind: type, original: type) -> None:

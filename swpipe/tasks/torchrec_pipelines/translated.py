@@ -28,7 +28,7 @@ from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 from swpipe.tasks.sparse_dist.wrappers import unwrapped
 from swpipe.tasks.torchrec_pipelines.passes import Pass
-from swpipe.tasks.torchrec_pipelines.refused import refuse_overrides
+from swpipe.tasks.torchrec_pipelines.refused import no_internal, refuse_overrides
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -172,11 +172,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         return [forward._module for forward in self.drop_in.tasks.rewrite.forwards]
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{type(self).__name__} has no {name!r}: swpipe's pipelines have the constructors and "
-            "methods of TorchRec's, and not their queues, contexts and streams. The pipeline "
-            "underneath is .drop_in, its plan .drop_in.pipe.plan"
-        )
+        raise no_internal(self, name, ".drop_in, its plan .drop_in.pipe.plan")
 
     def _current(self, source: Iterator[Any]) -> Pass:
         """The pass to go on with; that over ``source`` once the one before has finished."""
