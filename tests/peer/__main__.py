@@ -68,8 +68,8 @@ def _print_table(counts: Counter[str]) -> None:
 
 
 def _compared(found: Outcome, theirs: Outcome | None) -> Outcome:
-    """What failed, unless TorchRec's own pipeline fails there as well."""
-    if theirs is not None and theirs.kind == kinds.FAILED:
+    """What failed, unless TorchRec's own pipeline fails there with the same error."""
+    if theirs is not None and (theirs.kind, theirs.why) == (kinds.FAILED, found.why):
         return replace(found, kind=kinds.ALIKE)
     return found
 
