@@ -59,7 +59,9 @@ def _last_line(text: str) -> str:
 
 
 def _is_refusal(text: str, why: str) -> bool:
-    """Raised by the compatibility layer, or the test replaces a private method of TorchRec's."""
+    """Raised on purpose, or the test replaces a private method of TorchRec's."""
+    if why.startswith("swpipe.tasks.sparse_dist.inputs.RewriteError:"):
+        return True  # the model cannot be pipelined
     if patched := _PATCHED.search(why):
         return hasattr(_THEIRS, patched[1])
     frames = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]

@@ -22,6 +22,7 @@ _MOCK = "AttributeError: <class 'X'> does not have the attribute '{}'\n"
         ([_OURS + _OTHER + "ValueError: of another module\n"], b"p", kinds.FAILED),
         ([_OTHER + _MOCK.format("fill_pipeline")], b"p", kinds.REFUSED),
         ([_OTHER + _MOCK.format("of_the_test")], b"p", kinds.FAILED),
+        ([_OTHER + "swpipe.tasks.sparse_dist.inputs.RewriteError: why\n"], b"p", kinds.REFUSED),
         (["AssertionError: 1 != 2\n"], b"p", kinds.FAILED),
         (["RuntimeError: no CUDA\n"], b"", kinds.NEEDS_GPU),
     ],

@@ -68,6 +68,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             kind="split",
             plan=self._plan_now,
             custom_model_fwd=custom_model_fwd,
+            pipeline_postproc=pipeline_postproc,
             sync_every=dmp_collection_sync_interval_batches,
         )
 

@@ -78,6 +78,7 @@ class TrainPipelineSparseDist(Translated[In, Out]):
             kind="pipelined",
             plan=lambda _: _copy_later(plans.sparse_dist(), enqueue_batch_after_forward),
             custom_model_fwd=custom_model_fwd,
+            pipeline_postproc=pipeline_postproc,
             execute_all_batches=execute_all_batches,
             sync_every=dmp_collection_sync_interval_batches,
         )
@@ -115,6 +116,7 @@ class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
             kind="pipelined",
             plan=lambda _: plans.copy_ahead(),
             custom_model_fwd=custom_model_fwd,
+            pipeline_postproc=pipeline_postproc,
         )
 
 
@@ -149,6 +151,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             kind="prefetch",
             plan=lambda _: plans.prefetch(),
             custom_model_fwd=custom_model_fwd,
+            pipeline_postproc=pipeline_postproc,
             execute_all_batches=execute_all_batches,
         )
 
@@ -197,6 +200,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
             kind="split",
             plan=lambda tasks: _copy_later(split(tasks), enqueue_batch_after_forward),
             custom_model_fwd=custom_model_fwd,
+            pipeline_postproc=pipeline_postproc,
             execute_all_batches=execute_all_batches,
         )
 

@@ -27,6 +27,7 @@ from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.sparse_dist._torchrec import PipelineStage, torchrec_pipelines
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
+from swpipe.tasks.sparse_dist.postproc import PostprocResults
 from swpipe.tasks.sparse_dist.rewrite import Rewrite
 from swpipe.tasks.torchrec_pipelines.passes import Pass
 from swpipe.tasks.torchrec_pipelines.refused import REASONS, no_internal, refuse
@@ -61,10 +62,12 @@ class SparseDataDistUtil(Generic[In]):
             self._device,
             kind="pipelined" if prefetch_stream is None else "prefetch",
             strict=False,
+            pipeline_postproc=pipeline_postproc,
         )
         self._home = self._device.current_stream()
         self._started = 0
-        self._exchanged: deque[SparseDistContext] = deque()  # not yet used by the model
+        # Not yet used by the model.
+        self._exchanged: deque[tuple[SparseDistContext, PostprocResults]] = deque()
         self._to_prefetch: deque[SparseDistContext] = deque()
         self._hooks: list[Any] = []
 
@@ -72,9 +75,10 @@ class SparseDataDistUtil(Generic[In]):
         """The runnable of a stage: start the exchange of the sizes of ids."""
         self.attach()
         context = new_context(self._started)
-        self._rewrite.start(batch, context)
+        results = self._rewrite.compute(batch, self._started)
+        self._rewrite.start(batch, context, results)
         self._started += 1
-        self._exchanged.append(context)
+        self._exchanged.append((context, results))
         self._to_prefetch.append(context)
         return batch
 
@@ -154,13 +158,14 @@ class SparseDataDistUtil(Generic[In]):
                 f"{type(self.model).__name__} is called, and no exchanged batch is left: call it "
                 "once for each batch of the pipeline, and detach() it for other batches"
             )
-        context = self._exchanged.popleft()
+        context, results = self._exchanged.popleft()
         context.wait_for_sizes()
-        self._rewrite.use(context, context.index)
+        self._rewrite.use(context, context.index, results)
 
     def _start_next(self, *_: Any) -> None:
         """After the model has run: start the exchange of ids of the batches that follow."""
-        for context in self._exchanged:
+        self._rewrite.done()
+        for context, _results in self._exchanged:
             context.wait_for_sizes()
 
 

@@ -54,6 +54,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         plan: The plan for the tasks.
         custom_model_fwd: Called with the batch instead of the model.
         execute_all_batches: As for TorchRec.
+        pipeline_postproc: As for TorchRec; modules that hold parameters are not run ahead.
         sync_every: Batches between two averages of the replicas of a ``DMPCollection``. Those of
             TorchRec's pipelines that have no argument for it never average them.
     """
@@ -78,6 +79,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         plan: PlanFor,
         custom_model_fwd: Forward | None = None,
         execute_all_batches: bool = True,
+        pipeline_postproc: bool = False,
         sync_every: int | None = 1,
     ) -> None:
         super().__init__()
@@ -88,6 +90,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         self._plan = plan
         self._model_fwd = custom_model_fwd
         self._keep_back = 0 if execute_all_batches else DROPPED
+        self._pipeline_postproc = pipeline_postproc
         self._sync_every = sync_every
         self._pass: Pass | None = None
         self._build()
@@ -171,6 +174,10 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
     def _pipelined_modules(self) -> list[nn.Module]:
         return [forward._module for forward in self.drop_in.tasks.rewrite.forwards]
 
+    @property
+    def _pipelined_postprocs(self) -> list[nn.Module]:
+        return [postproc._module for postproc in self.drop_in.tasks.rewrite.postprocs]
+
     def __getattr__(self, name: str) -> Any:
         raise no_internal(self, name, ".drop_in, its plan .drop_in.pipe.plan")
 
@@ -199,7 +206,12 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         )
         kind = self._kind if sharded_modules(unwrapped(self._model)) else "own"
         self._tasks = SparseDistTasks(
-            self._model, step, device=self._device, forward=kind, strict=False
+            self._model,
+            step,
+            device=self._device,
+            forward=kind,
+            strict=False,
+            pipeline_postproc=self._pipeline_postproc and kind != "own",
         )
         self._start(self._plan)
 
