@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-torchrec bench lint format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo test test-torchrec peer-tests bench lint format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,11 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 test-torchrec: $(VENV)/torchrec-$(TORCHREC) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0
 	@PYTHONPATH="$(abspath $<)" $(BIN)/python -m pytest -n auto --maxprocesses 4 \
 	  tests/tasks/sparse_dist $(ARGS)
+
+peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours
+	@test -n "$(TORCHREC_TESTS)" || { \
+	  echo "name a checkout of TorchRec: make peer-tests TORCHREC_TESTS=path" >&2; exit 1; }
+	@$(BIN)/python -m tests.peer $(TORCHREC_TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
 	@$(BIN)/python -m tests.bench $(ARGS)

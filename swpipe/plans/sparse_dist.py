@@ -8,6 +8,8 @@ One period from left to right, with the iteration of each task (i is the one tha
 
     serial       copy start wait prefetch embed dense loss backward  ...  all on i
 
+    copy_ahead   start wait prefetch embed dense copy loss backward  ...  copy on i+1
+
     sparse_dist  start copy prefetch embed dense wait loss dense' embed' finalize step
                  i+1   i+2  i        i     i     i+1  i    i      i      i        i
 
@@ -36,6 +38,7 @@ from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
 __all__ = [
     "PLANS",
     "TASKS",
+    "copy_ahead",
     "prefetch",
     "semi_sync",
     "serial",
@@ -68,6 +71,12 @@ STREAMS = {COPY: "memcpy", START: "data_dist", WAIT: "data_dist"}
 def serial() -> PipelinePlan:
     """All tasks one after another on the caller's thread and stream."""
     return _plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
+
+
+def copy_ahead() -> PipelinePlan:
+    """Two stages: copy, all else. As in TorchRec's base pipeline."""
+    stages = dict.fromkeys(TASKS, 1) | {COPY: 0}
+    return _plan(stages, (*TASKS[1:4], EMBED, DENSE, COPY, *LAST), streams={COPY: STREAMS[COPY]})
 
 
 def sparse_dist() -> PipelinePlan:
@@ -174,6 +183,7 @@ def _plan(
 
 PLANS: dict[str, Callable[[], PipelinePlan]] = {
     "serial": serial,
+    "copy_ahead": copy_ahead,
     "sparse_dist": sparse_dist,
     "prefetch": prefetch,
     "split": split,

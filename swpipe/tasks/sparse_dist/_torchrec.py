@@ -60,9 +60,12 @@ try:
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         from torchrec.distributed import comm_ops
         from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
+        from torchrec.distributed.train_pipeline import train_pipelines as torchrec_pipelines
         from torchrec.distributed.train_pipeline.pipeline_context import (
             PrefetchTrainPipelineContext,
+            TrainPipelineContext,
         )
+        from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
         from torchrec.distributed.train_pipeline.runtime_forwards import (
             BaseForward,
             PipelinedForward,
@@ -116,11 +119,11 @@ def describe() -> str:
 
 __all__ = [
     "EXCHANGES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward", "CallArgs",
-    "DMPCollection",
-    "FusedOptimizer",
+    "DMPCollection", "FusedOptimizer",
     "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
-    "NodeArgsHelper", "PipelinedForward", "PrefetchPipelinedForward",
-    "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer", "check_version",
-    "describe", "get_leaf_module_names", "get_unwrapped_module", "override_input_dist_forwards",
-    "start_data_dist",
+    "NodeArgsHelper", "PipelineStage", "PipelinedForward", "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer",
+    "TrainPipelineContext", "check_version", "describe", "get_leaf_module_names",
+    "get_unwrapped_module", "override_input_dist_forwards", "start_data_dist",
+    "torchrec_pipelines",
 ]  # fmt: skip

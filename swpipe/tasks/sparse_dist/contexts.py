@@ -27,6 +27,14 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
     embeddings: dict[str, Any] = field(default_factory=dict)
     seams: dict[str, Seam] = field(default_factory=dict)
 
+    def wait_for_sizes(self) -> None:
+        """Wait for the sizes; start the exchange of ids."""
+        for module_names, splits in self.fused_splits_awaitables:
+            requests, _ = splits.wait_with_context()
+            self.input_dist_tensors_requests.update(zip(module_names, requests, strict=True))
+        self.input_dist_splits_requests.clear()
+        self.fused_splits_awaitables.clear()
+
 
 def new_context(iteration: int) -> SparseDistContext:
     """An empty context for one iteration."""

@@ -348,7 +348,17 @@ class PipelineFactory:
         return sorted(cls._builders)
 
 
-def _semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
+def split(tasks: SparseDistTasks) -> PipelinePlan:
+    """The plan ``split`` for these tasks."""
+    return plans.split(after_step=tasks.tables_in_step or bool(tasks.fused))
+
+
+def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
+    """The plan ``semi_sync`` for these tasks.
+
+    Raises:
+        ValueError: Tables that cannot be read stale.
+    """
     if tasks.tables_in_step:
         raise ValueError(
             "semi_sync looks up the next batch before this one's backward, which data-parallel "
@@ -362,10 +372,8 @@ _PLANS: dict[str, PipelinePlan | PlanFor] = {
     "jagged_sw_serial": plans.serial(),
     "jagged_sparse_dist": plans.sparse_dist(),
     "jagged_prefetch_sparse_dist": plans.prefetch(),
-    "jagged_split_sparse_dist": lambda tasks: plans.split(
-        after_step=tasks.tables_in_step or bool(tasks.fused)
-    ),
-    "jagged_semi_sync_sparse_dist": _semi_sync,
+    "jagged_split_sparse_dist": split,
+    "jagged_semi_sync_sparse_dist": semi_sync,
 }
 for _name, _plan in _PLANS.items():
     PipelineFactory.register(_name, partial(build, _plan))

@@ -1,12 +1,13 @@
 """Replacements for a sharded module's forward while the model is attached to a pipeline.
 
 A sharded module's forward exchanges ids, looks up embeddings and exchanges the embeddings. Earlier
-tasks exchange the ids. The rest runs in one of three ways::
+tasks exchange the ids. The rest runs in one of these ways ("own" replaces nothing)::
 
                   EmbPrefetch                EmbForward               DenseForward
     pipelined     -                          model: wait, look up     -
     prefetch      wait for ids, fill caches  model: look up           -
     split         wait for ids, fill caches  look up                  model: wait for embeddings
+    own           -                          the model, as it is      -
 
 A split pipeline gives a module the prefetch forward if DDP reduces parameters of it (see
 ``wrappers``): its look-up and its update are then part of DenseForward and DenseBackward.
@@ -33,7 +34,7 @@ from swpipe.tasks.sparse_dist.contexts import SparseDistContext
 from swpipe.tasks.sparse_dist.exchanged import ExchangedInputs
 from swpipe.tasks.sparse_dist.seam import Seam
 
-Kind: TypeAlias = Literal["pipelined", "prefetch", "split"]
+Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split"]
 
 
 class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]

@@ -93,7 +93,7 @@ class Rewrite:
     ``forwards`` has one entry per pipelined module, ``postprocs`` one per module that runs ahead.
 
     Raises:
-        RewriteError: The model has no sharded module.
+        RewriteError: The model has no sharded module, unless ``kind`` is "own".
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class Rewrite:
         self._undo = ExitStack()
         self._fused = False
         self.sharded = sharded_modules(self._inner)
-        self._check_names()
+        if kind != "own":
+            self._check_names()
         self.late = frozenset(
             name
             for name, module in self.sharded.items()
@@ -147,7 +148,7 @@ class Rewrite:
             tuple(f"{name}({Found(args)})" for name, args in traced.computed.items()),
         )
         bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
-        if self._strict and bad:
+        if self._strict and bad and self.kind != "own":
             raise RewriteError(
                 "\n".join(["sharded modules that cannot be pipelined:", *bad])
                 + "\n(with strict=False such a "
@@ -232,6 +233,24 @@ class Rewrite:
         if not self.attached:
             raise RuntimeError("the model is detached from its pipeline: call attach() first")
 
+    def prefetch(self, context: SparseDistContext, forward_stream: Any) -> None:
+        """Wait for the ids; modules with a cache fill it.
+
+        ``forward_stream`` is that of the look-up, if it is another than the current one.
+        """
+        for forward in self.forwards:
+            if not forward.prefetches:
+                continue
+            name = forward.name
+            request = context.input_dist_tensors_requests.pop(name)
+            data, module_context = request.wait_with_context()
+            forward._module.prefetch(
+                ctx=module_context, dist_input=data, forward_stream=forward_stream
+            )
+            context.module_input_post_prefetch[name] = data
+            context.module_contexts_post_prefetch[name] = module_context
+            del context.module_contexts[name]
+
     def _check_names(self) -> None:
         if not self.sharded:
             raise RewriteError(
@@ -247,6 +266,9 @@ class Rewrite:
                 )
 
     def _find_inputs(self, batch: Any) -> Traced:
+        if self.kind == "own":
+            own = Found(why="it keeps its own forward, as asked for")
+            return Traced(dict.fromkeys(self.sharded, own), {})
         named = {name: named_input(path) for name, path in self._inputs.items()}
         rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:

@@ -71,7 +71,8 @@ class SparseDistTasks:
         model: A model with sharded modules, with or without wrappers.
         step: The user's step.
         device: None for the machine's accelerator, or else the CPU.
-        forward: "split" (embeddings and dense part in separate tasks), "prefetch" or "pipelined".
+        forward: "split" (embeddings and dense part in separate tasks), "prefetch", "pipelined", or
+            "own": the model runs as it is, and needs no sharded module.
         find: How the sharded modules' inputs are found: "trace" with torch.fx, or "direct" by type.
         inputs: Module name to the path of its input within the batch, for inputs not to be found.
         strict: A sharded module that cannot be pipelined is an error; otherwise it keeps its own
@@ -95,7 +96,7 @@ class SparseDistTasks:
             rate, which ``OptimStep`` may change.
 
     Raises:
-        RewriteError: The model has no sharded module.
+        RewriteError: The model has no sharded module, and ``forward`` is not "own".
         RuntimeError: There is no process group.
         ValueError: A scaler, and tables that are updated inside backward.
     """
@@ -115,7 +116,7 @@ class SparseDistTasks:
         random: bool = False,
         tables_state: CaptureRestore | None = None,
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if forward != "own" and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "sharded modules exchange ids between ranks, and there is no process group: call "
                 "torch.distributed.init_process_group() first, under torchrun or with one rank"
@@ -191,34 +192,13 @@ class SparseDistTasks:
     def wait_input_dist(self, ctx: IterContext) -> None:
         """Wait for the sizes; start the exchange of ids."""
         context: SparseDistContext = ctx.pipeline
-        for module_names, splits in context.fused_splits_awaitables:
-            requests, _ = splits.wait_with_context()
-            context.input_dist_tensors_requests.update(zip(module_names, requests, strict=True))
-        context.input_dist_splits_requests.clear()
-        context.fused_splits_awaitables.clear()
+        context.wait_for_sizes()
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
-        with self.prefetched.prefetching():
-            self._prefetch(ctx)
-
-    def _prefetch(self, ctx: IterContext) -> None:
-        context: SparseDistContext = ctx.pipeline
         here = self.device.current_stream()
-        for forward in self.rewrite.forwards:
-            if not forward.prefetches:
-                continue
-            name = forward.name
-            request = context.input_dist_tensors_requests.pop(name)
-            data, module_context = request.wait_with_context()
-            forward._module.prefetch(
-                ctx=module_context,
-                dist_input=data,
-                forward_stream=None if here == self._home else self._home,
-            )
-            context.module_input_post_prefetch[name] = data
-            context.module_contexts_post_prefetch[name] = module_context
-            del context.module_contexts[name]
+        with self.prefetched.prefetching():
+            self.rewrite.prefetch(ctx.pipeline, None if here == self._home else self._home)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""

@@ -1,0 +1,231 @@
+"""What TorchRec's pipeline classes have in common, on ``SparseDistPipeline``.
+
+::
+
+TorchRec                                  here
+class                                     a plan and a kind of forward
+model, optimizer, custom_model_fwd        TrainStep
+execute_all_batches                       Pass(keep_back=...)
+progress with another iterator            the current Pass is stopped; a new one begins when
+                                          none of its batches is in flight
+the mode of the model                     as for SparseDistPipeline
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from swpipe.core.plan import PipelinePlan
+from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
+from swpipe.tasks.sparse_dist.drop_in import SparseDistPipeline
+from swpipe.tasks.sparse_dist.forwards import Kind
+from swpipe.tasks.sparse_dist.inputs import sharded_modules
+from swpipe.tasks.sparse_dist.step import TrainStep
+from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
+from swpipe.tasks.sparse_dist.wrappers import unwrapped
+from swpipe.tasks.torchrec_pipelines.passes import Pass
+from swpipe.tasks.torchrec_pipelines.refused import no_internal, refuse_overrides
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+Forward: TypeAlias = Callable[[Any], Any]
+PlanFor: TypeAlias = Callable[[SparseDistTasks], PipelinePlan]
+
+DROPPED = 2
+"""Batches that TorchRec's pipelines drop at the end with ``execute_all_batches=False``."""
+
+
+class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
+    """A pipeline of TorchRec's, with its methods; a subclass has its arguments.
+
+    A class here has the name of the class of TorchRec's that it stands for. Subclasses of the
+    user's may override ``progress``; other methods of TorchRec's are refused.
+
+    Args:
+        model: As for TorchRec.
+        optimizer: As for TorchRec.
+        device: As for TorchRec.
+        kind: How the sharded modules are called.
+        plan: The plan for the tasks.
+        custom_model_fwd: Called with the batch instead of the model.
+        execute_all_batches: As for TorchRec.
+        pipeline_postproc: As for TorchRec; modules that hold parameters are not run ahead.
+        sync_every: Batches between two averages of the replicas of a ``DMPCollection``. Those of
+            TorchRec's pipelines that have no argument for it never average them.
+    """
+
+    _original: ClassVar[type]  # the class of TorchRec's
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__.startswith(f"{__package__}."):
+            default = torchrec_pipelines.TrainPipelineSparseDist
+            cls._original = getattr(torchrec_pipelines, cls.__name__, default)
+        else:
+            refuse_overrides(cls, cls._original)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        kind: Kind,
+        plan: PlanFor,
+        custom_model_fwd: Forward | None = None,
+        execute_all_batches: bool = True,
+        pipeline_postproc: bool = False,
+        sync_every: int | None = 1,
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._optimizer_given = optimizer
+        self._device = device
+        self._kind = kind
+        self._plan = plan
+        self._model_fwd = custom_model_fwd
+        self._keep_back = 0 if execute_all_batches else DROPPED
+        self._pipeline_postproc = pipeline_postproc
+        self._sync_every = sync_every
+        self._pass: Pass | None = None
+        self._build()
+
+    # ----------------------------------------------------------------------- TorchRec's methods
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train on one more batch, and return the oldest batch's output.
+
+        With another iterator while batches are in flight, each call finishes one of these; the
+        new iterator begins after them, the old one keeps its other batches.
+
+        Raises:
+            StopIteration: All batches are done.
+            RuntimeError: Batches in flight were admitted in another mode: call ``drain`` first.
+            BaseException: As ``SparseDistPipeline.progress``.
+        """
+        current = self._current(dataloader_iter)
+        try:
+            output: Out = self.drop_in.progress(current)
+        except StopIteration:
+            self._pass = None
+            raise
+        return output
+
+    def reset(self) -> None:
+        """Drop the batches in flight. On several ranks, call it on all after the same step."""
+        self.drop_in.close()
+        self._pass = None
+        self._start(self._plan)
+
+    def detach(self) -> nn.Module:
+        """Restore and return the model; batches in flight are kept."""
+        return self.drop_in.detach()
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Undo ``detach``; ``progress`` also does. ``sparse_dist`` has no effect.
+
+        Raises:
+            RuntimeError: Another model, and batches of the old one are in flight.
+        """
+        if model is not None and model is not self._model:
+            self._check_idle("another model")
+            self._model = model
+            self._rebuild()
+        self.drop_in.attach()
+
+    def register_backward_hook(self, site: Any, work: Any) -> None:
+        """Refused: work inside backward would escape the plan.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"register_backward_hook({site!r}): work inside backward is unknown to the plan, which "
+            "could then overlap what must not be: use TrainStep.finalize or a task of your own"
+        )
+
+    # ------------------------------------------------------------------------------------- more
+
+    def drain(self) -> list[Out]:
+        """Finish the batches in flight and return their outputs, oldest first."""
+        return self.drop_in.drain()
+
+    def close(self) -> None:
+        """Drop the batches in flight and restore the model."""
+        self.drop_in.close()
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer_given
+
+    @_optimizer.setter
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        # TorchRec's GradientAccumulationWrapper puts its own around it.
+        self._check_idle("another optimizer")
+        self._optimizer_given = optimizer
+        self._rebuild()
+
+    @property
+    def _pipelined_modules(self) -> list[nn.Module]:
+        return [forward._module for forward in self.drop_in.tasks.rewrite.forwards]
+
+    @property
+    def _pipelined_postprocs(self) -> list[nn.Module]:
+        return [postproc._module for postproc in self.drop_in.tasks.rewrite.postprocs]
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_internal(self, name, ".drop_in, its plan .drop_in.pipe.plan")
+
+    def _current(self, source: Iterator[Any]) -> Pass:
+        """The pass to go on with; that over ``source`` once the one before has finished."""
+        current = self._pass
+        if current is not None:
+            if current.source is not source:
+                current.stop()
+            if not current.stopped or self.drop_in.pipe.in_flight or current.kept:
+                return current
+        self._pass = self._new_pass(source)
+        return self._pass
+
+    def _new_pass(self, source: Iterator[Any]) -> Pass:
+        return Pass(source, keep_back=self._keep_back)
+
+    def _optimizers(self) -> Sequence[Any]:
+        return [self._optimizer_given]
+
+    def _build(self) -> None:
+        step = TrainStep(
+            self._optimizers(),
+            forward=self._model_fwd,
+            sync_interval=self._sync_every,
+        )
+        kind = self._kind if sharded_modules(unwrapped(self._model)) else "own"
+        self._tasks = SparseDistTasks(
+            self._model,
+            step,
+            device=self._device,
+            forward=kind,
+            strict=False,
+            pipeline_postproc=self._pipeline_postproc and kind != "own",
+        )
+        self._start(self._plan)
+
+    def _start(self, plan: PlanFor) -> None:
+        self.drop_in = SparseDistPipeline(self._tasks, plan(self._tasks))
+
+    def _rebuild(self) -> None:
+        self.drop_in.close()
+        self._pass = None
+        self._build()
+
+    def _check_idle(self, what: str) -> None:
+        if in_flight := self.drop_in.pipe.in_flight:
+            raise RuntimeError(
+                f"{in_flight} batches in flight, and they cannot go on with {what}: call drain() "
+                "or reset() first"
+            )

@@ -1,0 +1,4 @@
+"""TorchRec's own tests of its pipelines, on swpipe's: ``make peer-tests TORCHREC_TESTS=path``.
+
+The tests are read from a checkout of TorchRec of the installed version; nothing of them is here.
+"""

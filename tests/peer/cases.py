@@ -1,0 +1,84 @@
+"""One case per test, and one per combination of a test's hypothesis arguments."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import unittest
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+THEIRS_ALONE = ("TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd")
+"""Tests of pipelines that swpipe does not stand for, by the start of their classes' names."""
+
+PRIVATE = {
+    "TrainPipelineSparseDist2DShardingTest.": "no attribute '_dmp_wrapped_module'",
+    "TrainPipelinePostprocTest.test_pipeline_postproc_not_shared_with_arg": "Lists differ",
+    "TrainPipelinePostprocTest.test_pipeline_postproc_recursive": "Lists differ",
+    "TrainPipelinePostprocTest.test_detach_restores_nested_postproc": "no attribute 'fqn'",
+}
+"""Tests that use TorchRec's private methods and fields, and the error where they begin to."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test with its arguments."""
+
+    module: ModuleType
+    test: type[unittest.TestCase]
+    method: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in self.arguments.items())
+        return f"{self.test.__name__}.{self.method}{f'({shown})' if shown else ''}"
+
+    @property
+    def about_ours(self) -> bool:
+        """Whether it is not about a pipeline that TorchRec alone has."""
+        return not self.test.__name__.startswith(THEIRS_ALONE)
+
+    def is_private(self, error: str) -> bool:
+        """Whether an error is that of a private method or field of TorchRec's."""
+        return any(str(self).startswith(start) and at in error for start, at in PRIVATE.items())
+
+    def run(self) -> unittest.TestResult:
+        """Run it, without hypothesis."""
+        sys.modules[self.module.__name__] = self.module  # for ranks, which import by name
+        method = getattr(self.test, self.method)
+        inner = getattr(method, "hypothesis", None)
+        if inner is not None and self.arguments:
+            setattr(self.test, self.method, lambda case: inner.inner_test(case, **self.arguments))
+        result = unittest.TestResult()
+        self.test(self.method).run(result)
+        return result
+
+
+def cases_of(modules: list[ModuleType]) -> Iterator[Case]:
+    """All cases of the tests that these modules define."""
+    for module in modules:
+        for test in vars(module).values():
+            own = getattr(test, "__module__", "") == module.__name__
+            if own and isinstance(test, type) and issubclass(test, unittest.TestCase):
+                yield from _of(module, test)
+
+
+def _of(module: ModuleType, test: type[unittest.TestCase]) -> Iterator[Case]:
+    for method in unittest.TestLoader().getTestCaseNames(test):
+        given = getattr(getattr(test, method), "hypothesis", None)
+        strategies = getattr(given, "_given_kwargs", {})
+        values = [_values(strategy) for strategy in strategies.values()]
+        for chosen in itertools.product(*values):
+            yield Case(module, test, method, dict(zip(strategies, chosen, strict=True)))
+
+
+def _values(strategy: Any) -> list[Any]:
+    """All values of ``sampled_from`` and ``booleans``."""
+    wrapped = getattr(strategy, "wrapped_strategy", strategy)
+    return list(getattr(wrapped, "elements", (False, True)))
+
+
+def _short(value: Any) -> str:
+    return str(getattr(value, "__name__", getattr(value, "name", value)))

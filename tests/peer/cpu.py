@@ -1,0 +1,175 @@
+"""Lets TorchRec's tests, written for GPUs, run on a CPU with gloo, and on swpipe's pipelines.
+
+What is replaced, and where:
+
+- names of pipelines, in TorchRec's modules, before the tests are imported;
+- classes that tests name to recognise a replaced forward, in the tests' modules;
+- ``torch.cuda.is_available`` and ``device_count`` while the tests are imported, which skip there;
+- the device and the backend in ``setUp`` and in the functions that ranks run;
+- CUDA streams, by None;
+- tables in the cache of a GPU (``FUSED_UVM_CACHING``) by tables without one, which is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import unittest
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from swpipe.tasks import torchrec_pipelines as ours
+from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
+from swpipe.tasks.sparse_dist.forwards import SplitForward
+from swpipe.tasks.torchrec_pipelines.translated import Translated
+
+TESTS = "torchrec.distributed.train_pipeline.tests"
+CPU = torch.device("cpu")
+
+
+def load_tests(checkout: Path, *, on_ours: bool) -> list[ModuleType]:
+    """The modules of tests in a checkout, on our pipelines or TorchRec's, ready for a CPU.
+
+    Raises:
+        FileNotFoundError: The checkout has none.
+    """
+    found = checkout.joinpath(*TESTS.split("."))
+    names = sorted(path.stem for path in found.glob("test_*.py"))
+    if not names:
+        raise FileNotFoundError(
+            f"{found} has no test_*.py: give the root of a checkout of TorchRec of the installed "
+            "version, as in make peer-tests TORCHREC_TESTS=~/torchrec"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _extend_packages(checkout)
+        if on_ours:
+            _use_our_pipelines()
+        with _as_if_gpus():
+            modules = [module for name in names if (module := _imported(name, on_ours)) is not None]
+    for module in modules:
+        _adapt(module)
+        if on_ours and hasattr(module, "EmbeddingPipelinedForward"):
+            module.EmbeddingPipelinedForward = SplitForward
+    return modules
+
+
+def _told(made: Any, tell: Any) -> Any:
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        tell()
+        made(self, *args, **kwargs)
+
+    return init
+
+
+def _no_stream(*_: Any, **__: Any) -> None:
+    """The streams that tests make for StagedTrainPipeline, which takes None on a CPU."""
+
+
+def forget_tests() -> None:
+    """Let the tests be imported again, with other pipelines."""
+    for name in [name for name in sys.modules if name.startswith(f"{TESTS}.")]:
+        del sys.modules[name]
+
+
+def report_use(descriptor: int, *, on_ours: bool) -> None:
+    """Write "p" when a pipeline of ours, or of TorchRec's, is made, "c" for replaced tables."""
+    kinds: tuple[Any, ...] = (torchrec_pipelines.TrainPipeline,)
+    if on_ours:
+        kinds = (Translated, ours.StagedTrainPipeline)
+        torch.cuda.Stream = torch.cuda.current_stream = _no_stream  # type: ignore[assignment,misc]
+    for kind in kinds:
+        kind.__init__ = _told(kind.__init__, lambda: os.write(descriptor, b"p"))
+    _without_cache(lambda: os.write(descriptor, b"c"))
+
+
+def _imported(name: str, tell: bool) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"{TESTS}.{name}")
+    except ImportError as error:
+        if tell:
+            print(f"not run: {name}.py ({error})")
+        return None
+
+
+def _extend_packages(checkout: Path) -> None:
+    """Let the installed packages also have the modules that only the checkout has."""
+    for name in ("torchrec.distributed", "torchrec.distributed.train_pipeline"):
+        package = importlib.import_module(name)
+        folder = str(checkout.joinpath(*name.split(".")))
+        if folder not in package.__path__:
+            package.__path__.append(folder)
+
+
+def _use_our_pipelines() -> None:
+    for name in ("train_pipelines", "experimental_pipelines"):
+        importlib.import_module(f"torchrec.distributed.train_pipeline.{name}")
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torchrec.distributed.train_pipeline"):
+            for name in ours.__all__:
+                if hasattr(module, name):
+                    setattr(module, name, getattr(ours, name))
+
+
+def _as_if_gpus() -> Any:
+    return mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 2)
+
+
+def _adapt(module: ModuleType) -> None:
+    for value in list(vars(module).values()):
+        if inspect.isfunction(value):
+            _default_to_gloo(value)
+        elif inspect.isclass(value) and issubclass(value, unittest.TestCase):
+            _adapt_case(value)
+
+
+def _adapt_case(case: type[unittest.TestCase]) -> None:
+    if "_run_multi_process_test" in vars(case):  # ranks inherit all of this
+        case.__init__.__defaults__ = ("runTest", "fork")  # type: ignore[misc]
+    if "setUp" not in vars(case) or getattr(case.setUp, "on_cpu", False):
+        return
+    original = case.setUp
+    _default_to_gloo(original)
+
+    @functools.wraps(original)
+    def set_up(self: Any) -> None:
+        original(self)
+        if hasattr(self, "device"):
+            self.device = CPU
+
+    set_up.on_cpu = True  # type: ignore[attr-defined]
+    case.setUp = set_up  # type: ignore[method-assign]
+
+
+def _default_to_gloo(function: Any) -> None:
+    function.__defaults__ = tuple(
+        "gloo" if value == "nccl" else value for value in function.__defaults__ or ()
+    )
+
+
+def _without_cache(told: Any) -> None:
+    emb_sharder = importlib.import_module("torchrec.distributed.test_utils.emb_sharder")
+    for name in ("TestEBCSharder", "TestEBCSharderMCH"):
+        sharder = getattr(emb_sharder, name)
+        sharder.__init__ = _with_fused(sharder.__init__, told)
+
+
+def _with_fused(made: Any, told: Any) -> Any:
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(made).bind(self, *args, **kwargs)
+        if given.arguments["kernel_type"] == "fused_uvm_caching":
+            told()
+            given.arguments["kernel_type"] = "fused"
+        made(*given.args, **given.kwargs)
+
+    return init

@@ -1,0 +1,40 @@
+"""What the runner of TorchRec's tests makes of a result."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.peer import outcome as kinds
+from tests.peer.outcome import told
+
+_OURS = '  File "/x/swpipe/tasks/torchrec_pipelines/refused.py", line 3, in refuse\n    raise\n'
+_OTHER = '  File "/x/swpipe/tasks/sparse_dist/rewrite.py", line 3, in use\n    raise\n'
+_MOCK = "AttributeError: <class 'X'> does not have the attribute '{}'\n"
+
+
+@pytest.mark.parametrize(
+    ("errors", "used", "kind"),
+    [
+        ([], b"p", kinds.PASSED),
+        ([], b"cp", kinds.NO_CACHE),
+        ([], b"", kinds.OTHER),
+        ([_OURS + "NotImplementedError: apply_jit\n"], b"p", kinds.REFUSED),
+        ([_OURS + _OTHER + "ValueError: of another module\n"], b"p", kinds.FAILED),
+        ([_OTHER + _MOCK.format("fill_pipeline")], b"p", kinds.REFUSED),
+        ([_OTHER + _MOCK.format("of_the_test")], b"p", kinds.FAILED),
+        ([_OTHER + "swpipe.tasks.sparse_dist.inputs.RewriteError: why\n"], b"p", kinds.REFUSED),
+        (["AssertionError: 1 != 2\n"], b"p", kinds.FAILED),
+        (["RuntimeError: no CUDA\n"], b"", kinds.NEEDS_GPU),
+    ],
+)
+def test_a_result_is_of_one_kind(errors: list[str], used: bytes, kind: str) -> None:
+    """By where the last frame is, and by whether a pipeline was made."""
+    found = told((errors, []), used)
+    assert found is not None
+    assert found.kind == kind
+    assert found.why == (errors[0].strip().splitlines()[-1] if errors else "")
+
+
+def test_arguments_that_a_test_excludes_are_no_case() -> None:
+    """What hypothesis calls an unsatisfied assumption."""
+    assert told((["hypothesis.errors.UnsatisfiedAssumption\n"], []), b"") is None
