@@ -95,6 +95,8 @@ def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
             "the batch's attributes with: annotate it, or name its input"
         )
     fitting = [name for name, value in attributes.items() if isinstance(value, wanted)]
+    if len(fitting) > 1:  # labels may be jagged too, and are not looked up
+        fitting = [name for name in fitting if name != "labels"]
     if len(fitting) == 1:
         return named_input(fitting[0])
     kinds = " or ".join(kind.__name__ for kind in wanted)

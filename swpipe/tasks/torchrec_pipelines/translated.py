@@ -63,7 +63,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.__module__.startswith(f"{__package__}."):
+        if cls.__module__.startswith("swpipe."):
             default = torchrec_pipelines.TrainPipelineSparseDist
             cls._original = getattr(torchrec_pipelines, cls.__name__, default)
         else:
@@ -205,7 +205,11 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             sync_interval=self._sync_every,
         )
         kind = self._kind if sharded_modules(unwrapped(self._model)) else "own"
-        self._tasks = SparseDistTasks(
+        self._tasks = self._tasks_for(step, kind)
+        self._start(self._plan)
+
+    def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
+        return SparseDistTasks(
             self._model,
             step,
             device=self._device,
@@ -213,7 +217,6 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             strict=False,
             pipeline_postproc=self._pipeline_postproc and kind != "own",
         )
-        self._start(self._plan)
 
     def _start(self, plan: PlanFor) -> None:
         self.drop_in = SparseDistPipeline(self._tasks, plan(self._tasks))
