@@ -82,7 +82,10 @@ class Found:
 
 
 def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Found]:
-    """The attribute of the batch whose type matches the first parameter of ``input_dist``."""
+    """The attribute of the batch whose type matches the first parameter of ``input_dist``.
+
+    Where several do, ``labels`` is left out.
+    """
     attributes = dict(getattr(batch, "__dict__", {}))
     return {name: _match(module, attributes, batch) for name, module in sharded.items()}
 
