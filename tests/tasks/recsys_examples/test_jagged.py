@@ -119,7 +119,7 @@ def _own_evaluation(name: str) -> int:
     count = 0
     with closing(created(name, batch_shuffler=_Rotate())) as pipeline:
         results(pipeline, sequences(2, seed=2))
-        model = pipeline.detach()
+        model = pipeline._model if name == "jagged_none" else pipeline.detach()
         model.eval()
         while (batch := pipeline._copy_batch_to_gpu_and_shuffle(data)) is not None:
             model(batch)
@@ -129,7 +129,7 @@ def _own_evaluation(name: str) -> int:
 
 @pytest.mark.parametrize("name", ["jagged_none", "jagged_prefetch_sparse_dist"])
 def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> None:
-    """Copied and shuffled; None ends the data."""
+    """Copied and shuffled; None ends the data. ``jagged_none`` never changes the model."""
     assert two_ranks.run(_own_evaluation, name) == [3, 3]
 
 
@@ -365,6 +365,26 @@ def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> No
     assert "finalize=lambda model: finalize_model_grads([model.module], None)" in said
     assert two_ranks.run(_tensor_parallel, True, True) == ["nothing raised"] * 2
     assert two_ranks.run(_tensor_parallel, False, False) == ["nothing raised"] * 2
+
+
+def _finalized() -> list[int]:
+    """How many steps had been finalized after each of them."""
+    calls: list[Any] = []
+
+    def finalize(model: Any) -> None:
+        calls.append(model.module.finish_grad_sync())
+
+    counts = []
+    with closing(created("jagged_none", megatron=True, finalize=finalize)) as pipeline:
+        for batch in sequences(3):
+            pipeline.progress(iter([batch]))
+            counts.append(len(calls))
+    return counts
+
+
+def test_the_users_finalize_is_called_once_per_step(two_ranks: Ranks) -> None:
+    """With the model, in place of Megatron's finish_grad_sync, which may not run twice."""
+    assert two_ranks.run(_finalized) == [[1, 2, 3]] * 2
 
 
 # --------------------------------------------------------------------------------- arguments
