@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import threading
 from types import FrameType
-from typing import NamedTuple
 
 from swpipe._engine.frames import is_executed
 
@@ -37,18 +36,13 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-class _Call(NamedTuple):
-    frame: FrameType
-    thread: int
-
-
 class ExclusiveAccess:
     """Lets one call in at a time; another one raises instead of waiting."""
 
     def __init__(self) -> None:
         self._open_after: int | None = _forks  # of how many forks; None once closed
         self._made_after = _forks
-        self._holder: _Call | None = None
+        self._holder: tuple[FrameType, int] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -69,8 +63,8 @@ class ExclusiveAccess:
         """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
         entered = False
         with self._lock:
-            if self.holder() is None:
-                self._holder = _Call(frame, threading.get_ident())
+            if self._holder is None or self.holder() is None:
+                self._holder = (frame, threading.get_ident())
                 entered = True
         # After the holder is set: either close() sees this call, or this call sees that it closed.
         if self._open_after != _forks:
@@ -87,8 +81,8 @@ class ExclusiveAccess:
         """Begin a call though the pipeline is closed; False while another is under way."""
         with self._lock:
             if self.holder() is None:
-                self._holder = _Call(frame, threading.get_ident())
-            return self._holder is not None and self._holder.frame is frame
+                self._holder = (frame, threading.get_ident())
+            return self._holder is not None and self._holder[0] is frame
 
     def leave(self) -> bool:
         """End the call; whether the pipeline is still open."""
@@ -98,4 +92,4 @@ class ExclusiveAccess:
     def holder(self) -> int | None:
         """The thread, by ``ident``, of the call that is under way; None if there is none."""
         holder = self._holder
-        return holder.thread if holder is not None and is_executed(holder.frame) else None
+        return holder[1] if holder is not None and is_executed(holder[0]) else None

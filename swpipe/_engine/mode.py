@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
 
 
 class Mode(NamedTuple):
@@ -23,7 +23,7 @@ class Mode(NamedTuple):
     @classmethod
     def now(cls, other: object) -> Mode:
         """That of the calling thread."""
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), other)
+        return cls(is_grad_enabled(), is_inference_mode_enabled(), other)
 
     def __str__(self) -> str:
         parts = [f"gradients {'on' if self.gradients else 'off'}"]

@@ -41,6 +41,8 @@ from collections.abc import Iterator
 from contextvars import Context, copy_context
 from typing import Any
 
+from torch import is_grad_enabled, is_inference_mode_enabled
+
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
 from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
@@ -162,11 +164,16 @@ class Run:
             RuntimeError: Iterations are in flight that were admitted in another mode or stream.
         """
         device = self.engine.device
-        mode = Mode.now(self.engine.mode())
-        if mode != self.mode:
+        gradients, inference, other = self.mode  # making another one to compare takes longer
+        if (
+            is_grad_enabled() is not gradients
+            or is_inference_mode_enabled() is not inference
+            or self.engine.mode() != other
+        ):
+            now = Mode.now(self.engine.mode())
             if self.in_flight:
-                raise refuse_switch(self.in_flight, self.mode, mode)
-            self.mode = mode
+                raise refuse_switch(self.in_flight, self.mode, now)
+            self.mode = now
         if self.iterations.caller_stream != device.current_stream():
             raise RuntimeError(
                 "the current stream is not the one under which the pipeline was filled: make that "

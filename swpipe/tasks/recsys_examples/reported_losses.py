@@ -42,13 +42,9 @@ def collective_assert(
     Raises:
         AssertionError: It is false on a rank; the message says on which.
     """
-    on_host = "cpu:" in str(dist.get_backend_config(group))
-    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
-    failed = torch.zeros(dist.get_world_size(group), dtype=torch.int32)
-    failed[dist.get_rank(group)] = not bool(flag)
-    failed = failed.to(device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if places := failed.nonzero().flatten().tolist():
+    passed: list[bool] = [False] * dist.get_world_size(group)
+    dist.all_gather_object(passed, bool(flag), group=group)
+    if places := [place for place, ok in enumerate(passed) if not ok]:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         where = listed([str(ranks[place]) for place in places])
         raise AssertionError(f"{err_msg or 'collective_assert failed'} (on ranks {where})")

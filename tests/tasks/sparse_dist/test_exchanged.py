@@ -117,15 +117,15 @@ def _model(kind: type[_Chooses]) -> nn.Module:
 
 
 def _trained(name: str, kind: type[_Chooses], at: int, **options: Any) -> str:
-    """Train 6 batches, and let the model choose otherwise from one of them on."""
+    """Train 9 batches, and let the model choose otherwise from one of them on."""
     model = _model(kind)
     optimizer = dense_optimizer(TWO, model)
-    data = _data(6)
+    data = _data(9)
     try:
         with PipelineFactory.create(
             name, model=model, optimizer=optimizer, device=CPU, **options
         ) as pipeline:
-            for step in range(6):
+            for step in range(9):
                 if step == at and kind is _ByMode:
                     pipeline.drain()
                     model.eval()
@@ -151,7 +151,7 @@ def test_another_input_than_the_exchanged_one_is_refused(
             "features=", ""
         )
         assert "called with another one" in said
-    assert two_ranks.run(_trained, name, kind, 9) == ["trained"] * 2
+    assert two_ranks.run(_trained, name, kind, 12) == ["trained"] * 2
 
 
 @pytest.mark.parametrize("options", [{"find": "direct"}, {"inputs": {"tables.0": "ids"}}])
