@@ -40,7 +40,7 @@ def _issued(job: Job) -> dict[str, int]:
 
 @pytest.mark.parametrize("job", [Job(), Job(pooled=False), Job("row_wise", modules=2)], ids=str)
 def test_gradients_are_sent_before_the_dense_backward_ends(two_ranks: Ranks, job: Job) -> None:
-    """One exchange of each kind, sizes of all modules fused, and DDP's all-reduce; none is later."""
+    """One exchange of each kind, sizes fused, and DDP's all-reduce; none is left for later."""
     found = two_ranks.run(_issued, job)[0]
     assert found.keys() == {START, WAIT, EMBED, DENSE_BACK}
     assert found[START] == 1
