@@ -25,17 +25,23 @@ class Mode(NamedTuple):
         """That of the calling thread."""
         return cls(is_grad_enabled(), is_inference_mode_enabled(), other)
 
+    def switch(self, other: object, in_flight: int) -> Mode:
+        """The mode of the calling thread, which is another one.
+
+        Raises:
+            RuntimeError: Iterations are in flight.
+        """
+        now = Mode.now(other)
+        if in_flight:
+            raise RuntimeError(
+                f"{in_flight} iterations in flight were admitted with {self}, and this call is "
+                f"made with {now}: an iteration keeps its mode. Finish them in their mode before "
+                "you change it: call drain(), or progress() to the end of their iterator"
+            )
+        return now
+
     def __str__(self) -> str:
         parts = [f"gradients {'on' if self.gradients else 'off'}"]
         if self.inference:
             parts.append("inference mode")
         return ", ".join([*parts, *([str(self.other)] if self.other else [])])
-
-
-def refuse_switch(in_flight: int, admitted: Mode, now: Mode) -> RuntimeError:
-    """The error for a call in another mode than that of the iterations in flight."""
-    return RuntimeError(
-        f"{in_flight} iterations in flight were admitted with {admitted}, and this call is made "
-        f"with {now}: an iteration keeps its mode. Finish them in their mode before you change it: "
-        "call drain(), or progress() to the end of their iterator"
-    )

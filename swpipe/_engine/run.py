@@ -46,7 +46,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
 from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
-from swpipe._engine.mode import Mode, refuse_switch
+from swpipe._engine.mode import Mode
 from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.program import ADMIT, RETIRE, Instruction
 from swpipe._engine.randomness import this_thread
@@ -62,7 +62,6 @@ JOIN_GRACE_S = 0.1
 
 _FINISH_S = 10.0  # the same of a finished run, whose threads are past their last task
 _LEAVE_S = 1.0  # for an interrupt that is on its way
-
 
 CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, handler or task"
 
@@ -170,10 +169,7 @@ class Run:
             or is_inference_mode_enabled() is not inference
             or self.engine.mode() != other
         ):
-            now = Mode.now(self.engine.mode())
-            if self.in_flight:
-                raise refuse_switch(self.in_flight, self.mode, now)
-            self.mode = now
+            self.mode = self.mode.switch(self.engine.mode(), self.in_flight)
         if self.iterations.caller_stream != device.current_stream():
             raise RuntimeError(
                 "the current stream is not the one under which the pipeline was filled: make that "
