@@ -65,7 +65,7 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 
 test-torchrec: $(VENV)/torchrec-$(TORCHREC) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0
 	@PYTHONPATH="$(abspath $<)" $(BIN)/python -m pytest -n auto --maxprocesses 4 \
-	  tests/tasks/sparse_dist $(ARGS)
+	  tests/tasks/sparse_dist tests/tasks/torchrec_pipelines tests/tasks/recsys_examples $(ARGS)
 
 peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours
 	@test -n "$(TORCHREC_TESTS)" || { \
