@@ -52,17 +52,20 @@ class Snapshot:
         self._restores = [*(_save(found, tensors) for found in owners), tensors.restore]
         self._restores += [_save_generators(device)]
         self._unsaved = UnsavedTensors(_watched(owners), tensors)
+        self._told: set[str] = set()
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work.
 
         Warns:
-            RuntimeWarning: Tensors of plain objects within modules changed, and are not restored.
+            RuntimeWarning: Tensors of plain objects within modules changed, and are not restored;
+                each is named once.
         """
         self._device.synchronize()
         for restore in self._restores:
             restore()
-        if changed := self._unsaved.changed():
+        if changed := [path for path in self._unsaved.changed() if path not in self._told]:
+            self._told.update(changed)
             warnings.warn(
                 f"{listed(changed)} changed and cannot be restored: plain objects within a module "
                 "hold them. Make them buffers of the module, or let a task refer to an object "

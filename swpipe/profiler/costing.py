@@ -125,7 +125,7 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
             gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),
             device_us=_US * device_s.get(name, 0.0),
         )
-        for name, mean_s in times.mean_s.items()
+        for name, mean_s in times.host_s.items()
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
@@ -47,12 +47,10 @@ class HostTimes(Observer):
 
     @property
     def host_s(self) -> dict[str, float]:
-        """Task to the median seconds per iteration for which it occupies its thread."""
-        return self._per_task(lambda runs: median(run.wall_s for run in runs))
+        """Task to the mean seconds per iteration for which it occupies its thread.
 
-    @property
-    def mean_s(self) -> dict[str, float]:
-        """The mean instead of the median, so that slow runs count in full."""
+        The mean, so that slow runs count in full.
+        """
         return self._per_task(lambda runs: fmean(run.wall_s for run in runs))
 
     @property
@@ -63,11 +61,6 @@ class HostTimes(Observer):
     @property
     def blocked_s(self) -> dict[str, float]:
         """Task to the part of ``host_s`` in which its thread is off the CPU."""
-        host_s = self.host_s
-        # From the totals of all runs: some systems count CPU time in steps of milliseconds.
-        wall_s = self._per_task(lambda runs: sum(run.wall_s for run in runs))
-        cpu_s = self._per_task(lambda runs: sum(run.cpu_s for run in runs))
-        return {
-            name: host_s[name] * max(0.0, 1 - cpu_s[name] / wall_s[name]) if wall_s[name] else 0.0
-            for name in host_s
-        }
+        # From all runs together: some systems count CPU time in steps of milliseconds.
+        cpu_s = self.cpu_s
+        return {name: max(0.0, wall_s - cpu_s[name]) for name, wall_s in self.host_s.items()}

@@ -9,14 +9,14 @@ In a serial window each iteration is timed on its own, from idle device to idle 
 plan the time of a single ``progress()`` varies, because threads run ahead. So a sample spans as
 many iterations as the pipeline is deep. If the device has timing events, the times are those at
 which the device finishes an iteration, so nothing waits within a window.
+
+Garbage is collected within a window as in training: it is part of the step.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from typing import Any
@@ -50,8 +50,7 @@ class WindowTimer:
 
     def window(self) -> list[float]:
         """Seconds per iteration, one or more samples."""
-        with _no_garbage_collection():
-            return self._pipelined() if self.pipelined else self._serial()
+        return self._pipelined() if self.pipelined else self._serial()
 
     def host_window(self, times: HostTimes) -> None:
         """Run a window and time every task on its thread; warm-up and drain do not count."""
@@ -127,14 +126,3 @@ class _Marks:
         for early, late in pairwise(self._events):
             at_s.append(at_s[-1] + early.elapsed_time(late) / 1e3)
         return at_s
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

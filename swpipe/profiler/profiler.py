@@ -25,7 +25,9 @@ class TaskProfiler:
 
     State that profiling changed is restored afterwards, also on failure: models, optimizers,
     other objects with ``state_dict`` and ``load_state_dict``, and the random generators of torch,
-    Python and numpy. The results list these objects.
+    Python and numpy. The results list these objects. State is also restored between the windows.
+
+    Ctrl-C ends a profile early: what was measured is the result, once there is a round of it.
 
     Args:
         pipe: The pipeline; idle while a profile is taken. Under torch.distributed, take the same
@@ -97,7 +99,9 @@ class TaskProfiler:
         Raises:
             ValueError: A number is too small, a task unknown, or there are no batches or no tasks.
             RuntimeError: The pipeline is closed, or iterations are in flight.
-            BaseException: Whatever a task raised, with a note of what was being measured.
+            BaseException: Whatever a task raised, with a note of what was being measured. If it
+                only does so while another task is shortcut, that one is not measured instead, and
+                the result says why; but not on several ranks.
         """
         counts = Counts(num_warmup, num_measure, num_rounds)
         batches = list(batches)
@@ -112,7 +116,7 @@ class TaskProfiler:
                 timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
                 try:
                     with self.pipe.borrow():
-                        measured = measure(timer, names, num_rounds, bar.update)
+                        measured = measure(timer, names, num_rounds, bar.update, snapshot.restore)
                 finally:
                     snapshot.restore()
                 results.append(_result(label, timer, counts, measured, owners, left_out))
@@ -168,7 +172,12 @@ def _result(
         spread_s={name: estimate.spread_s for name, estimate in saved.items()},
         host_s=measured.times.host_s,
         blocked_s=measured.times.blocked_s,
-        **asdict(counts),
+        baseline_median_s=baseline.median_s,
+        not_measured={
+            name: f"{type(error).__name__}: {error}" for name, error in measured.failed.items()
+        },
+        interrupted=measured.interrupted,
+        **{**asdict(counts), "num_rounds": len(baseline.windows)},
         put_back=tuple(map(str, owners)),
         already_shortcut=left_out,
     )

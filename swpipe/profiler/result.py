@@ -6,7 +6,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO, overload
 
@@ -20,6 +20,10 @@ Mode = Literal["serial", "pipelined"]
 MIN_BLOCKED_S = 1e-4
 MIN_BLOCKED_SHARE = 0.25
 
+_READ = (
+    "exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,\n"
+    "and not told apart from 0. Figures of tasks that hide each other do not add up"
+)
 _EXPOSED = ("exposed ms", "spread ms", "% of baseline")
 
 
@@ -64,7 +68,8 @@ class ProfileResult(_Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
     Attributes:
-        baseline_s: Wall time of an iteration in which all tasks run.
+        baseline_s: Mean wall time of an iteration in which all tasks run.
+        baseline_median_s: The median. Where it is much shorter, few slow iterations take the time.
         baseline_spread_s: Half-width of the error bar of ``baseline_s``.
         exposed_s: Task to the wall time saved if it cost nothing; never negative.
         raw_s: The same difference as measured, with its sign.
@@ -80,11 +85,14 @@ class ProfileResult(_Report):
             each was found, and its type.
         already_shortcut: Tasks that were shortcut when profiling started. They stayed shortcut
             and were not measured.
+        not_measured: Task to the reason why it could not be measured. It has no exposed time.
+        interrupted: Ctrl-C came before all rounds were measured; ``num_rounds`` is how many were.
     """
 
     batch: str
     mode: Mode
     baseline_s: float
+    baseline_median_s: float
     baseline_spread_s: float
     exposed_s: Mapping[str, float]
     raw_s: Mapping[str, float]
@@ -96,9 +104,11 @@ class ProfileResult(_Report):
     num_rounds: int
     put_back: tuple[str, ...] = ()
     already_shortcut: tuple[str, ...] = ()
+    not_measured: Mapping[str, str] = field(default_factory=dict)
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("exposed_s", "raw_s", "spread_s", "host_s", "blocked_s"):
+        for name in ("exposed_s", "raw_s", "spread_s", "host_s", "blocked_s", "not_measured"):
             object.__setattr__(self, name, ByTask(getattr(self, name)))
 
     @property
@@ -120,14 +130,13 @@ class ProfileResult(_Report):
         return tuple(sorted(found, key=lambda name: -self.blocked_s[name]))
 
     def format_report(self) -> str:
-        """A summary line, a table with one row per task and a sum, and notes."""
-        host = (self.host_s, self.blocked_s)
+        """A summary line, a table with one row per task, and notes."""
         rows = [
-            (name, *self._exposed_cells(names), *(_sum_ms(s, names) for s in host))
-            for name, names in [*((name, [name]) for name in self.tasks), ("SUM", self.tasks)]
+            (name, *self._exposed_cells(name), _ms(self.host_s[name]), _ms(self.blocked_s[name]))
+            for name in self.host_s
         ]
         table = _table(("task", *_EXPOSED, "host ms", "blocked ms"), rows)
-        return "\n".join([self._summary(), table, *self._notes()])
+        return "\n".join([self._summary(), table, *self._notes(), _READ])
 
     def plot(self, path: str | Path) -> None:
         """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
@@ -151,32 +160,43 @@ class ProfileResult(_Report):
         Raises:
             ValueError: The keys are not exactly the attributes of a result.
         """
-        names = {field.name for field in fields(cls)}
+        names = {each.name for each in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a profile result has exactly the keys {sorted(names)}, not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
         return cls(**{**data, **lists})
 
-    def _exposed_cells(self, names: Sequence[str]) -> tuple[str, str, str]:
-        """The cells below ``_EXPOSED`` for one task, or for the sum of several.
+    def _exposed_cells(self, name: str) -> tuple[str, str, str]:
+        """The cells below ``_EXPOSED`` for one task; "<" is what is not told apart from 0."""
+        if name not in self.exposed_s:
+            return "not measured", "", ""
+        value_s, spread_s, sign = self.raw_s[name], self.spread_s[name], ""
+        if abs(value_s) <= spread_s:
+            value_s, sign = max(0.0, value_s) + spread_s, "< " if spread_s else ""
+        share = value_s / self.baseline_s if self.baseline_s else 0.0
+        return f"{sign}{_ms(value_s)}", _ms(spread_s), f"{sign}{100 * share:.1f}"
 
-        Spreads are added, not combined as independent errors: all tasks share one baseline.
-        """
-        exposed_s = sum(self.exposed_s[name] for name in names)
-        share = exposed_s / self.baseline_s if self.baseline_s else 0.0
-        return _ms(exposed_s), _sum_ms(self.spread_s, names), f"{100 * share:.1f}"
+    def _cells_of(self, name: str) -> tuple[str, str, str]:
+        """The same in a table with other results, which may have other tasks."""
+        return self._exposed_cells(name) if name in self.host_s else ("", "", "")
 
     def _summary(self) -> str:
         return (
             f"{self.batch}, {self.mode}: {_ms(self.baseline_s)} ± "
-            f"{_ms(self.baseline_spread_s)} ms per iteration "
-            f"({self.num_rounds} rounds of {self.num_measure})"
+            f"{_ms(self.baseline_spread_s)} ms per iteration, median "
+            f"{_ms(self.baseline_median_s)} ({self.num_rounds} rounds of {self.num_measure})"
         )
 
     def _notes(self, on_batch: str = "") -> Iterator[str]:
         blocking = [f"{name} ({_ms(self.blocked_s[name])} ms)" for name in self.blocking]
         yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
+        for name, why in self.not_measured.items():
+            yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
+        if slower := [name for name, s in self.raw_s.items() if s < -self.spread_s[name]]:
+            yield f"takes longer to replay than to run{on_batch}: {', '.join(slower)}"
+        if self.interrupted:
+            yield f"interrupted{on_batch}: not all rounds were measured"
         if self.already_shortcut:
             yield f"shortcut already, so not measured: {', '.join(self.already_shortcut)}"
         yield f"put back: {', '.join(self.put_back) or 'generators only; no other state was found'}"
@@ -218,21 +238,15 @@ class ProfileResults(_Report, Sequence[ProfileResult]):
         """One summary line per batch, and a table with one row per task and columns per batch."""
         if not self._results:
             return "no batches were profiled"
-        tasks = dict.fromkeys(name for result in self for name in result.tasks)
+        tasks = dict.fromkeys(name for result in self for name in result.host_s)
         headers = ["task"]
         for result in self:
             headers += [f"{result.batch}\n{_EXPOSED[0]}", *(f"\n{title}" for title in _EXPOSED[1:])]
-        rows = []
-        for name, names in [*((name, [name]) for name in tasks), ("SUM", None)]:
-            row = [name]
-            for result in self:
-                measured = result.tasks if names is None else names
-                row += (
-                    result._exposed_cells(measured) if {*measured} <= {*result.tasks} else [""] * 3
-                )
-            rows.append(row)
+        rows = [
+            [name, *(cell for result in self for cell in result._cells_of(name))] for name in tasks
+        ]
         notes = dict.fromkeys(note for r in self for note in r._notes(f" on {r.batch}"))
-        return "\n".join([*(result._summary() for result in self), _table(headers, rows), *notes])
+        return "\n".join([*(r._summary() for r in self), _table(headers, rows), *notes, _READ])
 
     def plot(self, path: str | Path) -> None:
         """Draw a bar chart with one bar per task and batch; the suffix selects the format.
@@ -259,10 +273,6 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     align = ("left", *("right",) * (len(headers) - 1))
     return tabulate(rows, headers=list(headers), disable_numparse=True, colalign=align)
-
-
-def _sum_ms(seconds: Mapping[str, float], names: Iterable[str]) -> str:
-    return _ms(sum(seconds[name] for name in names))
 
 
 def _ms(seconds: float) -> str:

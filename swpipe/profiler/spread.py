@@ -1,14 +1,15 @@
 """Exposed times with error bars, from the times of iterations.
 
 The measurements form a table of windows. A window is a few iterations in a row, with one task
-shortcut, or none. Its value is the median of its samples, so that single outliers do not count::
+shortcut, or none. Its value is the mean of its samples, since throughput is a mean: what is slow
+every eighth time costs an eighth of that in each step::
 
     round     baseline   read   decode   forward        each round in another order
       1         10.1      8.0     6.1      9.9
       2         10.4      8.4     6.3     10.3          the machine drifts: the whole row shifts
       3         10.2      8.1     6.1     10.0
 
-The exposed time of a task is the median over the rows of baseline minus the task's column. What
+The exposed time of a task is the mean over the rows of baseline minus the task's column. What
 shifts a whole row cancels out.
 
 The error bar is the maximum of three, since each can miss what another one shows:
@@ -34,10 +35,6 @@ The first would be 64, a useless bound: the samples within the windows give a be
 """
 
 SIGMAS = 3.0
-MEDIAN_OVER_MEAN = 1.2533
-"""Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2)."""
-SIGMA_OVER_MAD = 1.4826
-"""Standard deviation over median absolute deviation, for normal noise."""
 
 
 class Estimate(NamedTuple):
@@ -60,47 +57,51 @@ class Column:
     overlap: int = 1
 
     @property
-    def medians(self) -> list[float]:
-        """The median of each window, in seconds."""
-        return [median(window) for window in self.windows]
+    def means(self) -> list[float]:
+        """The mean of each window, in seconds."""
+        return [fmean(window) for window in self.windows]
+
+    @property
+    def median_s(self) -> float:
+        """The median of all samples."""
+        return median(sample for window in self.windows for sample in window)
 
     @property
     def error_s(self) -> float:
-        """Standard error of the column's median, from the samples within its windows alone."""
+        """Standard error of the column's mean, from the samples within its windows alone."""
         deviations = [
-            abs(sample - middle)
-            for window, middle in zip(self.windows, self.medians, strict=True)
+            sample - mean
+            for window, mean in zip(self.windows, self.means, strict=True)
             for sample in window
         ]
         count, freedom = len(deviations), len(deviations) - len(self.windows)
         if freedom == 0:
             return 0.0
-        sigma = SIGMA_OVER_MAD * median(deviations) * math.sqrt(count / freedom)
-        return MEDIAN_OVER_MEAN * sigma * math.sqrt(self.overlap / count)
+        variance = sum(deviation**2 for deviation in deviations) / freedom
+        return math.sqrt(variance * self.overlap / count)
 
 
 def iteration_time(column: Column) -> Estimate:
-    """The time of an iteration, in the median over the rounds."""
-    medians = column.medians
+    """The time of an iteration, in the mean over the rounds."""
+    means = column.means
     spread_s = SIGMAS * column.error_s
-    if len(medians) > 1:
-        between_s = MEDIAN_OVER_MEAN * stdev(medians) / math.sqrt(len(medians))
-        spread_s = max(spread_s, SIGMAS * between_s)
-    return Estimate(median(medians), spread_s)
+    if len(means) > 1:
+        spread_s = max(spread_s, SIGMAS * stdev(means) / math.sqrt(len(means)))
+    return Estimate(fmean(means), spread_s)
 
 
 def time_saved(baseline: Column, columns: Mapping[str, Column]) -> dict[str, Estimate]:
     """How much shorter an iteration is in each column than in the baseline; may be negative."""
     rounds = len(baseline.windows)
-    table = [baseline.medians, *(column.medians for column in columns.values())]
-    shared_s = _window_noise_s(table) * MEDIAN_OVER_MEAN * math.sqrt(2 / rounds)
+    table = [baseline.means, *(column.means for column in columns.values())]
+    shared_s = _window_noise_s(table) * math.sqrt(2 / rounds)
     found = {}
     for name, column in columns.items():
-        by_round = [a - b for a, b in zip(baseline.medians, column.medians, strict=True)]
+        by_round = [a - b for a, b in zip(baseline.means, column.means, strict=True)]
         spreads = [shared_s, SIGMAS * math.hypot(baseline.error_s, column.error_s)]
         if rounds > 1:
-            spreads.append(SIGMAS * MEDIAN_OVER_MEAN * stdev(by_round) / math.sqrt(rounds))
-        found[name] = Estimate(median(by_round), max(spreads))
+            spreads.append(SIGMAS * stdev(by_round) / math.sqrt(rounds))
+        found[name] = Estimate(fmean(by_round), max(spreads))
     return found
 
 

@@ -91,15 +91,14 @@ def test_every_iteration_gets_a_copy_where_one_is_asked_for(
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_garbage_is_not_collected_within_a_window(pipe: SWPipeline, was_on: bool) -> None:
-    """A collection in one window and not in the other would be taken for a task's cost."""
+def test_garbage_is_collected_as_in_training(pipe: SWPipeline, was_on: bool) -> None:
+    """A step that takes 50 ms, 45 of them for garbage, once was measured as 5."""
     (gc.enable if was_on else gc.disable)()
     try:
         timer(pipe).window()
-        assert gc.isenabled() is was_on
     finally:
         gc.enable()
-    assert not any(on for _, _, on in SEEN)
+    assert {on for _, _, on in SEEN} == {was_on}
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -150,6 +150,37 @@ def test_after_a_failure_everything_is_restored(
     assert job.ran == ["forward", "step"]
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_task_that_cannot_be_replayed_is_a_row_with_the_reason(pipelined: bool) -> None:
+    """The others are measured, and the state is restored."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def forward(ctx: IterContext) -> None:
+        ctx.x = ctx.batch * 1
+
+    def rectify(ctx: IterContext) -> None:
+        ctx.x.relu_()  # in the memory of what a replay of forward restores
+        ctx.loss = (ctx.x * weight).sum()
+
+    def step(ctx: IterContext) -> None:
+        ctx.loss.backward()
+        optimizer.step()
+
+    tasks = [PipelineTask(fn.__name__, fn) for fn in (forward, rectify, step)]
+    plan = overlapped({"io": ["forward"], "default": ["rectify", "step"]})
+    with SWPipeline(plan, tasks) as pipe:
+        result = TaskProfiler(pipe).profile(torch.ones(3), pipelined=pipelined, **QUICK)
+    assert result.tasks == ("rectify", "step")
+    assert set(result.not_measured) == {"forward"}
+    assert "RuntimeError: task 'forward' cannot be replayed" in result.not_measured["forward"]
+    assert (
+        "not measured: forward, since iterations with its shortcut fail" in result.format_report()
+    )
+    assert torch.equal(weight, torch.ones(3))
+    assert weight.grad is None
+
+
 def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipeline) -> None:
     """Their caches stay too, although the profile used another batch."""
     pipe.enable_shortcut("forward")

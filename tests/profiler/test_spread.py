@@ -9,14 +9,16 @@ import pytest
 from swpipe.profiler.spread import Column, Estimate, iteration_time, time_saved
 
 
-def windows(*medians: float) -> Column:
+def windows(*means: float) -> Column:
     """A column of windows that have one sample each."""
-    return Column([[median] for median in medians])
+    return Column([[mean] for mean in means])
 
 
-def test_the_value_of_a_window_is_its_median() -> None:
-    """A single outlier does not change it."""
-    assert iteration_time(Column([[10.0, 10.0, 95.0], [10.0, 10.0, 10.0]])).value_s == 10.0
+def test_the_value_of_a_window_is_its_mean() -> None:
+    """A slow iteration counts in full, and shows beside the median."""
+    column = Column([[10.0, 10.0, 100.0], [10.0, 10.0, 10.0]])
+    assert iteration_time(column).value_s == 25.0
+    assert column.median_s == 10.0
 
 
 def test_exposed_time_is_baseline_minus_the_tasks_column() -> None:

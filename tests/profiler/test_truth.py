@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from swpipe.profiler import ProfileResult
 from tests.profiler.sleepers import overlapped, sleepers
 from tests.support.virtual_clock import TimedHost
@@ -79,3 +79,21 @@ def test_sleeping_tasks_block_the_host(host: TimedHost) -> None:
     assert result.blocking == ("forward", "read")
     assert result.blocked_s == exactly(read=2, forward=4, idle=0, python=0)
     assert result.host_s == exactly(read=2, forward=4, idle=0, python=3)
+
+
+def test_a_task_that_is_slow_now_and_then_costs_its_mean(host: TimedHost) -> None:
+    """Reads of 1 ms, and 40 ms every eighth time; a median would say 1 ms."""
+    ran: list[int] = []
+
+    def read(ctx: IterContext) -> None:
+        ran.append(1)
+        host.sleep(40e-3 if len(ran) % 8 == 0 else 1e-3)
+
+    tasks = [PipelineTask("read", read), *sleepers(host, train=4)]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        result = TaskProfiler(pipe).profile(None, num_measure=16, num_rounds=6)
+    mean_s = (7 * 1e-3 + 40e-3) / 8
+    assert abs(result.baseline_s - (mean_s + 4e-3)) <= result.baseline_spread_s
+    assert abs(result.exposed_s["read"] - mean_s) <= result.spread_s["read"]
+    assert result.baseline_median_s == pytest.approx(5e-3)
+    assert result.host_s["read"] == pytest.approx(mean_s, rel=0.5)
