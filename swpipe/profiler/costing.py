@@ -115,7 +115,7 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
 
 def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     times = HostTimes(task.name for task in timer.pipe.tasks)
-    timer.host_window(times)
+    timer.window(times)
     gil_s = _gil_s(timer) if lock else {}
     device_s = _device_s(timer) if timer.pipe.device.has_streams else {}
     cpu_s = times.cpu_s

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from statistics import fmean
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
+
+_SIGMAS = 4.0
+_LEAST_S = 20e-6
+"""Differences of host times from here on, in standard errors and in seconds, are told."""
 
 
 class _Run(NamedTuple):
@@ -64,3 +69,18 @@ class HostTimes(Observer):
         # From all runs together: some systems count CPU time in steps of milliseconds.
         cpu_s = self.cpu_s
         return {name: max(0.0, wall_s - cpu_s[name]) for name, wall_s in self.host_s.items()}
+
+    def shorter_in(self, other: HostTimes) -> dict[str, float]:
+        """Task to the seconds by which its runs in ``other`` are shorter, if that is no noise."""
+        found = {}
+        for name, runs in self._kept.items():
+            here, there = ([run.wall_s for run in each] for each in (runs, other._kept[name]))
+            less_s = fmean(here) - fmean(there)
+            noise_s = math.hypot(_error_s(here), _error_s(there))
+            if less_s > max(_SIGMAS * noise_s, _LEAST_S):
+                found[name] = less_s
+        return found
+
+
+def _error_s(runs: Sequence[float]) -> float:
+    return stdev(runs) / math.sqrt(len(runs)) if len(runs) > 1 else math.inf

@@ -48,17 +48,15 @@ class WindowTimer:
         """How many iterations a sample spans."""
         return min(self.pipe.plan.depth, self.measure) if self.pipelined else 1
 
-    def window(self) -> list[float]:
-        """Seconds per iteration, one or more samples."""
-        return self._pipelined() if self.pipelined else self._serial()
-
-    def host_window(self, times: HostTimes) -> None:
-        """Run a window and time every task on its thread; warm-up and drain do not count."""
-        first = self.pipe.next_iteration
+    def window(self, times: HostTimes | None = None) -> list[float]:
+        """Seconds per iteration, one or more samples; ``times`` gets those of each task."""
+        if times is None:
+            return self._pipelined() if self.pipelined else self._serial()
+        begin = self.pipe.next_iteration + self.num_warmup
         with self.pipe.observe(times):
-            self.window()
-        begin = first + self.num_warmup
+            samples = self.window()
         times.keep(range(begin, begin + self.measure))
+        return samples
 
     @property
     def num_warmup(self) -> int:

@@ -13,7 +13,7 @@ from swpipe.pipeline import SWPipeline
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
-from swpipe.profiler.spread import iteration_time, time_saved
+from swpipe.profiler.spread import iteration_time, time_saved, with_replay
 
 
 class TaskProfiler:
@@ -161,18 +161,31 @@ def _result(
     columns = dict(measured.columns)
     baseline = columns.pop(BASELINE)
     step = iteration_time(baseline)
-    saved = time_saved(baseline, columns)
+    times = measured.times[BASELINE]
+    host_s = times.host_s
+    replay_s = {name: measured.times[name].host_s[name] for name in columns}
+    alone = not (timer.pipelined or timer.pipe.device.has_streams)
+    saved = {
+        name: with_replay(estimate, host_s[name], replay_s[name], alone=alone)
+        for name, estimate in time_saved(baseline, columns).items()
+    }
+    shorter = {name: times.shorter_in(measured.times[name]) for name in columns}
     return ProfileResult(
         batch=label,
         mode="pipelined" if timer.pipelined else "serial",
         baseline_s=step.value_s,
+        baseline_median_s=baseline.median_s,
         baseline_spread_s=step.spread_s,
         exposed_s={name: max(0.0, estimate.value_s) for name, estimate in saved.items()},
         raw_s={name: estimate.value_s for name, estimate in saved.items()},
         spread_s={name: estimate.spread_s for name, estimate in saved.items()},
-        host_s=measured.times.host_s,
-        blocked_s=measured.times.blocked_s,
-        baseline_median_s=baseline.median_s,
+        replay_s=replay_s,
+        in_others_s={
+            name: {other: s for other, s in shorter[name].items() if other != name}
+            for name in columns
+        },
+        host_s=host_s,
+        blocked_s=times.blocked_s,
         not_measured={
             name: f"{type(error).__name__}: {error}" for name, error in measured.failed.items()
         },

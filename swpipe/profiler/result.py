@@ -20,6 +20,10 @@ Mode = Literal["serial", "pipelined"]
 MIN_BLOCKED_S = 1e-4
 MIN_BLOCKED_SHARE = 0.25
 
+_BY_TASK = (
+    "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s",
+    "not_measured",
+)  # fmt: skip
 _READ = (
     "exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,\n"
     "and not told apart from 0. Figures of tasks that hide each other do not add up"
@@ -72,8 +76,11 @@ class ProfileResult(_Report):
         baseline_median_s: The median. Where it is much shorter, few slow iterations take the time.
         baseline_spread_s: Half-width of the error bar of ``baseline_s``.
         exposed_s: Task to the wall time saved if it cost nothing; never negative.
-        raw_s: The same difference as measured, with its sign.
+        raw_s: The same with its sign: noise may make it negative.
         spread_s: Half-width of the error bar of ``raw_s``, for about 99% confidence.
+        replay_s: How long the replay of the task's outputs took, which was added to ``raw_s``.
+        in_others_s: Task to those tasks that take less of their threads while it is shortcut, and
+            how much less: a forward that is replayed leaves less to the backward.
         host_s: How long the task occupies the thread it runs on.
         blocked_s: The part of ``host_s`` in which the thread is off the CPU: it sleeps, waits for
             a file, a lock or a device, or is preempted. A thread that waits in a busy loop (the
@@ -97,6 +104,8 @@ class ProfileResult(_Report):
     exposed_s: Mapping[str, float]
     raw_s: Mapping[str, float]
     spread_s: Mapping[str, float]
+    replay_s: Mapping[str, float]
+    in_others_s: Mapping[str, Mapping[str, float]]
     host_s: Mapping[str, float]
     blocked_s: Mapping[str, float]
     num_warmup: int
@@ -108,7 +117,7 @@ class ProfileResult(_Report):
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("exposed_s", "raw_s", "spread_s", "host_s", "blocked_s", "not_measured"):
+        for name in _BY_TASK:
             object.__setattr__(self, name, ByTask(getattr(self, name)))
 
     @property
@@ -193,8 +202,10 @@ class ProfileResult(_Report):
         yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
         for name, why in self.not_measured.items():
             yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
-        if slower := [name for name, s in self.raw_s.items() if s < -self.spread_s[name]]:
-            yield f"takes longer to replay than to run{on_batch}: {', '.join(slower)}"
+        for name, others in self.in_others_s.items():
+            if others:
+                parts = ", ".join(f"{other} {_ms(s)}" for other, s in others.items())
+                yield f"in its exposed time{on_batch}: {name} saves ms of {parts}"
         if self.interrupted:
             yield f"interrupted{on_batch}: not all rounds were measured"
         if self.already_shortcut:

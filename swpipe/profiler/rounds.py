@@ -1,9 +1,12 @@
 """Measure in rounds: each window once per round, in an order that changes.
 
-    round 1    read      baseline  host   decode
-    round 2    decode    host   baseline  read          round 1 in reverse
-    round 3    baseline  read  decode     host
+    round 1    read      baseline  step      decode
+    round 2    decode    step      baseline  read        round 1 in reverse
+    round 3    baseline  read      decode    step
     ...
+
+In all windows each task is timed on its thread too. While one is shortcut, its own time is that of
+the replay, and that of others shows what it costs them: a forward takes part of the backward along.
 
 Each window starts from the same state: a shortcut replays the same outputs in each iteration, which
 can lead training astray. If the machine gets slower or faster over time, this affects all tasks
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,9 +30,6 @@ from swpipe.profiler.spread import Column
 
 BASELINE = "<baseline>"
 """The window in which no task is shortcut."""
-
-HOST = "<host>"
-"""A baseline window in which each task is also timed on its thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ class Counts:
 
     def windows(self, tasks: int) -> int:
         """The number of windows in all rounds, for this number of tasks."""
-        return self.num_rounds * (tasks + 2)
+        return self.num_rounds * (tasks + 1)
 
 
 class Measured(NamedTuple):
-    """The windows of ``BASELINE`` and of each task, and the tasks' times on their threads.
+    """The windows of ``BASELINE`` and of each task, and all tasks' times on their threads in these.
 
     Attributes:
         failed: Why tasks could not be measured; these have no column.
@@ -68,7 +69,7 @@ class Measured(NamedTuple):
     """
 
     columns: dict[str, Column]
-    times: HostTimes
+    times: dict[str, HostTimes]
     failed: dict[str, Exception]
     interrupted: bool
 
@@ -89,11 +90,10 @@ def measure(
         BaseException: Whatever a task raised, with a note of what was being measured.
             KeyboardInterrupt only until each window was measured once.
     """
+    _Rounds(timer, names, restore).run(BASELINE)  # the first iterations allocate and compile
     rounds = _Rounds(timer, names, restore)
-    rounds.run(BASELINE)  # not used: the first iterations allocate and compile
-    rounds.windows[BASELINE].clear()
     interrupted = False
-    for number, order in enumerate(window_orders((BASELINE, HOST, *names), num_rounds)):
+    for number, order in enumerate(window_orders((BASELINE, *names), num_rounds)):
         try:
             for kind in order:
                 rounds.run(kind)
@@ -121,7 +121,7 @@ class _Rounds:
         self._timer = timer
         self._restore = restore
         self.windows: dict[str, list[list[float]]] = {name: [] for name in (BASELINE, *names)}
-        self.times = HostTimes(names)
+        self.times = {name: HostTimes(names) for name in self.windows}
         self.failed: dict[str, Exception] = {}
 
     def keep(self, number: int) -> None:
@@ -132,30 +132,22 @@ class _Rounds:
         """Measure one window, unless its task has failed before."""
         if kind in self.failed:
             return
-        if kind in (BASELINE, HOST):
-            self._without_shortcut(kind)
-            return
         try:
-            with self._timer.pipe.shortcut(kind):
-                self.windows[kind].append(self._timer.window())
-        except BaseException as error:
-            add_note(error, f"swpipe: while profiling with task {kind!r} shortcut")
-            if not isinstance(error, Exception) or not is_alone():
+            self.windows[kind].append(self._window(kind))
+        except Exception as error:
+            if kind == BASELINE or not is_alone():
                 raise
-            self._restore()
-            self._without_shortcut(HOST)  # it raises if the shortcut was not the reason
+            self._window(BASELINE)  # it raises if the shortcut was not the reason
             self.failed[kind] = error
-        finally:
-            self._restore()
 
-    def _without_shortcut(self, kind: str) -> None:
+    def _window(self, kind: str) -> list[float]:
+        pipe, shortcut = self._timer.pipe, kind != BASELINE
         try:
-            if kind == HOST:
-                self._timer.host_window(self.times)
-            else:
-                self.windows[kind].append(self._timer.window())
+            with pipe.shortcut(kind) if shortcut else nullcontext():
+                return self._timer.window(self.times[kind])
         except BaseException as error:
-            add_note(error, "swpipe: while profiling without a shortcut")
+            what = f"with task {kind!r} shortcut" if shortcut else "without a shortcut"
+            add_note(error, f"swpipe: while profiling {what}")
             raise
         finally:
             self._restore()

@@ -105,6 +105,27 @@ def time_saved(baseline: Column, columns: Mapping[str, Column]) -> dict[str, Est
     return found
 
 
+def with_replay(saved: Estimate, host_s: float, replay_s: float, *, alone: bool) -> Estimate:
+    """Add what the replay took, so that the estimate is that of an iteration without the task.
+
+    Args:
+        saved: How much shorter the iteration is with a replay instead of the task.
+        host_s: The task's time on its thread.
+        replay_s: That of the replay.
+        alone: Nothing overlaps the task, so that the replay counts in full. Otherwise other work
+            may hide the replay, though it does not hide the task: the replay counts between
+            nothing and as much as the rest of the task's time does. The estimate is the middle of
+            that, and the error bar has both ends.
+    """
+    if alone:
+        return Estimate(saved.value_s + replay_s, saved.spread_s)
+    share = 1.0
+    if host_s > replay_s:
+        share = min(1.0, max(0.0, saved.value_s / (host_s - replay_s)))
+    half_s = share * replay_s / 2
+    return Estimate(saved.value_s + half_s, saved.spread_s + half_s)
+
+
 def _window_noise_s(table: Sequence[Sequence[float]]) -> float:
     """The noise of one window times Student's factor; ``table`` is columns x rounds."""
     rounds = len(table[0])

@@ -105,7 +105,7 @@ def test_garbage_is_collected_as_in_training(pipe: SWPipeline, was_on: bool) -> 
 def test_tasks_are_timed_on_their_threads(pipe: SWPipeline, pipelined: bool) -> None:
     """Every measured iteration, and none of the warm-up and the drain."""
     times = HostTimes(["see", "act"])
-    timer(pipe, pipelined=pipelined).host_window(times)
+    timer(pipe, pipelined=pipelined).window(times)
     pipe.run_one_serial_iter("after")
     SEEN.pop()
     kept = {name: [turn.iteration for turn in turns] for name, turns in times._kept.items()}

@@ -21,6 +21,8 @@ RESULT = ProfileResult(
     exposed_s={"read": 0.004, "forward": 0.008, "log": 0.0},
     raw_s={"read": 0.004, "forward": 0.008, "log": -0.0001},
     spread_s={"read": 0.0001, "forward": 0.0002, "log": 0.0001},
+    replay_s={"read": 0.00001, "forward": 0.00002, "log": 0.00001},
+    in_others_s={"read": {}, "forward": {"backward": 0.003, "step": 0.0005}, "log": {}},
     host_s={"read": 0.0041, "forward": 0.00825, "log": 0.00002},
     blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
     num_warmup=3,
@@ -36,6 +38,8 @@ OTHER = replace(
     exposed_s={"read": 0.005, "step": 0.0},
     raw_s={"read": 0.005, "step": -0.001},
     spread_s={"read": 0.0001, "step": 0.0002},
+    replay_s={"read": 0.0, "step": 0.0},
+    in_others_s={"read": {}, "step": {}},
     host_s={"read": 0.006, "step": 0.001, "scale": 0.002},
     blocked_s={"read": 0.0, "step": 0.0009, "scale": 0.0},
     already_shortcut=("forward",),
@@ -51,6 +55,7 @@ read            4.000        0.100             32.0      4.100         4.000
 forward         8.000        0.200             64.0      8.250         0.500
 log           < 0.100        0.100            < 0.8      0.020         0.010
 blocks the host: read (4.000 ms)
+in its exposed time: forward saves ms of backward 3.000, step 0.500
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,
 and not told apart from 0. Figures of tasks that hide each other do not add up
@@ -68,10 +73,10 @@ log           < 0.100        0.100            < 0.8
 step                                                       -1.000        0.200             -5.0
 scale                                                not measured
 blocks the host on batch 0: read (4.000 ms)
+in its exposed time on batch 0: forward saves ms of backward 3.000, step 0.500
 put back: model (Linear), self.optimizer (SGD)
 blocks the host on batch 1: step (0.900 ms)
 not measured on batch 1: scale, since iterations with its shortcut fail: ValueError: no
-takes longer to replay than to run on batch 1: step
 interrupted on batch 1: not all rounds were measured
 shortcut already, so not measured: forward
 exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,

@@ -12,7 +12,7 @@ from swpipe.profiler import rounds
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure, window_orders
 
-KINDS = ("<baseline>", "<host>", "read", "forward", "step")
+KINDS = ("<baseline>", "read", "forward", "step")
 
 
 def test_every_kind_of_window_comes_once_per_round() -> None:
@@ -79,14 +79,11 @@ class FakeTimer:
         finally:
             self.shortcuts = ""
 
-    def window(self) -> list[float]:
+    def window(self, times: HostTimes) -> list[float]:
         if self.shortcuts in self.raises and len(self.windows) >= self.after:
             raise self.raises[self.shortcuts]
         self.log.append(self.shortcuts)
         return [len(self.windows) - 1.0]
-
-    def host_window(self, times: HostTimes) -> None:
-        self.window()
 
     def restore(self) -> None:
         self.log.append("|")
@@ -111,8 +108,8 @@ def test_each_window_is_measured_with_its_task_shortcut() -> None:
     assert [timer.windows[i] for i in at["step"]] == ["step"] * 3
     assert [timer.windows[i] for i in at[BASELINE]] == [""] * 3
     assert 0 not in [i for places in at.values() for i in places]
-    assert len(timer.windows) == 1 + 3 * 4
-    assert len(ticks) == 3 * 4 == Counts(0, 2, 3).windows(2)
+    assert len(timer.windows) == 1 + 3 * 3
+    assert len(ticks) == 3 * 3 == Counts(0, 2, 3).windows(2)
     assert {column.overlap for column in found.columns.values()} == {3}
 
 
@@ -132,7 +129,7 @@ def test_a_task_that_cannot_be_shortcut_does_not_lose_the_others() -> None:
     assert "swpipe: while profiling with task 'read' shortcut" in error.__notes__
     assert list(found.columns) == [BASELINE, "step"]
     assert [len(column.windows) for column in found.columns.values()] == [3, 3]
-    assert len(timer.windows) == 1 + 3 * 3 + 1  # and one after the failure
+    assert len(timer.windows) == 1 + 3 * 2 + 1  # and one after the failure
 
 
 def test_what_fails_without_a_shortcut_too_is_raised() -> None:
@@ -157,7 +154,7 @@ def test_an_interrupt_keeps_the_rounds_that_are_whole() -> None:
     first = FakeTimer({"read": KeyboardInterrupt()}, after=1)
     with pytest.raises(KeyboardInterrupt):
         measured(first, ["read", "step"], 3)
-    later = FakeTimer({"read": KeyboardInterrupt()}, after=5)
+    later = FakeTimer({"read": KeyboardInterrupt()}, after=4)
     found = measured(later, ["read", "step"], 3)
     assert found.interrupted
     assert [len(column.windows) for column in found.columns.values()] == [1, 1, 1]

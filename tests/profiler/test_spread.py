@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swpipe.profiler.spread import Column, Estimate, iteration_time, time_saved
+from swpipe.profiler.spread import Column, Estimate, iteration_time, time_saved, with_replay
 
 
 def windows(*means: float) -> Column:
@@ -84,3 +84,24 @@ def test_a_task_that_costs_nothing_reads_zero_within_its_spread(rounds: int, tas
         found = time_saved(baseline, {str(i): column for i, column in enumerate(others)})
         missed += sum(max(0.0, value) > spread for value, spread in found.values())
     assert missed <= 0.01 * 200 * tasks
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "host_s", "replay_s", "alone", "value_s", "spread_s"),
+    [
+        (7.0, 10.0, 3.0, True, 10.0, 0.1),
+        (-9.3, 1.0, 9.9, True, 0.6, 0.1),  # 2,000 rows that take longer to replay than to read
+        (7.0, 10.0, 3.0, False, 8.5, 1.6),  # the rest of the task may be hidden, or not
+        (3.5, 10.0, 3.0, False, 4.25, 0.85),
+        (0.0, 10.0, 3.0, False, 0.0, 0.1),
+        (-0.5, 10.0, 3.0, False, -0.5, 0.1),
+        (8.0, 10.0, 3.0, False, 9.5, 1.6),
+        (-2.0, 1.0, 3.0, False, -0.5, 1.6),
+    ],
+)
+def test_the_time_of_a_replay_is_added(
+    saved_s: float, host_s: float, replay_s: float, alone: bool, value_s: float, spread_s: float
+) -> None:
+    """As much of it as can be exposed; where that is not known, the error bar says so."""
+    found = with_replay(Estimate(saved_s, 0.1), host_s, replay_s, alone=alone)
+    assert found == Estimate(pytest.approx(value_s), pytest.approx(spread_s))
