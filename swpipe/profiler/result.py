@@ -202,10 +202,13 @@ class ProfileResult(_Report):
         yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
         for name, why in self.not_measured.items():
             yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
-        for name, others in self.in_others_s.items():
-            if others:
-                parts = ", ".join(f"{other} {_ms(s)}" for other, s in others.items())
-                yield f"in its exposed time{on_batch}: {name} saves ms of {parts}"
+        shorter = [
+            f"{name} ({', '.join(f'{other} {_ms(s)} ms' for other, s in others.items())})"
+            for name, others in self.in_others_s.items()
+            if others
+        ]
+        if shorter:
+            yield f"shortens others too{on_batch}: {', '.join(shorter)}"
         if self.interrupted:
             yield f"interrupted{on_batch}: not all rounds were measured"
         if self.already_shortcut:

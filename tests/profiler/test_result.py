@@ -55,7 +55,7 @@ read            4.000        0.100             32.0      4.100         4.000
 forward         8.000        0.200             64.0      8.250         0.500
 log           < 0.100        0.100            < 0.8      0.020         0.010
 blocks the host: read (4.000 ms)
-in its exposed time: forward saves ms of backward 3.000, step 0.500
+shortens others too: forward (backward 3.000 ms, step 0.500 ms)
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,
 and not told apart from 0. Figures of tasks that hide each other do not add up
@@ -73,7 +73,7 @@ log           < 0.100        0.100            < 0.8
 step                                                       -1.000        0.200             -5.0
 scale                                                not measured
 blocks the host on batch 0: read (4.000 ms)
-in its exposed time on batch 0: forward saves ms of backward 3.000, step 0.500
+shortens others too on batch 0: forward (backward 3.000 ms, step 0.500 ms)
 put back: model (Linear), self.optimizer (SGD)
 blocks the host on batch 1: step (0.900 ms)
 not measured on batch 1: scale, since iterations with its shortcut fail: ValueError: no
