@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -163,6 +164,7 @@ def _result(
     step = iteration_time(baseline)
     times = measured.times[BASELINE]
     host_s = times.host_s
+    names = [name for name in host_s if name in columns or name in measured.failed]
     replay_s = {name: measured.times[name].host_s[name] for name in columns}
     alone = not (timer.pipelined or timer.pipe.device.has_streams)
     saved = {
@@ -184,8 +186,9 @@ def _result(
             name: {other: s for other, s in shorter[name].items() if other != name}
             for name in columns
         },
-        host_s=host_s,
-        blocked_s=times.blocked_s,
+        host_s={name: host_s[name] for name in names},
+        blocked_s={name: times.blocked_s[name] for name in names},
+        busy_s=_busy_s(timer, host_s) if timer.pipelined else {},
         not_measured={
             name: f"{type(error).__name__}: {error}" for name, error in measured.failed.items()
         },
@@ -194,6 +197,13 @@ def _result(
         put_back=tuple(map(str, owners)),
         already_shortcut=left_out,
     )
+
+
+def _busy_s(timer: WindowTimer, host_s: dict[str, float]) -> dict[str, float]:
+    busy_s: dict[str, float] = defaultdict(float)
+    for name, schedule in timer.pipe.plan.schedule.items():
+        busy_s[schedule.thread_group] += host_s[name]
+    return dict(busy_s)
 
 
 def _labels(count: int, labels: Sequence[str] | None) -> list[str]:

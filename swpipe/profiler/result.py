@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TextIO, overload
 
 from swpipe.core.files import write_atomically
+from swpipe.core.messages import listed
 from swpipe.core.plain_data import parse_json
 from swpipe.core.task import ByTask
 from swpipe.profiler.plot import Bars, bar_chart
@@ -19,6 +20,7 @@ Mode = Literal["serial", "pipelined"]
 
 MIN_BLOCKED_S = 1e-4
 MIN_BLOCKED_SHARE = 0.25
+LIMITING = 0.9
 
 _BY_TASK = (
     "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s",
@@ -85,6 +87,7 @@ class ProfileResult(_Report):
         blocked_s: The part of ``host_s`` in which the thread is off the CPU: it sleeps, waits for
             a file, a lock or a device, or is preempted. A thread that waits in a busy loop (the
             default in CUDA) is on the CPU: compare ``host_s``.
+        busy_s: Thread group to the time in which it runs tasks; only under the plan.
         num_warmup: Iterations before each window that were not timed.
         num_measure: Iterations timed in each window.
         num_rounds: Windows behind each figure.
@@ -108,6 +111,7 @@ class ProfileResult(_Report):
     in_others_s: Mapping[str, Mapping[str, float]]
     host_s: Mapping[str, float]
     blocked_s: Mapping[str, float]
+    busy_s: Mapping[str, float]
     num_warmup: int
     num_measure: int
     num_rounds: int
@@ -197,7 +201,32 @@ class ProfileResult(_Report):
             f"{_ms(self.baseline_median_s)} ({self.num_rounds} rounds of {self.num_measure})"
         )
 
+    @property
+    def limiting(self) -> tuple[str, ...]:
+        """Thread groups that are busy for 90% of an iteration; the busiest come first.
+
+        If there are several, none of them alone makes iterations much shorter: the tasks of each
+        have little exposed time, whatever they take.
+        """
+        found = [g for g, busy_s in self.busy_s.items() if busy_s >= LIMITING * self.baseline_s]
+        return tuple(sorted(found, key=lambda group: -self.busy_s[group]))
+
+    def _limits(self) -> str:
+        step = f"nearly all of {_ms(self.baseline_s)} ms"
+        busy = [f"{group} ({_ms(self.busy_s[group])} ms)" for group in self.limiting]
+        if len(busy) > 1:
+            return f"several thread groups are busy {step}, so all have to do less: {listed(busy)}"
+        if busy:
+            return f"one thread group is busy {step}: {busy[0]}"
+        longest = max(self.busy_s, key=lambda group: self.busy_s[group])
+        return (
+            f"no thread group is busy {step}, {longest} the longest with "
+            f"{_ms(self.busy_s[longest])} ms: iterations wait for dependences, a device or others"
+        )
+
     def _notes(self, on_batch: str = "") -> Iterator[str]:
+        if self.busy_s:
+            yield f"limits iterations{on_batch}: {self._limits()}"
         blocking = [f"{name} ({_ms(self.blocked_s[name])} ms)" for name in self.blocking]
         yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
         for name, why in self.not_measured.items():

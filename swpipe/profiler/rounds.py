@@ -121,7 +121,8 @@ class _Rounds:
         self._timer = timer
         self._restore = restore
         self.windows: dict[str, list[list[float]]] = {name: [] for name in (BASELINE, *names)}
-        self.times = {name: HostTimes(names) for name in self.windows}
+        tasks = [task.name for task in timer.pipe.tasks]
+        self.times = {name: HostTimes(tasks) for name in self.windows}
         self.failed: dict[str, Exception] = {}
 
     def keep(self, number: int) -> None:

@@ -25,6 +25,7 @@ RESULT = ProfileResult(
     in_others_s={"read": {}, "forward": {"backward": 0.003, "step": 0.0005}, "log": {}},
     host_s={"read": 0.0041, "forward": 0.00825, "log": 0.00002},
     blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
+    busy_s={},
     num_warmup=3,
     num_measure=10,
     num_rounds=3,
@@ -200,3 +201,28 @@ def test_drawing_without_matplotlib_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"swpipe\[plot\]"):
         RESULT.plot(tmp_path / "one.png")
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "limiting", "says"),
+    [
+        (
+            {"io": 0.012, "default": 0.007},
+            ("io",),
+            "one thread group is busy nearly all of 12.500 ms: io",
+        ),
+        (
+            {"io": 0.0115, "net": 0.002, "default": 0.012},
+            ("default", "io"),
+            "so all have to do less: default (12.000 ms), io (11.500 ms)",
+        ),
+        ({"io": 0.007, "default": 0.006}, (), "io the longest with 7.000 ms: iterations wait for"),
+    ],
+)
+def test_what_limits_iterations(
+    busy_s: dict[str, float], limiting: tuple[str, ...], says: str
+) -> None:
+    """Where several thread groups are busy, every task alone reads as if it cost nothing."""
+    result = replace(RESULT, mode="pipelined", busy_s=busy_s)
+    assert result.limiting == limiting
+    assert says in result.format_report()

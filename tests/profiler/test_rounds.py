@@ -56,6 +56,7 @@ class FakeTimer:
     """
 
     overlap = 3
+    tasks = ()
 
     def __init__(self, raises: dict[str, BaseException] | None = None, after: int = 0) -> None:
         self.log: list[str] = []

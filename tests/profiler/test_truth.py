@@ -131,3 +131,13 @@ def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:
         result = TaskProfiler(pipe).profile(None, **COUNTS)
     assert result.exposed_s == exactly(read=1, forward=6, backward=5)
     assert result.in_others_s == {"read": {}, "forward": exactly(backward=4), "backward": {}}
+
+
+def test_three_groups_that_are_equally_busy_are_told(host: TimedHost) -> None:
+    """Each of their tasks alone saves nothing; together they take all of the step."""
+    tasks = sleepers(host, read=10, copy=10, train=10)
+    plan = overlapped({"io": ["read"], "copies": ["copy"], "default": ["train"]})
+    result = profiled(plan, tasks, pipelined=True)
+    assert result.exposed_s == exactly(read=0, copy=0, train=0)
+    assert set(result.limiting) == {"io", "copies", "default"}
+    assert "so all have to do less" in result.format_report()
