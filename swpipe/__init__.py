@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from swpipe._engine.observers import Observer
 from swpipe.core.context import IterContext
-from swpipe.core.errors import InternalError, PlanError, StallError
+from swpipe.core.errors import InternalError, PlanError, ShortcutError, StallError
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.pipeline import SWPipeline
@@ -31,6 +31,7 @@ __all__ = [
     "ProfileResult",
     "RunReport",
     "SWPipeline",
+    "ShortcutError",
     "StallError",
     "StreamSpec",
     "TaskProfiler",

@@ -6,14 +6,13 @@ A restored tensor has its old identity, memory and values; a leaf also has its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from swpipe._tensors.pytree import inner_tensors
 from swpipe.device import on_cpu
 
 UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
@@ -75,7 +74,7 @@ class _SavedTensor:
 
 
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
-    if tensor.layout is not torch.strided or _inner_names(tensor):
+    if tensor.layout is not torch.strided or inner_tensors(tensor):
         return True
     a, b = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, memory))
     return a == b
@@ -83,9 +82,9 @@ def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Tensors that cover the memory of ``tensor``, with each element once."""
-    if inner := _inner_names(tensor):
-        for name in inner:
-            yield from _parts(getattr(tensor, name))
+    if inner := inner_tensors(tensor):
+        for part in inner:
+            yield from _parts(part)
     elif tensor.layout is not torch.strided:
         yield tensor
     elif not tensor.is_meta:
@@ -93,11 +92,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         dimensions = zip(tensor.shape, tensor.stride(), strict=True)
         first, everything = slice(0, 1), slice(None)
         yield tensor[tuple(first if n > 1 and not step else everything for n, step in dimensions)]
-
-
-def _inner_names(tensor: Any) -> Sequence[str]:
-    """Attributes of a wrapper, such as a DTensor, that hold its inner tensors."""
-    return tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
 
 
 def _to_host(tensor: Tensor) -> Tensor:

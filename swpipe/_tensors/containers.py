@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from operator import methodcaller
 from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -80,7 +81,8 @@ def _registered(definition: pytree.NodeDef) -> Kind:
     return Kind(lambda value: definition.flatten_fn(value)[0], make=make)
 
 
-def _by_attributes(cls: Any) -> Kind:
+@cache
+def by_attributes(cls: Any) -> Kind:
     """Objects whose children are their attributes, including those in slots."""
     slots = tuple(_slots_of(cls))
 
@@ -145,7 +147,7 @@ def has_record_stream(cls: type) -> bool:
     return callable(getattr(cls, "record_stream", None))
 
 
-def _classify(cls: type) -> Kind:
+def _classify(cls: Any) -> Kind:
     if issubclass(cls, Tensor):
         return TENSOR
     if issubclass(cls, torch.nn.Module):
@@ -159,7 +161,7 @@ def _classify(cls: type) -> Kind:
         or hasattr(cls, "__attrs_attrs__")
         or issubclass(cls, SimpleNamespace | UserDict | UserList)
     ):
-        return _by_attributes(cls)
+        return by_attributes(cls)
     if cls in pytree.SUPPORTED_NODES:
         return _registered(pytree.SUPPORTED_NODES[cls])
     return LEAF if builtin is None else KINDS[builtin]

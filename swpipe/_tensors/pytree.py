@@ -51,14 +51,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return iter(found)
 
 
-def map_tensors(value: T, fn: Callable[[Tensor], Any]) -> T:
-    """Return ``value`` with every tensor replaced by ``fn(tensor)``.
+def map_tensors(
+    value: T, fn: Callable[[Tensor], Any], leaf: Callable[[Any], Any] | None = None
+) -> T:
+    """Return ``value`` with every tensor replaced by ``fn(tensor)``, leaves by ``leaf(value)``.
 
     ``fn`` is called once per tensor, and objects shared within ``value`` are shared within the
     result. Mutable containers are always new; leaves, and tuples and frozensets in which nothing
     changed, are the same objects.
     """
-    result: T = _rebuild(value, fn, {})
+    result: T = _rebuild(value, fn, leaf, {})
     return result
 
 
@@ -75,6 +77,14 @@ def nodes_in(value: Any) -> Iterator[Node]:
         node = Node.of(value)
         yield node
         stack.extend(reversed(node.children))
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Every value in ``value`` that is neither a tensor nor a container, or ``value`` itself."""
+    if kind_of(type(value)) is LEAF:
+        yield value
+    for node in nodes_in(value):
+        yield from (child for child in node.children if kind_of(type(child)) is LEAF)
 
 
 def grad_or_none(tensor: Tensor) -> Tensor | None:
@@ -98,11 +108,22 @@ def record_stream(value: Any, *streams: Any) -> None:
             owner.record_stream(stream)
 
 
+def inner_tensors(tensor: Any) -> tuple[Tensor, ...]:
+    """The tensors inside a wrapper such as a DTensor, one level deep; of another tensor, none.
+
+    A wrapper may list other parts among them, such as the device mesh of a DTensor.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return ()
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return tuple(part for part in parts if isinstance(part, Tensor))
+
+
 def parts_of(tensor: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that ``tensor`` consists of; usually itself."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts_of(getattr(tensor, name))
+    if inner := inner_tensors(tensor):
+        for part in inner:
+            yield from parts_of(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -145,11 +166,16 @@ def _collect(
     return met
 
 
-def _rebuild(value: Any, fn: Callable[[Tensor], Any], memo: dict[int, tuple[Any, Any]]) -> Any:
+def _rebuild(
+    value: Any,
+    fn: Callable[[Tensor], Any],
+    leaf: Callable[[Any], Any] | None,
+    memo: dict[int, tuple[Any, Any]],
+) -> Any:
     cls = type(value)
     kind = KINDS.get(cls) or kind_of(cls)
     if kind is LEAF:
-        return value
+        return value if leaf is None else leaf(value)
     known = memo.get(id(value))
     if known is not None:
         return known[1]
@@ -159,10 +185,10 @@ def _rebuild(value: Any, fn: Callable[[Tensor], Any], memo: dict[int, tuple[Any,
         new = kind.empty(value)
         # Stored before its children are built: one of them may contain the container itself.
         memo[id(value)] = (value, new)
-        kind.fill(new, value, [_rebuild(child, fn, memo) for child in kind.children(value)])
+        kind.fill(new, value, [_rebuild(child, fn, leaf, memo) for child in kind.children(value)])
     else:
         old = tuple(kind.children(value))
-        children = tuple(_rebuild(child, fn, memo) for child in old)
+        children = tuple(_rebuild(child, fn, leaf, memo) for child in old)
         known = memo.get(id(value))
         if known is not None:  # built in the meantime, through a cycle
             return known[1]

@@ -6,6 +6,8 @@
   Python.
 - ``InternalError``: a rule of swpipe's own was broken; please report it.
 
+``ShortcutError`` (a ``RuntimeError``): a task cannot be replayed instead of run.
+
 ``StallError`` is what the watchdog raises when nothing has moved for the set time.
 """
 
@@ -74,6 +76,23 @@ class PlanError(ValueError):
 
 class StallError(RuntimeError):
     """Nothing moved for longer than ``stall_timeout_s``; the message says who waits for whom."""
+
+
+class ShortcutError(RuntimeError):
+    """A task cannot be replayed, or its replay would be wrong.
+
+    Attributes:
+        task: The name of the task.
+        reason: What cannot be replayed, why, and what to do about it.
+    """
+
+    def __init__(self, task: str, reason: str) -> None:
+        super().__init__(task, reason)
+        self.task = task
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"task {self.task!r} cannot be replayed: {self.reason}"
 
 
 class InternalError(RuntimeError):

@@ -19,7 +19,7 @@ from swpipe.inference.generators import generator_states
 from swpipe.inference.recorded_context import RecordedContext, attributes
 from swpipe.inference.state_items import StateItem, reachable_items
 from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
-from swpipe.shortcut.changes import same_node
+from swpipe.shortcut.contents import same_node
 
 
 class ObjectId(NamedTuple):

@@ -4,23 +4,26 @@ With the task running, and with cached tensors instead::
 
     upstream ----> task ----> output ----> downstream
 
-    upstream <---- zeros ----+
-                        _GraftGrad <---- gradient ---- downstream
-    cached tensor <- gradient -+
+    upstream <------- zeros -----+
+    task's parameters <- zeros --+
+                            _GraftGrad <---- gradient ---- downstream
+    cached tensor <-- gradient --+
 
-So upstream parameters stay in the graph: their gradients are zeros, not None.
+So parameters upstream and in the task stay in the graph: their gradients are zeros, not None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from swpipe._tensors.pytree import tensors_in
+from swpipe.core.errors import ShortcutError
+from swpipe.shortcut.gradients import OwnLeaf
 
 Edge: TypeAlias = tuple[Node, int]
 """A tensor's position in the autograd graph: a node, and the index of one of its outputs."""
@@ -29,26 +32,43 @@ Edge: TypeAlias = tuple[Node, int]
 class _GraftGrad(torch.autograd.Function):
     """Forward: the cached tensors. Backward: their gradients, and zeros for upstream tensors.
 
-    The arguments are the zeros (one per upstream tensor), the number of cached tensors, the cached
-    tensors and the upstream tensors. Zeros are returned even if only some outputs are used.
+    The tensors are the cached ones, ``count`` of them, the upstream ones and the leaves. Zeros are
+    returned even if only some outputs are used.
     """
 
     @staticmethod
     def forward(
-        graft: Any, zeros: tuple[Tensor, ...], count: int, *tensors: Tensor
+        graft: Any,
+        zeros: tuple[Tensor, ...],
+        leaves: tuple[OwnLeaf, ...],
+        task: str,
+        count: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        graft.zeros = zeros
+        graft.zeros, graft.leaves, graft.task = zeros, leaves, task
         graft.set_materialize_grads(False)
         # Not the inputs themselves: autograd treats those as views and forbids in-place changes.
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(graft: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *gradients, *graft.zeros)
+        if torch.is_grad_enabled():  # create_graph=True
+            raise ShortcutError(
+                graft.task,
+                "a gradient of its outputs is itself differentiated (create_graph=True), and a "
+                "replay has no second derivative. Compute outputs and gradient in one task, or "
+                "do not shortcut this one",
+            )
+        own = (leaf.zero() for leaf in graft.leaves)
+        return (None, None, None, None, *gradients, *graft.zeros, *own)
 
 
 def connect(
-    cached: Sequence[Tensor], upstream: Sequence[Tensor], zeros: Sequence[Tensor]
+    cached: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    zeros: Sequence[Tensor],
+    leaves: Sequence[OwnLeaf] = (),
+    task: str = "",
 ) -> tuple[Tensor, ...]:
     """Return ``cached``, without a copy, as outputs of a graph that leads to ``upstream``.
 
@@ -56,10 +76,13 @@ def connect(
         cached: Tensors of a floating or complex type that do not require grad.
         upstream: Tensors that require grad; may be empty.
         zeros: One per upstream tensor, of its shape, dtype and device; not written to.
+        leaves: Leaves that the task used.
+        task: The name of the task, for messages.
     """
-    leaves = [tensor.detach().requires_grad_() for tensor in cached]
+    inputs = [tensor.detach().requires_grad_() for tensor in cached]
+    inputs += [*upstream, *(leaf.tensor for leaf in leaves)]
     apply: Any = _GraftGrad.apply
-    outputs: tuple[Tensor, ...] = apply(tuple(zeros), len(leaves), *leaves, *upstream)
+    outputs: tuple[Tensor, ...] = apply(tuple(zeros), tuple(leaves), task, len(cached), *inputs)
     return outputs
 
 
@@ -107,9 +130,30 @@ def gradient_edges(attributes: Mapping[str, Any]) -> dict[Edge, str]:
     return edges
 
 
-def nearest_attributes(outputs: Iterable[Tensor], edges: Mapping[Edge, str]) -> frozenset[str]:
-    """The attributes found first on each path backwards through the graph of ``outputs``."""
+class Sources(NamedTuple):
+    """What tensors were computed from: attributes of the context, and leaves of the task's own."""
+
+    attributes: tuple[str, ...]
+    leaves: tuple[OwnLeaf, ...] = ()
+
+    def close(self) -> None:
+        """Stop waiting for the gradients of the cached run."""
+        for leaf in self.leaves:
+            leaf.close()
+
+
+def find_sources(
+    outputs: Iterable[Tensor], edges: Mapping[Edge, str], made: Sequence[Tensor] = ()
+) -> Sources:
+    """What is found first on each path backwards through the graph of ``outputs``.
+
+    Args:
+        outputs: Tensors.
+        edges: The edges of attributes, see ``gradient_edges``.
+        made: Leaves among these are not sources.
+    """
     names: set[str] = set()
+    leaves: dict[int, Tensor] = {}
     visited: set[Node] = set()
     stack = [_edge_of(tensor) for tensor in outputs if tensor.requires_grad]
     while stack:
@@ -119,7 +163,11 @@ def nearest_attributes(outputs: Iterable[Tensor], edges: Mapping[Edge, str]) -> 
         elif edge[0] not in visited:
             visited.add(edge[0])
             stack += [(node, index) for node, index in edge[0].next_functions if node is not None]
-    return frozenset(names)
+            leaf = getattr(edge[0], "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+    own = [leaf for key, leaf in leaves.items() if not any(leaf is one for one in made)]
+    return Sources(tuple(sorted(names)), tuple(map(OwnLeaf, own)))
 
 
 def _edge_of(tensor: Tensor) -> Edge:

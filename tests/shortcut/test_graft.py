@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.shortcut.graft import ZeroGradients, connect, gradient_edges, nearest_attributes
+from swpipe.shortcut.graft import ZeroGradients, connect, find_sources, gradient_edges
 
 
 def x(value: float = 1.0) -> Tensor:
@@ -176,7 +176,7 @@ def test_only_attributes_that_outputs_depend_on_are_found() -> None:
     used, unused, cut = weight() * 2, weight() * 2, weight() * 2
     edges = gradient_edges({"used": [used], "unused": unused, "cut": cut, "plain": x()})
     output = (used + cut.detach()).sum()
-    assert nearest_attributes([output], edges) == {"used"}
+    assert find_sources([output], edges).attributes == ("used",)
 
 
 def test_the_search_ends_at_the_nearest_attribute() -> None:
@@ -184,8 +184,8 @@ def test_the_search_ends_at_the_nearest_attribute() -> None:
     early = weight() * 2
     late = early * 3
     edges = gradient_edges({"early": early, "late": late})
-    assert nearest_attributes([late.exp()], edges) == {"late"}
-    assert nearest_attributes([late.exp() + early], edges) == {"early", "late"}
+    assert find_sources([late.exp()], edges).attributes == ("late",)
+    assert find_sources([late.exp() + early], edges).attributes == ("early", "late")
 
 
 def test_leaves_views_and_parts_of_a_split_are_found() -> None:
@@ -194,10 +194,10 @@ def test_leaves_views_and_parts_of_a_split_are_found() -> None:
     left, right = whole.split(2)
     modified = weight() * 2
     edges = gradient_edges({"leaf": leaf, "left": left, "right": right, "modified": modified})
-    assert nearest_attributes([leaf.view(3, 1).sum()], edges) == {"leaf"}
-    assert nearest_attributes([right.sum()], edges) == {"right"}
+    assert find_sources([leaf.view(3, 1).sum()], edges).attributes == ("leaf",)
+    assert find_sources([right.sum()], edges).attributes == ("right",)
     modified.mul_(2)
-    assert nearest_attributes([modified], edges) == {"modified"}
+    assert find_sources([modified], edges).attributes == ("modified",)
 
 
 def test_a_graph_with_many_paths_is_searched_once() -> None:
@@ -205,11 +205,13 @@ def test_a_graph_with_many_paths_is_searched_once() -> None:
     total = upstream = weight() * 2
     for _ in range(60):
         total = total + total
-    assert nearest_attributes([total], gradient_edges({"upstream": upstream})) == {"upstream"}
+    assert find_sources([total], gradient_edges({"upstream": upstream})).attributes == ("upstream",)
 
 
 def test_an_upstream_tensor_that_is_an_output_is_found() -> None:
     """An output may be an input."""
     upstream = weight() * 2
-    assert nearest_attributes([upstream], gradient_edges({"upstream": upstream})) == {"upstream"}
-    assert nearest_attributes([x()], gradient_edges({"upstream": upstream})) == frozenset()
+    assert find_sources([upstream], gradient_edges({"upstream": upstream})).attributes == (
+        "upstream",
+    )
+    assert find_sources([x()], gradient_edges({"upstream": upstream})).attributes == ()

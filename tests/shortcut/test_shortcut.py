@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from swpipe import PipelinePlan, SWPipeline
 from swpipe._tensors.pytree import map_tensors, tensors_in
 from swpipe.core.context import IterContext
+from swpipe.core.errors import ShortcutError
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.shortcut import Shortcuts
 from tests.support.plans_for_tests import NAMES, piped
@@ -329,12 +331,13 @@ def test_what_downstream_does_in_the_cached_iteration_is_not_kept() -> None:
     assert torch.equal(back, x(5))
 
 
-def test_replay_copies_nothing() -> None:
-    """Two replays share one memory, which is not the cached run's."""
+def test_replays_copy_nothing_once_no_task_was_seen_to_modify_it() -> None:
+    """The first replay has memory of its own; later ones share theirs."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
-    cached, first, second = (shortcut().y for _ in range(3))
-    assert first.data_ptr() == second.data_ptr() != cached.data_ptr()
-    assert first is not second
+    cached, first, second, third = (shortcut().y for _ in range(4))
+    assert second.data_ptr() == third.data_ptr()
+    assert len({cached.data_ptr(), first.data_ptr(), second.data_ptr()}) == 3
+    assert second is not third
 
 
 def test_a_container_that_makes_its_own_tensors_is_refused() -> None:
@@ -350,44 +353,56 @@ def test_a_container_that_makes_its_own_tensors_is_refused() -> None:
         shortcut()
 
 
-# ---------------------------------------------------------- a cache that was modified
+# ------------------------------------------------- outputs that later tasks modify
+
+MODIFYING: list[tuple[Any, Fn, str]] = [
+    (x(5), lambda ctx: ctx.y.add_(1), r"ctx\.y"),
+    ({"a": [x(5)]}, lambda ctx: ctx.y["a"][0].zero_(), r"ctx\.y"),
+    (x(5), lambda ctx: ctx.y[1:].add_(1), r"ctx\.y"),
+    (torch.arange(3), lambda ctx: ctx.y.add_(1), r"ctx\.y"),
+]
 
 
-@pytest.mark.parametrize(
-    ("value", "modify", "where"),
-    [
-        (x(5), lambda ctx: ctx.y.add_(1), r"ctx\.y"),
-        ({"a": [x(5)]}, lambda ctx: ctx.y["a"][0].zero_(), r"ctx\.y"),
-        (x(5), lambda ctx: ctx.y[1:].add_(1), r"ctx\.y"),
-        (torch.arange(3), lambda ctx: ctx.y.add_(1), r"ctx\.y"),
-    ],
-)
+@pytest.mark.parametrize(("value", "modify", "where"), MODIFYING)
+def test_what_later_tasks_modify_comes_back_unmodified(value: Any, modify: Fn, where: str) -> None:
+    """Each iteration finds the values of the cached run, though all before modified theirs."""
+    before = map_tensors(value, Tensor.clone)
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", map_tensors(value, Tensor.clone)))
+    for _ in range(4):
+        ctx = shortcut()
+        assert map_tensors(ctx.y, written_out) == map_tensors(before, written_out)
+        modify(ctx)
+    assert shortcut.runs == 1
+
+
+@pytest.mark.parametrize(("value", "modify", "where"), MODIFYING)
 def test_a_modified_cache_is_noticed(value: Any, modify: Fn, where: str) -> None:
-    """The next replay names the task, the attribute and both mends."""
+    """Modified for the first time late, it is shared: the next replay names it and both mends."""
     shortcut = Shortcut(assign(y=value))
-    shortcut()
-    modify(shortcut())
-    with pytest.raises(RuntimeError, match=rf"'t'.*{where} was modified in place.*Clone it"):
+    for _ in range(3):
+        ctx = shortcut()
+    modify(ctx)
+    with pytest.raises(ShortcutError, match=rf"'t'.*{where} was modified in place.*Clone it"):
         shortcut()
-    with pytest.raises(RuntimeError, match=r"shortcut the task that.*disable_shortcut\('t'\)"):
-        shortcut()
+    with pytest.raises(ShortcutError, match=r"shortcut the task that.*disable_shortcut\('t'\)"):
+        shortcut.shortcuts.check(["t"])
     shortcut.shortcuts.disable(["t"])
     shortcut.shortcuts.enable(["t"])
     shortcut()
 
 
 def test_a_modified_io_state_is_noticed() -> None:
-    """A restored tensor that someone modifies is named by its io."""
+    """A restored tensor that someone modifies late is named by its io."""
     states: list[Tensor] = []
     io = [
         DeclaredIO(capture=lambda: None, restore=lambda _: None),
         DeclaredIO(capture=lambda: x(5), restore=states.append),
     ]
     shortcut = Shortcut(assign(), io)
-    shortcut()
-    shortcut()
-    states[0].add_(1)
-    with pytest.raises(RuntimeError, match=r"state of io\[1\] was modified"):
+    for _ in range(3):
+        shortcut()
+    states[-1].add_(1)
+    with pytest.raises(ShortcutError, match=r"state of io\[1\] was modified"):
         shortcut()
 
 
@@ -395,20 +410,98 @@ def test_a_modified_io_state_is_noticed() -> None:
 def test_a_modified_cache_is_noticed_in_inference_mode() -> None:
     """The cache itself has version counters even there."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
-    shortcut()
-    shortcut().y.add_(1)
-    with pytest.raises(RuntimeError, match="was modified in place"):
+    for _ in range(3):
+        ctx = shortcut()
+    ctx.y.add_(1)
+    with pytest.raises(ShortcutError, match="was modified in place"):
         shortcut()
 
 
-def test_a_grafted_output_may_be_modified_but_is_noticed() -> None:
-    """Autograd lets it be modified, as it would the task's own output; the next replay refuses."""
-    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * 2))
-    shortcut(x=weight())
-    ctx = shortcut(x=weight() * 1)
-    ctx.y.relu_().sum().backward()
-    with pytest.raises(RuntimeError, match="was modified in place"):
-        shortcut(x=weight())
+@torch.inference_mode()
+def test_what_is_modified_in_inference_mode_comes_back_unmodified() -> None:
+    """There the cached run's own tensors have no version counters, and are compared."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
+    for _ in range(4):
+        ctx = shortcut()
+        assert torch.equal(ctx.y, x(5))
+        ctx.y.add_(1)
+
+
+def test_an_activation_in_place_is_replayed() -> None:
+    """What autograd computed may be modified in place too, and passes on the right gradients."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * -2))
+    for _ in range(4):
+        w = weight()
+        ctx = shortcut(x=w * 1)
+        assert torch.equal(ctx.y, x(-4))
+        ctx.y.relu_().sum().backward()
+    assert torch.equal(w.grad, x(0))
+
+
+def test_iterations_in_flight_do_not_share_what_may_be_modified() -> None:
+    """Until an iteration has ended, it is not known what its later tasks modify."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
+    contexts = [IterContext(None, i) for i in range(4)]
+    for ctx in contexts:
+        shortcut.shortcuts.run(shortcut.task, ctx)
+    for ctx in contexts:
+        assert torch.equal(ctx.y, x(5))
+        ctx.y.add_(1)
+    ctx = contexts[0]
+    contexts.clear()
+    shortcut.shortcuts.run(shortcut.task, ctx)
+    assert torch.equal(ctx.y, x(5))
+
+
+@pytest.mark.parametrize(
+    "produce",
+    [
+        lambda ctx: vars(ctx).update(y=ctx.base[1:]),
+        lambda ctx: vars(ctx).update(y={"rows": [ctx.base.view(3, 1)]}),
+    ],
+)
+def test_a_change_through_the_base_of_a_view_is_refused(produce: Fn) -> None:
+    """The view of the cached run changed and that of a replay did not: another is not made."""
+    shortcut = Shortcut(produce)
+    for _ in range(2):
+        ctx = shortcut(base=x())
+        ctx.base.add_(1)
+    with pytest.raises(ShortcutError, match=r"'t'.*ctx\.y was modified.*base of a view.*Clone"):
+        shortcut(base=x())
+
+
+def test_a_change_through_the_base_of_an_array_is_refused() -> None:
+    """As for tensors."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.base[1:]))
+    for _ in range(2):
+        ctx = shortcut(base=np.ones(3))
+        ctx.base += 1
+    with pytest.raises(ShortcutError, match=r"ctx\.y was modified.*base of a view"):
+        shortcut(base=np.ones(3))
+
+
+def test_a_view_may_be_modified_itself() -> None:
+    """Then its replay is a copy, as of any other output."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.base[1:]))
+    for _ in range(4):
+        ctx = shortcut(base=x())
+        assert torch.equal(ctx.y, x()[1:])
+        ctx.y.add_(1)
+
+
+def test_a_pair_of_tasks_may_modify_in_place() -> None:
+    """The second task of a pair modifies what the first produced: both are replayed."""
+    shortcuts = Shortcuts()
+    tasks = [
+        PipelineTask("a", lambda ctx: setattr(ctx, "y", x(1))),
+        PipelineTask("b", lambda ctx: ctx.y.add_(1)),
+    ]
+    shortcuts.enable(["a", "b"])
+    for i in range(4):
+        ctx = IterContext(None, i)
+        for task in tasks:
+            shortcuts.run(task, ctx)
+        assert torch.equal(ctx.y, x(2))
 
 
 # -------------------------------------------------------------------------------- io

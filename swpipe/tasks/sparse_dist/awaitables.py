@@ -32,6 +32,8 @@ class Replayable(Awaitable):  # type: ignore[misc]
     if it is the first to wait.
     """
 
+    same_in_replay = True
+
     def __init__(
         self,
         awaitable: Any,

@@ -32,7 +32,6 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
         for module_names, splits in self.fused_splits_awaitables:
             requests, _ = splits.wait_with_context()
             self.input_dist_tensors_requests.update(zip(module_names, requests, strict=True))
-        self.input_dist_splits_requests.clear()
         self.fused_splits_awaitables.clear()
 
 

@@ -202,6 +202,7 @@ class Rewrite:
             (names, fused_splits(fused, [context.module_contexts[n] for n in names], self._device))
             for names, fused in context.fused_splits_awaitables
         ]
+        context.input_dist_splits_requests.clear()  # one-shot; the fused ones wait for them
         if not self._fused:
             self._fuse()
             self._fused = True

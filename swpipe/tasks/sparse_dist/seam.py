@@ -33,6 +33,8 @@ _EXCHANGES = frozenset(f"{cls.__name__}Backward" for cls in EXCHANGES)
 class Seam:
     """The cut at one module's embeddings, for the batch of one iteration."""
 
+    same_in_replay = True
+
     def __init__(self, iteration: int = 0) -> None:
         self.iteration = iteration
         self._cuts: list[tuple[Tensor, Tensor]] = []

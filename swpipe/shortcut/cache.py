@@ -1,0 +1,266 @@
+"""The cache of one task: what a run produced, and how a replay restores it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from swpipe._tensors.pytree import grad_or_none, leaves_in, map_tensors, tensors_in
+from swpipe.core.errors import ShortcutError, add_note
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device
+from swpipe.shortcut.contents import is_fixed
+from swpipe.shortcut.gradients import LeftGradient
+from swpipe.shortcut.graft import Sources, ZeroGradients, connect
+from swpipe.shortcut.handed_out import HandedOut, Use, Uses
+from swpipe.shortcut.objects import KeptObjects, NotReplayableError
+
+
+class Values(NamedTuple):
+    """What a task produced: attributes by name, and what each of its io captured, in order."""
+
+    attributes: dict[str, Any]
+    states: list[Any]
+
+    def places(self) -> Iterator[tuple[str, Any]]:
+        """Each value, with its place in words."""
+        for name, value in self.attributes.items():
+            yield f"ctx.{name}", value
+        for index, state in enumerate(self.states):
+            yield f"the state of io[{index}]", state
+
+
+class Produced(NamedTuple):
+    """What a run did, and what its outputs were computed from."""
+
+    values: Values
+    deleted: tuple[str, ...]
+    gradients: list[LeftGradient]
+    sources: Sources
+
+
+def call_io(
+    task: PipelineTask, index: int, name: str, fn: Callable[..., Any] | None, *args: Any
+) -> Any:
+    """Call the capture or restore of one io, if it has one."""
+    try:
+        return None if fn is None else fn(*args)
+    except Exception as error:
+        add_note(error, f"swpipe: in the {name} of io[{index}] of task {task.name!r}")
+        raise
+
+
+class _Cached(NamedTuple):
+    """A cached tensor. Entries are found by the identity of the clone, never by value.
+
+    Attributes:
+        clone: A detached clone, which stands for the tensor in the cached values.
+        leaf: The tensor was a leaf that required grad.
+        computed: The tensor required grad and was computed by autograd.
+        place: The attribute or io that contained it, for messages.
+    """
+
+    clone: Tensor
+    version: int
+    leaf: bool
+    computed: bool
+    grad: Tensor | None
+    retains_grad: bool
+    place: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, place: str) -> _Cached:
+        leaf = tensor.requires_grad and tensor.is_leaf
+        computed = tensor.requires_grad and not tensor.is_leaf
+        grad = grad_or_none(tensor)
+        # Outside inference mode, so that the clone has a version counter.
+        with torch.inference_mode(False), torch.no_grad():
+            clone = tensor.detach().clone()
+            grad = None if grad is None else grad.detach().clone()
+        return cls(clone, clone._version, leaf, computed, grad, tensor.retains_grad, place)
+
+
+class Cache:
+    """What one run of a task on ``ctx`` produced."""
+
+    def __init__(self, task: str, ctx: Any, produced: Produced, device: Device) -> None:
+        self._task = task
+        self._deleted = produced.deleted
+        self._gradients = produced.gradients
+        self._sources = produced.sources
+        self._device = device
+        self._zeros = ZeroGradients()
+        self._cached: dict[int, _Cached] = {}
+        self._objects = KeptObjects()
+        self._refused = ""  # why replays are not right, once this is known
+        self._uses = Uses(self._keep(ctx, produced.values))
+        self._check_complete()
+        self._stream = device.current_stream()
+        self._ready = device.new_event()
+        self._ready.record(self._stream)
+
+    def replay(self, task: PipelineTask, ctx: Any) -> None:
+        """Leave ``ctx`` as the cached run did.
+
+        Raises:
+            ShortcutError: See ``check``.
+        """
+        self.check()
+        stream = self._device.current_stream()
+        if stream != self._stream:
+            self._ready.wait(stream)  # the cache was made under another plan, on another stream
+        values = self._new_values(ctx, self._new_tensors(vars(ctx), stream))
+        for name in self._deleted:
+            if name in vars(ctx):
+                delattr(ctx, name)
+        for name, value in values.attributes.items():
+            setattr(ctx, name, value)
+        for gradient in self._gradients:
+            gradient.restore()
+        for index, (io, state) in enumerate(zip(task.io, values.states, strict=True)):
+            call_io(task, index, "restore", io.restore, state)
+
+    def check(self) -> None:
+        """Check that the replays until now were right.
+
+        Raises:
+            ShortcutError: The cache was modified in place, or outputs were modified in a way that
+                a replay does not repeat.
+        """
+        if self._uses.become_known():
+            self._refused = self._reason_to_refuse()
+        if self._refused:
+            raise ShortcutError(self._task, self._refused)
+        for cached in self._cached.values():
+            if cached.clone._version != cached.version:
+                raise ShortcutError(
+                    self._task,
+                    f"{cached.place} was modified in place after it was restored, and it shares "
+                    "memory with the cache, since the first iterations did not modify it. Clone it "
+                    "before modifying it, or shortcut the task that modifies it too; "
+                    f"disable_shortcut({self._task!r}) drops the cache",
+                )
+        try:
+            self._objects.check()
+        except NotReplayableError as refusal:
+            raise ShortcutError(self._task, str(refusal)) from None
+
+    def accept(self, ctx: Any) -> None:
+        """Another task that is shortcut too may have modified the outputs on ``ctx``."""
+        self._uses.accept(ctx)
+
+    def close(self) -> None:
+        """Remove the hooks on parameters."""
+        self._sources.close()
+
+    def _keep(self, ctx: Any, live: Values) -> HandedOut:
+        """Copy what the task produced into the cache."""
+        places = {id(t): place for place, value in live.places() for t in tensors_in(value)}
+        tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        objects: dict[int, Any] = {}
+        memo: dict[int, Any] = {}  # for tensors within objects
+
+        def keep_tensor(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, Parameter) else memo[id(tensor)]
+
+        def keep_object(value: Any) -> Any:
+            if is_fixed(value):
+                return value
+            try:
+                kept = self._objects.keep(value, _place_of(value, live), memo)
+            except NotReplayableError as refusal:
+                raise ShortcutError(self._task, str(refusal)) from None
+            if self._objects.copies(kept):
+                objects[id(kept)] = value
+            return kept
+
+        for tensor in tensors_in(live):
+            if not isinstance(tensor, Parameter):
+                cached = _Cached.of(tensor, places.get(id(tensor), ""))
+                memo[id(tensor)] = cached.clone
+                self._cached[id(cached.clone)] = cached
+                tensors[id(cached.clone)] = (tensor, cached.clone)
+        self._values = map_tensors(live, keep_tensor, keep_object)
+        return HandedOut(ctx, tensors, objects)
+
+    def _new_values(self, ctx: Any, fresh: dict[int, Tensor]) -> Values:
+        """What to restore; watches the first replays."""
+        objects: dict[int, Any] = {}
+        memo: dict[int, Any] = dict(fresh)
+
+        def hand_out(value: Any) -> Any:
+            if not self._objects.copies(value):
+                return value
+            objects[id(value)] = self._objects.hand_out(value, memo)
+            return objects[id(value)]
+
+        leaf = hand_out if self._objects.any_copies else None
+        values = map_tensors(self._values, lambda tensor: fresh.get(id(tensor), tensor), leaf)
+        if not self._uses.known:
+            tensors = {key: (fresh[key], cached.clone) for key, cached in self._cached.items()}
+            self._uses.add(HandedOut(ctx, tensors, objects))
+        return values
+
+    def _new_tensors(self, attributes: dict[str, Any], stream: Any) -> dict[int, Tensor]:
+        """The tensor to restore for each clone, by the id of the clone."""
+        fresh = {key: self._memory_of(key, cached) for key, cached in self._cached.items()}
+        computed = [key for key, cached in self._cached.items() if cached.computed]
+        if computed:  # with grad mode off there are no inputs, and autograd ignores the graph
+            inputs = [attributes.get(name) for name in self._sources.attributes]
+            upstream = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+            zeros = self._zeros.like(upstream, stream)
+            restored = [fresh[key] for key in computed]
+            outputs = connect(restored, upstream, zeros, self._sources.leaves, self._task)
+            fresh |= zip(computed, outputs, strict=True)
+        for key, cached in self._cached.items():
+            tensor = fresh[key]
+            if cached.leaf:
+                tensor.requires_grad_()
+            if cached.retains_grad and tensor.requires_grad:
+                tensor.retain_grad()
+            if cached.grad is not None:
+                tensor.grad = cached.grad.clone()
+        return fresh
+
+    def _memory_of(self, key: int, cached: _Cached) -> Tensor:
+        """The clone itself if no later task modifies the tensor; otherwise, a copy of it."""
+        if self._uses.known and self._uses.of(key) is Use.READ:
+            return cached.clone.detach()
+        with torch.no_grad():
+            return cached.clone.clone()
+
+    def _reason_to_refuse(self) -> str:
+        """Why replays are not right, or "", once the uses of the outputs are known."""
+        for name, value in self._values.attributes.items():
+            leaves = {id(leaf) for leaf in leaves_in(value)}
+            for key in {id(tensor) for tensor in tensors_in(value)} | leaves:
+                if self._uses.of(key) is Use.MODIFIED_THROUGH_ANOTHER:
+                    return (
+                        f"ctx.{name} was modified after the task through another object that "
+                        "shares its memory, such as the base of a view. A replay does not repeat "
+                        "this. Clone it in the task, or shortcut the task that modifies it too"
+                    )
+        return ""
+
+    def _check_complete(self) -> None:
+        """Every clone must be in the cached values, or it could not be restored."""
+        for place, value in self._values.places():
+            for tensor in tensors_in(value):
+                if id(tensor) not in self._cached and not isinstance(tensor, Parameter):
+                    raise ShortcutError(
+                        self._task,
+                        f"{place} holds a container that creates its own tensors when it is "
+                        "rebuilt, so the cached tensors are lost. Use a dataclass, or keep it out "
+                        "of the context and declare it as io",
+                    )
+
+
+def _place_of(leaf: Any, values: Values) -> str:
+    for place, value in values.places():
+        if any(leaf is one for one in leaves_in(value)):
+            return place
+    return "its output"

@@ -1,0 +1,125 @@
+"""Zero gradients for parameters whose gradient a shortcut task computed, directly or in backward.
+
+An optimizer, a gradient scaler or a clipping of norms then does the same work as without the
+shortcut. A parameter that the cached run gave no gradient, such as the weights of a table with a
+fused optimizer, gets none in replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from swpipe._tensors.pytree import parts_of, tensors_in
+from swpipe.shortcut.contents import version_of
+
+
+class GradientForm(NamedTuple):
+    """How a gradient is stored; ``sparse_dim`` is 0 for dense ones."""
+
+    sparse_dim: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> GradientForm:
+        """The form of a gradient."""
+        return cls(gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 0)
+
+    def zero(self, leaf: Tensor) -> Tensor:
+        """A new gradient of zeros for a leaf."""
+        if not self.sparse_dim:
+            return torch.zeros_like(leaf.detach())
+        indices = torch.empty(self.sparse_dim, 0, dtype=torch.long, device=leaf.device)
+        values = torch.empty(
+            0, *leaf.shape[self.sparse_dim :], dtype=leaf.dtype, device=leaf.device
+        )
+        return torch.sparse_coo_tensor(indices, values, leaf.shape, check_invariants=False)
+
+
+class OwnLeaf:
+    """A leaf that a task used and that is no attribute, such as a parameter of its module.
+
+    It is watched until the backward of the cached run, which may follow much later.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._form: GradientForm | None = None
+        register: Any = tensor.register_hook
+        self._hook = register(self._see)
+
+    def zero(self) -> Tensor | None:
+        """A new gradient of zeros like the cached run's; None if there was none."""
+        if self._form is None or _memory_is_released(self.tensor):
+            return None
+        return self._form.zero(self.tensor)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._hook.remove()
+
+    def _see(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._form = GradientForm.of(gradient)
+            self._hook.remove()
+
+
+class LeafGradients:
+    """The gradients of all leaves behind the tensors in a value, before a task."""
+
+    def __init__(self, value: Any) -> None:
+        given = list(tensors_in(value))
+        outputs = (tensor for tensor in given if tensor.requires_grad and not tensor.is_leaf)
+        known = {id(tensor) for tensor in given}
+        # The gradients are referenced, so that no new one can have the id of one of them.
+        self._before = [
+            (leaf, leaf.grad, None if leaf.grad is None else version_of(leaf.grad))
+            for leaf in leaves_behind(outputs)
+            if id(leaf) not in known
+        ]
+
+    def changed(self) -> list[LeftGradient]:
+        """The gradients that the task set or added to."""
+        return [
+            LeftGradient(leaf, GradientForm.of(leaf.grad))
+            for leaf, grad, version in self._before
+            if leaf.grad is not None
+            and not (leaf.grad is grad and version_of(leaf.grad) == version)
+        ]
+
+
+class LeftGradient(NamedTuple):
+    """A gradient that a task left at a leaf that is no attribute."""
+
+    leaf: Tensor
+    form: GradientForm
+
+    def restore(self) -> None:
+        """Leave zeros where no gradient is."""
+        if self.leaf.grad is None and self.leaf.requires_grad:
+            self.leaf.grad = self.form.zero(self.leaf)
+
+
+def leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """All leaves in the graph of ``outputs`` that require grad, each once."""
+    visited: set[Node] = set()
+    stack: list[Any] = [get_gradient_edge(tensor).node for tensor in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):  # the node that accumulates the gradient of a leaf
+            yield node.variable
+        stack += [following for following, _ in node.next_functions]
+
+
+def _memory_is_released(tensor: Tensor) -> bool:
+    """Whether sharding has released the memory of a gathered parameter until its next use."""
+    return tensor.numel() > 0 and any(
+        part.layout is torch.strided and not part.is_meta and not part.untyped_storage().size()
+        for part in parts_of(tensor)
+    )

@@ -1,0 +1,140 @@
+"""Find out which outputs of a task later tasks modify in place.
+
+Sharing one tensor among iterations copies nothing, and is right if no later task modifies it. To
+find out, the outputs of the cached iteration and of the first replays are different tensors, and
+are compared once their iterations have ended::
+
+    modified in             the cached iteration   replays
+    share                           no                no
+    copy for each replay         yes or no            yes
+    refuse                          yes               no     (*)
+
+(*) It is modified through another tensor that shares its memory, such as the base of a view. A copy
+does not share this memory, so it would not change. States of io are restored by the user's own
+function, and not refused.
+
+An iteration has ended when nobody holds its context. Where that cannot be known, it has ended when
+the next one is replayed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from swpipe.shortcut.contents import Content, same_bits, version_of
+
+MAX_WATCHED = 16
+"""More iterations than these are not watched at once: the oldest counts as ended."""
+
+
+class Use(Enum):
+    """What becomes of an output after the task."""
+
+    READ = "read"
+    MODIFIED = "modified"
+    MODIFIED_THROUGH_ANOTHER = "modified through another object"
+
+
+class HandedOut:
+    """The outputs of one iteration, as they were when the task ended.
+
+    Args:
+        ctx: The iteration's context.
+        tensors: Key to a tensor, and a copy of it.
+        objects: Key to an array or another object that is copied for each replay.
+    """
+
+    def __init__(
+        self, ctx: Any, tensors: Mapping[int, tuple[Tensor, Tensor]], objects: Mapping[int, Any]
+    ) -> None:
+        self._ctx = _reference(ctx)
+        self._id = id(ctx)
+        # Share memory and version counter with the tensors, and hold no autograd graph.
+        aliases = {key: (tensor.detach(), copy) for key, (tensor, copy) in tensors.items()}
+        self._tensors = {key: (a, version_of(a), copy) for key, (a, copy) in aliases.items()}
+        self._objects = {key: Content(value) for key, value in objects.items()}
+
+    def ended(self) -> bool:
+        """Whether the iteration has ended."""
+        return self._ctx() is None
+
+    def belongs_to(self, ctx: Any) -> bool:
+        """Whether these are outputs of the iteration of ``ctx``."""
+        return self._id == id(ctx)
+
+    def accept(self) -> None:
+        """Take the outputs as they are now."""
+        self._tensors = {
+            key: (alias, version_of(alias), copy)
+            for key, (alias, _, copy) in list(self._tensors.items())
+        }
+        self._objects = {k: Content(old.value) for k, old in list(self._objects.items())}
+
+    def modified(self) -> set[int]:
+        """The keys of what was modified since."""
+        tensors = {key for key, kept in self._tensors.items() if _modified(*kept)}
+        return tensors | {key for key, content in self._objects.items() if content.modified()}
+
+
+def _modified(alias: Tensor, version: int | None, copy: Tensor) -> bool:
+    if version is None:  # made in inference mode; on a device, a later stream may be writing it
+        return alias.is_cpu and not same_bits(alias, copy)
+    return alias._version != version
+
+
+def _reference(ctx: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(ctx)
+    except TypeError:  # SimpleNamespace, for example
+        return lambda: None
+
+
+class Uses:
+    """What becomes of each output, by key; known once the first iterations have ended."""
+
+    def __init__(self, cached: HandedOut) -> None:
+        self.known = False
+        self._cached: HandedOut | None = cached
+        self._replays: list[HandedOut] = []
+        self._ended = 0
+        self._in_cached: set[int] = set()
+        self._in_replays: set[int] = set()
+
+    def add(self, replay: HandedOut) -> None:
+        """Watch the outputs of a replay."""
+        self._replays.append(replay)
+
+    def accept(self, ctx: Any) -> None:
+        """Another task that is shortcut too has run on ``ctx``: its changes are replayed."""
+        cached = self._cached
+        if cached is not None and cached.belongs_to(ctx):
+            cached.accept()
+
+    def become_known(self) -> bool:
+        """Look at the iterations that have ended; whether the uses are known now, and were not."""
+        if self.known:
+            return False
+        late = len(self._replays) >= MAX_WATCHED
+        if self._cached is not None and (late or self._cached.ended()):
+            self._in_cached = self._cached.modified()
+            self._cached = None
+        for replay in [*self._replays]:
+            if replay.ended() or (late and replay is self._replays[0]):
+                self._in_replays |= replay.modified()
+                self._replays.remove(replay)
+                self._ended += 1
+        if self._cached is None and self._ended:
+            self.known = True
+            self._replays.clear()
+        return self.known
+
+    def of(self, key: int) -> Use:
+        """What becomes of one output; call this if ``known``."""
+        if key in self._in_replays:
+            return Use.MODIFIED
+        return Use.MODIFIED_THROUGH_ANOTHER if key in self._in_cached else Use.READ

@@ -1,0 +1,165 @@
+"""Keep objects that are not tensors, and hand out a copy, or the same object, in each replay.
+
+    number, string, function, class                        the object itself
+    parameter, module, optimizer, generator,               the object itself: it belongs to the
+      object with state_dict                               model, whose state is restored elsewhere
+    object whose class has same_in_replay = True           the object itself
+    array, buffer, object that copy.deepcopy copies        a copy, equal to what the task produced
+    object that cannot be copied, or that leads to         the object itself, until it is modified:
+      a model, an optimizer or a parameter                 then refused
+    iterator, generator, file                              refused: the first iteration uses it up
+    object with a tensor that autograd computed            refused: its graph can be used only once
+    other object without visible contents                  refused: a change would not be seen
+
+What is refused raises a ``NotReplayableError``, which says what to do about it.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from threading import Lock, RLock
+from typing import Any
+
+from swpipe._state.discovery import WHOLE, has_state
+from swpipe.shortcut.contents import Content, is_fixed, is_object, node_of, replays_itself
+
+_CANNOT_COPY = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError, copy.Error)
+"""What ``copy.deepcopy`` raises for objects that cannot be copied."""
+
+_NO_CONTENTS = (type(Lock()), type(RLock()), weakref.ReferenceType)
+"""Objects that matter only by their identity."""
+
+_MEND = (
+    "Produce a dataclass of tensors and plain values instead; or keep it out of the context and "
+    "declare it as io; or, if iterations may share one object, give its class same_in_replay = True"
+)
+
+
+class NotReplayableError(Exception):
+    """An object cannot be replayed; the message says why and what to do."""
+
+
+class KeptObjects:
+    """The objects that a task produced, apart from containers and tensors."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Any] = {}
+        self._alone: dict[int, Any] = {}  # objects without attributes, often compared by identity
+        self._same: list[tuple[str, Content]] = []
+
+    @property
+    def any_copies(self) -> bool:
+        """Whether a replay copies any object."""
+        return bool(self._copies)
+
+    def copies(self, value: Any) -> bool:
+        """Whether a replay copies a kept object."""
+        return id(value) in self._copies
+
+    def keep(self, value: Any, place: str, memo: dict[int, Any]) -> Any:
+        """Return what stands for ``value`` in the cache.
+
+        Args:
+            value: Not a container or tensor.
+            place: The attribute or io that contains it, for messages.
+            memo: Id to copy, for parts that are shared with what was kept before; is added to.
+
+        Raises:
+            NotReplayableError: The object cannot be replayed.
+        """
+        if is_fixed(value):
+            return value
+        content = Content(value)
+        _check(value, content, place)
+        if _may_be_shared(value):
+            return value
+        if not _leads_to_state(content) and not _is_alone(value):
+            copied = self._copy(value, content, memo)
+            if copied is not None:
+                return copied
+        if unknown := [leaf for leaf in content.leaves if not _may_be_shared(leaf)]:
+            raise NotReplayableError(
+                f"{place} holds {_told(value, unknown[0])}, which cannot be copied, and whose "
+                f"changes cannot be detected. {_MEND}"
+            )
+        self._same.append((place, content))
+        return value
+
+    def hand_out(self, value: Any, memo: dict[int, Any]) -> Any:
+        """A copy of a kept object; ``memo`` as for ``keep``, one for each replay."""
+        memo.update(self._alone)
+        return copy.deepcopy(value, memo)
+
+    def check(self) -> None:
+        """Check that objects that are handed out themselves are unmodified.
+
+        Raises:
+            NotReplayableError: One was modified in place.
+        """
+        for place, content in self._same:
+            if content.modified():
+                raise NotReplayableError(
+                    f"{place} holds {_told(content.value)}, which was modified after the task and "
+                    f"cannot be copied. {_MEND}"
+                )
+
+    def _copy(self, value: Any, content: Content, memo: dict[int, Any]) -> Any:
+        """A deep copy, or None if there is none; ``value`` itself if it cannot change."""
+        self._alone |= {
+            id(node.value): node.value for node in content.nodes if _is_alone(node.value)
+        }
+        trial = memo | self._alone
+        try:
+            copied = copy.deepcopy(value, trial)
+        except _CANNOT_COPY:
+            return None
+        memo.update(trial)
+        if copied is not value:
+            self._copies[id(copied)] = copied
+        return copied
+
+
+def _is_alone(value: Any) -> bool:
+    return is_object(value) and not node_of(value).children
+
+
+def _may_be_shared(value: Any) -> bool:
+    """Whether iterations may share an object that is not looked into."""
+    return (
+        is_fixed(value)
+        or replays_itself(value)
+        or isinstance(value, (*WHOLE, *_NO_CONTENTS))
+        or has_state(value)
+        or type(value).__module__.partition(".")[0] == "torch"
+    )
+
+
+def _leads_to_state(content: Content) -> bool:
+    return any(isinstance(part, WHOLE) or has_state(part) for part in content.leaves) or any(
+        has_state(tensor) for tensor in content.tensors
+    )
+
+
+def _check(value: Any, content: Content, place: str) -> None:
+    for part in (*content.leaves, *(node.value for node in content.nodes)):
+        if isinstance(part, Iterator | AsyncIterator) and not replays_itself(part):
+            raise NotReplayableError(
+                f"{place} holds {_told(value, part)}, an iterator, which the first iteration uses "
+                f"up. Produce a list instead. Otherwise: {_MEND}"
+            )
+    for tensor in content.tensors:
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise NotReplayableError(
+                f"{place} holds {_told(value)} with a tensor that autograd computed; its graph "
+                f"can be used only once. {_MEND}"
+            )
+
+
+def _told(value: Any, part: Any = None) -> str:
+    name = f"an object of class {type(value).__qualname__!r}"
+    if part is None or part is value:
+        return name
+    return f"{name} with one of class {type(part).__qualname__!r}"

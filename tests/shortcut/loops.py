@@ -1,0 +1,128 @@
+"""Ordinary training loops, written as tasks, and their training with and without shortcuts.
+
+``trained`` runs a loop; ``trained_around_shortcuts`` shortcuts tasks for some iterations in between
+and restores the state, as a profile does. Both return everything that was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swpipe import PipelinePlan, SWPipeline
+from swpipe._state.discovery import find_state
+from swpipe._state.snapshot import Snapshot
+from swpipe.core.task import DeclaredIO, PipelineTask
+
+BEFORE, WITHIN, AFTER = 2, 5, 3
+"""Iterations before the shortcuts, with each of them, and afterwards."""
+
+
+class Loop:
+    """Embed, forward, backward and step; parts are replaced in subclasses."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.table, self.head = self.table_and_head()
+        self.parameters = [*self.table.parameters(), *self.head.parameters()]
+        self.optimizer = self.make_optimizer()
+        self.losses: list[Tensor] = []
+
+    def table_and_head(self) -> tuple[nn.Module, nn.Module]:
+        return nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters, 0.1, momentum=0.9)
+
+    @property
+    def tasks(self) -> list[PipelineTask]:
+        named = {
+            "embed": self.embed,
+            "forward": self.forward,
+            "backward": self.backward,
+            "step": self.step,
+        }
+        return [PipelineTask(name, fn, io=self.io(name)) for name, fn in named.items()]
+
+    def io(self, name: str) -> Sequence[DeclaredIO]:
+        return ()
+
+    def embed(self, ctx: Any) -> None:
+        ctx.rows = self.table(ctx.batch)
+
+    def forward(self, ctx: Any) -> None:
+        ctx.loss = self.head(ctx.rows).square().mean()
+
+    def backward(self, ctx: Any) -> None:
+        ctx.loss.backward()
+
+    def step(self, ctx: Any) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        ctx.value = ctx.loss.detach().clone()
+
+
+def trained(make: Callable[[], Loop]) -> dict[str, Any]:
+    """What a loop trains in ``BEFORE + AFTER`` iterations."""
+    loop = make()
+    with SWPipeline(PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
+        run(pipe, BEFORE)
+        run(pipe, AFTER)
+    return outcome(loop)
+
+
+def trained_around_shortcuts(
+    make: Callable[[], Loop], names: Sequence[str], plan: PipelinePlan | None = None
+) -> dict[str, Any]:
+    """The same, with tasks shortcut for ``WITHIN`` iterations in between, and state restored."""
+    loop = make()
+    with SWPipeline(plan or PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
+        run(pipe, BEFORE)
+        snapshot = Snapshot(find_state(loop.tasks), pipe.device)
+        try:
+            with pipe.shortcut(*names):
+                run(pipe, WITHIN)
+        finally:
+            snapshot.restore()
+        run(pipe, AFTER)
+    return outcome(loop)
+
+
+def run(pipe: SWPipeline, count: int) -> None:
+    """Run some iterations on one batch, and hold no context."""
+    for _ in pipe.iterate(repeat(torch.tensor([1, 3, 3, 5]), count)):
+        pass
+
+
+def outcome(loop: Loop) -> dict[str, Any]:
+    """Parameters and the optimizer's state."""
+    parameters = [local(parameter.detach()) for parameter in loop.parameters]
+    state = [
+        local(value)
+        for parameter in loop.parameters
+        for value in loop.optimizer.state[parameter].values()
+        if isinstance(value, Tensor)
+    ]
+    return {"parameters": parameters, "state": state}
+
+
+def local(tensor: Any) -> Tensor:
+    """The rank's own part of a tensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.clone()
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two outcomes are equal bit for bit."""
+    return a.keys() == b.keys() and all(
+        len(a[key]) == len(b[key]) and all(map(torch.equal, a[key], b[key])) for key in a
+    )
+
+
+def alone_and_in_pairs(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each name, then each pair of names."""
+    return [*((name,) for name in names), *combinations(names, 2)]

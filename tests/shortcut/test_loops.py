@@ -1,0 +1,138 @@
+"""Ordinary loops run with shortcuts, and train as if there had been none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swpipe.core.errors import ShortcutError
+from swpipe.core.task import DeclaredIO
+from tests.shortcut.loops import Loop, alone_and_in_pairs, same, trained, trained_around_shortcuts
+
+NAMES = ("embed", "forward", "backward", "step")
+
+
+class Scaled(Loop):
+    """With a gradient scaler, which needs a gradient for every parameter of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (self.table, self.head)]
+
+    def backward(self, ctx: Any) -> None:
+        self.scaler.scale(ctx.loss).backward()
+
+    def step(self, ctx: Any) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+
+
+class SparseGradients(Loop):
+    """With sparse gradients for the table, and an optimizer that takes no others."""
+
+    def table_and_head(self) -> tuple[nn.Module, nn.Module]:
+        return nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.dense = torch.optim.SGD(self.head.parameters(), 0.1)
+        return torch.optim.SparseAdam(self.table.parameters())
+
+    def step(self, ctx: Any) -> None:
+        self.dense.step()
+        self.dense.zero_grad()
+        super().step(ctx)
+
+
+class GradientsAsIo(Loop):
+    """Gradients are declared, clipped in place, and zeroed in place."""
+
+    def io(self, name: str) -> Sequence[DeclaredIO]:
+        return [DeclaredIO(self.gradients, self.set_gradients)] if name == "backward" else []
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.parameters]
+
+    def set_gradients(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def step(self, ctx: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters, 0.01)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+class ClonedGradientsAsIo(GradientsAsIo):
+    """The declared gradients are copies, so that only replays modify them in place."""
+
+    def gradients(self) -> list[Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+
+class InPlaceActivation(Loop):
+    """What embed produces is modified in place by forward."""
+
+    def forward(self, ctx: Any) -> None:
+        super().forward(ctx_with(ctx, nn.functional.relu(ctx.rows, inplace=True)))
+
+
+def ctx_with(ctx: Any, rows: Tensor) -> Any:
+    ctx.rows = rows
+    return ctx
+
+
+class Adam(Loop):
+    """With moments."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters)
+
+
+LOOPS = (
+    Loop,
+    Adam,
+    Scaled,
+    SparseGradients,
+    GradientsAsIo,
+    ClonedGradientsAsIo,
+    InPlaceActivation,
+)
+
+
+@pytest.mark.parametrize("names", alone_and_in_pairs(NAMES), ids="+".join)
+@pytest.mark.parametrize("make", LOOPS)
+def test_training_goes_on_as_without_shortcuts(make: type[Loop], names: tuple[str, ...]) -> None:
+    """No task fails while others are shortcut, and what is trained afterwards is equal in bits."""
+    assert same(trained(make), trained_around_shortcuts(make, names))
+
+
+class DoubleBackward(Loop):
+    """The gradient of forward's output is itself part of the loss, in another task."""
+
+    def forward(self, ctx: Any) -> None:
+        ctx.out = self.head(ctx.rows).sum()
+
+    def backward(self, ctx: Any) -> None:
+        (slope,) = torch.autograd.grad(ctx.out, ctx.rows, create_graph=True)
+        ctx.loss = slope.square().sum()
+        ctx.loss.backward()
+
+
+def test_a_second_derivative_is_refused_by_name() -> None:
+    """A replay has none; the error names the task and says what to do."""
+    with pytest.raises(ShortcutError, match=r"'forward'.*second derivative.*in one task") as caught:
+        trained_around_shortcuts(DoubleBackward, ["forward"])
+    assert caught.value.task == "forward"
+
+
+@pytest.mark.parametrize("name", ["backward", "step"])
+def test_other_tasks_of_a_loop_with_second_derivatives_are_replayed(name: str) -> None:
+    """Only the task whose output is differentiated twice is refused."""
+    assert same(trained(DoubleBackward), trained_around_shortcuts(DoubleBackward, [name]))
