@@ -48,7 +48,7 @@ class Snapshot:
         self._device = device
         device.synchronize()
         self._modules = [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
-        _reshard(self._modules, reset=False)
+        _reshard(self._modules)
         tensors = SavedTensors()
         # Tensors after the containers and modules that hold them.
         self._restores = [*(_save(found, tensors) for found in owners), tensors.restore]
@@ -64,7 +64,7 @@ class Snapshot:
                 each is named once.
         """
         self._device.synchronize()
-        _reshard(self._modules, reset=True)
+        _reshard(self._modules)
         for restore in self._restores:
             restore()
         if changed := [path for path in self._unsaved.changed() if path not in self._told]:
@@ -78,21 +78,16 @@ class Snapshot:
             )
 
 
-def _reshard(roots: Sequence[torch.nn.Module], *, reset: bool) -> None:
+def _reshard(roots: Sequence[torch.nn.Module]) -> None:
     """Let fully sharded modules release gathered parameters, and register the shards again.
 
-    A forward without a backward leaves them gathered, with the values of then. With ``reset``, also
-    forget that forward.
+    A forward without a backward leaves them gathered, with the values of then.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
-        return
-    sharded = [m for root in roots for m in modules_in(root) if isinstance(m, fsdp.FSDPModule)]
-    inner = {id(child) for module in sharded for child in module.modules() if child is not module}
-    for module in sharded:
-        module.reshard()
-        if reset and id(module) not in inner and hasattr(module, "reset_iter_state"):
-            module.reset_iter_state()
+    kind = getattr(fsdp, "FSDPModule", ())
+    for module in (module for root in roots for module in modules_in(root)):
+        if isinstance(module, kind):
+            module.reshard()
 
 
 def _watched(owners: Sequence[Found]) -> list[torch.nn.Module]:

@@ -53,6 +53,24 @@ class Counter:
         return self.count
 
 
+class OwnQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+    """Its items are not among its attributes."""
+
+
+class OwnBytes(bytearray):
+    """Its bytes are not among its attributes."""
+
+
+class Stateful(Thing):
+    """Belongs to the model: its state is saved and restored elsewhere."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 class SharedByDesign(Thing):
     """An object that iterations may share."""
 
@@ -137,6 +155,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "array in a dataclass": (lambda: Held(np.zeros(3)), lambda y: set_first(y.value)),
     "array in a tuple in a dict": (lambda: {"a": (np.zeros(3),)}, lambda y: set_first(y["a"][0])),
     "bytearray": (lambda: bytearray(b"abc"), set_first),
+    "own class of bytes": (lambda: OwnBytes(b"abc"), set_first),
     "array.array": (lambda: array.array("i", [1, 2]), set_first),
     "plain object": (lambda: Thing(count=0), lambda y: setattr(y, "count", y.count + 1)),
     "new attribute": (lambda: Thing(count=0), lambda y: setattr(y, "more", 1)),
@@ -205,6 +224,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "file": (lambda: io.StringIO("text"), "an iterator"),
     "future": (Future, "cannot be copied, and whose changes cannot be detected"),
     "queue": (queue.SimpleQueue, "cannot be copied"),
+    "queue of an own class": (OwnQueue, "cannot be copied"),
     "queue in an object": (lambda: Thing(q=queue.SimpleQueue()), "cannot be copied"),
     "graph in an object": (
         lambda: Thing(loss=torch.ones(1, requires_grad=True) * 2),
@@ -227,10 +247,11 @@ def test_what_cannot_be_replayed_is_refused_at_once(make: Callable[[], Any], rea
 CHANGED_LATER: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "with a lock": (lambda: Uncopyable(n=[]), lambda y: append(y.n)),
     "with a model": (lambda: Thing(m=MODEL, n=1), lambda y: setattr(y, "n", 2)),
+    "with a state": (lambda: Thing(m=STATEFUL, n=1), lambda y: setattr(y, "n", 2)),
     "with a parameter": (lambda: Thing(p=MODEL.weight, n=1), lambda y: setattr(y, "n", 2)),
     "with an array and a model": (lambda: [Thing(m=MODEL, a=ROWS)], lambda y: set_first(y[0].a)),
 }
-MODEL, ROWS = nn.Linear(1, 1), np.zeros(3)
+MODEL, ROWS, STATEFUL = nn.Linear(1, 1), np.zeros(3), Stateful(n=1)
 
 
 @pytest.mark.parametrize(("make", "change"), CHANGED_LATER.values(), ids=CHANGED_LATER)
@@ -280,6 +301,16 @@ def test_what_iterations_may_share_comes_back_itself(value: Any) -> None:
     replayed = Replayed(lambda: [value])
     for _ in range(3):
         assert replayed()[0] is value
+
+
+@pytest.mark.parametrize("make", [Stateful, SharedByDesign])
+def test_what_iterations_share_may_change(make: type[Thing]) -> None:
+    """Nobody compares it: it changes in every iteration."""
+    shared = make(n=0)
+    replayed = Replayed(lambda: shared)
+    for _ in range(4):
+        replayed().n += 1
+    assert shared.n == 4
 
 
 def test_an_object_without_attributes_stays_itself_within_others() -> None:

@@ -23,6 +23,7 @@ from swpipe.core.context import IterContext
 from swpipe.core.errors import ShortcutError
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.shortcut import Shortcuts
+from swpipe.shortcut.handed_out import MAX_WATCHED
 from tests.support.plans_for_tests import NAMES, piped
 
 Fn = Callable[[Any], object]
@@ -165,6 +166,28 @@ def test_the_cached_run_s_context_is_not_held() -> None:
     gc.collect()
     assert gone() is None
     assert produced() is None
+
+
+def test_leaves_of_the_cached_run_are_not_held() -> None:
+    """Neither a leaf that it made, from which it computed more, nor one that it gave a gradient."""
+
+    def cut(ctx: Any) -> None:
+        ctx.y = ctx.x.detach().requires_grad_()
+        ctx.z = ctx.y * 2
+        ctx.loss.backward()
+
+    def start() -> dict[str, Tensor]:
+        leaf = weight()
+        return {"x": weight(), "leaf": leaf, "loss": (leaf * 2).sum()}
+
+    shortcut = Shortcut(cut)
+    ctx = shortcut(**start())
+    ctx.z.sum().backward()
+    gone = [weakref.ref(ctx.y), weakref.ref(ctx.leaf)]
+    del ctx
+    shortcut(**start())
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
 
 
 def test_any_object_with_attributes_can_be_the_context() -> None:
@@ -451,6 +474,17 @@ def test_iterations_in_flight_do_not_share_what_may_be_modified() -> None:
     contexts.clear()
     shortcut.shortcuts.run(shortcut.task, ctx)
     assert torch.equal(ctx.y, x(5))
+
+
+def test_iterations_that_are_held_are_watched_for_a_while_only() -> None:
+    """A caller that keeps all contexts does not have every replay copied forever."""
+    shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
+    contexts = [IterContext(None, i) for i in range(MAX_WATCHED + 4)]
+    for ctx in contexts:
+        shortcut.shortcuts.run(shortcut.task, ctx)
+    places = [ctx.y.data_ptr() for ctx in contexts]
+    assert len(set(places[:MAX_WATCHED])) == MAX_WATCHED
+    assert len(set(places[-2:])) == 1
 
 
 @pytest.mark.parametrize(
