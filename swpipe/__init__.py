@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from swpipe._engine.observers import Observer
 from swpipe.core.context import IterContext
-from swpipe.core.errors import InternalError, PlanError, ShortcutError, StallError
+from swpipe.core.errors import (
+    InternalError,
+    PlanError,
+    ShortcutError,
+    StallError,
+    UnsavedStateError,
+)
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.pipeline import SWPipeline
@@ -37,6 +43,7 @@ __all__ = [
     "TaskProfiler",
     "TaskSchedule",
     "Trace",
+    "UnsavedStateError",
     "autotune",
 ]
 

@@ -34,6 +34,9 @@ class SavedTensors:
             if tensor.is_leaf and tensor.grad is not None:
                 self.add(tensor.grad)
 
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._saved
+
     def addresses(self) -> set[int]:
         """Where the memory of the strided ones begins."""
         parts = (part for saved in self._saved.values() for part, _ in saved.copies)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from swpipe._tensors.pytree import nodes_in
 from swpipe.core.task import PipelineTask
 
 MAX_HOPS = 2
@@ -83,12 +84,16 @@ def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
     return tuple(one for one in found if id(one.owner) not in inside)
 
 
-def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
+def find_all(tasks: Iterable[PipelineTask], max_hops: int = MAX_HOPS) -> Iterator[Found]:
     """Every object that the functions of the tasks and of their io can reach, nearest first.
 
     Each object is yielded once, on its shortest path; objects of the types in ``WHOLE`` are not
     searched. Last come objects that only the memory of declared states leads to, except for
     parameters and buffers of modules found before.
+
+    Args:
+        tasks: The tasks.
+        max_hops: How many times in a row the search may follow an attribute.
     """
     tasks = tuple(tasks)
     declared = [io for task in tasks for io in task.io]
@@ -98,7 +103,7 @@ def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
     ]
     seen: dict[int, Any] = {}
     modules: list[torch.nn.Module] = []
-    for found in _walk([_Step("", fn, 0) for fn in functions], seen):
+    for found in _walk([_Step("", fn, 0) for fn in functions], seen, max_hops):
         yield found
         if isinstance(found.owner, torch.nn.Module):
             modules.append(found.owner)
@@ -107,7 +112,23 @@ def find_all(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
     memory = [
         _Step(io.state, io.memory, 0) for io in declared if io.state and io.memory is not None
     ]
-    yield from _walk(memory, seen)
+    yield from _walk(memory, seen, max_hops)
+
+
+def optimizers_in(owner: Any) -> Iterator[torch.optim.Optimizer]:
+    """``owner``, if it is an optimizer, and those that it wraps, at any depth."""
+    seen: dict[int, Any] = {}
+    ahead = [owner]
+    while ahead:
+        one = ahead.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.optim.Optimizer):
+            yield one
+        for value in dict(getattr(one, "__dict__", {})).values():
+            items = [value, *(child for node in nodes_in(value) for child in node.children)]
+            ahead += [item for item in items if isinstance(item, torch.optim.Optimizer)]
 
 
 def given_state(state: Any) -> tuple[Found, ...]:
@@ -140,7 +161,7 @@ class _Step(NamedTuple):
         return _Step(path, value, self.hops + hops)
 
 
-def _walk(start: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
+def _walk(start: Iterable[_Step], seen: dict[int, Any], max_hops: int) -> Iterator[Found]:
     """Breadth-first search: each object is found on its shortest path.
 
     ``seen`` has the objects found before, and keeps them alive, so that ids are not reused.
@@ -158,12 +179,12 @@ def _walk(start: Iterable[_Step], seen: dict[int, Any]) -> Iterator[Found]:
             yield Found(step.path, step.value)
             if isinstance(step.value, WHOLE):
                 continue
-            for child in _children(step):
+            for child in _children(step, max_hops):
                 (far if child.hops > step.hops else near).append(child)
         start = far
 
 
-def _children(step: _Step) -> Iterator[_Step]:
+def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
     value = step.value
     if isinstance(value, MethodType):
         yield step.to("", value.__func__)
@@ -180,7 +201,7 @@ def _children(step: _Step) -> Iterator[_Step]:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         if len(value) <= MAX_ITEMS:
             yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
-    elif not isinstance(value, ModuleType | type) and step.hops < MAX_HOPS:
+    elif not isinstance(value, ModuleType | type) and step.hops < max_hops:
         yield from (step.to(name, item, hops=1) for name, item in _attributes(value))
         if not _foreign(type(value).__module__):
             yield step.to("", vars(type(value)).get("__call__"))

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from swpipe._state.copies import SavedTensors
-from swpipe._state.discovery import Found, has_state_dict
+from swpipe._state.discovery import WHOLE, Found, has_state_dict, optimizers_in
 from swpipe._state.unsaved import UnsavedTensors
-from swpipe._tensors.pytree import nodes_in, tensors_in
+from swpipe._tensors.pytree import nodes_in, parts_of, tensors_in
 from swpipe.core.errors import add_note
 from swpipe.core.messages import listed
 from swpipe.device import Device
@@ -49,12 +49,22 @@ class Snapshot:
         device.synchronize()
         self._modules = [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
         _reshard(self._modules)
-        tensors = SavedTensors()
+        self._saved = tensors = SavedTensors()
         # Tensors after the containers and modules that hold them.
-        self._restores = [*(_save(found, tensors) for found in owners), tensors.restore]
+        wrapped = [one for found in owners for one in _wrapped(found)]
+        self._restores = [*(_save(one, tensors) for one in (*owners, *wrapped)), tensors.restore]
         self._restores += [_save_generators(device)]
         self._unsaved = UnsavedTensors(_watched(owners), tensors)
         self._told: set[str] = set()
+        self._addresses = tensors.addresses()
+        self._registered = _registered_in(owners)
+        self._optimizers = {id(one.owner) for one in (*owners, *wrapped)}
+        self._in_others = {
+            id(optimizer)
+            for found in owners
+            if not isinstance(found.owner, WHOLE) and has_state_dict(found.owner)
+            for optimizer in optimizers_in(found.owner)
+        }
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work.
@@ -76,6 +86,46 @@ class Snapshot:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def saves(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or the memory that it shares, is restored."""
+        return (
+            tensor in self._saved
+            or id(tensor) in self._registered
+            or any(
+                part.layout is torch.strided
+                and part.untyped_storage().data_ptr() in self._addresses
+                for part in parts_of(tensor)
+            )
+        )
+
+    def unsaved_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """What a step of an optimizer changes and is not restored: itself, or some parameters.
+
+        An object with ``state_dict`` that holds the optimizer restores all of it.
+        """
+        if id(optimizer) in self._in_others:
+            return []
+        if id(optimizer) not in self._optimizers:
+            return [optimizer]
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return [parameter for parameter in parameters if not self.saves(parameter)]
+
+
+def _wrapped(found: Found) -> Iterator[Found]:
+    """The optimizers that a saved optimizer wraps."""
+    if isinstance(found.owner, torch.optim.Optimizer):
+        yield from (
+            Found(found.path, one) for one in optimizers_in(found.owner) if one is not found.owner
+        )
+
+
+def _registered_in(owners: Sequence[Found]) -> set[int]:
+    """Ids of parameters and buffers of all modules that are restored, initialized or not."""
+    roots = [module for one in owners for module in getattr(one.owner, "restored_modules", ())]
+    roots += [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
+    modules = [module for root in roots for module in modules_in(root)]
+    return {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
 
 
 def _reshard(roots: Sequence[torch.nn.Module]) -> None:

@@ -8,6 +8,8 @@
 
 ``ShortcutError`` (a ``RuntimeError``): a task cannot be replayed instead of run.
 
+``UnsavedStateError`` (a ``RuntimeError``): something is trained that could not be restored.
+
 ``StallError`` is what the watchdog raises when nothing has moved for the set time.
 """
 
@@ -93,6 +95,26 @@ class ShortcutError(RuntimeError):
 
     def __str__(self) -> str:
         return f"task {self.task!r} cannot be replayed: {self.reason}"
+
+
+class UnsavedStateError(RuntimeError):
+    """Tasks train something that is not restored afterwards.
+
+    Attributes:
+        names: What it is, such as the paths that lead from the tasks to it.
+    """
+
+    def __init__(self, names: Sequence[str], what: str) -> None:
+        super().__init__(tuple(names), what)
+        self.names = tuple(names)
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}, which is not restored afterwards: {', '.join(self.names)}. state= does "
+            "not have it, or the search from the tasks' functions did not find it or takes it for "
+            "data. Name all that has to be restored: state=[model, optimizer, ...]"
+        )
 
 
 class InternalError(RuntimeError):

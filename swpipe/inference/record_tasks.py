@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
+from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
@@ -59,6 +60,7 @@ def record(
         PlanError: There are no tasks, or two have the same name.
         ValueError: ``iterations`` is not an integer of 1 or more.
         TypeError: Something in ``state`` cannot be restored.
+        UnsavedStateError: Tasks call the step of an optimizer that is not restored.
         BaseException: Whatever a task raised, with a note of where.
     """
     tasks = tuple(tasks)
@@ -70,7 +72,9 @@ def record(
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where))
     try:
-        observed = [observer.run(batch, number) for number in range(iterations)]
+        # What is modified without an optimizer, and is not restored, is told in the notes.
+        with TrainingGuard(tasks, snapshot):
+            observed = [observer.run(batch, number) for number in range(iterations)]
     finally:
         restore_attributes()
         snapshot.restore()

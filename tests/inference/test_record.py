@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from swpipe import PipelineTask, PlanError
+from swpipe import PipelineTask, PlanError, UnsavedStateError
 from swpipe.inference import record
 from tests.inference.helpers import orders, reads, recorded, writes
 
@@ -89,6 +90,23 @@ def test_the_notes_name_what_was_not_restored() -> None:
 
     (remark,) = [one for one in recorded(note).notes if "Not restored" in one]
     assert "the length of seen" in remark
+
+
+def test_an_optimizer_that_is_not_restored_does_not_step() -> None:
+    """It is too many attributes away to be found: the recording raises before its first step."""
+    model = nn.Linear(2, 1)
+    held: Any = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(4):
+        held = SimpleNamespace(inner=held)
+
+    def train(ctx: Any) -> None:
+        model(ctx.batch).sum().backward()
+        held.inner.inner.inner.inner.optimizer.step()
+
+    before = model.weight.detach().clone()
+    with pytest.raises(UnsavedStateError, match=r"step of an optimizer.*SGD.*state=\["):
+        record([PipelineTask("train", train)], torch.ones(1, 2))
+    assert torch.equal(model.weight, before)
 
 
 def test_one_iteration_records_what_it_runs() -> None:

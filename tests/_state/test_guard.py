@@ -1,0 +1,255 @@
+"""What a snapshot does not have is not trained twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swpipe._state.discovery import find_state, given_state
+from swpipe._state.guard import TrainingGuard
+from swpipe._state.snapshot import Snapshot
+from swpipe.core.errors import UnsavedStateError
+from swpipe.core.task import PipelineTask
+from swpipe.device import CpuDevice
+
+
+def deep(value: Any, hops: int = 4) -> Any:
+    """``value`` behind some attributes."""
+    for _ in range(hops):
+        value = Holder(value)
+    return value
+
+
+class Holder:
+    """An object with one attribute."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class Trainer:
+    """A model and its optimizer, and one iteration."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.table = torch.zeros(3)
+
+    def train(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 2)).sum().backward()
+
+    def update_by_hand(self) -> None:
+        self.backward()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.sub_(0.1)
+
+    def count(self) -> None:
+        self.table[1] += 1
+
+
+def guarded(fn: Callable[..., object], state: Any = None, windows: int = 3) -> int:
+    """Run a task in windows with state restored between them; how many were run."""
+    task = PipelineTask("t", fn)
+    owners = find_state([task]) if state is None else given_state(state)
+    snapshot = Snapshot(owners, CpuDevice())
+    with TrainingGuard([task], snapshot) as guard:
+        for _ in range(windows):
+            try:
+                task.fn(SimpleNamespace())
+            finally:
+                snapshot.restore()
+            guard.check()
+    return windows
+
+
+def test_what_is_restored_may_be_trained() -> None:
+    """Any number of windows."""
+    trainer = Trainer()
+    before = copy.deepcopy(trainer.model.state_dict())
+    assert guarded(lambda ctx: trainer.train()) == 3
+    assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
+
+
+def test_a_model_many_attributes_away_is_not_trained() -> None:
+    """The error comes before the first step, and names the optimizer and what to do."""
+    trainer = Trainer()
+    holder = deep(trainer)
+    before = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises(UnsavedStateError, match=r"inner.*optimizer \(SGD\).*state=\[") as caught:
+        guarded(lambda ctx: holder.inner.inner.inner.inner.train())
+    assert caught.value.names == ("holder.inner.inner.inner.inner.optimizer (SGD)",)
+    assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
+
+
+def test_parameters_outside_of_the_snapshot_are_not_trained() -> None:
+    """The optimizer is known, its model is not: parameters are named."""
+    trainer = Trainer()
+    before = copy.deepcopy(trainer.model.state_dict())
+    optimizer = trainer.optimizer
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
+    snapshot = Snapshot(given_state([other, trainer.model]), CpuDevice())
+    other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with TrainingGuard([], snapshot):
+        other.param_groups.pop()
+        other.step()
+        other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        with pytest.raises(UnsavedStateError, match=r"SGD updates parameters.*shape \(2,\)"):
+            other.step()
+        with pytest.raises(UnsavedStateError, match="the step of an optimizer"):
+            optimizer.step()
+    assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
+
+
+def test_parameters_updated_without_an_optimizer_are_noticed() -> None:
+    """Before the second window."""
+    holder = deep(Trainer())
+    with pytest.raises(UnsavedStateError, match="modify tensors in place.*model.weight"):
+        guarded(lambda ctx: holder.inner.inner.inner.inner.update_by_hand())
+
+
+def test_parameters_that_no_search_finds_are_noticed() -> None:
+    """Behind more attributes than are followed."""
+    holder = deep(Trainer(), 8)
+
+    def update(ctx: Any) -> None:
+        value = holder
+        while isinstance(value, Holder):
+            value = value.inner
+        value.update_by_hand()
+
+    with pytest.raises(UnsavedStateError, match=r"a parameter of shape \(1, 2\)"):
+        guarded(update)
+
+
+@pytest.mark.parametrize("hops", [0, 4])
+def test_a_table_in_a_plain_tensor_is_noticed(hops: int) -> None:
+    """It requires no grad, so that it is not taken for state."""
+    trainer = Trainer()
+    holder = deep(trainer, hops)
+
+    def count(ctx: Any) -> None:
+        value = holder
+        while isinstance(value, Holder):
+            value = value.inner
+        value.count()
+
+    with pytest.raises(UnsavedStateError, match=r"table.*state=\["):
+        guarded(count)
+    assert trainer.table[1] == 1
+
+
+def test_state_that_is_given_is_restored() -> None:
+    """What the error says to do helps."""
+    trainer = Trainer()
+    holder = deep(trainer)
+    state = [trainer.model, trainer.optimizer, trainer.table]
+
+    def both(ctx: Any) -> None:
+        holder.inner.inner.inner.inner.train()
+        holder.inner.inner.inner.inner.count()
+
+    assert guarded(both, state) == 3
+    assert trainer.table.tolist() == [0, 0, 0]
+
+
+def test_views_of_what_is_restored_are_restored() -> None:
+    """Found on their own, they share its memory."""
+    trainer = Trainer()
+    views: list[Tensor] = [trainer.model.weight.detach()[0]]
+
+    def train(ctx: Any) -> None:
+        trainer.train()
+        views[0].add_(1)
+
+    assert guarded(train) == 3
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = [("", inner)]
+        self.defaults = {}
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self._inner[0][1].param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return dict(self._inner[0][1].state)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._inner[0][1].step(closure)
+
+
+class WithStateDict:
+    """An object that restores model and optimizer by itself."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._model, self._optimizer = trainer.model, trainer.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"m": self._model.state_dict(), "o": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["m"])
+        self._optimizer.load_state_dict(state["o"])
+
+
+def test_an_optimizer_in_a_restored_one_is_restored() -> None:
+    """With the state that its first step makes."""
+    trainer = Trainer()
+    wrapper = Wrapper(trainer.optimizer)
+
+    def train(ctx: Any) -> None:
+        trainer.backward()
+        wrapper.step()
+
+    assert guarded(train, [trainer.model, wrapper]) == 3
+    assert not trainer.optimizer.state
+
+
+def test_an_object_that_restores_its_optimizer_is_trusted() -> None:
+    """Its state_dict need not hold the same tensors."""
+    trainer = Trainer()
+    snapshot = Snapshot(given_state([WithStateDict(trainer)]), CpuDevice())
+    with TrainingGuard([], snapshot):
+        trainer.train()
+
+
+def test_lazy_parameters_may_be_trained() -> None:
+    """They are initialized after the snapshot, and keep what they became."""
+    model = nn.LazyLinear(1)
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(ctx: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    snapshot = Snapshot(find_state([PipelineTask("t", train)]), CpuDevice())
+    with TrainingGuard([PipelineTask("t", train)], snapshot):
+        train(None)
+
+
+def test_after_the_block_all_may_be_trained() -> None:
+    """The hook is gone, also after an error."""
+    trainer = Trainer()
+    with pytest.raises(UnsavedStateError), TrainingGuard([], Snapshot([], CpuDevice())):
+        trainer.train()
+    trainer.train()
