@@ -231,6 +231,22 @@ def test_an_object_that_restores_its_optimizer_is_trusted() -> None:
         trainer.train()
 
 
+def test_modules_that_an_object_restores_are_trusted() -> None:
+    """Their parameters may be modified."""
+    trainer = Trainer()
+    owner = WithStateDict(trainer)
+    owner.restored_modules = (trainer.model,)  # type: ignore[attr-defined]
+    assert guarded(lambda ctx: trainer.update_by_hand(), [owner]) == 3
+
+
+def test_tensors_without_version_counters_are_left_out() -> None:
+    """Those made in inference mode cannot be watched."""
+    trainer = Trainer()
+    with torch.inference_mode():
+        trainer.table = torch.zeros(3)
+    assert guarded(lambda ctx: trainer.train()) == 3
+
+
 def test_lazy_parameters_may_be_trained() -> None:
     """They are initialized after the snapshot, and keep what they became."""
     model = nn.LazyLinear(1)

@@ -9,9 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from swpipe import PipelinePlan, SWPipeline
+from swpipe._state.discovery import find_state
+from swpipe._state.snapshot import Snapshot
 from swpipe.core.errors import ShortcutError
 from swpipe.core.task import DeclaredIO
-from tests.shortcut.loops import Loop, alone_and_in_pairs, same, trained, trained_around_shortcuts
+from tests.shortcut.loops import (
+    Loop,
+    alone_and_in_pairs,
+    outcome,
+    run,
+    same,
+    trained,
+    trained_around_shortcuts,
+)
 
 NAMES = ("embed", "forward", "backward", "step")
 
@@ -136,3 +147,37 @@ def test_a_second_derivative_is_refused_by_name() -> None:
 def test_other_tasks_of_a_loop_with_second_derivatives_are_replayed(name: str) -> None:
     """Only the task whose output is differentiated twice is refused."""
     assert same(trained(DoubleBackward), trained_around_shortcuts(DoubleBackward, [name]))
+
+
+class DivergedError(RuntimeError):
+    """The loop's own guard against numbers that are not finite."""
+
+
+class Diverging(GradientsAsIo):
+    """Applies a replayed gradient again and again, with momentum, and checks what it trains."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters, 1e3, momentum=0.99)
+
+    def step(self, ctx: Any) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if max(float(p.detach().abs().max()) for p in self.parameters) > 1e6:
+            raise DivergedError
+
+
+def test_replayed_gradients_drift_unless_state_is_restored() -> None:
+    """The rule: a shortcut runs for few iterations, then state is restored; the cache stays."""
+    loop = Diverging()
+    serial = PipelinePlan.serial(loop.tasks)
+    with SWPipeline(serial, loop.tasks) as pipe:
+        before = outcome(loop)
+        snapshot = Snapshot(find_state(loop.tasks), pipe.device)
+        pipe.enable_shortcut("backward")
+        with pytest.raises(DivergedError):
+            run(pipe, 300)
+        snapshot.restore()
+        for _ in range(75):
+            run(pipe, 4)
+            snapshot.restore()
+        assert same(before, outcome(loop))
