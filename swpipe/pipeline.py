@@ -238,6 +238,16 @@ class SWPipeline:
             self._compare_shortcuts("disable", shortcuts.names.difference(names))
             shortcuts.disable(names)
 
+    def check_shortcuts(self) -> None:
+        """Check that what shortcut tasks replayed until now was right; for use between iterations.
+
+        Raises:
+            ShortcutError: Later tasks modified an output in a way that a replay does not repeat.
+                The next replay of the task would raise the same.
+        """
+        shortcuts = self._driver.engine.shortcuts
+        shortcuts.check(sorted(shortcuts.names))
+
     def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s

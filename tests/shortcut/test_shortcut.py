@@ -1137,3 +1137,20 @@ def test_a_globally_ordered_task_takes_its_turn_when_replayed() -> None:
             pipe.run(training.batches)
         orders.append(training.order)
     assert orders[0] == orders[1] == orders[2]
+
+
+def test_a_pipeline_checks_its_shortcuts() -> None:
+    """The last iterations are followed by no replay that would notice: a caller can ask."""
+    tasks = [
+        PipelineTask("view", lambda ctx: setattr(ctx, "rows", ctx.batch[1:])),
+        PipelineTask("modify", lambda ctx: ctx.batch.add_(1)),
+    ]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
+        with pipe.shortcut("modify"):
+            pipe.run([x(), x(), x()])
+            pipe.check_shortcuts()
+        with pipe.shortcut("view"):
+            pipe.run([x(), x()])
+            with pytest.raises(ShortcutError, match="'view' cannot be replayed") as caught:
+                pipe.check_shortcuts()
+    assert caught.value.task == "view"
