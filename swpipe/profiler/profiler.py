@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from swpipe._state.discovery import Found, find_state, given_state
+from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
@@ -100,6 +102,8 @@ class TaskProfiler:
         Raises:
             ValueError: A number is too small, a task unknown, or there are no batches or no tasks.
             RuntimeError: The pipeline is closed, or iterations are in flight.
+            UnsavedStateError: The tasks train something that the search for state has not found,
+                and that could not be restored. Nothing of it was trained by more than one window.
             BaseException: Whatever a task raised, with a note of what was being measured. If it
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.
@@ -116,12 +120,26 @@ class TaskProfiler:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
                 try:
-                    with self.pipe.borrow():
-                        measured = measure(timer, names, num_rounds, bar.update, snapshot.restore)
+                    with self.pipe.borrow(), self._settling(snapshot) as settle:
+                        measured = measure(timer, names, num_rounds, bar.update, settle)
                 finally:
                     snapshot.restore()
                 results.append(_result(label, timer, counts, measured, owners, left_out))
         return ProfileResults(results)
+
+    @contextmanager
+    def _settling(self, snapshot: Snapshot) -> Iterator[Callable[[], None]]:
+        """Within the block, what to call after each window."""
+        if self._state is not None:  # the user has said what may change
+            yield snapshot.restore
+            return
+        with TrainingGuard(self.pipe.tasks, snapshot) as guard:
+
+            def settle() -> None:
+                guard.check()
+                snapshot.restore()
+
+            yield settle
 
     def owners(self) -> tuple[Found, ...]:
         """The objects whose state is restored."""

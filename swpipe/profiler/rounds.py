@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from swpipe._distributed.rank_checks import is_alone
-from swpipe.core.errors import add_note
+from swpipe.core.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.spread import Column
@@ -135,6 +135,8 @@ class _Rounds:
             return
         try:
             self.windows[kind].append(self._window(kind))
+        except UnsavedStateError:
+            raise
         except Exception as error:
             if kind == BASELINE or not is_alone():
                 raise
@@ -145,7 +147,9 @@ class _Rounds:
         pipe, shortcut = self._timer.pipe, kind != BASELINE
         try:
             with pipe.shortcut(kind) if shortcut else nullcontext():
-                return self._timer.window(self.times[kind])
+                samples = self._timer.window(self.times[kind])
+                pipe.check_shortcuts()
+                return samples
         except BaseException as error:
             what = f"with task {kind!r} shortcut" if shortcut else "without a shortcut"
             add_note(error, f"swpipe: while profiling {what}")

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 import swpipe
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe import (
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    SWPipeline,
+    TaskProfiler,
+    UnsavedStateError,
+)
 from swpipe.profiler import ProfileResult, ProfileResults
 from tests.profiler.sleepers import overlapped
 
@@ -323,3 +330,57 @@ def test_swpipe_itself_offers_the_names() -> None:
     """Loaded when first asked for."""
     assert swpipe.TaskProfiler is TaskProfiler
     assert swpipe.ProfileResult is ProfileResult
+
+
+class _Deep:
+    """Holds something in a chain of objects, too long for the search for state."""
+
+    def __init__(self, held: Any, hops: int = 4) -> None:
+        self.inner = held if hops == 0 else _Deep(held, hops - 1)
+
+    @property
+    def held(self) -> Any:
+        inner = self.inner
+        return inner.held if isinstance(inner, _Deep) else inner
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_training_that_could_not_be_undone_is_refused(pipelined: bool) -> None:
+    """A model four attributes deep once was trained by the profile, without a word."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    trainer = _Deep(torch.optim.SGD([weight], lr=0.1))
+
+    def forward(ctx: IterContext) -> None:
+        ctx.loss = (ctx.batch * weight).sum()
+
+    def step(ctx: IterContext) -> None:
+        ctx.loss.backward()
+        trainer.held.step()
+
+    tasks = [PipelineTask(fn.__name__, fn) for fn in (forward, step)]
+    plan = overlapped({"io": ["forward"], "default": ["step"]})
+    with SWPipeline(plan, tasks) as pipe:
+        with pytest.raises(UnsavedStateError, match=r"state=\[model, optimizer"):
+            TaskProfiler(pipe).profile(torch.ones(3), pipelined=pipelined, **QUICK)
+        assert torch.equal(weight, torch.ones(3))
+        given = TaskProfiler(pipe, state=[weight, trainer.held])
+        given.profile(torch.ones(3), pipelined=pipelined, **QUICK)
+    assert torch.equal(weight, torch.ones(3))
+
+
+def test_a_table_in_a_plain_tensor_is_trained_by_one_window_at_most() -> None:
+    """The error names it."""
+    store = _Deep(torch.zeros(3))
+    ran: list[int] = []
+
+    def step(ctx: IterContext) -> None:
+        ran.append(ctx.iter_idx)
+        store.held.add_(1)
+
+    tasks = [PipelineTask("step", step)]
+    with (
+        SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe,
+        pytest.raises(UnsavedStateError, match="inner"),
+    ):
+        TaskProfiler(pipe).profile(None, **QUICK)
+    assert len(ran) == QUICK["num_warmup"] + QUICK["num_measure"]
