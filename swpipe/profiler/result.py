@@ -242,7 +242,10 @@ class ProfileResult(_Report):
             yield f"interrupted{on_batch}: not all rounds were measured"
         if self.already_shortcut:
             yield f"shortcut already, so not measured: {', '.join(self.already_shortcut)}"
-        yield f"put back: {', '.join(self.put_back) or 'generators only; no other state was found'}"
+        found = (
+            listed(self.put_back) if self.put_back else "generators only; no other state was found"
+        )
+        yield f"put back: {found}"
 
     def _bars(self) -> Bars:
         label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"

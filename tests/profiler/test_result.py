@@ -226,3 +226,12 @@ def test_what_limits_iterations(
     result = replace(RESULT, mode="pipelined", busy_s=busy_s)
     assert result.limiting == limiting
     assert says in result.format_report()
+
+
+def test_of_many_objects_the_first_few_are_told() -> None:
+    """A thousand parameters in a list are a thousand objects with state."""
+    result = replace(RESULT, put_back=tuple(f"params[{i}]" for i in range(1000)))
+    line = next(line for line in result.format_report().splitlines() if "put back" in line)
+    assert line.startswith("put back: params[0], params[1]")
+    assert line.endswith("more")
+    assert len(line) < 300
