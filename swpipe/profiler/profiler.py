@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -102,8 +102,8 @@ class TaskProfiler:
         Raises:
             ValueError: A number is too small, a task unknown, or there are no batches or no tasks.
             RuntimeError: The pipeline is closed, or iterations are in flight.
-            UnsavedStateError: The tasks train something that the search for state has not found,
-                and that could not be restored. Nothing of it was trained by more than one window.
+            UnsavedStateError: An optimizer is about to train something that the search for state
+                has not found, and that could not be restored.
             BaseException: Whatever a task raised, with a note of what was being measured. If it
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.
@@ -120,26 +120,17 @@ class TaskProfiler:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
                 try:
-                    with self.pipe.borrow(), self._settling(snapshot) as settle:
-                        measured = measure(timer, names, num_rounds, bar.update, settle)
+                    with self.pipe.borrow(), self._guard(snapshot):
+                        measured = measure(timer, names, num_rounds, bar.update, snapshot.restore)
                 finally:
                     snapshot.restore()
                 results.append(_result(label, timer, counts, measured, owners, left_out))
         return ProfileResults(results)
 
-    @contextmanager
-    def _settling(self, snapshot: Snapshot) -> Iterator[Callable[[], None]]:
-        """Within the block, what to call after each window."""
+    def _guard(self, snapshot: Snapshot) -> AbstractContextManager[object]:
         if self._state is not None:  # the user has said what may change
-            yield snapshot.restore
-            return
-        with TrainingGuard(self.pipe.tasks, snapshot) as guard:
-
-            def settle() -> None:
-                guard.check()
-                snapshot.restore()
-
-            yield settle
+            return nullcontext()
+        return TrainingGuard(self.pipe.tasks, snapshot)
 
     def owners(self) -> tuple[Found, ...]:
         """The objects whose state is restored."""

@@ -366,21 +366,3 @@ def test_training_that_could_not_be_undone_is_refused(pipelined: bool) -> None:
         given = TaskProfiler(pipe, state=[weight, trainer.held])
         given.profile(torch.ones(3), pipelined=pipelined, **QUICK)
     assert torch.equal(weight, torch.ones(3))
-
-
-def test_a_table_in_a_plain_tensor_is_trained_by_one_window_at_most() -> None:
-    """The error names it."""
-    store = _Deep(torch.zeros(3))
-    ran: list[int] = []
-
-    def step(ctx: IterContext) -> None:
-        ran.append(ctx.iter_idx)
-        store.held.add_(1)
-
-    tasks = [PipelineTask("step", step)]
-    with (
-        SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe,
-        pytest.raises(UnsavedStateError, match="inner"),
-    ):
-        TaskProfiler(pipe).profile(None, **QUICK)
-    assert len(ran) == QUICK["num_warmup"] + QUICK["num_measure"]

@@ -30,7 +30,6 @@ class FieldUse(NamedTuple):
 
 FIELDS = (
     FieldUse("inputs", "EmbInputDistStart", "DenseForward"),
-    FieldUse("input_dist_splits_requests", "EmbInputDistStart", "EmbInputDistWait"),
     FieldUse("fused_splits_awaitables", "EmbInputDistStart", "EmbInputDistWait"),
     FieldUse("module_contexts", "EmbInputDistStart", "EmbPrefetch"),
     FieldUse("input_dist_tensors_requests", "EmbInputDistWait", "EmbPrefetch"),
@@ -43,12 +42,13 @@ FIELDS = (
 
 QUIET = {
     "events",
+    "input_dist_splits_requests",
     "postproc_fwd_results",
     "module_contexts_next_batch",
     "module_input_post_prefetch_next_batch",
     "module_contexts_post_prefetch_next_batch",
 }
-"""Fields that stay empty."""
+"""Fields that are empty between tasks."""
 
 
 def _made(plan: PipelinePlan, watch: Any) -> SWPipeline:
