@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.device.cpu import NoEvent
-from swpipe.shortcut import shortcuts
+from swpipe.shortcut.cache import Cache
 from tests import backend
 from tests.accelerator.test_equality import PLANS, Training, batches
 from tests.accelerator.work import DEVICE, SIMULATED, extremes, filled, spin, warm_up, wrong
@@ -55,13 +55,13 @@ def test_a_replay_waits_for_the_cache() -> None:
 
 def test_without_the_wait_it_would_be_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replaying stream reads memory that has yet to be written."""
-    begin = shortcuts._Cache.__init__
+    begin = Cache.__init__
 
     def careless(cache: Any, *args: Any) -> None:
         begin(cache, *args)
         cache._ready = NoEvent()
 
-    monkeypatch.setattr(shortcuts._Cache, "__init__", careless)
+    monkeypatch.setattr(Cache, "__init__", careless)
     assert replayed_elsewhere() != []
 
 
