@@ -248,6 +248,14 @@ class SWPipeline:
         shortcuts = self._driver.engine.shortcuts
         shortcuts.check(sorted(shortcuts.names))
 
+    def replay_in_backward_s(self, *tasks: TaskRef) -> float:
+        """Seconds that replays of tasks have cost in the backward of others, since enabled.
+
+        A replayed forward makes zero gradients there, for the parameters that the task used.
+        """
+        shortcuts = self._driver.engine.shortcuts
+        return sum(map(shortcuts.in_backward_s, self.task_names(*tasks)))
+
     def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s

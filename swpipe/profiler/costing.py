@@ -15,17 +15,13 @@ Times are means over the runs on a batch, then over batches: slow runs are part 
 interval, and a median would ignore them. ``gil_us`` is the minimum of several runs, capped at the
 task's CPU time.
 
-A device time is the time between two events, before and after the work that the task queued on its
-stream. If the host queues work more slowly than the device executes it, this includes idle time of
-the device: it is then close to the host time and higher than the time the device is busy.
+For what a device time is, see ``swpipe.profiler.device_times``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from swpipe._engine.waiting import Host
@@ -33,6 +29,7 @@ from swpipe._state.snapshot import Snapshot
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
+from swpipe.profiler.device_times import device_times_s
 from swpipe.profiler.gil import GilContender, GilTimes
 from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
@@ -117,7 +114,7 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     times = HostTimes(task.name for task in timer.pipe.tasks)
     timer.window(times)
     gil_s = _gil_s(timer) if lock else {}
-    device_s = _device_s(timer) if timer.pipe.device.has_streams else {}
+    device_s = device_times_s(timer)
     cpu_s = times.cpu_s
     return {
         name: TaskCost(
@@ -135,15 +132,3 @@ def _gil_s(timer: WindowTimer) -> dict[str, float]:
         with timer.pipe.observe(times):
             timer.window()
     return {name: min(runs) for name, runs in times.runs.items()}
-
-
-def _device_s(timer: WindowTimer) -> dict[str, float]:
-    """From the stream spans of a trace; empty if the device's events have no timing."""
-    first = timer.pipe.next_iteration + timer.num_warmup
-    with timer.pipe.trace() as trace:
-        timer.window()
-    runs: dict[str, list[int]] = defaultdict(list)
-    for span in trace.spans:
-        if span.row.kind == "stream" and span.iteration >= first:
-            runs[span.task].append(span.duration_ns)
-    return {name: fmean(of) / 1e9 for name, of in runs.items()}

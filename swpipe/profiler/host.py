@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -23,12 +23,11 @@ class _Run(NamedTuple):
     cpu_s: float
 
 
-class HostTimes(Observer):
+class HostObserver(Observer):
     """Observes ``tasks``. Each has a list of its own, which one thread at a time writes to."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
-        self._new: dict[str, list[_Run]] = {name: [] for name in tasks}
-        self._kept: dict[str, list[_Run]] = {name: [] for name in self._new}
+        self.runs: dict[str, list[_Run]] = {name: [] for name in tasks}
         self._local = threading.local()
 
     def start(self, ins: Instruction, iteration: int) -> None:
@@ -36,16 +35,29 @@ class HostTimes(Observer):
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        runs = self._new.get(ins.task)
+        runs = self.runs.get(ins.task)
         begin = self._local.__dict__.pop("begin", None)
         if runs is not None and begin is not None:
             runs.append(_Run(iteration, wall_s - begin[0], cpu_s - begin[1]))
 
-    def keep(self, iterations: range) -> None:
-        """Keep the runs of these iterations since the last call, and drop the others."""
-        for name, runs in self._new.items():
-            self._kept[name] += [run for run in runs if run.iteration in iterations]
-            runs.clear()
+
+class HostTimes:
+    """Times of tasks in some of the iterations that were observed."""
+
+    def __init__(self, tasks: Iterable[str]) -> None:
+        self._kept: dict[str, list[_Run]] = {name: [] for name in tasks}
+        self._visits_s: dict[str, list[float]] = {name: [] for name in self._kept}
+
+    def observer(self) -> HostObserver:
+        """An observer of the same tasks."""
+        return HostObserver(self._kept)
+
+    def add(self, seen: HostObserver, iterations: Container[int]) -> None:
+        """Add the runs of these iterations, which followed each other."""
+        for name in self._kept:
+            runs = [run for run in seen.runs[name] if run.iteration in iterations]
+            self._kept[name] += runs
+            self._visits_s[name].append(fmean(run.wall_s for run in runs))
 
     def _per_task(self, statistic: Callable[[list[_Run]], float]) -> dict[str, float]:
         return {name: statistic(runs) for name, runs in self._kept.items()}
@@ -73,8 +85,8 @@ class HostTimes(Observer):
     def shorter_in(self, other: HostTimes) -> dict[str, float]:
         """Task to the seconds by which its runs in ``other`` are shorter, if that is no noise."""
         found = {}
-        for name, runs in self._kept.items():
-            here, there = ([run.wall_s for run in each] for each in (runs, other._kept[name]))
+        for name, here in self._visits_s.items():
+            there = other._visits_s[name]
             less_s = fmean(here) - fmean(there)
             noise_s = math.hypot(_error_s(here), _error_s(there))
             if less_s > max(_SIGMAS * noise_s, _LEAST_S):
@@ -82,5 +94,6 @@ class HostTimes(Observer):
         return found
 
 
-def _error_s(runs: Sequence[float]) -> float:
-    return stdev(runs) / math.sqrt(len(runs)) if len(runs) > 1 else math.inf
+def _error_s(visits_s: Sequence[float]) -> float:
+    # Of visits: runs of the same visit are alike, so that their number says little.
+    return stdev(visits_s) / math.sqrt(len(visits_s)) if len(visits_s) > 1 else math.inf

@@ -1,24 +1,26 @@
-"""Time windows of iterations.
+"""Time iterations, serially or in the steady state under the plan.
 
-A window under the plan; times are taken at the bars::
+A run of iterations under the plan; times are taken at the bars::
 
-    fill + warm-up                 measured                    drain
+    fill + warm-up                 measured                    end
     progress() progress() ... | progress() | progress() | ... | drain()
 
-In a serial window each iteration is timed on its own, from idle device to idle device. Under the
-plan the time of a single ``progress()`` varies, because threads run ahead. So a sample spans as
-many iterations as the pipeline is deep. If the device has timing events, the times are those at
-which the device finishes an iteration, so nothing waits within a window.
+Serially each iteration is timed on its own, from idle device to idle device. Under the plan the
+time of a single ``progress()`` varies, because threads run ahead: only the mean of several, or the
+median of spans that are as long as the pipeline is deep, says something. If the device has timing
+events, the times are those at which the device finishes an iteration, so nothing waits within a
+run.
 
-Garbage is collected within a window as in training: it is part of the step.
+Garbage is collected as in training: it is part of the step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 from swpipe.pipeline import SWPipeline
@@ -28,12 +30,13 @@ from swpipe.trace.recorder import timed_event
 
 @dataclass(frozen=True, slots=True)
 class WindowTimer:
-    """Times windows in which every iteration gets the same batch.
+    """Times iterations that all get the same batch.
 
     Attributes:
         pipe: The pipeline; idle, and borrowed for profiling.
-        copy: Makes the batches of a window from ``batch``, before the window.
-        warmup: Iterations before the first sample; at least 1, in which a shortcut task is cached.
+        copy: Makes the batches from ``batch``, before the iterations that get them.
+        warmup: Iterations before those that are timed; at least 1, in which a shortcut task is
+            cached.
     """
 
     pipe: SWPipeline
@@ -44,83 +47,138 @@ class WindowTimer:
     pipelined: bool
 
     @property
-    def overlap(self) -> int:
-        """How many iterations a sample spans."""
-        return min(self.pipe.plan.depth, self.measure) if self.pipelined else 1
+    def num_warmup(self) -> int:
+        """Iterations that are not timed, at the beginning and after each change of shortcuts.
+
+        Under the plan, ``depth`` iterations may be in flight at a change, and then it takes one
+        more until a shortcut knows whether its outputs have to be copied.
+        """
+        least = self.pipe.plan.depth + 1 if self.pipelined else 1
+        return max(self.warmup, least)
 
     def window(self, times: HostTimes | None = None) -> list[float]:
         """Seconds per iteration, one or more samples; ``times`` gets those of each task."""
+        run = self.run()
         if times is None:
-            return self._pipelined() if self.pipelined else self._serial()
-        begin = self.pipe.next_iteration + self.num_warmup
-        with self.pipe.observe(times):
-            samples = self.window()
-        times.keep(range(begin, begin + self.measure))
-        return samples
-
-    @property
-    def num_warmup(self) -> int:
-        """Iterations of a window that are not timed."""
-        # The first ``depth`` periods may still be in the prologue.
-        least = self.pipe.plan.depth if self.pipelined else 1
-        return max(self.warmup, least)
-
-    def _feed(self, count: int) -> Iterator[Any]:
-        if self.copy is None:
-            return repeat(self.batch, count)
-        return iter([self.copy(self.batch) for _ in range(count)])
-
-    def _serial(self) -> list[float]:
-        pipe, first = self.pipe, self.pipe.next_iteration
-        wait = pipe.device.synchronize
-        samples = []
-        for i, batch in enumerate(self._feed(self.num_warmup + self.measure)):
-            wait()
-            begin = time.perf_counter()
-            pipe.run_one_serial_iter(batch, first + i)
-            wait()
-            samples.append(time.perf_counter() - begin)
-        return samples[self.num_warmup :]
-
-    def _pipelined(self) -> list[float]:
-        pipe, span = self.pipe, self.overlap
-        feed = self._feed(pipe.plan.depth - 1 + self.num_warmup + self.measure)
-        for _ in range(self.num_warmup):
-            pipe.progress(feed)
-        marks = _Marks(pipe)
-        marks.set()
-        for _ in range(self.measure):
-            pipe.progress(feed)
-            marks.set()
-        pipe.drain()
-        at_s = marks.seconds()
-        return [(late - early) / span for early, late in zip(at_s, at_s[span:], strict=False)]
-
-
-class _Marks:
-    """The times at which iterations finish, by timing events of the device or by the host clock."""
-
-    def __init__(self, pipe: SWPipeline) -> None:
-        self._device = pipe.device
-        self._on_device = timed_event(pipe.device) is not None
-        self._at_s: list[float] = []
-        self._events: list[Any] = []
-
-    def set(self) -> None:
-        """Mark the end of the retired iteration, which the caller's stream waits for."""
-        if self._on_device:
-            event = self._device.new_event(timing=True)
-            event.record(self._device.current_stream())
-            self._events.append(event)
+            measured = run.iterate(self.num_warmup, self.measure)
+            run.end()
         else:
-            self._at_s.append(time.perf_counter())
+            seen = times.observer()
+            with self.pipe.observe(seen):
+                measured = run.iterate(self.num_warmup, self.measure)
+                run.end()
+            times.add(seen, run.iterations(measured))
+        return self.spans(run.seconds()[measured])
+
+    def run(self) -> SerialRun | PlanRun:
+        """Begin a run of iterations."""
+        return (PlanRun if self.pipelined else SerialRun)(self.pipe, _Feed(self.batch, self.copy))
+
+    def spans(self, seconds: Sequence[float]) -> list[float]:
+        """Means of as many neighbouring iterations as the pipeline is deep."""
+        span = min(self.pipe.plan.depth, len(seconds)) if self.pipelined else 1
+        return [sum(seconds[i : i + span]) / span for i in range(len(seconds) - span + 1)]
+
+
+class _Feed:
+    """The batches of a run: an iterator that has as many as were asked for ahead."""
+
+    def __init__(self, batch: Any, copy: Callable[[Any], Any] | None) -> None:
+        self._batch = batch
+        self._copy = copy
+        self._ahead: deque[Any] = deque()
+
+    def prepare(self, count: int) -> None:
+        """Have so many more batches."""
+        for _ in range(count):
+            self._ahead.append(self._batch if self._copy is None else self._copy(self._batch))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._ahead:
+            raise StopIteration
+        return self._ahead.popleft()
+
+
+class SerialRun:
+    """Serial iterations in a row."""
+
+    def __init__(self, pipe: SWPipeline, feed: _Feed) -> None:
+        self._pipe = pipe
+        self._feed = feed
+        self._first = pipe.next_iteration
+        self._seconds: list[float] = []
+
+    def iterate(self, warmup: int, measure: int) -> slice:
+        """Run iterations; returns where the measured ones are in ``seconds``."""
+        wait = self._pipe.device.synchronize
+        begin = len(self._seconds) + warmup
+        self._feed.prepare(warmup + measure)
+        for _ in range(warmup + measure):
+            batch, number = next(self._feed), self._first + len(self._seconds)
+            wait()
+            begin_s = time.perf_counter()
+            self._pipe.run_one_serial_iter(batch, number)
+            wait()
+            self._seconds.append(time.perf_counter() - begin_s)
+        return slice(begin, begin + measure)
+
+    def end(self) -> None:
+        """Nothing is in flight."""
 
     def seconds(self) -> list[float]:
-        """All marks, relative to any origin."""
+        """The time of each iteration."""
+        return self._seconds
+
+    def iterations(self, measured: slice) -> Sequence[int]:
+        """The numbers of the iterations at these places."""
+        return range(self._first, self._first + len(self._seconds))[measured]
+
+
+class PlanRun:
+    """Iterations in a row under the plan; each that is counted is one that was retired."""
+
+    def __init__(self, pipe: SWPipeline, feed: _Feed) -> None:
+        self._pipe = pipe
+        self._feed = feed
+        self._on_device = timed_event(pipe.device) is not None
+        self._marks: list[Any] = []  # when each was retired
+        self._numbers: list[int] = []
+
+    def iterate(self, warmup: int, measure: int) -> slice:
+        """Run iterations; returns where the measured ones are in ``seconds``."""
+        pipe, feed = self._pipe, self._feed
+        begin = len(self._marks) + warmup
+        feed.prepare(warmup + measure)
+        if not pipe.in_flight:
+            feed.prepare(pipe.plan.depth - 1)
+        for _ in range(warmup + measure):
+            self._numbers.append(pipe.progress(feed).iter_idx)
+            self._mark()
+        return slice(begin, begin + measure)
+
+    def end(self) -> None:
+        """Let the iterations in flight end; they are not counted."""
+        self._pipe.drain()
+
+    def seconds(self) -> list[float]:
+        """The time from the retirement before to that of each iteration; call this at the end."""
         if not self._on_device:
-            return self._at_s
-        self._device.synchronize()
-        at_s = [0.0]
-        for early, late in pairwise(self._events):
-            at_s.append(at_s[-1] + early.elapsed_time(late) / 1e3)
-        return at_s
+            return [0.0, *(late - early for early, late in pairwise(self._marks))]
+        self._pipe.device.synchronize()
+        return [0.0, *(early.elapsed_time(late) / 1e3 for early, late in pairwise(self._marks))]
+
+    def iterations(self, measured: slice) -> Sequence[int]:
+        """The numbers of the iterations at these places."""
+        return self._numbers[measured]
+
+    def _mark(self) -> None:
+        """Mark the end of the retired iteration, which the caller's stream waits for."""
+        if self._on_device:
+            event = self._pipe.device.new_event(timing=True)
+            event.record(self._pipe.device.current_stream())
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())

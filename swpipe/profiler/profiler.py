@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from swpipe._state.discovery import Found, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
+from swpipe.profiler.device_times import device_times_s
+from swpipe.profiler.joint import busy_s, joint_kinds
 from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.result import ProfileResult, ProfileResults
-from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure
-from swpipe.profiler.spread import iteration_time, time_saved, with_replay
+from swpipe.profiler.result import Joint, ProfileResult, ProfileResults
+from swpipe.profiler.rounds import BASE, Counts, Kind, Rounds
+from swpipe.profiler.spread import mean_of, time_saved, with_replay
 
 
 class TaskProfiler:
     """Measures the exposed time of a pipeline's tasks.
 
     The exposed time of a task is how much shorter an iteration is when the task is shortcut: its
-    outputs are replayed and its work is skipped. Windows with and without shortcuts alternate, in
-    an order that changes from round to round.
+    outputs are replayed and its work is skipped. In one run of iterations, visits of a few
+    iterations with and without shortcuts alternate, in an order that changes from round to round
+    (``swpipe.profiler.rounds``, ``swpipe.profiler.spread``).
 
     State that profiling changed is restored afterwards, also on failure: models, optimizers,
     other objects with ``state_dict`` and ``load_state_dict``, and the random generators of torch,
-    Python and numpy. The results list these objects. State is also restored between the windows.
+    Python and numpy. The results list these objects. State is also restored after each round.
 
-    Ctrl-C ends a profile early: what was measured is the result, once there is a round of it.
+    Ctrl-C ends a profile early: what was measured is the result, once there are two rounds of it.
 
     Args:
         pipe: The pipeline; idle while a profile is taken. Under torch.distributed, take the same
@@ -51,31 +53,39 @@ class TaskProfiler:
     def profile(
         self,
         batch: Any,
-        num_warmup: int = 3,
-        num_measure: int = 10,
-        num_rounds: int = 3,
+        num_warmup: int = 2,
+        num_measure: int = 3,
+        num_rounds: int = 6,
         pipelined: bool = False,
         tasks: Iterable[TaskRef] | TaskRef | None = None,
         verbose: bool = False,
         *,
+        seconds: float | None = None,
+        target_spread_ms: float | None = None,
         label: str = "batch 0",
         copy: Callable[[Any], Any] | None = None,
     ) -> ProfileResult:
         """Profile on one batch. For arguments and errors see ``profile_many``."""
-        counts = (num_warmup, num_measure, num_rounds)
-        given = (*counts, pipelined, tasks, verbose)
-        return self.profile_many([batch], *given, labels=[label], copy=copy)[0]
+        return self.profile_many(
+            *([batch], num_warmup, num_measure, num_rounds, pipelined, tasks, verbose),
+            seconds=seconds,
+            target_spread_ms=target_spread_ms,
+            labels=[label],
+            copy=copy,
+        )[0]
 
     def profile_many(
         self,
         batches: Iterable[Any],
-        num_warmup: int = 3,
-        num_measure: int = 10,
-        num_rounds: int = 3,
+        num_warmup: int = 2,
+        num_measure: int = 3,
+        num_rounds: int = 6,
         pipelined: bool = False,
         tasks: Iterable[TaskRef] | TaskRef | None = None,
         verbose: bool = False,
         *,
+        seconds: float | None = None,
+        target_spread_ms: float | None = None,
         labels: Sequence[str] | None = None,
         copy: Callable[[Any], Any] | None = None,
     ) -> ProfileResults:
@@ -85,16 +95,21 @@ class TaskProfiler:
 
         Args:
             batches: At least one. Every iteration gets the batch itself.
-            num_warmup: Iterations before each window that are not timed. At least 1, in which the
-                output of the shortcut task is cached; under the plan at least ``depth``.
-            num_measure: Iterations timed in each window.
-            num_rounds: Windows per task. More make the error bars smaller and more reliable.
+            num_warmup: Iterations before each visit that are not timed. At least 1, in which the
+                output of the shortcut task is cached; under the plan at least ``depth`` + 1.
+            num_measure: Iterations timed in each visit, in the mean; under the plan at least
+                ``depth``.
+            num_rounds: Visits per task. More make the intervals narrower.
             pipelined: Measure the steady state under the plan, instead of serial iterations.
             tasks: Which tasks to measure; None for all.
             verbose: Show a progress bar.
+            seconds: Measure for about so long on each batch, instead of ``num_rounds``. From the
+                sixth round on, only the tasks with the widest intervals are measured further.
+            target_spread_ms: Measure until every interval is within +/- so much, and at most
+                ``seconds``, instead of ``num_rounds``.
             labels: A name for each batch; by default "batch 0", "batch 1" and so on.
             copy: Makes a batch that may be modified, for tasks that modify it in place. It is
-                called for all iterations of a window before the window starts.
+                called for all iterations of a visit before the visit starts.
 
         Returns:
             One result per batch.
@@ -108,7 +123,8 @@ class TaskProfiler:
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.
         """
-        counts = Counts(num_warmup, num_measure, num_rounds)
+        spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
+        counts = Counts(num_warmup, num_measure, num_rounds, seconds, spread_s)
         batches = list(batches)
         labels = _labels(len(batches), labels)
         self.pipe.check_idle("profiling")
@@ -116,15 +132,23 @@ class TaskProfiler:
         owners = self.owners()
         snapshot = Snapshot(owners, self.pipe.device)
         results = []
-        with _progress_bar(len(batches) * counts.windows(len(names)), show=verbose) as bar:
+        visits = len(batches) * num_rounds * len(names) if counts.fixed else None
+        with _progress_bar(visits, show=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
+                rounds = Rounds(timer, counts, snapshot.restore)
                 try:
                     with self.pipe.borrow(), self._guard(snapshot):
-                        measured = measure(timer, names, num_rounds, bar.update, snapshot.restore)
+                        step_s, times = rounds.warm_up()
+                        device_s = device_times_s(timer)
+                        joint: dict[Kind, str] = {}
+                        if pipelined:
+                            joint = joint_kinds(self.pipe.plan, names, times.host_s, step_s)
+                        rounds.measure([*((name,) for name in names), *joint], bar.update)
                 finally:
                     snapshot.restore()
-                results.append(_result(label, timer, counts, measured, owners, left_out))
+                found = _Found(label, timer, rounds, joint, device_s)
+                results.append(_result(found, counts, tuple(map(str, owners)), left_out))
         return ProfileResults(results)
 
     def _guard(self, snapshot: Snapshot) -> AbstractContextManager[object]:
@@ -160,59 +184,63 @@ class TaskProfiler:
         return names, tuple(name for name in in_order if name in shortcut)
 
 
+class _Found(NamedTuple):
+    """What was measured on one batch."""
+
+    label: str
+    timer: WindowTimer
+    rounds: Rounds
+    joint: dict[Kind, str]
+    device_s: dict[str, float]
+
+
 def _result(
-    label: str,
-    timer: WindowTimer,
-    counts: Counts,
-    measured: Measured,
-    owners: Sequence[Found],
-    left_out: tuple[str, ...],
+    found: _Found, counts: Counts, put_back: tuple[str, ...], left_out: tuple[str, ...]
 ) -> ProfileResult:
-    columns = dict(measured.columns)
-    baseline = columns.pop(BASELINE)
-    step = iteration_time(baseline)
-    times = measured.times[BASELINE]
-    host_s = times.host_s
-    names = [name for name in host_s if name in columns or name in measured.failed]
-    replay_s = {name: measured.times[name].host_s[name] for name in columns}
+    label, timer, rounds, joint, device_s = found
+    step = mean_of(rounds.base_s)
+    times = rounds.times[BASE]
+    host_s, blocked_s = times.host_s, times.blocked_s
     alone = not (timer.pipelined or timer.pipe.device.has_streams)
-    saved = {
-        name: with_replay(estimate, host_s[name], replay_s[name], alone=alone)
-        for name, estimate in time_saved(baseline, columns).items()
-    }
-    shorter = {name: times.shorter_in(measured.times[name]) for name in columns}
+    saved, replay_s = {}, {}
+    for kind, estimate in time_saved(rounds.saved_s).items():
+        replays_s = rounds.times[kind].host_s
+        in_backward_s = fmean(rounds.in_backward_s[kind])
+        replay_s[kind] = in_backward_s + sum(replays_s[name] for name in kind)
+        saved[kind] = with_replay(estimate, replay_s[kind], alone=alone)
+    single = {kind[0]: kind for kind in saved if len(kind) == 1}
+    failed = {kind[0]: error for kind, error in rounds.failed.items() if len(kind) == 1}
+    names = [name for name in host_s if name in single or name in failed]
+    shorter = {name: times.shorter_in(rounds.times[kind]) for name, kind in single.items()}
     return ProfileResult(
         batch=label,
         mode="pipelined" if timer.pipelined else "serial",
         baseline_s=step.value_s,
-        baseline_median_s=baseline.median_s,
+        baseline_median_s=median(rounds.spans_s),
         baseline_spread_s=step.spread_s,
-        exposed_s={name: max(0.0, estimate.value_s) for name, estimate in saved.items()},
-        raw_s={name: estimate.value_s for name, estimate in saved.items()},
-        spread_s={name: estimate.spread_s for name, estimate in saved.items()},
-        replay_s=replay_s,
+        exposed_s={name: max(0.0, saved[kind].value_s) for name, kind in single.items()},
+        raw_s={name: saved[kind].value_s for name, kind in single.items()},
+        spread_s={name: saved[kind].spread_s for name, kind in single.items()},
+        replay_s={name: replay_s[kind] for name, kind in single.items()},
         in_others_s={
             name: {other: s for other, s in shorter[name].items() if other != name}
-            for name in columns
+            for name in single
         },
         host_s={name: host_s[name] for name in names},
-        blocked_s={name: times.blocked_s[name] for name in names},
-        busy_s=_busy_s(timer, host_s) if timer.pipelined else {},
-        not_measured={
-            name: f"{type(error).__name__}: {error}" for name, error in measured.failed.items()
-        },
-        interrupted=measured.interrupted,
-        **{**asdict(counts), "num_rounds": len(baseline.windows)},
-        put_back=tuple(map(str, owners)),
+        blocked_s={name: blocked_s[name] for name in names},
+        device_s={name: device_s[name] for name in names if name in device_s},
+        busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
+        joint=tuple(
+            Joint(what, kind, *saved[kind]) for kind, what in joint.items() if kind in saved
+        ),
+        not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
+        interrupted=rounds.interrupted,
+        num_warmup=counts.num_warmup,
+        num_measure=counts.num_measure,
+        num_rounds=len(rounds.base_s),
+        put_back=put_back,
         already_shortcut=left_out,
     )
-
-
-def _busy_s(timer: WindowTimer, host_s: dict[str, float]) -> dict[str, float]:
-    busy_s: dict[str, float] = defaultdict(float)
-    for name, schedule in timer.pipe.plan.schedule.items():
-        busy_s[schedule.thread_group] += host_s[name]
-    return dict(busy_s)
 
 
 def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
@@ -225,7 +253,7 @@ def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
     return list(labels)
 
 
-def _progress_bar(total: int, *, show: bool) -> Any:
+def _progress_bar(total: int | None, *, show: bool) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="profiling", unit="window", disable=not show)
+    return tqdm(total=total, desc="profiling", unit="visit", disable=not show)

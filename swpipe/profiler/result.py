@@ -3,83 +3,70 @@
 from __future__ import annotations
 
 import json
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO, overload
+from typing import Any, Literal, Self, overload
 
-from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plain_data import parse_json
 from swpipe.core.task import ByTask
+from swpipe.profiler.diff import Change, ProfileDiff, ms, table
+from swpipe.profiler.joint import limiting
 from swpipe.profiler.plot import Bars, bar_chart
+from swpipe.profiler.report import Report
+from swpipe.profiler.spread import Estimate
 
 Mode = Literal["serial", "pipelined"]
 
 MIN_BLOCKED_S = 1e-4
 MIN_BLOCKED_SHARE = 0.25
-LIMITING = 0.9
 
 _BY_TASK = (
-    "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s",
+    "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
     "not_measured",
 )  # fmt: skip
 _READ = (
-    "exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,\n"
-    "and not told apart from 0. Figures of tasks that hide each other do not add up"
+    "exposed: how much shorter a mean iteration is if the task costs nothing; +/-: in 95 of 100\n"
+    "profiles the truth is within; < x: not told apart from 0; in others: what these take less"
 )
-_EXPOSED = ("exposed ms", "spread ms", "% of baseline")
-
-
-class _Report(ABC):
-    """What one result and several results have in common."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def format_report(self) -> str:
-        """The table that ``print_report`` prints."""
-
-    @abstractmethod
-    def to_json(self) -> str:
-        """JSON text; ``from_json`` returns an equal object."""
-
-    @classmethod
-    @abstractmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            ValueError: ``text`` is something else.
-        """
-
-    def print_report(self, file: TextIO | None = None) -> None:
-        """Print one row per task; to standard output by default."""
-        (sys.stdout if file is None else file).write(self.format_report() + "\n")
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON to a file."""
-        write_atomically(path, self.to_json() + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+_EXPOSED = ("exposed ms", "+/- ms", "% of baseline")
+_SLOW = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileResult(_Report):
+class Joint:
+    """Several tasks that were shortcut together. All times are seconds per iteration.
+
+    Attributes:
+        what: What they have in common, in words.
+        tasks: Their names.
+        raw_s: How much shorter an iteration is if all of them cost nothing.
+        spread_s: Half-width of the 95% interval of ``raw_s``.
+    """
+
+    what: str
+    tasks: tuple[str, ...]
+    raw_s: float
+    spread_s: float
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """From plain data."""
+        return cls(**{**data, "tasks": tuple(data["tasks"])})
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileResult(Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
     Attributes:
         baseline_s: Mean wall time of an iteration in which all tasks run.
         baseline_median_s: The median. Where it is much shorter, few slow iterations take the time.
-        baseline_spread_s: Half-width of the error bar of ``baseline_s``.
+        baseline_spread_s: Half-width of the 95% interval of ``baseline_s``.
         exposed_s: Task to the wall time saved if it cost nothing; never negative.
         raw_s: The same with its sign: noise may make it negative.
-        spread_s: Half-width of the error bar of ``raw_s``, for about 99% confidence.
+        spread_s: Half-width of the 95% interval of ``raw_s``.
         replay_s: How long the replay of the task's outputs took, which was added to ``raw_s``.
         in_others_s: Task to those tasks that take less of their threads while it is shortcut, and
             how much less: a forward that is replayed leaves less to the backward.
@@ -87,10 +74,14 @@ class ProfileResult(_Report):
         blocked_s: The part of ``host_s`` in which the thread is off the CPU: it sleeps, waits for
             a file, a lock or a device, or is preempted. A thread that waits in a busy loop (the
             default in CUDA) is on the CPU: compare ``host_s``.
+        device_s: How long the work that the task queued takes on its stream; empty without streams.
         busy_s: Thread group to the time in which it runs tasks; only under the plan.
-        num_warmup: Iterations before each window that were not timed.
-        num_measure: Iterations timed in each window.
-        num_rounds: Windows behind each figure.
+        joint: Tasks that were shortcut together: those of each thread group that has several, and
+            those of all groups that are ``limiting``; only under the plan.
+        num_warmup: Iterations before each visit that were not timed.
+        num_measure: Iterations timed in each visit, in the mean.
+        num_rounds: Visits behind each figure; of some, if there was a limit in seconds or to the
+            spread.
         put_back: The objects whose state was saved before profiling and restored after it: where
             each was found, and its type.
         already_shortcut: Tasks that were shortcut when profiling started. They stayed shortcut
@@ -111,7 +102,9 @@ class ProfileResult(_Report):
     in_others_s: Mapping[str, Mapping[str, float]]
     host_s: Mapping[str, float]
     blocked_s: Mapping[str, float]
+    device_s: Mapping[str, float]
     busy_s: Mapping[str, float]
+    joint: tuple[Joint, ...]
     num_warmup: int
     num_measure: int
     num_rounds: int
@@ -144,12 +137,76 @@ class ProfileResult(_Report):
 
     def format_report(self) -> str:
         """A summary line, a table with one row per task, and notes."""
+        device = ("device ms",) if self.device_s else ()
         rows = [
-            (name, *self._exposed_cells(name), _ms(self.host_s[name]), _ms(self.blocked_s[name]))
+            (
+                name,
+                *self._exposed_cells(name),
+                *(ms(times_s[name]) if name in times_s else "" for times_s in self._times_s),
+                ", ".join(
+                    f"{other} {ms(s)}" for other, s in self.in_others_s.get(name, {}).items()
+                ),
+            )
             for name in self.host_s
         ]
-        table = _table(("task", *_EXPOSED, "host ms", "blocked ms"), rows)
-        return "\n".join([self._summary(), table, *self._notes(), _READ])
+        titles = ("task", *_EXPOSED, "host ms", "blocked ms", *device, "replay ms", "in others ms")
+        return "\n".join([self._summary(), table(titles, rows), *self._notes(), _READ])
+
+    @property
+    def _times_s(self) -> tuple[Mapping[str, float], ...]:
+        device = (self.device_s,) if self.device_s else ()
+        return (self.host_s, self.blocked_s, *device, self.replay_s)
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per task, of plain values; all times are milliseconds."""
+        by_column = {
+            "exposed_ms": self.exposed_s,
+            "raw_ms": self.raw_s,
+            "spread_ms": self.spread_s,
+            "host_ms": self.host_s,
+            "blocked_ms": self.blocked_s,
+            "device_ms": self.device_s,
+            "replay_ms": self.replay_s,
+        }
+        return [
+            {
+                "batch": self.batch,
+                "mode": self.mode,
+                "task": name,
+                **{title: _ms_or_none(of.get(name)) for title, of in by_column.items()},
+                "baseline_ms": 1e3 * self.baseline_s,
+                "not_measured": self.not_measured.get(name, ""),
+            }
+            for name in self.host_s
+        ]
+
+    def add_to_tensorboard(self, writer: Any, step: int | None = None) -> None:
+        """Add scalars in milliseconds: the baseline, and each task's exposed time.
+
+        Args:
+            writer: A ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+            step: The global step that they belong to.
+        """
+        writer.add_scalar(f"swpipe/{self.mode}/baseline_ms", 1e3 * self.baseline_s, step)
+        for name, exposed_s in self.exposed_s.items():
+            writer.add_scalar(f"swpipe/{self.mode}/exposed_ms/{name}", 1e3 * exposed_s, step)
+
+    def diff(self, after: ProfileResult) -> ProfileDiff:
+        """What changed from this profile to ``after``, with 95% intervals."""
+        names = dict.fromkeys((*self.host_s, *after.host_s))
+        return ProfileDiff(
+            Change.of("iteration", self._iteration, after._iteration),
+            tuple(Change.of(name, self._exposed(name), after._exposed(name)) for name in names),
+        )
+
+    @property
+    def _iteration(self) -> Estimate:
+        return Estimate(self.baseline_s, self.baseline_spread_s)
+
+    def _exposed(self, name: str) -> Estimate | None:
+        if name not in self.raw_s:
+            return None
+        return Estimate(self.raw_s[name], self.spread_s[name])
 
     def plot(self, path: str | Path) -> None:
         """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
@@ -178,27 +235,34 @@ class ProfileResult(_Report):
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a profile result has exactly the keys {sorted(names)}, not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        return cls(**{**data, **lists})
+        joint = tuple(map(Joint.from_dict, data["joint"]))
+        return cls(**{**data, **lists, "joint": joint})
 
     def _exposed_cells(self, name: str) -> tuple[str, str, str]:
         """The cells below ``_EXPOSED`` for one task; "<" is what is not told apart from 0."""
         if name not in self.exposed_s:
             return "not measured", "", ""
-        value_s, spread_s, sign = self.raw_s[name], self.spread_s[name], ""
-        if abs(value_s) <= spread_s:
-            value_s, sign = max(0.0, value_s) + spread_s, "< " if spread_s else ""
-        share = value_s / self.baseline_s if self.baseline_s else 0.0
-        return f"{sign}{_ms(value_s)}", _ms(spread_s), f"{sign}{100 * share:.1f}"
+        return self._cells(self.raw_s[name], self.spread_s[name])
+
+    def _cells(self, value_s: float, spread_s: float) -> tuple[str, str, str]:
+        below = 0 < spread_s >= abs(value_s)
+        shown_s = max(0.0, value_s) + spread_s if below else value_s
+        share = shown_s / self.baseline_s if self.baseline_s else 0.0
+        sign = "< " if below else ""
+        return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}"
 
     def _cells_of(self, name: str) -> tuple[str, str, str]:
         """The same in a table with other results, which may have other tasks."""
         return self._exposed_cells(name) if name in self.host_s else ("", "", "")
 
     def _summary(self) -> str:
+        slow = 1 - self.baseline_median_s / self.baseline_s if self.baseline_s else 0.0
+        tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
         return (
-            f"{self.batch}, {self.mode}: {_ms(self.baseline_s)} ± "
-            f"{_ms(self.baseline_spread_s)} ms per iteration, median "
-            f"{_ms(self.baseline_median_s)} ({self.num_rounds} rounds of {self.num_measure})"
+            f"{self.batch}, {self.mode}: {ms(self.baseline_s)} +/- "
+            f"{ms(self.baseline_spread_s)} ms per iteration, median "
+            f"{ms(self.baseline_median_s)}{tail} "
+            f"({self.num_rounds} rounds, {self.num_measure} iterations per visit)"
         )
 
     @property
@@ -208,12 +272,11 @@ class ProfileResult(_Report):
         If there are several, none of them alone makes iterations much shorter: the tasks of each
         have little exposed time, whatever they take.
         """
-        found = [g for g, busy_s in self.busy_s.items() if busy_s >= LIMITING * self.baseline_s]
-        return tuple(sorted(found, key=lambda group: -self.busy_s[group]))
+        return limiting(self.busy_s, self.baseline_s)
 
     def _limits(self) -> str:
-        step = f"nearly all of {_ms(self.baseline_s)} ms"
-        busy = [f"{group} ({_ms(self.busy_s[group])} ms)" for group in self.limiting]
+        step = f"nearly all of {ms(self.baseline_s)} ms"
+        busy = [f"{group} ({ms(self.busy_s[group])} ms)" for group in self.limiting]
         if len(busy) > 1:
             return f"several thread groups are busy {step}, so all have to do less: {listed(busy)}"
         if busy:
@@ -221,23 +284,22 @@ class ProfileResult(_Report):
         longest = max(self.busy_s, key=lambda group: self.busy_s[group])
         return (
             f"no thread group is busy {step}, {longest} the longest with "
-            f"{_ms(self.busy_s[longest])} ms: iterations wait for dependences, a device or others"
+            f"{ms(self.busy_s[longest])} ms: iterations wait for dependences, a device or others"
         )
 
     def _notes(self, on_batch: str = "") -> Iterator[str]:
         if self.busy_s:
             yield f"limits iterations{on_batch}: {self._limits()}"
-        blocking = [f"{name} ({_ms(self.blocked_s[name])} ms)" for name in self.blocking]
+        blocking = [f"{name} ({ms(self.blocked_s[name])} ms)" for name in self.blocking]
         yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
         for name, why in self.not_measured.items():
             yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
-        shorter = [
-            f"{name} ({', '.join(f'{other} {_ms(s)} ms' for other, s in others.items())})"
-            for name, others in self.in_others_s.items()
-            if others
-        ]
-        if shorter:
-            yield f"shortens others too{on_batch}: {', '.join(shorter)}"
+        for joint in self.joint:
+            value, spread, share = self._cells(joint.raw_s, joint.spread_s)
+            yield (
+                f"together{on_batch}: {value} +/- {spread} ms ({share}%) for {joint.what}: "
+                f"{', '.join(joint.tasks)}"
+            )
         if self.interrupted:
             yield f"interrupted{on_batch}: not all rounds were measured"
         if self.already_shortcut:
@@ -252,7 +314,7 @@ class ProfileResult(_Report):
         return Bars(label, self.exposed_s, self.spread_s)
 
 
-class ProfileResults(_Report, Sequence[ProfileResult]):
+class ProfileResults(Report, Sequence[ProfileResult]):
     """The results of several batches, in the order of the batches."""
 
     def __init__(self, results: Iterable[ProfileResult]) -> None:
@@ -292,7 +354,11 @@ class ProfileResults(_Report, Sequence[ProfileResult]):
             [name, *(cell for result in self for cell in result._cells_of(name))] for name in tasks
         ]
         notes = dict.fromkeys(note for r in self for note in r._notes(f" on {r.batch}"))
-        return "\n".join([*(r._summary() for r in self), _table(headers, rows), *notes, _READ])
+        return "\n".join([*(r._summary() for r in self), table(headers, rows), *notes, _READ])
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per batch and task, of plain values; all times are milliseconds."""
+        return [row for result in self for row in result.records()]
 
     def plot(self, path: str | Path) -> None:
         """Draw a bar chart with one bar per task and batch; the suffix selects the format.
@@ -314,12 +380,5 @@ class ProfileResults(_Report, Sequence[ProfileResult]):
         return cls(ProfileResult.from_dict(entry) for entry in data)
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    from tabulate import tabulate
-
-    align = ("left", *("right",) * (len(headers) - 1))
-    return tabulate(rows, headers=list(headers), disable_numparse=True, colalign=align)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f}"
+def _ms_or_none(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

@@ -1,40 +1,71 @@
-"""Measure in rounds: each window once per round, in an order that changes.
+"""Measure in rounds: one run of iterations each, in which shortcuts change every few iterations.
 
-    round 1    read      baseline  step      decode
-    round 2    decode    step      baseline  read        round 1 in reverse
-    round 3    baseline  read      decode    step
+    round 1    base   read   decode   copy   base   forward   backward   step   base | restored
+    round 2    base   step   decode   read   base   backward   copy   forward   base | restored
     ...
 
-In all windows each task is timed on its thread too. While one is shortcut, its own time is that of
+Each is a visit: some iterations that are not timed, in which the shortcut is cached and the
+pipeline comes to its steady state, and then some that are. How many varies by one, so that visits
+do not keep step with what comes every so many iterations. Orders and lengths are the same in every
+run, and so on every rank. ``swpipe.profiler.spread`` says how visits are compared.
+
+In all visits each task is timed on its thread too. While one is shortcut, its own time is that of
 the replay, and that of others shows what it costs them: a forward takes part of the backward along.
 
-Each window starts from the same state: a shortcut replays the same outputs in each iteration, which
-can lead training astray. If the machine gets slower or faster over time, this affects all tasks
-alike: a reversed round cancels the drift of the one before. The order is the same in every run, and
-so on every rank.
+Each round starts from the same state, since a shortcut replays the same outputs in each iteration,
+which can lead training astray. On several ranks the pipeline is empty at each change: otherwise one
+rank might replay a collective that another one runs.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from statistics import fmean
+from typing import TypeAlias
+
+import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import is_alone
 from swpipe.core.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.spread import Column
+from swpipe.profiler.measure import PlanRun, SerialRun, WindowTimer
+from swpipe.profiler.spread import on_the_line, time_saved
 
-BASELINE = "<baseline>"
-"""The window in which no task is shortcut."""
+Kind: TypeAlias = tuple[str, ...]
+"""The tasks that are shortcut in a visit."""
+
+Visit: TypeAlias = tuple[Kind, list[float]]
+"""A kind, and the times of the iterations that were timed."""
+
+BASE: Kind = ()
+BETWEEN = 3
+"""How many visits with a shortcut there are between two without.
+
+With 1, half of the time goes into visits without; with more, the line between these says less about
+the visits in the middle. On recorded times of iterations, 2 to 4 had the smallest errors.
+"""
+
+ENOUGH = 5
+"""From so many rounds on, a spread is known well enough to choose by it."""
+
+LEAST_ROUNDS = 2
+MAX_ROUNDS = 200
+"""The end of a search for a spread that is not reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The numbers of iterations and rounds.
+    """How much to measure.
+
+    Attributes:
+        num_rounds: How many rounds, if there is neither of the next two.
+        seconds: Rounds until so long has passed.
+        target_spread_s: Rounds until all intervals are so narrow, or ``seconds`` have passed.
 
     Raises:
         ValueError: A number is too small.
@@ -43,125 +74,208 @@ class Counts:
     num_warmup: int
     num_measure: int
     num_rounds: int
+    seconds: float | None = None
+    target_spread_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_warmup", 0), ("num_measure", 1), ("num_rounds", 1)):
+        least = {"num_warmup": 0, "num_measure": 1, "num_rounds": LEAST_ROUNDS}
+        for name, number in least.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}: give a whole number, {least} or more")
-        if self.num_measure * self.num_rounds < 2:
-            raise ValueError(
-                "num_measure and num_rounds are both 1: one measurement has no error bar; "
-                "give one of them 2 or more"
-            )
+            if not isinstance(value, int) or value < number:
+                raise ValueError(f"{name} is {value!r}: give a whole number, {number} or more")
+        for name in ("seconds", "target_spread_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value!r}: give a number greater than 0")
 
-    def windows(self, tasks: int) -> int:
-        """The number of windows in all rounds, for this number of tasks."""
-        return self.num_rounds * (tasks + 1)
+    @property
+    def fixed(self) -> bool:
+        """Whether the number of rounds is known beforehand."""
+        return self.seconds is None and self.target_spread_s is None
 
 
-class Measured(NamedTuple):
-    """The windows of ``BASELINE`` and of each task, and all tasks' times on their threads in these.
+class Rounds:
+    """The visits that were measured so far.
 
     Attributes:
-        failed: Why tasks could not be measured; these have no column.
-        interrupted: Not all rounds were measured: Ctrl-C came first.
+        base_s: The mean time of an iteration without a shortcut, round by round.
+        spans_s: All times of iterations without a shortcut, as ``WindowTimer.spans``.
+        saved_s: Kind to the differences that ``time_saved`` takes.
+        times: Kind, and ``BASE``, to the times of all tasks.
+        in_backward_s: Kind to what its replays cost in the backward of others, visit by visit.
+        failed: Kind to why it could not be measured; it is in none of the others.
+        interrupted: Ctrl-C came before the last round.
+
+    Args:
+        timer: Runs the iterations.
+        restore: Called after each round.
     """
 
-    columns: dict[str, Column]
-    times: dict[str, HostTimes]
-    failed: dict[str, Exception]
-    interrupted: bool
-
-
-def measure(
-    timer: WindowTimer,
-    names: Sequence[str],
-    num_rounds: int,
-    tick: Callable[[], object],
-    restore: Callable[[], object],
-) -> Measured:
-    """Measure all windows; call ``restore`` and ``tick`` after each.
-
-    A task with which iterations fail while it is shortcut, and only then, is left out from there
-    on. On several ranks it fails the profile: the others may wait in a collective.
-
-    Raises:
-        BaseException: Whatever a task raised, with a note of what was being measured.
-            KeyboardInterrupt only until each window was measured once.
-    """
-    _Rounds(timer, names, restore).run(BASELINE)  # the first iterations allocate and compile
-    rounds = _Rounds(timer, names, restore)
-    interrupted = False
-    for number, order in enumerate(window_orders((BASELINE, *names), num_rounds)):
-        try:
-            for kind in order:
-                rounds.run(kind)
-                tick()
-        except KeyboardInterrupt:
-            if number == 0:
-                raise
-            rounds.keep(number)
-            interrupted = True
-            break
-    columns = {
-        name: Column(windows, timer.overlap)
-        for name, windows in rounds.windows.items()
-        if name not in rounds.failed
-    }
-    return Measured(columns, rounds.times, rounds.failed, interrupted)
-
-
-class _Rounds:
-    """The windows that were measured so far."""
-
-    def __init__(
-        self, timer: WindowTimer, names: Sequence[str], restore: Callable[[], object]
-    ) -> None:
+    def __init__(self, timer: WindowTimer, counts: Counts, restore: Callable[[], object]) -> None:
         self._timer = timer
+        self._counts = counts
         self._restore = restore
-        self.windows: dict[str, list[list[float]]] = {name: [] for name in (BASELINE, *names)}
-        tasks = [task.name for task in timer.pipe.tasks]
-        self.times = {name: HostTimes(tasks) for name in self.windows}
-        self.failed: dict[str, Exception] = {}
+        self._rng = random.Random(0)
+        self._kind = BASE
+        self.base_s: list[float] = []
+        self.spans_s: list[float] = []
+        self.saved_s: dict[Kind, list[float]] = {}
+        self.times: dict[Kind, HostTimes] = {BASE: self._new_times()}
+        self.in_backward_s: dict[Kind, list[float]] = {}
+        self.failed: dict[Kind, Exception] = {}
+        self.interrupted = False
 
-    def keep(self, number: int) -> None:
-        """Keep the windows of the first rounds, so that all kinds have the same number."""
-        self.windows = {name: windows[:number] for name, windows in self.windows.items()}
+    def warm_up(self) -> tuple[float, HostTimes]:
+        """Iterations without shortcuts: the first ones allocate and compile.
 
-    def run(self, kind: str) -> None:
-        """Measure one window, unless its task has failed before."""
-        if kind in self.failed:
-            return
-        try:
-            self.windows[kind].append(self._window(kind))
-        except UnsavedStateError:
-            raise
-        except Exception as error:
-            if kind == BASELINE or not is_alone():
+        Returns:
+            Seconds per iteration, and the times of all tasks: a first estimate.
+        """
+        _, (_, seconds) = self._run(visits(()))
+        first = self.times[BASE]
+        self.times[BASE] = self._new_times()
+        return fmean(seconds), first
+
+    def measure(self, kinds: Sequence[Kind], tick: Callable[[], object]) -> None:
+        """Measure kinds of shortcuts; call ``tick`` after each visit to one.
+
+        One with which iterations fail, and only with it, is left out from there on. On several
+        ranks it fails the profile: the others may wait in a collective.
+
+        Raises:
+            BaseException: Whatever a task raised, with a note of what was being measured.
+                KeyboardInterrupt only in the first two rounds.
+        """
+        self.saved_s = {kind: [] for kind in kinds}
+        self.times |= {kind: self._new_times() for kind in kinds}
+        begin_s = time.perf_counter()
+        while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
+            order = self._rng.sample(wanted, len(wanted))
+            try:
+                self._measure_round(order, tick)
+            except KeyboardInterrupt:
+                if len(self.base_s) < LEAST_ROUNDS:
+                    raise
+                self.interrupted = True
+                break
+
+    def _wanted(self, elapsed_s: float) -> list[Kind]:
+        """The kinds for the next round; none at the end."""
+        counts, done, kinds = self._counts, len(self.base_s), list(self.saved_s)
+        if counts.fixed:
+            # What several tasks save together is not asked for in a narrow interval.
+            turn = [kind for kind in kinds if len(kind) == 1 or done % 2 == 0]
+            return turn if done < counts.num_rounds else []
+        if done < LEAST_ROUNDS:
+            return kinds
+        in_time = counts.seconds is None or elapsed_s * (1 + 1 / done) <= counts.seconds
+        if not in_time or done == MAX_ROUNDS:
+            return []
+        if done < ENOUGH:
+            return kinds
+        spread_s = {kind: found.spread_s for kind, found in time_saved(self.saved_s).items()}
+        widest = sorted(kinds, key=lambda kind: -spread_s[kind])
+        if counts.target_spread_s is not None:
+            return [kind for kind in widest if spread_s[kind] > counts.target_spread_s]
+        return widest[: -(-len(widest) // 2)]
+
+    def _agreed(self, wanted: list[Kind]) -> list[Kind]:
+        """What rank 0 wants; times differ."""
+        if self._counts.fixed or is_alone():
+            return wanted
+        shared = [wanted]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
+        while True:
+            try:
+                found = self._run(visits([kind for kind in order if kind in self.saved_s]), tick)
+            except UnsavedStateError:
                 raise
-            self._window(BASELINE)  # it raises if the shortcut was not the reason
-            self.failed[kind] = error
+            except Exception as error:
+                if self._kind == BASE or not is_alone():
+                    raise
+                self._leave_out(self._kind, error)
+                continue
+            base = [seconds for kind, seconds in found if kind == BASE]
+            self.base_s.append(fmean(map(fmean, base)))
+            self.spans_s += [span for seconds in base for span in self._timer.spans(seconds)]
+            for kind, saved_s in differences(found).items():
+                self.saved_s[kind].append(saved_s)
+            return
 
-    def _window(self, kind: str) -> list[float]:
-        pipe, shortcut = self._timer.pipe, kind != BASELINE
+    def _leave_out(self, failed: Kind, error: Exception) -> None:
+        """Leave out a kind, and those with the same tasks, if the shortcut was the reason."""
+        self._run(visits(()))  # otherwise, this raises
+        for kind in [kind for kind in self.saved_s if set(failed) <= set(kind)]:
+            self.failed[kind] = error
+            del self.saved_s[kind], self.times[kind]
+
+    def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
+        timer, pipe, where = self._timer, self._timer.pipe, []
+        run, seen = timer.run(), self.times[BASE].observer()
         try:
-            with pipe.shortcut(kind) if shortcut else nullcontext():
-                samples = self._timer.window(self.times[kind])
-                pipe.check_shortcuts()
-                return samples
-        except BaseException as error:
-            what = f"with task {kind!r} shortcut" if shortcut else "without a shortcut"
-            add_note(error, f"swpipe: while profiling {what}")
+            with pipe.observe(seen):
+                for kind in order:
+                    where.append(self._visit(run, kind))
+                    if kind:
+                        tick()
+                run.end()
+        except BaseException:
+            with suppress(Exception):  # the first failure is the one to raise
+                run.end()
             raise
         finally:
             self._restore()
+        seconds = run.seconds()
+        for kind, measured in zip(order, where, strict=True):
+            self.times[kind].add(seen, set(run.iterations(measured)))
+        return [(kind, seconds[measured]) for kind, measured in zip(order, where, strict=True)]
+
+    def _visit(self, run: SerialRun | PlanRun, kind: Kind) -> slice:
+        timer, self._kind = self._timer, kind
+        least = timer.pipe.plan.depth if timer.pipelined else 1
+        length = max(least, timer.measure)
+        if length > 1:
+            length += self._rng.choice((-1, 0, 1))
+        try:
+            with timer.pipe.shortcut(*kind) if kind else nullcontext():
+                run.iterate(timer.num_warmup, 0)
+                before_s = timer.pipe.replay_in_backward_s(*kind)
+                measured = run.iterate(0, length)
+                extra_s = timer.pipe.replay_in_backward_s(*kind) - before_s
+                self.in_backward_s.setdefault(kind, []).append(extra_s / length)
+                if not is_alone():
+                    run.end()
+                timer.pipe.check_shortcuts()
+                return measured
+        except BaseException as error:
+            what = f"with {_named(kind)} shortcut" if kind else "without a shortcut"
+            add_note(error, f"swpipe: while profiling {what}")
+            raise
+
+    def _new_times(self) -> HostTimes:
+        return HostTimes(task.name for task in self._timer.pipe.tasks)
 
 
-def window_orders(kinds: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
-    """The order of the windows in each round: random, then its reverse, then random again."""
-    rng = random.Random(0)
-    order: list[str] = []
-    for number in range(num_rounds):
-        order = order[::-1] if number % 2 else rng.sample(kinds, len(kinds))
-        yield order
+def visits(order: Sequence[Kind]) -> list[Kind]:
+    """The visits of a round to these kinds: ``BASE`` first, last, and after every ``BETWEEN``."""
+    groups = [order[i : i + BETWEEN] for i in range(0, len(order), BETWEEN)]
+    return [BASE, *(kind for group in groups or [()] for kind in (*group, BASE))]
+
+
+def differences(round_: Sequence[Visit]) -> dict[Kind, float]:
+    """How much shorter the iterations of each kind were than those around them."""
+    saved_s: dict[Kind, float] = {}
+    bases = [place for place, (kind, _) in enumerate(round_) if kind == BASE]
+    for before, after in pairwise(bases):
+        ends_s = fmean(round_[before][1]), fmean(round_[after][1])
+        between = round_[before + 1 : after]
+        for place, (kind, seconds) in enumerate(between, 1):
+            saved_s[kind] = on_the_line(*ends_s, place, len(between)) - fmean(seconds)
+    return saved_s
+
+
+def _named(kind: Kind) -> str:
+    return f"task{'s' * (len(kind) > 1)} {', '.join(map(repr, kind))}"

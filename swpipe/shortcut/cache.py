@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.shortcut.contents import is_fixed
 from swpipe.shortcut.gradients import LeftGradient
-from swpipe.shortcut.graft import Sources, ZeroGradients, connect
+from swpipe.shortcut.graft import Sources, Spent, ZeroGradients, connect
 from swpipe.shortcut.handed_out import HandedOut, Use, Uses
 from swpipe.shortcut.objects import KeptObjects, NotReplayableError
 
@@ -85,7 +86,11 @@ class _Cached(NamedTuple):
 
 
 class Cache:
-    """What one run of a task on ``ctx`` produced."""
+    """What one run of a task on ``ctx`` produced.
+
+    Attributes:
+        in_backward: What replays have cost in the backward of others.
+    """
 
     def __init__(self, task: str, ctx: Any, produced: Produced, device: Device) -> None:
         self._task = task
@@ -94,8 +99,10 @@ class Cache:
         self._sources = produced.sources
         self._device = device
         self._zeros = ZeroGradients()
+        self.in_backward = Spent()
         self._cached: dict[int, _Cached] = {}
         self._objects = KeptObjects()
+        self._checking = threading.Lock()
         self._refused = ""  # why replays are not right, once this is known
         self._uses = Uses(self._keep(ctx, produced.values))
         self._check_complete()
@@ -131,8 +138,9 @@ class Cache:
             ShortcutError: The cache was modified in place, or outputs were modified in a way that
                 a replay does not repeat.
         """
-        if self._uses.become_known():
-            self._refused = self._reason_to_refuse()
+        with self._checking:  # a replay may be under way on another thread
+            if self._uses.become_known():
+                self._refused = self._reason_to_refuse()
         if self._refused:
             raise ShortcutError(self._task, self._refused)
         for cached in self._cached.values():
@@ -214,7 +222,8 @@ class Cache:
             upstream = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
             zeros = self._zeros.like(upstream, stream)
             restored = [fresh[key] for key in computed]
-            outputs = connect(restored, upstream, zeros, self._sources.leaves, self._task)
+            leaves = self._sources.leaves
+            outputs = connect(restored, upstream, zeros, leaves, self._task, self.in_backward)
             fresh |= zip(computed, outputs, strict=True)
         for key, cached in self._cached.items():
             tensor = fresh[key]

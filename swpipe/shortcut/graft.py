@@ -14,6 +14,7 @@ So parameters upstream and in the task stay in the graph: their gradients are ze
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,6 +30,13 @@ Edge: TypeAlias = tuple[Node, int]
 """A tensor's position in the autograd graph: a node, and the index of one of its outputs."""
 
 
+class Spent:
+    """Seconds that went into what only a replay has to do."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class _GraftGrad(torch.autograd.Function):
     """Forward: the cached tensors. Backward: their gradients, and zeros for upstream tensors.
 
@@ -42,10 +50,11 @@ class _GraftGrad(torch.autograd.Function):
         zeros: tuple[Tensor, ...],
         leaves: tuple[OwnLeaf, ...],
         task: str,
+        spent: Spent,
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        graft.zeros, graft.leaves, graft.task = zeros, leaves, task
+        graft.zeros, graft.leaves, graft.task, graft.spent = zeros, leaves, task, spent
         graft.set_materialize_grads(False)
         # Not the inputs themselves: autograd treats those as views and forbids in-place changes.
         return tuple(tensor.detach() for tensor in tensors[:count])
@@ -59,8 +68,10 @@ class _GraftGrad(torch.autograd.Function):
                 "replay has no second derivative. Compute outputs and gradient in one task, or "
                 "do not shortcut this one",
             )
-        own = (leaf.zero() for leaf in graft.leaves)
-        return (None, None, None, None, *gradients, *graft.zeros, *own)
+        begin_s = time.perf_counter()
+        own = [leaf.zero() for leaf in graft.leaves]
+        graft.spent.seconds += time.perf_counter() - begin_s
+        return (None, None, None, None, None, *gradients, *graft.zeros, *own)
 
 
 def connect(
@@ -69,6 +80,7 @@ def connect(
     zeros: Sequence[Tensor],
     leaves: Sequence[OwnLeaf] = (),
     task: str = "",
+    spent: Spent | None = None,
 ) -> tuple[Tensor, ...]:
     """Return ``cached``, without a copy, as outputs of a graph that leads to ``upstream``.
 
@@ -78,11 +90,13 @@ def connect(
         zeros: One per upstream tensor, of its shape, dtype and device; not written to.
         leaves: Leaves that the task used.
         task: The name of the task, for messages.
+        spent: Gets the seconds that each backward takes for the zeros of ``leaves``.
     """
     inputs = [tensor.detach().requires_grad_() for tensor in cached]
     inputs += [*upstream, *(leaf.tensor for leaf in leaves)]
     apply: Any = _GraftGrad.apply
-    outputs: tuple[Tensor, ...] = apply(tuple(zeros), tuple(leaves), task, len(cached), *inputs)
+    given = (tuple(zeros), tuple(leaves), task, spent or Spent(), len(cached))
+    outputs: tuple[Tensor, ...] = apply(*given, *inputs)
     return outputs
 
 

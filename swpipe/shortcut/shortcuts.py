@@ -89,6 +89,11 @@ class Shortcuts:
             for cache in self._caches.get(name, {}).values():
                 cache.check()
 
+    def in_backward_s(self, task_name: str) -> float:
+        """The seconds that a task's replays have cost in the backward of others, until now."""
+        caches = self._caches.get(task_name, {}).values()
+        return sum(cache.in_backward.seconds for cache in list(caches))
+
     def run(self, task: PipelineTask, ctx: Any) -> None:
         """Run a task and cache what it produces, or replay its cache.
 
