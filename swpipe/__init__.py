@@ -21,8 +21,8 @@ from swpipe.report import RunReport
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
-    from swpipe.planning.autotuning import autotune
     from swpipe.profiler import ProfileResult, TaskProfiler
+    from swpipe.tuning.autotuning import autotune
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ __all__ = [
 _LATE = {
     "ProfileResult": "swpipe.profiler",
     "TaskProfiler": "swpipe.profiler",
-    "autotune": "swpipe.planning.autotuning",
+    "autotune": "swpipe.tuning.autotuning",
 }
 
 

@@ -2,9 +2,9 @@
 
 The rooms and the directions between them (an arrow reads "imports from")::
 
-    tasks ──> plans ──┐
-      └───────────────┼──> the framework (swpipe/*.py) ──> torch
-    profiler ─────────┘
+    tasks ──> plans ─────────────────┐
+      └──────────────────────────────┼──> the framework (swpipe/*.py) ──> torch
+    tuning ──> profiler ──> planning ┘
     swpipe/cli ──> everything; swpipe/__init__.py names what the rooms offer, and loads it late
 """
 
@@ -25,11 +25,17 @@ import swpipe
 PACKAGE = Path(swpipe.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-ROOMS = ("planning", "plans", "tasks", "profiler")
+ROOMS = ("planning", "plans", "tasks", "profiler", "tuning")
 LINKED = ("plans", "tasks", "profiler")
 """Rooms that a link at the top level opens."""
 
-MAY_USE = {"planning": ("profiler",), "plans": (), "tasks": ("plans",), "profiler": ()}
+MAY_USE = {
+    "planning": (),
+    "plans": (),
+    "profiler": ("planning",),
+    "tasks": ("plans",),
+    "tuning": ("planning", "profiler"),
+}
 """Room to the other rooms it may import."""
 
 EDGE = ("cli", "__init__")
@@ -122,6 +128,7 @@ def test_imports_go_one_way() -> None:
         ("plans/greedy.py", "from swpipe.tasks import anything"),
         ("plans/greedy.py", "from swpipe.profiler import anything"),
         ("inference/greedy.py", "from swpipe.planning import anything"),
+        ("planning/greedy.py", "from swpipe.profiler import anything"),
         ("profiler/report.py", "from ..plans import anything"),
         ("tasks/clicks.py", "import swpipe.profiler"),
     ],

@@ -42,8 +42,8 @@ from swpipe.tasks.workload import (
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
-    from swpipe.planning.autotuning import Tuned
     from swpipe.profiler import ProfileResults
+    from swpipe.tuning.autotuning import Tuned
 
 _TRACED = 12  # steps in a timeline
 _TURN = 100  # steps under one plan, before the next one has its turn
@@ -151,9 +151,7 @@ def profile(
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
     batches: Annotated[int, typer.Option(min=1, max=100, help="Batches to show side by side.")] = 1,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_COUNT, help="Rounds of baseline and shortcuts.")
-    ] = 3,
+    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")] = 6,
     device: options.Device = None,
     output: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write the figures as JSON.")
@@ -226,7 +224,7 @@ def demo(
                 with closing(work.open_job(config)) as job:
                     plan = plans[work.usual_plan]
                     breakdown.append(
-                        profile_job(job, config.device, plan, 1, 3, pipelined, labels=[label])
+                        profile_job(job, config.device, plan, 1, 4, pipelined, labels=[label])
                     )
             for results in breakdown:
                 echo(f"\n{format_breakdown(results)}")
@@ -304,8 +302,6 @@ def profile_job(
     with SWPipeline(plan, job.tasks(), device=device) as pipe:
         return TaskProfiler(pipe).profile_many(
             list(job.batches(batches)),
-            num_warmup=3,
-            num_measure=10,
             num_rounds=rounds,
             pipelined=pipelined,
             verbose=True,

@@ -24,10 +24,10 @@ from swpipe.core.messages import plain, shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
-from swpipe.planning.autotuning import Loop, Tuned, autotune
 from swpipe.planning.limits import Limits
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
 from swpipe.trace import Trace
+from swpipe.tuning.autotuning import Loop, Tuned, autotune
 
 T = TypeVar("T")
 

@@ -32,9 +32,9 @@ from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds, recsys14
 from swpipe.planning import simulate as simulate_plan
-from swpipe.planning.autotuning import EFFORT
 from swpipe.tasks.workload import DEFAULT, Plans, workloads
 from swpipe.trace import Trace, format_stacked, plot_stacked
+from swpipe.tuning.autotuning import EFFORT
 
 app = typer.Typer(
     help="Infer dependences, check plans, simulate them, choose one, show one.",

@@ -54,7 +54,7 @@ class ProfileDiff:
             )
             for change in (self.iteration, *self.tasks)
         ]
-        return table(("", "before ms", "after ms", "saved ms", "+/- ms"), rows)
+        return table(("", "before ms", "after ms", "saved ms", "± ms"), rows)
 
     def __str__(self) -> str:
         return self.format()

@@ -12,12 +12,13 @@ from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
+from swpipe.profiler.advice import Seen, advise
 from swpipe.profiler.device_times import device_times_s
-from swpipe.profiler.joint import busy_s, joint_kinds
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.result import Joint, ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASE, Counts, Kind, Rounds
 from swpipe.profiler.spread import mean_of, time_saved, with_replay
+from swpipe.profiler.together import busy_s, joint_kinds
 
 
 class TaskProfiler:
@@ -55,7 +56,7 @@ class TaskProfiler:
         batch: Any,
         num_warmup: int = 2,
         num_measure: int = 3,
-        num_rounds: int = 6,
+        num_rounds: int = 4,
         pipelined: bool = False,
         tasks: Iterable[TaskRef] | TaskRef | None = None,
         verbose: bool = False,
@@ -79,7 +80,7 @@ class TaskProfiler:
         batches: Iterable[Any],
         num_warmup: int = 2,
         num_measure: int = 3,
-        num_rounds: int = 6,
+        num_rounds: int = 4,
         pipelined: bool = False,
         tasks: Iterable[TaskRef] | TaskRef | None = None,
         verbose: bool = False,
@@ -232,6 +233,18 @@ def _result(
         busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
         joint=tuple(
             Joint(what, kind, *saved[kind]) for kind, what in joint.items() if kind in saved
+        ),
+        advice=advise(
+            Seen(
+                timer.pipe.plan,
+                timer.pipelined,
+                timer.pipe.device.has_streams,
+                step,
+                host_s,
+                times.cpu_s,
+                device_s,
+                {name: saved[kind] for name, kind in single.items()},
+            )
         ),
         not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
         interrupted=rounds.interrupted,

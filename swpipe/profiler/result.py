@@ -11,11 +11,12 @@ from typing import Any, Literal, Self, overload
 from swpipe.core.messages import listed
 from swpipe.core.plain_data import parse_json
 from swpipe.core.task import ByTask
+from swpipe.profiler.advice import Advice
 from swpipe.profiler.diff import Change, ProfileDiff, ms, table
-from swpipe.profiler.joint import limiting
+from swpipe.profiler.outputs import Report
 from swpipe.profiler.plot import Bars, bar_chart
-from swpipe.profiler.report import Report
 from swpipe.profiler.spread import Estimate
+from swpipe.profiler.together import limiting
 
 Mode = Literal["serial", "pipelined"]
 
@@ -27,10 +28,10 @@ _BY_TASK = (
     "not_measured",
 )  # fmt: skip
 _READ = (
-    "exposed: how much shorter a mean iteration is if the task costs nothing; +/-: in 95 of 100\n"
+    "exposed: how much shorter a mean iteration is if the task costs nothing; ±: in 95 of 100\n"
     "profiles the truth is within; < x: not told apart from 0; in others: what these take less"
 )
-_EXPOSED = ("exposed ms", "+/- ms", "% of baseline")
+_EXPOSED = ("exposed ms", "± ms", "% of baseline")
 _SLOW = 0.05
 
 
@@ -76,8 +77,9 @@ class ProfileResult(Report):
             default in CUDA) is on the CPU: compare ``host_s``.
         device_s: How long the work that the task queued takes on its stream; empty without streams.
         busy_s: Thread group to the time in which it runs tasks; only under the plan.
-        joint: Tasks that were shortcut together: those of each thread group that has several, and
-            those of all groups that are ``limiting``; only under the plan.
+        joint: Tasks that were shortcut together: those of the busiest thread group, and those of
+            all groups that are ``limiting`` if these are several; only under the plan.
+        advice: The changes that promise most, at most three; the best comes first.
         num_warmup: Iterations before each visit that were not timed.
         num_measure: Iterations timed in each visit, in the mean.
         num_rounds: Visits behind each figure; of some, if there was a limit in seconds or to the
@@ -105,6 +107,7 @@ class ProfileResult(Report):
     device_s: Mapping[str, float]
     busy_s: Mapping[str, float]
     joint: tuple[Joint, ...]
+    advice: tuple[Advice, ...]
     num_warmup: int
     num_measure: int
     num_rounds: int
@@ -236,7 +239,8 @@ class ProfileResult(Report):
             raise ValueError(f"a profile result has exactly the keys {sorted(names)}, not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
         joint = tuple(map(Joint.from_dict, data["joint"]))
-        return cls(**{**data, **lists, "joint": joint})
+        advice = tuple(map(Advice.from_dict, data["advice"]))
+        return cls(**{**data, **lists, "joint": joint, "advice": advice})
 
     def _exposed_cells(self, name: str) -> tuple[str, str, str]:
         """The cells below ``_EXPOSED`` for one task; "<" is what is not told apart from 0."""
@@ -259,7 +263,7 @@ class ProfileResult(Report):
         slow = 1 - self.baseline_median_s / self.baseline_s if self.baseline_s else 0.0
         tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
         return (
-            f"{self.batch}, {self.mode}: {ms(self.baseline_s)} +/- "
+            f"{self.batch}, {self.mode}: {ms(self.baseline_s)} ± "
             f"{ms(self.baseline_spread_s)} ms per iteration, median "
             f"{ms(self.baseline_median_s)}{tail} "
             f"({self.num_rounds} rounds, {self.num_measure} iterations per visit)"
@@ -297,9 +301,11 @@ class ProfileResult(Report):
         for joint in self.joint:
             value, spread, share = self._cells(joint.raw_s, joint.spread_s)
             yield (
-                f"together{on_batch}: {value} +/- {spread} ms ({share}%) for {joint.what}: "
+                f"together{on_batch}: {value} ± {spread} ms ({share}%) for {joint.what}: "
                 f"{', '.join(joint.tasks)}"
             )
+        for number, advice in enumerate(self.advice, 1):
+            yield f"{number}. to do next{on_batch}: {advice.text}"
         if self.interrupted:
             yield f"interrupted{on_batch}: not all rounds were measured"
         if self.already_shortcut:

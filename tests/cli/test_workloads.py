@@ -14,10 +14,10 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.cli.app import format_outcome
-from swpipe.planning.autotuning import Candidate
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.tasks import workload as registry
 from swpipe.tasks.workload import InputError, Option, Training, Workload, register
+from swpipe.tuning.autotuning import Candidate
 from tests.cli.test_cli import refused, run
 
 

@@ -22,7 +22,7 @@ from swpipe import (
 from swpipe.profiler import ProfileResult, ProfileResults
 from tests.profiler.sleepers import overlapped
 
-QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 1}
+QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
 
 
 class Job:

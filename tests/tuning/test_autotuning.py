@@ -15,7 +15,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.inference import Recording
 from swpipe.planning import Limits, autotuning
-from swpipe.planning.autotuning import (
+from swpipe.tuning.autotuning import (
     PLANNED,
     PLANNED_AGAIN,
     Candidate,

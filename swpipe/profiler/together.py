@@ -42,15 +42,14 @@ def joint_kinds(
         host_s: Task to its time on its thread.
         step_s: The time of an iteration.
     """
-    kinds: dict[tuple[str, ...], str] = {}
-    groups = plan.thread_groups if len(plan.thread_groups) > 1 else ()
-    for group in groups:
-        kinds[_on(plan, names, [group])] = f"thread group {group}"
-    both = limiting(busy_s(plan, host_s), step_s)
-    if len(both) > 1:
-        kinds[_on(plan, names, both)] = (
-            f"all thread groups that are busy all the time ({listed(both)})"
-        )
+    busy = busy_s(plan, host_s)
+    busiest = max(busy, key=lambda group: busy[group])
+    kinds = {}
+    if len(busy) > 1:
+        kinds[_on(plan, names, [busiest])] = f"the busiest thread group, {busiest}"
+    pace = limiting(busy, step_s)
+    if len(pace) > 1:
+        kinds[_on(plan, names, pace)] = f"all groups that are busy all the time, {listed(pace)}"
     return {kind: what for kind, what in kinds.items() if len(kind) > 1}
 
 

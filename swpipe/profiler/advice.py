@@ -1,0 +1,286 @@
+"""What to change next: the changes to a plan that promise most, by what was measured.
+
+For each task that is worth it, these are tried on paper:
+
+    ahead     the task, and what it needs, on a thread of its own, one iteration ahead of the rest
+    beside    the task on a thread of its own, in the same period
+    earlier   the task, and what it needs, one iteration ahead, on the threads they have
+    faster    the task takes half as long
+
+The planner's simulator predicts the iteration under each plan from the measured times, in
+proportion to what it says for the plan that was measured. The cores that there are limit it too.
+Moving tasks cannot save more than their exposed times, so that is the most that is promised. If the
+plan declares no dependences between iterations, it is not known which task may move, and none is
+moved.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.errors import PlanError
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, TaskSchedule
+from swpipe.core.resolved import dependences_of
+from swpipe.profiler.diff import ms
+from swpipe.profiler.spread import Estimate
+
+MOST = 3
+"""So many changes are named."""
+
+LEAST = 0.02
+"""Less than this part of an iteration is not promised, and not known so well."""
+
+MORE = 1.1
+"""A change that moves more tasks has to promise so many times as much."""
+
+ERROR = 0.1
+"""How far predicted iterations may be off: the simulator knows no contention for memory, or for
+the interpreter lock."""
+
+_US = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change, and what it promises.
+
+    Attributes:
+        change: What to change, in words.
+        task: The task that it is about.
+        saved_s: How much shorter an iteration is predicted to be, in seconds.
+        spread_s: Half-width of the interval of ``saved_s``.
+        limit: What limits iterations then.
+        in_the_way: Why the task cannot be moved further; "" if nothing is in the way.
+        plan: The plan to try, as JSON (``PipelinePlan.from_json``); "" if the plan stays.
+    """
+
+    change: str
+    task: str
+    saved_s: float
+    spread_s: float
+    limit: str
+    in_the_way: str
+    plan: str
+
+    @property
+    def text(self) -> str:
+        """One sentence or two."""
+        way = f" In the way of more: {self.in_the_way}." if self.in_the_way else ""
+        return (
+            f"{self.change}: saves {ms(self.saved_s)} ± {ms(self.spread_s)} ms; "
+            f"then limited by {self.limit}.{way}"
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """From plain data."""
+        return cls(**data)
+
+
+class Seen(NamedTuple):
+    """What a profile has measured; times in seconds per iteration.
+
+    Attributes:
+        plan: The pipeline's plan.
+        pipelined: Whether it was measured under the plan, or serially.
+        streams: Whether the device has streams.
+        step_s: The iteration.
+        host_s: Task to its time on its thread.
+        cpu_s: Task to its time on the CPU.
+        device_s: Task to its time on its stream, where it has one.
+        exposed_s: Task to its exposed time, with its sign.
+    """
+
+    plan: PipelinePlan
+    pipelined: bool
+    streams: bool
+    step_s: Estimate
+    host_s: Mapping[str, float]
+    cpu_s: Mapping[str, float]
+    device_s: Mapping[str, float]
+    exposed_s: Mapping[str, Estimate]
+
+
+class _Change(NamedTuple):
+    """``place`` makes the new plan, in which ``moved`` are elsewhere; None if the plan stays."""
+
+    task: str
+    moved: tuple[str, ...]
+    words: str
+    place: Callable[[], PipelinePlan] | None
+    costs: CostModel
+
+
+def advise(seen: Seen) -> tuple[Advice, ...]:
+    """The changes that promise most; the best comes first."""
+    paper = _Paper(seen)
+    found = [(change, paper.advice(change)) for change in _changes(paper)]
+    # Of changes that promise about the same, the smallest is the one to try.
+    found.sort(key=lambda pair: len(pair[0].moved))
+    kept: list[tuple[_Change, Advice]] = []
+    for change, advice in found:
+        if advice is not None and not any(
+            set(less.moved) <= set(change.moved) and advice.saved_s < MORE * other.saved_s
+            for less, other in kept
+        ):
+            kept = [each for each in kept if each[0].task != change.task] + [(change, advice)]
+    best = sorted((advice for _, advice in kept), key=lambda advice: -advice.saved_s)
+    return tuple(best[:MOST])
+
+
+class _Paper:
+    """Predicts iterations."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.plan = seen.plan if seen.pipelined else _in_one_stage(seen.plan)
+        self.costs = CostModel(
+            {
+                name: TaskCost(_US * s, device_us=_US * seen.device_s.get(name, 0.0))
+                for name, s in seen.host_s.items()
+            }
+        )
+        self.refused: dict[str, str] = {}  # task to why it cannot go ahead
+        self._now_us, _ = self.predict(self.plan, self.costs)
+
+    def predict(self, plan: PipelinePlan, costs: CostModel) -> tuple[float, str]:
+        """Microseconds of an iteration, and what limits it.
+
+        Raises:
+            PlanError: The plan cannot run.
+        """
+        from swpipe.planning.simulation.simulator import simulate
+
+        simulated = simulate(plan, costs, streams=self.seen.streams)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores_us = _US * sum(self.seen.cpu_s.values()) / (cores or 1)
+        if cores_us > simulated.ii_us:
+            return cores_us, f"the {cores} cores"
+        return simulated.ii_us, simulated.limit
+
+    def advice(self, change: _Change) -> Advice | None:
+        """What a change promises; None if the plan cannot run or it is not worth it."""
+        try:
+            plan = change.place() if change.place else self.plan
+            then_us, limit = self.predict(plan, change.costs)
+        except PlanError as error:
+            self.refused.setdefault(change.task, error.problems[0].text)
+            return None
+        if not self._now_us:
+            return None
+        step_s, moved = self.seen.step_s, change.place is not None
+        known = self.seen.exposed_s
+        exposed = _together([known[task] for task in change.moved if task in known])
+        then_s = step_s.value_s * then_us / self._now_us
+        saved_s = step_s.value_s - then_s
+        saved_s = min(saved_s, exposed.value_s if moved else exposed.value_s / 2)
+        if saved_s < LEAST * step_s.value_s or exposed.value_s < exposed.spread_s:
+            return None
+        error_s = max(step_s.spread_s, exposed.spread_s) + ERROR * then_s
+        return Advice(
+            change=change.words,
+            task=change.task,
+            saved_s=saved_s,
+            spread_s=error_s if moved else exposed.spread_s / 2,
+            limit=limit,
+            in_the_way="" if moved else self.refused.get(change.task, ""),
+            plan=_as_json(plan) if moved else "",
+        )
+
+
+def _changes(paper: _Paper) -> Iterator[_Change]:
+    """All changes; those that move a task come first, so that it is known what is in the way."""
+    plan, costs = paper.plan, paper.costs
+    for task in paper.seen.exposed_s:
+        if plan.cross_iter_deps:
+            needed = [name for name in plan.schedule if name in _needs(plan, task)]
+            named = f"{task}, with {', '.join(needed)} before it," if needed else task
+            together, own = (*needed, task), _new_group(plan, task)
+            place = partial(_ahead, plan, together, own)
+            words = f"run {named} on a thread of its own, one iteration ahead"
+            yield _Change(task, together, words, place, costs)
+            place = partial(_moved, plan, {task: own}, {})
+            yield _Change(task, (task,), f"run {task} on a thread of its own", place, costs)
+            if len(plan.thread_groups) > 1:
+                place = partial(_ahead, plan, together)
+                yield _Change(task, together, f"run {named} one iteration ahead", place, costs)
+        cost = costs.tasks[task]
+        half = replace(cost, host_us=cost.host_us / 2, device_us=cost.device_us / 2)
+        faster = CostModel({**costs.tasks, task: half})
+        yield _Change(task, (task,), f"make {task} take half as long", None, faster)
+
+
+def _together(exposed: Sequence[Estimate]) -> Estimate:
+    """What tasks save together at most: the sum, which is right if none hides another."""
+    values = [max(0.0, each.value_s) for each in exposed]
+    return Estimate(sum(values), math.hypot(*(each.spread_s for each in exposed)))
+
+
+def _needs(plan: PipelinePlan, task: str) -> set[str]:
+    """What runs before the task on the same iteration, on the same thread and in the same stage."""
+    place = plan.schedule[task]
+    found: set[str] = set()
+    ahead = [task]
+    while ahead:
+        consumer = ahead.pop()
+        for dep in dependences_of(plan):
+            other = plan.schedule[dep.producer]
+            alike = (other.stage, other.thread_group) == (place.stage, place.thread_group)
+            new = dep.producer not in found
+            if dep.consumer == consumer and not dep.distance and alike and new:
+                found.add(dep.producer)
+                ahead.append(dep.producer)
+    return found
+
+
+def _ahead(plan: PipelinePlan, tasks: Sequence[str], group: str = "") -> PipelinePlan:
+    """The tasks one iteration ahead of all that are in their stage or a later one."""
+    stage = plan.schedule[tasks[-1]].stage
+    later = {
+        name: place.stage + 1
+        for name, place in plan.schedule.items()
+        if name not in tasks and place.stage >= stage
+    }
+    return _moved(plan, dict.fromkeys(tasks, group) if group else {}, later)
+
+
+def _moved(
+    plan: PipelinePlan, groups: Mapping[str, str], stages: Mapping[str, int]
+) -> PipelinePlan:
+    schedule = {
+        name: replace(
+            place,
+            thread_group=groups.get(name, place.thread_group),
+            stage=stages.get(name, place.stage),
+        )
+        for name, place in plan.schedule.items()
+    }
+    least = max(place.stage for place in schedule.values()) + 1
+    depth = None if plan.pipeline_depth is None else max(plan.pipeline_depth, least)
+    return replace(plan, schedule=schedule, pipeline_depth=depth)
+
+
+def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
+    """The plan's dependences, with all tasks on one thread, one after the other."""
+    schedule = {name: TaskSchedule() for name in plan.schedule}
+    return replace(plan, schedule=schedule, same_period_deps=(), streams={}, pipeline_depth=None)
+
+
+def _as_json(plan: PipelinePlan) -> str:
+    """The plan as text; "" if it has streams that no file can hold."""
+    try:
+        return plan.to_json()
+    except TypeError:
+        return ""
+
+
+def _new_group(plan: PipelinePlan, task: str) -> str:
+    """A name for a thread group that the plan does not have."""
+    taken = {*plan.thread_groups, DEFAULT_GROUP}
+    return task if task not in taken else f"{task}_thread"

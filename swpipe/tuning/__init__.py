@@ -1,0 +1,1 @@
+"""Choose a plan by measuring: record, measure, plan, verify, try."""
