@@ -56,7 +56,7 @@ class Advice:
         saved_s: How much shorter an iteration is predicted to be, in seconds.
         spread_s: Half-width of the interval of ``saved_s``.
         limit: What limits iterations then.
-        in_the_way: Why the task cannot be moved further; "" if nothing is in the way.
+        in_the_way: Why moving the task saves nothing, or cannot be; "" if it can and does.
         plan: The plan to try, as JSON (``PipelinePlan.from_json``); "" if the plan stays.
     """
 
@@ -146,7 +146,7 @@ class _Paper:
                 for name, s in seen.host_s.items()
             }
         )
-        self.refused: dict[str, str] = {}  # task to why it cannot go ahead
+        self._in_the_way: dict[str, str] = {}  # task to why it does not help to move it
         self._now_us, _ = self.predict(self.plan, self.costs)
 
     def predict(self, plan: PipelinePlan, costs: CostModel) -> tuple[float, str]:
@@ -170,7 +170,7 @@ class _Paper:
             plan = change.place() if change.place else self.plan
             then_us, limit = self.predict(plan, change.costs)
         except PlanError as error:
-            self.refused.setdefault(change.task, error.problems[0].text)
+            self._in_the_way.setdefault(change.task, error.problems[0].text)
             return None
         if not self._now_us:
             return None
@@ -181,6 +181,8 @@ class _Paper:
         saved_s = step_s.value_s - then_s
         saved_s = min(saved_s, exposed.value_s if moved else exposed.value_s / 2)
         if saved_s < LEAST * step_s.value_s or exposed.value_s < exposed.spread_s:
+            if moved:
+                self._in_the_way.setdefault(change.task, limit)
             return None
         error_s = max(step_s.spread_s, exposed.spread_s) + ERROR * then_s
         return Advice(
@@ -189,7 +191,7 @@ class _Paper:
             saved_s=saved_s,
             spread_s=error_s if moved else exposed.spread_s / 2,
             limit=limit,
-            in_the_way="" if moved else self.refused.get(change.task, ""),
+            in_the_way="" if moved else self._in_the_way.get(change.task, ""),
             plan=_as_json(plan) if moved else "",
         )
 

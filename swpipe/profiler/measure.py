@@ -50,10 +50,10 @@ class WindowTimer:
     def num_warmup(self) -> int:
         """Iterations that are not timed, at the beginning and after each change of shortcuts.
 
-        Under the plan, ``depth`` iterations may be in flight at a change, and then it takes one
-        more until a shortcut knows whether its outputs have to be copied.
+        Under the plan, ``depth`` iterations may be in flight at a change, and threads that were
+        ahead may stay ahead for one more. The time of the next one begins when that is retired.
         """
-        least = self.pipe.plan.depth + 1 if self.pipelined else 1
+        least = self.pipe.plan.depth + 2 if self.pipelined else 1
         return max(self.warmup, least)
 
     def window(self, times: HostTimes | None = None) -> list[float]:

@@ -59,7 +59,12 @@ class Report(ABC):
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        pandas = importlib.import_module("pandas")
+        try:
+            pandas = importlib.import_module("pandas")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "to_dataframe needs pandas: install it, or use records() or to_csv()"
+            ) from error
         return pandas.DataFrame(self.records())
 
     def _repr_html_(self) -> str:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from swpipe._state.discovery import Found, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.advice import Seen, advise
 from swpipe.profiler.device_times import device_times_s
+from swpipe.profiler.evaluation import Measured, result_of
 from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.result import Joint, ProfileResult, ProfileResults
-from swpipe.profiler.rounds import BASE, Counts, Kind, Rounds
-from swpipe.profiler.spread import mean_of, time_saved, with_replay
-from swpipe.profiler.together import busy_s, joint_kinds
+from swpipe.profiler.result import ProfileResult, ProfileResults
+from swpipe.profiler.rounds import Counts, Kind, Rounds
+from swpipe.profiler.together import joint_kinds
 
 
 class TaskProfiler:
@@ -97,7 +95,7 @@ class TaskProfiler:
         Args:
             batches: At least one. Every iteration gets the batch itself.
             num_warmup: Iterations before each visit that are not timed. At least 1, in which the
-                output of the shortcut task is cached; under the plan at least ``depth`` + 1.
+                output of the shortcut task is cached; under the plan at least ``depth`` + 2.
             num_measure: Iterations timed in each visit, in the mean; under the plan at least
                 ``depth``.
             num_rounds: Visits per task. More make the intervals narrower.
@@ -148,8 +146,8 @@ class TaskProfiler:
                         rounds.measure([*((name,) for name in names), *joint], bar.update)
                 finally:
                     snapshot.restore()
-                found = _Found(label, timer, rounds, joint, device_s)
-                results.append(_result(found, counts, tuple(map(str, owners)), left_out))
+                found = Measured(label, timer, rounds, joint, device_s)
+                results.append(result_of(found, counts, tuple(map(str, owners)), left_out))
         return ProfileResults(results)
 
     def _guard(self, snapshot: Snapshot) -> AbstractContextManager[object]:
@@ -183,77 +181,6 @@ class TaskProfiler:
                 "there is no task to measure: tasks is empty, or all are shortcut already"
             )
         return names, tuple(name for name in in_order if name in shortcut)
-
-
-class _Found(NamedTuple):
-    """What was measured on one batch."""
-
-    label: str
-    timer: WindowTimer
-    rounds: Rounds
-    joint: dict[Kind, str]
-    device_s: dict[str, float]
-
-
-def _result(
-    found: _Found, counts: Counts, put_back: tuple[str, ...], left_out: tuple[str, ...]
-) -> ProfileResult:
-    label, timer, rounds, joint, device_s = found
-    step = mean_of(rounds.base_s)
-    times = rounds.times[BASE]
-    host_s, blocked_s = times.host_s, times.blocked_s
-    alone = not (timer.pipelined or timer.pipe.device.has_streams)
-    saved, replay_s = {}, {}
-    for kind, estimate in time_saved(rounds.saved_s).items():
-        replays_s = rounds.times[kind].host_s
-        in_backward_s = fmean(rounds.in_backward_s[kind])
-        replay_s[kind] = in_backward_s + sum(replays_s[name] for name in kind)
-        saved[kind] = with_replay(estimate, replay_s[kind], alone=alone)
-    single = {kind[0]: kind for kind in saved if len(kind) == 1}
-    failed = {kind[0]: error for kind, error in rounds.failed.items() if len(kind) == 1}
-    names = [name for name in host_s if name in single or name in failed]
-    shorter = {name: times.shorter_in(rounds.times[kind]) for name, kind in single.items()}
-    return ProfileResult(
-        batch=label,
-        mode="pipelined" if timer.pipelined else "serial",
-        baseline_s=step.value_s,
-        baseline_median_s=median(rounds.spans_s),
-        baseline_spread_s=step.spread_s,
-        exposed_s={name: max(0.0, saved[kind].value_s) for name, kind in single.items()},
-        raw_s={name: saved[kind].value_s for name, kind in single.items()},
-        spread_s={name: saved[kind].spread_s for name, kind in single.items()},
-        replay_s={name: replay_s[kind] for name, kind in single.items()},
-        in_others_s={
-            name: {other: s for other, s in shorter[name].items() if other != name}
-            for name in single
-        },
-        host_s={name: host_s[name] for name in names},
-        blocked_s={name: blocked_s[name] for name in names},
-        device_s={name: device_s[name] for name in names if name in device_s},
-        busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
-        joint=tuple(
-            Joint(what, kind, *saved[kind]) for kind, what in joint.items() if kind in saved
-        ),
-        advice=advise(
-            Seen(
-                timer.pipe.plan,
-                timer.pipelined,
-                timer.pipe.device.has_streams,
-                step,
-                host_s,
-                times.cpu_s,
-                device_s,
-                {name: saved[kind] for name, kind in single.items()},
-            )
-        ),
-        not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
-        interrupted=rounds.interrupted,
-        num_warmup=counts.num_warmup,
-        num_measure=counts.num_measure,
-        num_rounds=len(rounds.base_s),
-        put_back=put_back,
-        already_shortcut=left_out,
-    )
 
 
 def _labels(count: int, labels: Sequence[str] | None) -> list[str]:

@@ -305,7 +305,7 @@ class ProfileResult(Report):
                 f"{', '.join(joint.tasks)}"
             )
         for number, advice in enumerate(self.advice, 1):
-            yield f"{number}. to do next{on_batch}: {advice.text}"
+            yield f"do next{on_batch}, {number}: {advice.text}"
         if self.interrupted:
             yield f"interrupted{on_batch}: not all rounds were measured"
         if self.already_shortcut:

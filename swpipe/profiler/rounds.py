@@ -158,25 +158,27 @@ class Rounds:
                     raise
                 self.interrupted = True
                 break
+        while len(self.base_s) < LEAST_ROUNDS:  # no kind could be measured
+            self._measure_round((), tick)
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """The kinds for the next round; none at the end."""
-        counts, done, kinds = self._counts, len(self.base_s), list(self.saved_s)
-        if counts.fixed:
-            # What several tasks save together is not asked for in a narrow interval.
-            turn = [kind for kind in kinds if len(kind) == 1 or done % 2 == 0]
-            return turn if done < counts.num_rounds else []
+        counts, done = self._counts, len(self.base_s)
         if done < LEAST_ROUNDS:
-            return kinds
+            return list(self.saved_s)
+        # What several tasks save together need not be known as well.
+        kinds: list[Kind] = [kind for kind in self.saved_s if len(kind) == 1]
+        if counts.fixed:
+            return kinds if done < counts.num_rounds else []
         in_time = counts.seconds is None or elapsed_s * (1 + 1 / done) <= counts.seconds
         if not in_time or done == MAX_ROUNDS:
             return []
         if done < ENOUGH:
             return kinds
-        spread_s = {kind: found.spread_s for kind, found in time_saved(self.saved_s).items()}
-        widest = sorted(kinds, key=lambda kind: -spread_s[kind])
+        found = time_saved(self.saved_s)
+        widest = sorted(kinds, key=lambda kind: -found[kind].spread_s)
         if counts.target_spread_s is not None:
-            return [kind for kind in widest if spread_s[kind] > counts.target_spread_s]
+            return [kind for kind in widest if found[kind].spread_s > counts.target_spread_s]
         return widest[: -(-len(widest) // 2)]
 
     def _agreed(self, wanted: list[Kind]) -> list[Kind]:

@@ -32,7 +32,7 @@ K = TypeVar("K")
 PRIOR = 4
 """How many differences the variance of the other kinds counts for, at most."""
 
-_STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57)
+_STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45)
 _NORMAL_95 = 1.96
 
 
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
 def student_95(freedom: int) -> float:
     """The two-sided 95% point of Student's distribution.
 
-    From 6 degrees of freedom on by its expansion in powers of 1 / freedom (Abramowitz and Stegun,
+    From 7 degrees of freedom on by its expansion in powers of 1 / freedom (Abramowitz and Stegun,
     26.7.5), which is right to 0.5%.
     """
     if freedom <= len(_STUDENT_95):

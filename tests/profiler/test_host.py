@@ -9,7 +9,7 @@ import pytest
 from swpipe import PipelinePlan, PipelineTask
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.resolved import resolve_plan
-from swpipe.profiler.host import HostTimes
+from swpipe.profiler.host import HostObserver, HostTimes, _Run
 from tests.support.virtual_clock import TimedHost
 
 
@@ -30,14 +30,14 @@ def instructions() -> dict[str, Instruction]:
 
 
 def run(
-    host: TimedHost, times: HostTimes, instructions: dict[str, Instruction], iteration: int
+    host: TimedHost, seen: HostObserver, instructions: dict[str, Instruction], iteration: int
 ) -> None:
     """All tasks, observed."""
     for task in tasks_on(host):
-        times.arrive(instructions[task.name], iteration)
-        times.start(instructions[task.name], iteration)
+        seen.arrive(instructions[task.name], iteration)
+        seen.start(instructions[task.name], iteration)
         task.fn(None)  # type: ignore[arg-type]
-        times.stop(instructions[task.name], iteration)
+        seen.stop(instructions[task.name], iteration)
 
 
 def test_sleeping_blocks_and_computing_does_not(
@@ -45,9 +45,10 @@ def test_sleeping_blocks_and_computing_does_not(
 ) -> None:
     """Both hold the thread; only one of them leaves the CPU."""
     times = HostTimes(["sleep", "spin"])
+    seen = times.observer()
     for iteration in range(5):
-        run(host, times, instructions, iteration)
-    times.keep(range(1000))
+        run(host, seen, instructions, iteration)
+    times.add(seen, range(1000))
     assert times.host_s == pytest.approx({"sleep": 0.01, "spin": 0.02})
     assert times.cpu_s == pytest.approx({"sleep": 0.0, "spin": 0.02})
     assert times.blocked_s == pytest.approx({"sleep": 0.01, "spin": 0.0})
@@ -58,9 +59,10 @@ def test_a_task_shorter_than_the_clock_resolution_takes_no_time(
 ) -> None:
     """It was not blocked either."""
     times = HostTimes(["sleep"])
-    times.start(instructions["sleep"], 0)
-    times.stop(instructions["sleep"], 0)
-    times.keep(range(1000))
+    seen = times.observer()
+    seen.start(instructions["sleep"], 0)
+    seen.stop(instructions["sleep"], 0)
+    times.add(seen, range(1000))
     assert times.host_s == times.blocked_s == {"sleep": 0.0}
 
 
@@ -70,30 +72,50 @@ def test_a_coarse_cpu_clock_gives_no_negative_time(
     """CPU time may advance by a whole step during a shorter task."""
     ticks = iter(range(100))
     times = HostTimes(["sleep"])
+    seen = times.observer()
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
-    times.start(instructions["sleep"], 0)
-    times.stop(instructions["sleep"], 0)
-    times.keep(range(1000))
+    seen.start(instructions["sleep"], 0)
+    seen.stop(instructions["sleep"], 0)
+    times.add(seen, range(1000))
     assert times.blocked_s == {"sleep": 0.0}
 
 
 def test_warm_up_does_not_count(host: TimedHost, instructions: dict[str, Instruction]) -> None:
     """Runs of iterations outside the range are dropped."""
     times = HostTimes(["sleep", "spin"])
+    seen = times.observer()
     ins = instructions["sleep"]
-    times.start(ins, 3)
+    seen.start(ins, 3)
     host.sleep(0.05)
-    times.stop(ins, 3)
-    run(host, times, instructions, 4)
-    times.keep(range(4, 1000))
+    seen.stop(ins, 3)
+    run(host, seen, instructions, 4)
+    times.add(seen, range(4, 1000))
     assert times.host_s["sleep"] == pytest.approx(0.01)
 
 
 def test_other_tasks_are_not_timed(host: TimedHost, instructions: dict[str, Instruction]) -> None:
     """Nor are ``<admit>`` and ``<retire>``."""
     times = HostTimes(["spin"])
-    run(host, times, instructions, 0)
-    times.start(instructions["<admit>"], 0)
-    times.stop(instructions["<admit>"], 0)
-    times.keep(range(1000))
+    seen = times.observer()
+    run(host, seen, instructions, 0)
+    seen.start(instructions["<admit>"], 0)
+    seen.stop(instructions["<admit>"], 0)
+    times.add(seen, range(1000))
     assert list(times.host_s) == ["spin"]
+
+
+def test_what_becomes_shorter_is_told_if_it_is_no_noise() -> None:
+    """Runs of one visit are alike: three visits of 1 ms, then two of 2, say little."""
+
+    def times(*visits_ms: float) -> HostTimes:
+        found = HostTimes(["backward"])
+        for ms in visits_ms:
+            seen = found.observer()
+            seen.runs["backward"] += [_Run(i, ms / 1e3, ms / 1e3) for i in range(50)]
+            found.add(seen, range(50))
+        return found
+
+    steady, shorter = times(5.0, 5.1, 4.9, 5.0), times(3.0, 3.1, 2.9)
+    assert steady.shorter_in(shorter) == {"backward": pytest.approx(2e-3)}
+    assert times(5.0, 3.0, 7.0, 5.0).shorter_in(times(3.0, 5.0, 4.0)) == {}
+    assert shorter.shorter_in(steady) == {}

@@ -13,7 +13,7 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import WindowTimer, _Marks
+from swpipe.profiler.measure import PlanRun, WindowTimer, _Feed
 from tests.profiler.sleepers import overlapped
 
 SEEN: list[tuple[int, Any, bool]] = []
@@ -57,10 +57,8 @@ def test_a_pipelined_sample_spans_depth_iterations(
     pipe: SWPipeline,
 ) -> None:
     """The window includes fill and drain, and leaves the pipeline empty."""
-    window = timer(pipe, pipelined=True)
-    assert window.overlap == 2
-    assert len(window.window()) == 4
-    assert [i for i, _, _ in SEEN] == list(range(8))
+    assert len(timer(pipe, pipelined=True).window()) == 4
+    assert [i for i, _, _ in SEEN] == list(range(10))
     assert pipe.in_flight == 0
 
 
@@ -70,7 +68,7 @@ def test_warm_up_covers_caching_and_the_prologue(pipe: SWPipeline) -> None:
     assert len(SEEN) == 1 + 5
     SEEN.clear()
     timer(pipe, warmup=0, pipelined=True).window()
-    assert len(SEEN) == 2 + 5 + 1
+    assert len(SEEN) == 4 + 5 + 1
 
 
 def test_a_single_measured_iteration_under_the_plan(pipe: SWPipeline) -> None:
@@ -110,7 +108,8 @@ def test_tasks_are_timed_on_their_threads(pipe: SWPipeline, pipelined: bool) -> 
     SEEN.pop()
     kept = {name: [turn.iteration for turn in turns] for name, turns in times._kept.items()}
     ran = [i for i, _, _ in SEEN]
-    assert kept == {"see": ran[2:7], "act": ran[2:7]}
+    begin = 4 if pipelined else 2
+    assert kept == {"see": ran[begin : begin + 5], "act": ran[begin : begin + 5]}
     assert times.host_s.keys() == {"see", "act"}
 
 
@@ -192,26 +191,59 @@ def device(event: type, log: list[str]) -> Any:
     )
 
 
+def plan_run(device: Any) -> PlanRun:
+    """A run of a pipeline that only counts."""
+    numbers = iter(range(100))
+    pipe = SimpleNamespace(
+        device=device,
+        in_flight=1,
+        progress=lambda feed: SimpleNamespace(iter_idx=next(numbers)),
+        drain=lambda: None,
+    )
+    return PlanRun(pipe, _Feed(None, None))  # type: ignore[arg-type]
+
+
 def test_timing_events_mark_the_ends_of_iterations() -> None:
     """The host does not wait for the device in between."""
     log: list[str] = []
-    marks = _Marks(SimpleNamespace(device=device(_TimedEvent, log)))  # type: ignore[arg-type]
-    for _ in range(3):
-        marks.set()
+    run = plan_run(device(_TimedEvent, log))
+    measured = run.iterate(1, 2)
     assert log == []
-    assert marks.seconds() == pytest.approx([0.0, 1e-3, 2e-3])
+    assert run.seconds()[measured] == pytest.approx([1e-3, 1e-3])
     assert log == ["synchronize"]
 
 
 def test_without_timing_events_the_host_clock_is_used() -> None:
     """Events that tell no time are of no use here."""
+    begin = time.perf_counter()
     with pytest.warns(UserWarning, match="have no timing"):
-        marks = _Marks(SimpleNamespace(device=device(object, [])))  # type: ignore[arg-type]
-    marks.set()
-    before = time.perf_counter()
-    marks.set()
-    first, second = marks.seconds()
-    assert first <= before <= second
+        run = plan_run(device(object, []))
+    measured = run.iterate(1, 1)
+    (seconds,) = run.seconds()[measured]
+    assert 0 < seconds < time.perf_counter() - begin
+
+
+def test_a_run_goes_on_where_it_was(pipe: SWPipeline) -> None:
+    """Several measured parts of one run, without a drain in between."""
+    run = timer(pipe, pipelined=True).run()
+    first, second = run.iterate(2, 3), run.iterate(1, 2)
+    assert pipe.in_flight == 1
+    run.end()
+    assert list(run.iterations(first)) == [2, 3, 4]
+    assert list(run.iterations(second)) == [6, 7]
+    assert [i for i, _, _ in SEEN] == list(range(9))
+    assert len(run.seconds()) == 8
+
+
+def test_a_run_can_be_empty_between_its_parts(pipe: SWPipeline) -> None:
+    """On several ranks it has to be; the next part fills the pipeline again."""
+    run = timer(pipe, pipelined=True).run()
+    run.iterate(1, 1)
+    run.end()
+    assert pipe.in_flight == 0
+    second = run.iterate(1, 1)
+    run.end()
+    assert list(run.iterations(second)) == [4]
 
 
 def test_serial_iterations_are_timed_from_idle_to_idle(
@@ -237,4 +269,4 @@ def test_a_serial_plan_can_be_measured_under_the_plan() -> None:
     SEEN.clear()
     with SWPipeline(PipelinePlan.serial(TASKS), TASKS) as pipe:
         assert len(timer(pipe, pipelined=True).window()) == 5
-    assert len(SEEN) == 7
+    assert len(SEEN) == 3 + 5

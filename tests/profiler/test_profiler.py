@@ -105,7 +105,7 @@ def test_a_profile_has_every_task_in_serial_order(pipe: SWPipeline) -> None:
     for figures in (result.raw_s, result.spread_s, result.host_s, result.blocked_s):
         assert tuple(figures) == result.tasks
     assert result.exposed_s == {name: max(0.0, s) for name, s in result.raw_s.items()}
-    assert (result.batch, result.mode, result.num_rounds) == ("batch 0", "serial", 1)
+    assert (result.batch, result.mode, result.num_rounds) == ("batch 0", "serial", 2)
     assert result.baseline_s > 0
 
 
@@ -265,11 +265,11 @@ def test_state_that_cannot_be_restored_is_refused(pipe: SWPipeline) -> None:
 def test_progress_is_shown_where_asked_for(
     pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One tick per window; silence otherwise."""
+    """One tick per visit to a task; silence otherwise."""
     TaskProfiler(pipe).profile(BATCH, **QUICK)
     assert capsys.readouterr().err == ""
     TaskProfiler(pipe).profile(BATCH, verbose=True, **QUICK)
-    assert "5/5" in capsys.readouterr().err
+    assert "8/8" in capsys.readouterr().err
 
 
 def refused(pipe: SWPipeline, batches: Any = (BATCH,), **arguments: Any) -> None:

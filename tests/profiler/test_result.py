@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import sys
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from swpipe.profiler import ProfileResult, ProfileResults
+from swpipe.profiler import Advice, Joint, ProfileResult, ProfileResults
 
 RESULT = ProfileResult(
     batch="batch 0",
@@ -25,10 +27,13 @@ RESULT = ProfileResult(
     in_others_s={"read": {}, "forward": {"backward": 0.003, "step": 0.0005}, "log": {}},
     host_s={"read": 0.0041, "forward": 0.00825, "log": 0.00002},
     blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
+    device_s={},
     busy_s={},
-    num_warmup=3,
-    num_measure=10,
-    num_rounds=3,
+    joint=(Joint("the busiest thread group, io", ("read", "log"), 0.0041, 0.0002),),
+    advice=(Advice("make read take half as long", "read", 0.002, 0.0001, "thread 'io'", "", ""),),
+    num_warmup=2,
+    num_measure=3,
+    num_rounds=4,
     put_back=("model (Linear)", "self.optimizer (SGD)"),
 )
 
@@ -43,46 +48,51 @@ OTHER = replace(
     in_others_s={"read": {}, "step": {}},
     host_s={"read": 0.006, "step": 0.001, "scale": 0.002},
     blocked_s={"read": 0.0, "step": 0.0009, "scale": 0.0},
+    joint=(),
+    advice=(),
+    device_s={"read": 0.001},
     already_shortcut=("forward",),
     not_measured={"scale": "ValueError: no"},
     interrupted=True,
 )
 
 TABLE = """\
-batch 0, serial: 12.500 ± 0.250 ms per iteration, median 12.000 (3 rounds of 10)
-task       exposed ms    spread ms    % of baseline    host ms    blocked ms
--------  ------------  -----------  ---------------  ---------  ------------
-read            4.000        0.100             32.0      4.100         4.000
-forward         8.000        0.200             64.0      8.250         0.500
-log           < 0.100        0.100            < 0.8      0.020         0.010
+batch 0, serial: 12.500 ± 0.250 ms per iteration, median 12.000 (4 rounds, 3 iterations per visit)
+task       exposed ms    ± ms    % of baseline    host ms    blocked ms    replay ms                in others ms
+-------  ------------  ------  ---------------  ---------  ------------  -----------  --------------------------
+read            4.000   0.100             32.0      4.100         4.000        0.010
+forward         8.000   0.200             64.0      8.250         0.500        0.020  backward 3.000, step 0.500
+log           < 0.100   0.100            < 0.8      0.020         0.010        0.010
 blocks the host: read (4.000 ms)
-shortens others too: forward (backward 3.000 ms, step 0.500 ms)
+together: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
+do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 put back: model (Linear), self.optimizer (SGD)
-exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,
-and not told apart from 0. Figures of tasks that hide each other do not add up
-"""
+exposed: how much shorter a mean iteration is if the task costs nothing; ±: in 95 of 100
+profiles the truth is within; < x: not told apart from 0; in others: what these take less
+"""  # noqa: E501
 
 SIDE_BY_SIDE = """\
-batch 0, serial: 12.500 ± 0.250 ms per iteration, median 12.000 (3 rounds of 10)
-batch 1, serial: 20.000 ± 0.250 ms per iteration, median 12.000 (3 rounds of 10)
-task          batch 0                                     batch 1
-           exposed ms    spread ms    % of baseline    exposed ms    spread ms    % of baseline
--------  ------------  -----------  ---------------  ------------  -----------  ---------------
-read            4.000        0.100             32.0         5.000        0.100             25.0
-forward         8.000        0.200             64.0
-log           < 0.100        0.100            < 0.8
-step                                                       -1.000        0.200             -5.0
-scale                                                not measured
+batch 0, serial: 12.500 ± 0.250 ms per iteration, median 12.000 (4 rounds, 3 iterations per visit)
+batch 1, serial: 20.000 ± 0.250 ms per iteration, median 12.000, so slow ones take 40% (4 rounds, 3 iterations per visit)
+task          batch 0                                batch 1
+           exposed ms    ± ms    % of baseline    exposed ms    ± ms    % of baseline
+-------  ------------  ------  ---------------  ------------  ------  ---------------
+read            4.000   0.100             32.0         5.000   0.100             25.0
+forward         8.000   0.200             64.0
+log           < 0.100   0.100            < 0.8
+step                                                  -1.000   0.200             -5.0
+scale                                           not measured
 blocks the host on batch 0: read (4.000 ms)
-shortens others too on batch 0: forward (backward 3.000 ms, step 0.500 ms)
+together on batch 0: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
+do next on batch 0, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 put back: model (Linear), self.optimizer (SGD)
 blocks the host on batch 1: step (0.900 ms)
 not measured on batch 1: scale, since iterations with its shortcut fail: ValueError: no
 interrupted on batch 1: not all rounds were measured
 shortcut already, so not measured: forward
-exposed: how much shorter a mean iteration is if the task costs nothing; < x: less than x,
-and not told apart from 0. Figures of tasks that hide each other do not add up
-"""
+exposed: how much shorter a mean iteration is if the task costs nothing; ±: in 95 of 100
+profiles the truth is within; < x: not told apart from 0; in others: what these take less
+"""  # noqa: E501
 
 
 def stripped(text: str) -> list[str]:
@@ -235,3 +245,63 @@ def test_of_many_objects_the_first_few_are_told() -> None:
     assert line.startswith("put back: params[0], params[1]")
     assert line.endswith("more")
     assert len(line) < 300
+
+
+def test_rows_for_other_tools(tmp_path: Path) -> None:
+    """A row per batch and task, as CSV, as a data frame and in a notebook."""
+    several = ProfileResults([RESULT, OTHER])
+    rows = list(csv.DictReader(io.StringIO(several.to_csv())))
+    assert [(row["batch"], row["task"]) for row in rows] == [
+        *(("batch 0", name) for name in ("read", "forward", "log")),
+        *(("batch 1", name) for name in ("read", "step", "scale")),
+    ]
+    assert float(rows[1]["exposed_ms"]) == pytest.approx(8.0)
+    assert float(rows[2]["raw_ms"]) == pytest.approx(-0.1)
+    assert rows[0]["device_ms"] == ""
+    assert rows[5]["exposed_ms"] == ""
+    assert rows[5]["not_measured"] == "ValueError: no"
+    assert "&lt; 0.100" in RESULT._repr_html_()
+    assert ProfileResults([]).to_csv() == "\n"
+
+
+def test_a_data_frame_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not installed with swpipe."""
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    assert RESULT.to_dataframe() == RESULT.records()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs pandas: install it, or use records\(\)"):
+        RESULT.to_dataframe()
+
+
+def test_scalars_for_tensorboard() -> None:
+    """Milliseconds, by task."""
+    added: list[tuple[str, float, int | None]] = []
+    writer = SimpleNamespace(add_scalar=lambda *given: added.append(given))
+    RESULT.add_to_tensorboard(writer, step=7)
+    assert added[0] == ("swpipe/serial/baseline_ms", 12.5, 7)
+    assert ("swpipe/serial/exposed_ms/forward", 8.0, 7) in added
+    assert len(added) == 1 + 3
+
+
+def test_two_profiles_are_compared() -> None:
+    """The iteration first; tasks that only one of them has measured have no change."""
+    diff = RESULT.diff(OTHER)
+    assert diff.iteration.saved_s == pytest.approx(-0.0075)
+    assert diff.iteration.spread_s == pytest.approx(0.00025 * 2**0.5)
+    by_name = {change.name: change for change in diff.tasks}
+    assert by_name["read"].saved_s == pytest.approx(-0.001)
+    assert by_name["read"].spread_s == pytest.approx(0.0001 * 2**0.5)
+    assert by_name["forward"].saved_s is by_name["step"].saved_s is by_name["scale"].saved_s is None
+    assert stripped(str(diff)) == stripped(DIFF)
+
+
+DIFF = """\
+             before ms    after ms    saved ms    ± ms
+---------  -----------  ----------  ----------  ------
+iteration       12.500      20.000      -7.500   0.354
+read             4.000       5.000      -1.000   0.141
+forward          8.000
+log             -0.100
+step                        -1.000
+scale
+"""

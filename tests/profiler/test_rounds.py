@@ -1,165 +1,319 @@
-"""In which order windows are measured, and how many."""
+"""Which visits are made, in which order, how many, and what becomes of failures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swpipe.core.errors import UnsavedStateError
 from swpipe.profiler import rounds
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.rounds import BASELINE, Counts, Measured, measure, window_orders
+from swpipe.profiler.rounds import BASE, MAX_ROUNDS, Counts, Kind, Rounds
 
-KINDS = ("<baseline>", "read", "forward", "step")
-
-
-def test_every_kind_of_window_comes_once_per_round() -> None:
-    """All values have the same number of windows."""
-    assert [sorted(order) for order in window_orders(KINDS, 5)] == [sorted(KINDS)] * 5
-
-
-def test_every_second_round_reverses_the_one_before() -> None:
-    """So a drift cancels out."""
-    first, second, third, fourth = window_orders(KINDS, 4)
-    assert second == first[::-1]
-    assert fourth == third[::-1]
-    assert third != first
-
-
-def test_the_order_is_the_same_on_every_rank() -> None:
-    """Otherwise collectives within tasks would not match."""
-    assert list(window_orders(KINDS, 6)) == list(window_orders(KINDS, 6))
+READ, STEP = ("read",), ("step",)
 
 
 @pytest.mark.parametrize(
-    ("counts", "says"),
+    ("changes", "says"),
     [
-        ((-1, 1, 2), "num_warmup is -1: give a whole number, 0 or more"),
-        ((0, 0, 2), "num_measure is 0: give a whole number, 1 or more"),
-        ((0, 1, 0), "num_rounds is 0: give a whole number, 1 or more"),
-        ((0, 2.5, 1), "num_measure is 2.5: give a whole number, 1 or more"),
-        ((0, 1, 1), "num_measure and num_rounds are both 1: one measurement has no error bar"),
+        ({"num_warmup": -1}, "num_warmup is -1: give a whole number, 0 or more"),
+        ({"num_measure": 0}, "num_measure is 0: give a whole number, 1 or more"),
+        ({"num_rounds": 1}, "num_rounds is 1: give a whole number, 2 or more"),
+        ({"num_measure": 2.5}, r"num_measure is 2\.5: give a whole number, 1 or more"),
+        ({"seconds": 0.0}, r"seconds is 0\.0: give a number greater than 0"),
+        ({"target_spread_s": -1.0}, r"target_spread_s is -1\.0: give a number greater than 0"),
     ],
 )
-def test_too_small_counts_are_refused(counts: tuple[int, int, int], says: str) -> None:
+def test_too_small_counts_are_refused(changes: dict[str, Any], says: str) -> None:
     """The error has the value, the rule and a fix."""
     with pytest.raises(ValueError, match=says):
-        Counts(*counts)
+        Counts(**{"num_warmup": 0, "num_measure": 1, "num_rounds": 2, **changes})
 
 
-class FakeTimer:
-    """Notes its windows, each as what is shortcut, and restores as "|".
+class Machine:
+    """Stands in for a timer and its pipeline, and notes what is shortcut; a round ends with "|".
 
-    Each window takes as long as windows were measured before it. A window of ``raises`` fails.
+    Args:
+        takes_s: How long an iteration takes with this kind shortcut, in this visit (from 0).
+        raises: Kind to what its visits raise, from visit ``after`` on.
     """
 
-    overlap = 3
+    pipelined = False
+    num_warmup = 2
+    measure = 3
     tasks = ()
 
-    def __init__(self, raises: dict[str, BaseException] | None = None, after: int = 0) -> None:
-        self.log: list[str] = []
-        self.shortcuts = ""
+    def __init__(
+        self,
+        takes_s: Callable[[Kind, int], float] = lambda kind, visit: 1.0,
+        raises: dict[Kind, BaseException] | None = None,
+        after: int = 0,
+    ) -> None:
+        self.takes_s = takes_s
         self.raises = raises or {}
         self.after = after
+        self.log: list[Kind | str] = []
+        self.lengths: list[int] = []
+        self.now_s = 0.0
+        self.kind: Kind = BASE
+        self.plan = SimpleNamespace(depth=1)
 
     @property
     def pipe(self) -> Any:
         return self
 
     @property
-    def windows(self) -> list[str]:
-        return [entry for entry in self.log if entry != "|"]
+    def visits(self) -> list[Kind]:
+        return [entry for entry in self.log if isinstance(entry, tuple)]
+
+    @property
+    def rounds(self) -> list[list[Kind]]:
+        found: list[list[Kind]] = [[]]
+        for entry in self.log:
+            if isinstance(entry, tuple):
+                found[-1].append(entry)
+            else:
+                found.append([])
+        return found[:-1]
+
+    def perf_counter(self) -> float:
+        return self.now_s
 
     @contextmanager
-    def shortcut(self, name: str) -> Iterator[None]:
-        self.shortcuts = name
+    def shortcut(self, *kind: str) -> Iterator[None]:
+        self.kind = kind
         try:
             yield
         finally:
-            self.shortcuts = ""
+            self.kind = BASE
+
+    @contextmanager
+    def observe(self, seen: object) -> Iterator[None]:
+        yield
 
     def check_shortcuts(self) -> None:
         """All replays are right."""
 
-    def window(self, times: HostTimes) -> list[float]:
-        if self.shortcuts in self.raises and len(self.windows) >= self.after:
-            raise self.raises[self.shortcuts]
-        self.log.append(self.shortcuts)
-        return [len(self.windows) - 1.0]
+    def replay_in_backward_s(self, *kind: str) -> float:
+        return 0.0
+
+    def run(self) -> Any:
+        self.seconds_: list[float] = []
+        return self
+
+    def iterate(self, warmup: int, measure: int) -> slice:
+        if warmup:
+            if self.kind in self.raises and len(self.visits) >= self.after:
+                raise self.raises[self.kind]
+            self.log.append(self.kind)
+            return slice(0, 0)
+        begin, seconds = len(self.seconds_), self.takes_s(self.kind, len(self.visits) - 1)
+        self.lengths.append(measure)
+        self.seconds_ += [seconds] * measure
+        self.now_s += seconds * (measure + self.num_warmup)
+        return slice(begin, begin + measure)
+
+    def end(self) -> None:
+        """Nothing is in flight."""
+
+    def seconds(self) -> list[float]:
+        return self.seconds_
+
+    def iterations(self, measured: slice) -> range:
+        return range(measured.start, measured.stop)
+
+    def spans(self, seconds: list[float]) -> list[float]:
+        return seconds
 
     def restore(self) -> None:
         self.log.append("|")
 
 
-def measured(timer: Any, names: list[str], rounds: int, ticks: list[int] | None = None) -> Measured:
-    """What was measured with the fake timer."""
-    ticks = [] if ticks is None else ticks
-    return measure(timer, names, rounds, lambda: ticks.append(1), timer.restore)
+@pytest.fixture(autouse=True)
+def no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has no tasks whose runs could be looked up."""
+    monkeypatch.setattr(HostTimes, "add", lambda *given: None)
 
 
-def test_each_window_is_measured_with_its_task_shortcut() -> None:
-    """A column has the windows of its own task, one per round; the first window is not used."""
-    timer, ticks = FakeTimer(), []
-    found = measured(timer, ["read", "step"], 3, ticks)
-    at = {
-        name: [int(window[0]) for window in column.windows]
-        for name, column in found.columns.items()
+def measured(
+    machine: Any, kinds: list[Kind], ticks: list[int] | None = None, **changes: Any
+) -> Rounds:
+    """What was measured on the machine, after a round of warm-up."""
+    counts = Counts(**{"num_warmup": 2, "num_measure": 3, "num_rounds": 3, **changes})
+    found = Rounds(machine, counts, machine.restore)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "time", machine)
+        found.warm_up()
+        found.measure(kinds, lambda: ticks.append(1) if ticks is not None else None)
+    return found
+
+
+def test_each_kind_is_visited_once_per_round_in_another_order() -> None:
+    """Between visits without a shortcut; before the first round, iterations warm up."""
+    kinds: list[Kind] = [(name,) for name in "abcdef"]
+    machine = Machine()
+    found = measured(machine, kinds, num_rounds=4)
+    first, *others = machine.rounds
+    assert first == [BASE, BASE]
+    for order in others:
+        assert [place for place, kind in enumerate(order) if kind == BASE] == [0, 4, 8]
+        assert sorted(kind for kind in order if kind) == kinds
+    assert len({tuple(order) for order in others}) == 4
+    assert {kind: len(of) for kind, of in found.saved_s.items()} == dict.fromkeys(kinds, 4)
+    assert len(found.base_s) == 4
+
+
+def test_orders_and_lengths_are_the_same_on_every_rank() -> None:
+    """Otherwise collectives within tasks would not match."""
+    one, other = Machine(), Machine()
+    for machine in (one, other):
+        measured(machine, [READ, STEP])
+    assert one.log == other.log
+    assert one.lengths == other.lengths
+
+
+def test_lengths_vary() -> None:
+    """So that visits do not keep step with what is slow every fifth iteration, say."""
+    machine = Machine()
+    measured(machine, [READ, STEP], num_rounds=20)
+    assert set(machine.lengths) == {2, 3, 4}
+    assert fmean(machine.lengths) == pytest.approx(3, abs=0.3)
+
+
+def test_a_machine_that_gets_slower_does_not_change_what_is_saved() -> None:
+    """Each visit is compared with those around it."""
+    found = measured(Machine(lambda kind, visit: 10.0 + visit - 4.0 * (kind == READ)), [READ, STEP])
+    assert found.saved_s == {READ: [pytest.approx(4.0)] * 3, STEP: [pytest.approx(0.0)] * 3}
+
+
+def test_each_round_starts_from_the_same_state() -> None:
+    """Shortcuts repeat their outputs, which can lead training astray."""
+    machine = Machine()
+    measured(machine, [READ, STEP], num_rounds=2)
+    assert machine.log.count("|") == 1 + 2
+
+
+def test_what_several_tasks_save_is_asked_for_twice() -> None:
+    """That suffices for an interval."""
+    found = measured(Machine(), [READ, STEP, READ + STEP], num_rounds=5)
+    assert {kind: len(of) for kind, of in found.saved_s.items()} == {
+        READ: 5,
+        STEP: 5,
+        READ + STEP: 2,
     }
-    assert list(at) == [BASELINE, "read", "step"]
-    assert [timer.windows[i] for i in at["read"]] == ["read"] * 3
-    assert [timer.windows[i] for i in at["step"]] == ["step"] * 3
-    assert [timer.windows[i] for i in at[BASELINE]] == [""] * 3
-    assert 0 not in [i for places in at.values() for i in places]
-    assert len(timer.windows) == 1 + 3 * 3
-    assert len(ticks) == 3 * 3 == Counts(0, 2, 3).windows(2)
-    assert {column.overlap for column in found.columns.values()} == {3}
 
 
-def test_each_window_starts_from_the_same_state() -> None:
-    """A shortcut repeats one gradient: a momentum grows with it, and the loss is soon infinite."""
-    timer = FakeTimer()
-    measured(timer, ["read", "step"], 2)
-    assert timer.log[1::2] == ["|"] * len(timer.windows)
+def test_a_time_limit_is_kept() -> None:
+    """At least two rounds; then as many as are over within the time."""
+    assert len(measured(Machine(), [READ], seconds=1e-9).base_s) == 2
+    machine = Machine()
+    found = measured(machine, [READ], seconds=200.0)
+    warm_up_s = 10.0
+    assert 170.0 < machine.now_s - warm_up_s <= 200.0
+    assert len(found.base_s) > 5
+
+
+def test_time_goes_where_intervals_are_widest() -> None:
+    """From the sixth round on, half of the kinds are visited."""
+    noise = iter(range(10**6))
+
+    def takes_s(kind: Kind, visit: int) -> float:
+        return 10.0 + (5.0 * (next(noise) % 2) if kind == STEP else 0.0)
+
+    machine = Machine(takes_s)
+    found = measured(machine, [READ, STEP], seconds=2000.0)
+    assert len(found.saved_s[READ]) + len(found.saved_s[STEP]) == 5 + len(found.base_s)
+    assert len(found.saved_s[STEP]) > len(found.saved_s[READ]) >= 5
+
+
+def test_a_target_ends_the_profile_once_it_is_reached() -> None:
+    """Kinds whose interval is narrow enough are not visited any more."""
+    noise = iter(range(10**6))
+
+    def takes_s(kind: Kind, visit: int) -> float:
+        return 10.0 + (1.0 * (next(noise) % 2) if kind == STEP else 0.0)
+
+    found = measured(Machine(takes_s), [READ, STEP], target_spread_s=0.3)
+    assert all(each.spread_s <= 0.3 for each in rounds.time_saved(found.saved_s).values())
+    assert 5 <= len(found.saved_s[READ]) < len(found.saved_s[STEP]) < MAX_ROUNDS
+
+
+def test_a_target_that_is_never_reached_has_an_end() -> None:
+    """After many rounds, or when the time is up."""
+    noise = iter(range(10**6))
+    wild = Machine(lambda kind, visit: 10.0 + 5.0 * (next(noise) % 2))
+    assert len(measured(wild, [READ], target_spread_s=1e-6).base_s) == MAX_ROUNDS
+    assert len(measured(wild, [READ], target_spread_s=1e-6, seconds=1000.0).base_s) < 40
+
+
+def test_ranks_do_what_the_first_one_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their clocks differ."""
+    wanted = [[READ], [READ], []]
+
+    def broadcast(shared: list[Any], src: int) -> None:
+        shared[0] = wanted.pop(0)
+
+    monkeypatch.setattr(rounds, "is_alone", lambda: False)
+    monkeypatch.setattr(rounds.dist, "broadcast_object_list", broadcast)
+    found = measured(Machine(), [READ], seconds=1e9)
+    assert len(found.base_s) == 2
 
 
 def test_a_task_that_cannot_be_shortcut_does_not_lose_the_others() -> None:
     """It has no figure, but a reason; nothing of it is measured any more."""
     error = ValueError("planted")
-    timer = FakeTimer({"read": error})
-    found = measured(timer, ["read", "step"], 3)
-    assert found.failed == {"read": error}
+    machine, ticks = Machine(raises={READ: error}), []
+    found = measured(machine, [READ, STEP, READ + STEP], ticks)
+    assert len(ticks) == 3
+    assert found.failed == {READ: error, READ + STEP: error}
     assert "swpipe: while profiling with task 'read' shortcut" in error.__notes__
-    assert list(found.columns) == [BASELINE, "step"]
-    assert [len(column.windows) for column in found.columns.values()] == [3, 3]
-    assert len(timer.windows) == 1 + 3 * 2 + 1  # and one after the failure
+    assert {kind: len(of) for kind, of in found.saved_s.items()} == {STEP: 3}
+    assert len(found.base_s) == 3
+    assert machine.log[-1] == "|"
+
+
+def test_without_any_task_that_can_be_shortcut_the_step_is_measured() -> None:
+    """The report says what it takes, and why there is no more to say."""
+    found = measured(Machine(raises={READ: ValueError("planted")}), [READ])
+    assert found.base_s == [1.0, 1.0]
+    assert list(found.failed) == [READ]
 
 
 def test_what_fails_without_a_shortcut_too_is_raised() -> None:
     """The task that was shortcut is not to blame."""
     error = ValueError("planted")
-    timer = FakeTimer({"read": error, "": error}, after=2)
+    machine = Machine(raises={READ: error, BASE: error}, after=3)
     with pytest.raises(ValueError, match="planted") as caught:
-        measured(timer, ["read", "step"], 3)
+        measured(machine, [READ, STEP])
     assert "swpipe: while profiling without a shortcut" in caught.value.__notes__
-    assert timer.log[-1] == "|"
+    assert machine.log[-1] == "|"
+
+
+def test_training_that_cannot_be_undone_is_raised() -> None:
+    """It is no reason to leave a task out."""
+    with pytest.raises(UnsavedStateError):
+        measured(Machine(raises={READ: UnsavedStateError(["x"], "why")}), [READ, STEP])
 
 
 def test_on_several_ranks_a_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks may wait in a collective of the task that failed."""
     monkeypatch.setattr(rounds, "is_alone", lambda: False)
     with pytest.raises(ValueError, match="planted"):
-        measured(FakeTimer({"read": ValueError("planted")}), ["read", "step"], 3)
+        measured(Machine(raises={READ: ValueError("planted")}), [READ, STEP])
 
 
 def test_an_interrupt_keeps_the_rounds_that_are_whole() -> None:
-    """From the first one on."""
-    first = FakeTimer({"read": KeyboardInterrupt()}, after=1)
+    """From the second one on."""
     with pytest.raises(KeyboardInterrupt):
-        measured(first, ["read", "step"], 3)
-    later = FakeTimer({"read": KeyboardInterrupt()}, after=4)
-    found = measured(later, ["read", "step"], 3)
+        measured(Machine(raises={READ: KeyboardInterrupt()}, after=7), [READ, STEP])
+    machine = Machine(raises={READ: KeyboardInterrupt()}, after=11)
+    found = measured(machine, [READ, STEP], num_rounds=5)
     assert found.interrupted
-    assert [len(column.windows) for column in found.columns.values()] == [1, 1, 1]
-    assert later.log[-1] == "|"
+    assert [len(of) for of in found.saved_s.values()] == [2, 2]
+    assert len(found.base_s) == 2
+    assert machine.log[-1] == "|"

@@ -1,107 +1,122 @@
-"""From windows of samples to exposed times with error bars."""
+"""From visits to exposed times with 95% intervals."""
 
 from __future__ import annotations
 
+import math
 import random
+from statistics import fmean
 
 import pytest
 
-from swpipe.profiler.spread import Column, Estimate, iteration_time, time_saved, with_replay
-
-
-def windows(*means: float) -> Column:
-    """A column of windows that have one sample each."""
-    return Column([[mean] for mean in means])
-
-
-def test_the_value_of_a_window_is_its_mean() -> None:
-    """A slow iteration counts in full, and shows beside the median."""
-    column = Column([[10.0, 10.0, 100.0], [10.0, 10.0, 10.0]])
-    assert iteration_time(column).value_s == 25.0
-    assert column.median_s == 10.0
-
-
-def test_exposed_time_is_baseline_minus_the_tasks_column() -> None:
-    """Negative if iterations with the shortcut are longer."""
-    found = time_saved(windows(10, 10, 10), {"read": windows(6, 6, 6), "nop": windows(11, 11, 11)})
-    assert found == {"read": Estimate(4.0, 0.0), "nop": Estimate(-1.0, 0.0)}
-
-
-def test_a_shift_of_a_whole_round_cancels_out() -> None:
-    """A round at half speed changes neither value nor spread."""
-    found = time_saved(windows(10, 15, 10), {"read": windows(6, 11, 6)})
-    assert found["read"] == Estimate(pytest.approx(4.0), pytest.approx(0.0, abs=1e-9))
-
-
-def test_noise_of_other_columns_shows_in_the_spread() -> None:
-    """Three equal windows do not mean certainty if the other columns are noisy."""
-    quiet, noisy = windows(6, 6, 6), windows(6, 9, 7)
-    found = time_saved(windows(10, 10, 10), {"quiet": quiet, "noisy": noisy})
-    assert found["quiet"].spread_s > 1.0
-
-
-def test_a_noisy_task_has_a_larger_spread() -> None:
-    """Its own differences count in addition to the noise of all columns."""
-    steady = {f"steady {i}": windows(*[6.0] * 9) for i in range(9)}
-    noisy = windows(6, 9, 6, 3, 6, 9, 6, 3, 6)
-    found = time_saved(windows(*[10.0] * 9), {"noisy": noisy, **steady})
-    assert found["noisy"].spread_s > 2 * found["steady 0"].spread_s
-
-
-def test_one_round_has_a_spread_from_its_samples() -> None:
-    """With one window per task, the error comes from the samples within the windows."""
-    column = Column([[1.0, 2.0, 3.0, 4.0, 5.0]])
-    assert time_saved(column, {"read": column})["read"].spread_s > 1.0
-    assert iteration_time(column).spread_s > 1.0
-
-
-def test_samples_that_share_iterations_count_less() -> None:
-    """Overlapping samples are not treated as independent."""
-    samples = [[1.0, 2.0, 3.0, 4.0, 5.0]]
-    assert Column(samples, overlap=4).error_s == pytest.approx(2 * Column(samples).error_s)
-
-
-@pytest.mark.parametrize(("rounds", "tasks"), [(2, 2), (3, 5), (5, 1)])
-def test_a_task_that_costs_nothing_reads_zero_within_its_spread(rounds: int, tasks: int) -> None:
-    """Under noise with outliers, drift and skewed windows, in nearly all cases."""
-    chance = random.Random(rounds)
-
-    def window(at: float) -> list[float]:
-        lean = chance.gauss(0, 0.03)
-        return [
-            at + lean + chance.gauss(0, 0.1) + (chance.random() < 0.1) * chance.expovariate(0.5)
-            for _ in range(10)
-        ]
-
-    missed = 0
-    for _ in range(200):
-        columns: dict[str, list[list[float]]] = {str(i): [] for i in range(tasks + 1)}
-        for number in range(rounds):
-            drift = 10 + 0.3 * number + chance.gauss(0, 0.3)
-            for column in columns.values():
-                column.append(window(drift))
-        baseline, *others = [Column(rows) for rows in columns.values()]
-        found = time_saved(baseline, {str(i): column for i, column in enumerate(others)})
-        missed += sum(max(0.0, value) > spread for value, spread in found.values())
-    assert missed <= 0.01 * 200 * tasks
+from swpipe.profiler.rounds import BASE, Kind, differences, visits
+from swpipe.profiler.spread import (
+    Estimate,
+    mean_of,
+    on_the_line,
+    student_95,
+    time_saved,
+    with_replay,
+)
 
 
 @pytest.mark.parametrize(
-    ("saved_s", "host_s", "replay_s", "alone", "value_s", "spread_s"),
+    ("freedom", "point"),
+    [(1, 12.706), (2, 4.303), (5, 2.571), (6, 2.447), (10, 2.228), (30, 2.042), (1000, 1.962)],
+)
+def test_students_distribution(freedom: int, point: float) -> None:
+    """Against its table."""
+    assert student_95(freedom) == pytest.approx(point, rel=0.005)
+
+
+def test_a_visit_is_compared_with_those_around_it() -> None:
+    """On the line between them, so that a steady drift cancels out."""
+    assert [on_the_line(10.0, 14.0, place, 3) for place in (1, 2, 3)] == [11.0, 12.0, 13.0]
+    assert on_the_line(10.0, 14.0, 1, 1) == 12.0
+
+
+def test_more_rounds_make_the_interval_narrower() -> None:
+    """The mean of four, with Student's factor for three degrees of freedom."""
+    found = mean_of([1.0, 2.0, 3.0, 2.0])
+    assert found.value_s == 2.0
+    assert found.spread_s == pytest.approx(3.18 * math.sqrt(2 / 3) / 2)
+
+
+def test_one_kind_has_only_its_own_differences() -> None:
+    """So the interval of two is very wide."""
+    assert time_saved({"read": [4.0, 5.0]}) == {"read": mean_of([4.0, 5.0])}
+
+
+def test_the_noise_of_others_shows_in_the_spread() -> None:
+    """Three equal differences do not mean certainty if the other kinds are noisy."""
+    found = time_saved({"quiet": [6.0, 6.0, 6.0], "noisy": [6.0, 9.0, 7.0]})
+    assert found["quiet"].spread_s > 1.0
+    assert found["quiet"].value_s == 6.0
+
+
+def test_a_noisy_task_has_a_larger_spread() -> None:
+    """Its own differences count in addition to those of the others."""
+    steady = {f"steady {i}": [4.0, 4.1] * 4 for i in range(9)}
+    found = time_saved({"noisy": [4.0, 1.0, 4.0, 7.0] * 2, **steady})
+    assert found["noisy"].spread_s > 1.5 * found["steady 0"].spread_s
+
+
+def noisy_machine(chance: random.Random) -> list[float]:
+    """Iterations of 10 ms on a machine that drifts within seconds, with slow ones now and then."""
+    drift, times = 0.0, []
+    for _ in range(600):
+        drift += chance.gauss(0, 0.1) - 0.02 * drift
+        slow = chance.expovariate(0.5) if chance.random() < 0.05 else 0.0
+        times.append(10 + drift + chance.gauss(0, 0.3) + slow)
+    return times
+
+
+@pytest.mark.parametrize(("rounds", "tasks"), [(2, 5), (4, 8), (8, 1)])
+def test_a_task_that_costs_nothing_reads_zero_in_95_of_100_profiles(
+    rounds: int, tasks: int
+) -> None:
+    """Under drift and outliers, and neither much more seldom nor more often."""
+    chance = random.Random(rounds)
+    kinds: list[Kind] = [(str(i),) for i in range(tasks)]
+    hits = []
+    for _ in range(250):
+        machine = iter(noisy_machine(chance))
+        saved_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(rounds):
+            order = visits(chance.sample(kinds, len(kinds)))
+            measured = []
+            for kind in order:
+                _, *timed = (next(machine) for _ in range(5))
+                measured.append((kind, timed[1:]))
+            for kind, difference in differences(measured).items():
+                saved_s[kind].append(difference)
+        hits += [abs(value) <= spread for value, spread in time_saved(saved_s).values()]
+    assert 0.91 <= fmean(hits) <= 0.99
+
+
+def test_visits_and_their_differences() -> None:
+    """Every three between two without a shortcut."""
+    names: list[Kind] = [("a",), ("b",), ("c",), ("d",)]
+    order = visits(names)
+    assert order == [BASE, ("a",), ("b",), ("c",), BASE, ("d",), BASE]
+    times = [[10.0], [8.0], [8.0], [8.0], [14.0], [8.0, 6.0], [16.0]]
+    found = differences(list(zip(order, times, strict=True)))
+    assert found == {("a",): 3.0, ("b",): 4.0, ("c",): 5.0, ("d",): 8.0}
+    assert visits([]) == [BASE, BASE]
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "replay_s", "alone", "value_s", "spread_s"),
     [
-        (7.0, 10.0, 3.0, True, 10.0, 0.1),
-        (-9.3, 1.0, 9.9, True, 0.6, 0.1),  # 2,000 rows that take longer to replay than to read
-        (7.0, 10.0, 3.0, False, 8.5, 1.6),  # the rest of the task may be hidden, or not
-        (3.5, 10.0, 3.0, False, 4.25, 0.85),
-        (0.0, 10.0, 3.0, False, 0.0, 0.1),
-        (-0.5, 10.0, 3.0, False, -0.5, 0.1),
-        (8.0, 10.0, 3.0, False, 9.5, 1.6),
-        (-2.0, 1.0, 3.0, False, -0.5, 1.6),
+        (7.0, 3.0, True, 10.0, 0.1),
+        (-9.3, 9.9, True, 0.6, 0.1),  # 2,000 rows that take longer to replay than to read
+        (7.0, 3.0, False, 8.5, 1.6),  # other work may hide the replay, or wait for it
+        (0.0, 3.0, False, 1.5, 1.6),
+        (-2.0, 3.0, False, -0.5, 1.6),
     ],
 )
 def test_the_time_of_a_replay_is_added(
-    saved_s: float, host_s: float, replay_s: float, alone: bool, value_s: float, spread_s: float
+    saved_s: float, replay_s: float, alone: bool, value_s: float, spread_s: float
 ) -> None:
-    """As much of it as can be exposed; where that is not known, the error bar says so."""
-    found = with_replay(Estimate(saved_s, 0.1), host_s, replay_s, alone=alone)
+    """Where it is not known how much of it is exposed, the interval says so."""
+    found = with_replay(Estimate(saved_s, 0.1), replay_s, alone=alone)
     assert found == Estimate(pytest.approx(value_s), pytest.approx(spread_s))

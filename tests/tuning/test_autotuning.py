@@ -14,7 +14,8 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSched
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.inference import Recording
-from swpipe.planning import Limits, autotuning
+from swpipe.planning import Limits
+from swpipe.tuning import autotuning
 from swpipe.tuning.autotuning import (
     PLANNED,
     PLANNED_AGAIN,

@@ -1,0 +1,116 @@
+"""What to change next, on tasks of known cost; and that trying it gives what was promised."""
+
+from __future__ import annotations
+
+import pytest
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe.profiler import Advice, ProfileResult
+from tests.profiler.sleepers import overlapped, sleepers
+from tests.support.virtual_clock import TimedHost
+
+DEPS = [("train", "read"), ("step", "train")]
+LOOP = {"deps": DEPS, "cross_iter_deps": [("train", "step")]}
+ONE_THREAD = PipelinePlan({n: TaskSchedule() for n in ("read", "train", "step")}, **LOOP)
+
+
+def profiled(plan: PipelinePlan, tasks: list[PipelineTask], *, pipelined: bool) -> ProfileResult:
+    """A profile with all advice."""
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        return TaskProfiler(pipe).profile(None, pipelined=pipelined)
+
+
+def tried(advice: Advice, tasks: list[PipelineTask]) -> float:
+    """Seconds per iteration under the plan that was advised."""
+    plan = PipelinePlan.from_json(advice.plan)
+    return profiled(plan, tasks, pipelined=True).baseline_s
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_largest_lever_gives_what_it_promises(host: TimedHost, pipelined: bool) -> None:
+    """Reading ahead hides all of the read behind training and step."""
+    tasks = sleepers(host, read=6, train=7, step=2)
+    result = profiled(ONE_THREAD, tasks, pipelined=pipelined)
+    first = result.advice[0]
+    assert first.change == "run read on a thread of its own, one iteration ahead"
+    assert first.saved_s == pytest.approx(6e-3)
+    assert result.baseline_s - tried(first, tasks) == pytest.approx(first.saved_s)
+    assert "train, step" in first.limit
+    assert f"do next, 1: {first.change}: saves 6.000" in result.format_report()
+
+
+def test_what_stands_in_the_way_is_named(host: TimedHost) -> None:
+    """The step of the last iteration has to come first: training cannot run ahead of it."""
+    tasks = sleepers(host, read=1, train=7, step=2)
+    plan = PipelinePlan(
+        {
+            "read": TaskSchedule(thread_group="io"),
+            "train": TaskSchedule(stage=1),
+            "step": TaskSchedule(stage=1),
+        },
+        **LOOP,
+    )
+    result = profiled(plan, tasks, pipelined=True)
+    first = result.advice[0]
+    assert first.change == "make train take half as long"
+    assert first.saved_s == pytest.approx(3.5e-3)
+    assert first.plan == ""
+    assert "train i -> step i -> train i+1" in first.in_the_way
+    assert "In the way of more:" in first.text
+
+
+def test_a_hidden_task_is_not_worth_a_change(host: TimedHost) -> None:
+    """Its exposed time is 0, whatever it takes."""
+    tasks = sleepers(host, read=6, train=7, step=2)
+    plan = PipelinePlan(
+        {
+            "read": TaskSchedule(thread_group="io"),
+            "train": TaskSchedule(stage=1),
+            "step": TaskSchedule(stage=1),
+        },
+        **LOOP,
+    )
+    result = profiled(plan, tasks, pipelined=True)
+    assert [advice.task for advice in result.advice] == ["train", "step"]
+
+
+def test_without_dependences_between_iterations_no_task_is_moved(host: TimedHost) -> None:
+    """It is not known which may."""
+    tasks = sleepers(host, read=6, train=7)
+    for plan in (PipelinePlan.serial(tasks), overlapped({"default": ["read", "train"]})):
+        result = profiled(plan, tasks, pipelined=False)
+        assert {advice.plan for advice in result.advice} == {""}
+        assert [advice.saved_s for advice in result.advice] == pytest.approx([3.5e-3, 3e-3])
+
+
+def test_of_two_changes_that_save_the_same_the_smaller_is_named(host: TimedHost) -> None:
+    """Decoding ahead takes the read along; copying ahead would take both, and save no more."""
+    tasks = sleepers(host, read=3, decode=3, copy=0, train=7, step=2)
+    names = [task.name for task in tasks]
+    plan = PipelinePlan(
+        {name: TaskSchedule() for name in names},
+        deps=list(zip(names[1:], names, strict=False)),
+        cross_iter_deps=[("train", "step")],
+    )
+    result = profiled(plan, tasks, pipelined=False)
+    assert result.advice[0].change == (
+        "run decode, with read before it, on a thread of its own, one iteration ahead"
+    )
+    assert len(result.advice) == 3
+    assert all("copy" not in advice.change for advice in result.advice)
+
+
+def test_the_cores_limit_what_threads_can_save(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one core, a thread of its own does not make Python any faster."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
+    tasks = [
+        PipelineTask("read", lambda ctx: host.compute(6e-3)),
+        *sleepers(host, train=1),
+        PipelineTask("step", lambda ctx: host.compute(6e-3)),
+    ]
+    result = profiled(ONE_THREAD, tasks, pipelined=False)
+    moved = [advice for advice in result.advice if advice.plan]
+    assert all(advice.saved_s <= 1e-3 + 1e-9 for advice in moved)
+    assert all(advice.limit == "the 1 cores" for advice in moved)
