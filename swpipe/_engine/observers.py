@@ -55,6 +55,8 @@ class NvtxRanges(Observer):
 class ProfilerRanges(Observer):
     """A ``record_function`` per task: about 10 us each, so only while a torch profiler is on.
 
+    Its name is the task's, so that ``key_averages()`` has a row per task.
+
     A profiler sees the thread that started it, and the threads of other groups only where it
     profiles all threads.
     """
@@ -63,7 +65,7 @@ class ProfilerRanges(Observer):
         self._local = threading.local()
 
     def start(self, ins: Instruction, iteration: int) -> None:
-        block = profiler.record_function(f"{ins.task} [{iteration}]")
+        block = profiler.record_function(ins.task)
         block.__enter__()  # type: ignore[no-untyped-call]
         self._open.append(block)
 

@@ -164,11 +164,15 @@ def profile(
         check_outputs(rank, output)
         work = find_workload(workload, rank)
         plan = plan or work.usual_plan
-        loaded = load_plan(plan, work.plans) if work.plans else None
+        loaded = load_plan(plan, work.plans) if work.plans and plan != AUTO else None
         if rank is not None:
             rank.agree(ranks.command_facts("profile", context.params, [loaded]))
         opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
         with closing(opened.job) as job, about_plan(plan):
+            if plan == AUTO:
+                tuned = opened.tune()
+                echo(f"auto: {tuned.format()}")
+                loaded = tuned.plan
             loaded = loaded or load_plan(plan, opened.plans)
             results = profile_job(job, opened.device, loaded, batches, rounds, not serially)
         echo(format_breakdown(results))

@@ -242,8 +242,8 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
         return plans[name]()
     if name == AUTO:
         raise UserError(
-            "plan auto: only train makes one; elsewhere name a file that `swpipe plan auto` has "
-            f"written; here there are {', '.join(plans)}"
+            "plan auto: train and profile make one; elsewhere name a file that `swpipe plan auto` "
+            f"has written; here there are {', '.join(plans)}"
         )
     if where := _elsewhere(name, plans):
         raise UserError(f"plan {name}: it is for {where}; here there are {', '.join(plans)}")

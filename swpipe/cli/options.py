@@ -16,8 +16,8 @@ Plan = Annotated[
     typer.Option(
         "--plan",
         metavar="NAME|auto|FILE.toml",
-        help="How to overlap: a ready-made plan of the workload, or a file; auto (train only) "
-        "measures briefly and chooses.",
+        help="How to overlap: a ready-made plan of the workload, or a file; auto measures briefly "
+        "and chooses.",
         show_default="the workload's usual plan",
     ),
 ]

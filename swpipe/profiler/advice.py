@@ -118,8 +118,14 @@ class _Change(NamedTuple):
 
 
 def advise(seen: Seen) -> tuple[Advice, ...]:
-    """The changes that promise most; the best comes first."""
-    paper = _Paper(seen)
+    """The changes that promise most; the best comes first.
+
+    None if the plan is too large to be simulated.
+    """
+    try:
+        paper = _Paper(seen)
+    except PlanError:
+        return ()
     found = [(change, paper.advice(change)) for change in _changes(paper)]
     # Of changes that promise about the same, the smallest is the one to try.
     found.sort(key=lambda pair: len(pair[0].moved))
@@ -270,8 +276,14 @@ def _moved(
 
 def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
     """The plan's dependences, with all tasks on one thread, one after the other."""
-    schedule = {name: TaskSchedule() for name in plan.schedule}
-    return replace(plan, schedule=schedule, same_period_deps=(), streams={}, pipeline_depth=None)
+    return replace(
+        plan,
+        schedule={name: TaskSchedule() for name in plan.schedule},
+        same_period_deps=(),
+        order=(),  # that of a pipeline may contradict the dependences within an iteration
+        streams={},
+        pipeline_depth=None,
+    )
 
 
 def _as_json(plan: PipelinePlan) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._state.discovery import Found, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
@@ -143,6 +144,8 @@ class TaskProfiler:
                         joint: dict[Kind, str] = {}
                         if pipelined:
                             joint = joint_kinds(self.pipe.plan, names, times.host_s, step_s)
+                            if not is_alone():  # times differ
+                                joint = gather(joint)[0]
                         rounds.measure([*((name,) for name in names), *joint], bar.update)
                 finally:
                     snapshot.restore()

@@ -28,9 +28,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
 
-import torch.distributed as dist
-
-from swpipe._distributed.rank_checks import is_alone
+from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import PlanRun, SerialRun, WindowTimer
@@ -185,9 +183,7 @@ class Rounds:
         """What rank 0 wants; times differ."""
         if self._counts.fixed or is_alone():
             return wanted
-        shared = [wanted]
-        dist.broadcast_object_list(shared, src=0)
-        return shared[0]
+        return gather(wanted)[0]
 
     def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
         while True:

@@ -106,7 +106,7 @@ def test_what_is_not_shortcut_is_disabled_without_a_word(two_ranks: Ranks) -> No
 def _profiled() -> str:
     with SWPipeline(piped(3), tasks()) as pipe:
         try:
-            TaskProfiler(pipe).profile(0, 1, 2, 1, tasks=NAMES[dist.get_rank()])
+            TaskProfiler(pipe).profile(0, 1, 2, 2, tasks=NAMES[dist.get_rank()])
         except RuntimeError as error:
             return str(error)
     return ""

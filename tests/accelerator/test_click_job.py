@@ -114,7 +114,7 @@ def test_profiles_and_recordings_train_nothing(config: ClickConfig) -> None:
     assert recording.compare(plan).missing == ()
     with SWPipeline(plan, job.tasks(), device=config.device) as pipe:
         batch = next(job.batches())
-        TaskProfiler(pipe).profile(batch, 1, 2, 1, pipelined=True)
+        TaskProfiler(pipe).profile(batch, 1, 2, 2, pipelined=True)
         losses = [ctx.loss.detach().cpu() for ctx in pipe.iterate(job.batches(STEPS))]
     assert equal(losses, trained(config, PLANS["serial"]())[: len(losses)])
     job.close()

@@ -137,7 +137,7 @@ def test_a_recording_runs_on_the_device_that_it_is_given(device: str) -> None:
 def test_a_profile_puts_the_devices_generator_back(device: str) -> None:
     """The fixture looks; the tasks run on the device that was given."""
     with SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe:
-        result = TaskProfiler(pipe).profile(1.0, num_warmup=1, num_measure=2, num_rounds=1)
+        result = TaskProfiler(pipe).profile(1.0, num_warmup=1, num_measure=2, num_rounds=2)
     assert result.exposed_s.keys() == {"draw", "add", "total"}
 
 
@@ -364,7 +364,7 @@ def test_nothing_compares_the_type_of_a_device(device: str) -> None:
     assert trace.spans
     with SWPipeline(PLAN, TASKS, device=where, seed=3) as pipe:
         for pipelined in (False, True):
-            TaskProfiler(pipe).profile(batch, 1, 2, 1, pipelined=pipelined)
+            TaskProfiler(pipe).profile(batch, 1, 2, 2, pipelined=pipelined)
         costs = measure_costs(pipe, [batch])
     simulate(PLAN, costs).format()
     verify(PLAN, TASKS, recording.effects, sizes=recording.sizes)

@@ -208,7 +208,7 @@ def test_a_breakdown_is_printed_and_written(
 ) -> None:
     """Every task has its line, under the plan or in the plain loop."""
     file = tmp_path / "profile.json"
-    args = ("profile", "--data", log, "--batch-size", 10, "--rounds", 1, "--output", file)
+    args = ("profile", "--data", log, "--batch-size", 10, "--rounds", 2, "--output", file)
     assert run(*args, *([mode] if mode else [])) == 0
     out = capsys.readouterr().out
     assert all(f"\n{name} " in out for name in PLANS["pipelined"]().schedule)
@@ -219,7 +219,7 @@ def test_a_breakdown_is_printed_and_written(
 @needs_clicks
 def test_batches_are_profiled_side_by_side(capsys: pytest.CaptureFixture[str], log: Path) -> None:
     """A column for each."""
-    args = ("profile", "--data", log, "--batch-size", 10, "--rounds", 1, "--batches", 2)
+    args = ("profile", "--data", log, "--batch-size", 10, "--rounds", 2, "--batches", 2)
     assert run(*args) == 0
     out = capsys.readouterr().out
     assert "batch 0" in out

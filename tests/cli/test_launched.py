@@ -266,7 +266,7 @@ def test_a_breakdown_is_of_every_task(
 ) -> None:
     """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
     log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
-    args = ("--data", log, "--batch-size", 8, "--rounds", 1, "--output", figures)
+    args = ("--data", log, "--batch-size", 8, "--rounds", 2, "--output", figures)
     assert run("profile", *args) == 0
     out = capsys.readouterr().out
     for task in sharded_clicks.TASKS:
@@ -368,7 +368,7 @@ def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict], tmp_path: Path)
         (("demo",), "demo: under torchrun there are train, profile, plan"),
         (("plan", "show", "gone.toml"), "plan gone.toml: No such file"),
         (("train", "--no-such"), "No such option: --no-such"),
-        (("profile", "--plan", "auto"), "plan auto: only train makes one"),
+        (("profile", "--plan", "gone.toml"), "plan gone.toml: No such file"),
         (("train", "--data", "no.tsv", "--plan", "serial"), "no.tsv: no such file"),
     ],
 )
@@ -404,7 +404,9 @@ def test_a_plan_of_the_other_job_is_refused_by_name() -> None:
         load_plan("split", PLANS)
     with pytest.raises(UserError, match="plan pipelined: it is for the job in one proc.* semi_syn"):
         load_plan("pipelined", sharded_clicks.PLANS)
-    with pytest.raises(UserError, match="plan auto: only train makes one; elsewhere name a file"):
+    with pytest.raises(
+        UserError, match="plan auto: train and profile make one; elsewhere name a file"
+    ):
         load_plan("auto", PLANS)
     assert load_plan("serial", PLANS) == PLANS["serial"]()
 

@@ -239,6 +239,16 @@ def test_training_under_auto_says_what_it_expects_and_what_it_got(
     assert "auto: expected " in out
 
 
+@pytest.mark.slow
+@needs_clicks
+def test_a_profile_under_auto_makes_the_plan(capsys: pytest.CaptureFixture[str], log: Path) -> None:
+    """As training does; the help offers it."""
+    assert run("profile", "--data", log, "--batch-size", 8, "--plan", "auto", "--rounds", 2) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("auto: ")
+    assert "batch 0, pipelined: " in out
+
+
 # --------------------------------------------------------------- bad input
 
 

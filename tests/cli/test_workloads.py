@@ -138,7 +138,7 @@ def test_a_registered_workload_is_planned_and_profiled(
     assert run("plan", "check", "ahead", "--workload", "toy") == 0
     assert run("plan", "show", "ahead") == 0
     capsys.readouterr()
-    assert run("profile", "--workload", "toy", "--rounds", 1) == 0
+    assert run("profile", "--workload", "toy", "--rounds", 2) == 0
     assert "\nload " in capsys.readouterr().out
 
 

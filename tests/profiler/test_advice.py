@@ -114,3 +114,26 @@ def test_the_cores_limit_what_threads_can_save(
     moved = [advice for advice in result.advice if advice.plan]
     assert all(advice.saved_s <= 1e-3 + 1e-9 for advice in moved)
     assert all(advice.limit == "the 1 cores" for advice in moved)
+
+
+def test_the_order_of_a_pipeline_does_not_bind_the_serial_loop(host: TimedHost) -> None:
+    """Within a period the step may come before the next read; within an iteration, after it."""
+    tasks = sleepers(host, read=6, train=7, step=2)
+    plan = PipelinePlan(
+        {"read": TaskSchedule(), "train": TaskSchedule(stage=1), "step": TaskSchedule(stage=1)},
+        order=("step", "read"),
+        **LOOP,
+    )
+    result = profiled(plan, tasks, pipelined=False)
+    assert result.advice[0].task == "read"
+
+
+def test_a_plan_that_is_too_large_to_simulate_has_no_advice(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile is not lost."""
+    monkeypatch.setattr("swpipe.planning.simulation.simulator.MOST_STEPS", 2)
+    tasks = sleepers(host, read=6, train=7, step=2)
+    result = profiled(ONE_THREAD, tasks, pipelined=False)
+    assert result.advice == ()
+    assert result.exposed_s["read"] == pytest.approx(6e-3)

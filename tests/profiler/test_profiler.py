@@ -19,7 +19,7 @@ from swpipe import (
     TaskProfiler,
     UnsavedStateError,
 )
-from swpipe.profiler import ProfileResult, ProfileResults
+from swpipe.profiler import ProfileResult, ProfileResults, profiler
 from tests.profiler.sleepers import overlapped
 
 QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
@@ -237,6 +237,19 @@ def test_some_tasks_only(pipe: SWPipeline) -> None:
     assert profiler.profile(BATCH, tasks=["step", "forward"], **QUICK).tasks == ("forward", "step")
     assert profiler.profile(BATCH, tasks=pipe.tasks[2], **QUICK).tasks == ("backward",)
     assert profiler.profile(BATCH, tasks="step", **QUICK).tasks == ("step",)
+
+
+def test_ranks_shortcut_the_same_tasks_together(
+    pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank finds another thread group the busiest; all take what the first one found."""
+    first = {("forward", "step"): "what rank 0 found"}
+    monkeypatch.setattr(profiler, "is_alone", lambda: False)
+    monkeypatch.setattr(profiler, "gather", lambda mine: [first, mine])
+    result = TaskProfiler(pipe).profile(BATCH, pipelined=True, **QUICK)
+    assert [(each.what, each.tasks) for each in result.joint] == [
+        ("what rank 0 found", ("forward", "step"))
+    ]
 
 
 def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:

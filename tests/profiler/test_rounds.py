@@ -253,13 +253,9 @@ def test_a_target_that_is_never_reached_has_an_end() -> None:
 
 def test_ranks_do_what_the_first_one_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clocks differ."""
-    wanted = [[READ], [READ], []]
-
-    def broadcast(shared: list[Any], src: int) -> None:
-        shared[0] = wanted.pop(0)
-
+    wanted = iter([[READ], [READ], []])
     monkeypatch.setattr(rounds, "is_alone", lambda: False)
-    monkeypatch.setattr(rounds.dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(rounds, "gather", lambda mine: [next(wanted), mine])
     found = measured(Machine(), [READ], seconds=1e9)
     assert len(found.base_s) == 2
 

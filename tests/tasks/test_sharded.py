@@ -138,7 +138,7 @@ def _profiled(config: ClickConfig, pipelined: bool) -> tuple[list[str], float, l
     before = {name: value.clone() for name, value in job.model.named_parameters()}
     with SWPipeline(PLANS["sparse_dist"](), job.tasks(), device="cpu") as pipe:
         (result,) = TaskProfiler(pipe).profile_many(
-            list(job.batches(1)), num_warmup=1, num_measure=2, num_rounds=1, pipelined=pipelined
+            list(job.batches(1)), num_warmup=1, num_measure=2, num_rounds=2, pipelined=pipelined
         )
     after: dict[str, Any] = dict(job.model.named_parameters())
     return (

@@ -380,7 +380,7 @@ def _profiled(name: str, pipelined: bool, lines: int | None) -> tuple[set[str], 
             list(batches(2, seed=1)),
             num_warmup=1,
             num_measure=2,
-            num_rounds=1,
+            num_rounds=2,
             pipelined=pipelined,
         )
         after = Outcome([], everything(model) | rows_of(groups))
@@ -416,7 +416,7 @@ def _state_is_needed(how: str, given: bool) -> list[str]:
             record(owner.tasks(), batch, device=CPU)
         else:
             with SWPipeline(plans.split(), owner.tasks(), device=CPU) as pipe:
-                TaskProfiler(pipe).profile(batch, 1, 2, 1)
+                TaskProfiler(pipe).profile(batch, 1, 2, 2)
     return Outcome([], everything(model) | rows_of(groups)).differences(before)
 
 

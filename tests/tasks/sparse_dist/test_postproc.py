@@ -415,7 +415,7 @@ def _profiled() -> tuple[set[str], bool]:
         device=CPU, pipeline_postproc=True,
     ) as pipeline:  # fmt: skip
         results = TaskProfiler(pipeline.pipe).profile_many(
-            list(batches(1)), num_warmup=1, num_measure=2, num_rounds=1, pipelined=True
+            list(batches(1)), num_warmup=1, num_measure=2, num_rounds=2, pipelined=True
         )
     after = everything(model)
     put_back = all(torch.equal(before[name], after[name]) for name in before)

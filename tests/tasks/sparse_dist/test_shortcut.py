@@ -83,7 +83,7 @@ def _profiled(pipelined: bool) -> tuple[set[str], float, bool]:
         device=CPU,
     ) as pipeline:
         results = TaskProfiler(pipeline.pipe).profile_many(
-            list(batches(1)), num_warmup=1, num_measure=2, num_rounds=1, pipelined=pipelined
+            list(batches(1)), num_warmup=1, num_measure=2, num_rounds=2, pipelined=pipelined
         )
     after = everything(model)
     put_back = all(torch.equal(before[name], after[name]) for name in before)
