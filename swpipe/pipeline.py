@@ -294,10 +294,20 @@ class SWPipeline:
         return self._observers.adding(observer)
 
     @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Record when each task runs, and where, within the block."""
-        recorder = Recorder(self._driver.engine.program, self.device, self._driver.engine.streams)
-        trace = Trace(arrows=arrows_of(self._resolved))
+    def trace(self, last: int | None = None) -> Iterator[Trace]:
+        """Record when each task runs, and where, within the block.
+
+        Args:
+            last: Keep only so many iterations, the last ones, in bounded memory; None for all.
+
+        Raises:
+            ValueError: ``last`` is below 1.
+        """
+        if last is not None and last < 1:
+            raise ValueError(f"last is {last}: keep 1 iteration or more, or None for all")
+        engine = self._driver.engine
+        recorder = Recorder(engine.program, self.device, engine.streams, last)
+        trace = Trace(arrows=arrows_of(self._resolved), origin_ns=recorder.origin_ns)
         try:
             with self.observe(recorder):
                 yield trace

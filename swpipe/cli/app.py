@@ -151,7 +151,11 @@ def profile(
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
     batches: Annotated[int, typer.Option(min=1, max=100, help="Batches to show side by side.")] = 1,
-    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")] = 6,
+    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")] = 4,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),
+    ] = None,
     device: options.Device = None,
     output: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write the figures as JSON.")
@@ -174,7 +178,9 @@ def profile(
                 echo(f"auto: {tuned.format()}")
                 loaded = tuned.plan
             loaded = loaded or load_plan(plan, opened.plans)
-            results = profile_job(job, opened.device, loaded, batches, rounds, not serially)
+            results = profile_job(
+                job, opened.device, loaded, batches, rounds, not serially, seconds=seconds
+            )
         echo(format_breakdown(results))
         save(rank, Output("written to", output, results.save))
 
@@ -299,6 +305,7 @@ def profile_job(
     rounds: int,
     pipelined: bool,
     labels: Sequence[str] | None = None,
+    seconds: float | None = None,
 ) -> ProfileResults:
     """Measure the tasks of a job under a plan, or in a plain loop."""
     from swpipe.profiler import TaskProfiler
@@ -309,6 +316,7 @@ def profile_job(
             num_rounds=rounds,
             pipelined=pipelined,
             verbose=True,
+            seconds=seconds,
             labels=labels,
         )
 

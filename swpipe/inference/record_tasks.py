@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
+from swpipe._state.discovery import given_state
 from swpipe._state.guard import TrainingGuard
+from swpipe._state.loop import find_owners, save_tensor_attributes
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
@@ -23,11 +21,6 @@ from swpipe.inference.observation import Observer, TaskObservation
 from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
-
-MAX_SAVED_BYTES = 2**26
-"""Larger tensors that belong to no module or optimizer are taken for data and not saved."""
-
-_SKIPPED = (*WHOLE, FunctionType, MethodType, ModuleType, type)
 
 
 def record(
@@ -66,9 +59,9 @@ def record(
     tasks = tuple(tasks)
     _check(tasks, iterations)
     where = resolve_device(device)
-    owners = list(_owners(tasks) if state is None else given_state(state))
+    owners = list(find_owners(tasks) if state is None else given_state(state))
     snapshot = Snapshot(owners, where)
-    restore_attributes = _save_tensor_attributes(tasks)
+    restore_attributes = save_tensor_attributes(tasks)
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where))
     try:
@@ -108,45 +101,6 @@ def _check(tasks: Sequence[PipelineTask], iterations: int) -> None:
         problems.append(Problem("there are no tasks to record: give at least one"))
     if problems:
         raise PlanError(problems)
-
-
-def _owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
-    """Objects with state, and reachable tensors that are not too large."""
-    found = find_state(tasks)
-    yield from found
-    known = {id(one.owner) for one in found}
-    for one in find_all(tasks):
-        tensor = one.owner
-        new = isinstance(tensor, Tensor) and id(tensor) not in known
-        if new and tensor.numel() * tensor.element_size() <= MAX_SAVED_BYTES:
-            yield one
-
-
-def _save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
-    """Save which tensors plain objects have as attributes; the result restores them.
-
-    ``Snapshot`` covers modules and optimizers. Other objects may replace a tensor, such as a
-    running mean, in each iteration. Their other attributes are left alone: an object that
-    initialises itself on first use would otherwise be restored in part.
-    """
-    saved = [
-        (held, {name: v for name, v in held.items() if isinstance(v, Tensor)})
-        for held in (_attributes(found.owner) for found in find_all(tasks))
-        if held
-    ]
-
-    def restore() -> None:
-        for held, values in saved:
-            held.update((n, v) for n, v in values.items() if isinstance(held.get(n), Tensor))
-
-    return restore
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    if isinstance(owner, _SKIPPED) or type(owner).__module__.partition(".")[0] in FOREIGN:
-        return {}
-    held = getattr(owner, "__dict__", {})
-    return held if isinstance(held, dict) else {}
 
 
 def _sizes(runs: Iterable[TaskObservation]) -> Mapping[tuple[str, str], int]:

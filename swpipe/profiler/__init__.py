@@ -8,6 +8,7 @@ from swpipe.profiler.costing import measure_costs, with_resources
 from swpipe.profiler.diff import Change, ProfileDiff
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import Joint, ProfileResult, ProfileResults
+from swpipe.profiler.slopes import Slope, Slopes, measure_slopes
 from swpipe.profiler.trial import try_plans
 
 __all__ = [
@@ -18,9 +19,12 @@ __all__ = [
     "ProfileDiff",
     "ProfileResult",
     "ProfileResults",
+    "Slope",
+    "Slopes",
     "TaskCost",
     "TaskProfiler",
     "measure_costs",
+    "measure_slopes",
     "try_plans",
     "with_resources",
 ]

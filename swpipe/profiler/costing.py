@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Any
 
 from swpipe._engine.waiting import Host
-from swpipe._state.snapshot import Snapshot
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
@@ -81,7 +80,7 @@ def measure_costs(
     Counts(num_warmup, num_measure, num_rounds=2)
     profiler = TaskProfiler(pipe, state=state)
     pipe.check_idle("measuring costs")
-    snapshot = Snapshot(profiler.owners(), pipe.device)
+    saved = profiler.save()
     found: list[CostModel] = []
     for batch in batches:
         timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined)
@@ -90,7 +89,7 @@ def measure_costs(
                 timer.window()  # not used: the first iterations allocate and compile
                 found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
         finally:
-            snapshot.restore()
+            saved.restore()
     handover_us = _US * measure_handover_s(Host())
     return replace(CostModel.mean(found), handover_us=handover_us)
 

@@ -106,6 +106,7 @@ def result_of(
         advice=measured.advice(step, exposed),
         not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
         interrupted=rounds.interrupted,
+        disturbed=rounds.disturbed,
         num_warmup=counts.num_warmup,
         num_measure=counts.num_measure,
         num_rounds=len(rounds.base_s),

@@ -1,20 +1,17 @@
-"""How results leave the program: text, JSON, CSV, a data frame, a notebook."""
+"""How results leave the program: text, JSON, and rows for other tools."""
 
 from __future__ import annotations
 
-import csv
-import html
-import importlib
-import io
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from swpipe.core.files import write_atomically
+from swpipe.core.records import Rows
 
 
-class Report(ABC):
+class Report(Rows):
     """What prints as a table, saves as JSON, and has rows for other tools."""
 
     __slots__ = ()
@@ -36,39 +33,12 @@ class Report(ABC):
             ValueError: ``text`` is something else.
         """
 
+    def as_text(self) -> str:
+        return self.format_report()
+
     def print_report(self, file: TextIO | None = None) -> None:
         """Print one row per task; to standard output by default."""
         (sys.stdout if file is None else file).write(self.format_report() + "\n")
-
-    @abstractmethod
-    def records(self) -> list[dict[str, Any]]:
-        """A row per task, of plain values; all times are milliseconds."""
-
-    def to_csv(self) -> str:
-        """``records`` as CSV text, with a line of titles."""
-        text = io.StringIO()
-        rows = self.records()
-        writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
-
-    def to_dataframe(self) -> Any:
-        """``records`` as a pandas data frame.
-
-        Raises:
-            ModuleNotFoundError: pandas is not installed.
-        """
-        try:
-            pandas = importlib.import_module("pandas")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "to_dataframe needs pandas: install it, or use records() or to_csv()"
-            ) from error
-        return pandas.DataFrame(self.records())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.format_report())}</pre>"
 
     def save(self, path: str | Path) -> None:
         """Write JSON to a file."""

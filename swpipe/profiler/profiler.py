@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe._state.discovery import Found, find_state, given_state
-from swpipe._state.guard import TrainingGuard
-from swpipe._state.snapshot import Snapshot
+from swpipe._state.discovery import given_state
+from swpipe._state.loop import LoopState
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.device_times import device_times_s
@@ -29,8 +27,9 @@ class TaskProfiler:
     (``swpipe.profiler.rounds``, ``swpipe.profiler.spread``).
 
     State that profiling changed is restored afterwards, also on failure: models, optimizers,
-    other objects with ``state_dict`` and ``load_state_dict``, and the random generators of torch,
-    Python and numpy. The results list these objects. State is also restored after each round.
+    other objects with ``state_dict`` and ``load_state_dict``, tensors that plain objects hold, and
+    the random generators of torch, Python and numpy. The results list these objects. State is also
+    restored after each round.
 
     Ctrl-C ends a profile early: what was measured is the result, once there are two rounds of it.
 
@@ -48,7 +47,9 @@ class TaskProfiler:
 
     def __init__(self, pipe: SWPipeline, *, state: Any = None) -> None:
         self.pipe = pipe
-        self._state = None if state is None else given_state(state)
+        self._state = state
+        if state is not None:
+            given_state(state)  # what cannot be restored is refused here
 
     def profile(
         self,
@@ -129,16 +130,15 @@ class TaskProfiler:
         labels = _labels(len(batches), labels)
         self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
-        owners = self.owners()
-        snapshot = Snapshot(owners, self.pipe.device)
+        saved = self.save()
         results = []
         visits = len(batches) * num_rounds * len(names) if counts.fixed else None
         with _progress_bar(visits, show=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
-                rounds = Rounds(timer, counts, snapshot.restore)
+                rounds = Rounds(timer, counts, saved.restore)
                 try:
-                    with self.pipe.borrow(), self._guard(snapshot):
+                    with self.pipe.borrow(), saved.guard():
                         step_s, times = rounds.warm_up()
                         device_s = device_times_s(timer)
                         joint: dict[Kind, str] = {}
@@ -148,19 +148,14 @@ class TaskProfiler:
                                 joint = gather(joint)[0]
                         rounds.measure([*((name,) for name in names), *joint], bar.update)
                 finally:
-                    snapshot.restore()
+                    saved.restore()
                 found = Measured(label, timer, rounds, joint, device_s)
-                results.append(result_of(found, counts, tuple(map(str, owners)), left_out))
+                results.append(result_of(found, counts, tuple(map(str, saved.owners)), left_out))
         return ProfileResults(results)
 
-    def _guard(self, snapshot: Snapshot) -> AbstractContextManager[object]:
-        if self._state is not None:  # the user has said what may change
-            return nullcontext()
-        return TrainingGuard(self.pipe.tasks, snapshot)
-
-    def owners(self) -> tuple[Found, ...]:
-        """The objects whose state is restored."""
-        return tuple(find_state(self.pipe.tasks)) if self._state is None else self._state
+    def save(self) -> LoopState:
+        """The state to restore, as it is now."""
+        return LoopState(self.pipe.tasks, self._state, self.pipe.device)
 
     def _names(
         self, tasks: Iterable[TaskRef] | TaskRef | None

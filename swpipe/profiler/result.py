@@ -90,6 +90,8 @@ class ProfileResult(Report):
             and were not measured.
         not_measured: Task to the reason why it could not be measured. It has no exposed time.
         interrupted: Ctrl-C came before all rounds were measured; ``num_rounds`` is how many were.
+        disturbed: How many visits were measured again, since another process took a core from them;
+            None where the machine does not tell.
     """
 
     batch: str
@@ -115,6 +117,7 @@ class ProfileResult(Report):
     already_shortcut: tuple[str, ...] = ()
     not_measured: Mapping[str, str] = field(default_factory=dict)
     interrupted: bool = False
+    disturbed: int | None = None
 
     def __post_init__(self) -> None:
         for name in _BY_TASK:
@@ -308,6 +311,10 @@ class ProfileResult(Report):
             yield f"do next{on_batch}, {number}: {advice.text}"
         if self.interrupted:
             yield f"interrupted{on_batch}: not all rounds were measured"
+        if self.disturbed is None:
+            yield "disturbance by other processes: this machine does not tell"
+        elif self.disturbed:
+            yield f"disturbed by other processes{on_batch}: {self.disturbed} visits, measured again"
         if self.already_shortcut:
             yield f"shortcut already, so not measured: {', '.join(self.already_shortcut)}"
         found = (

@@ -22,7 +22,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -32,6 +32,7 @@ from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import PlanRun, SerialRun, WindowTimer
+from swpipe.profiler.run_queue import disturbed, waited_s
 from swpipe.profiler.spread import on_the_line, time_saved
 
 Kind: TypeAlias = tuple[str, ...]
@@ -103,14 +104,24 @@ class Rounds:
         in_backward_s: Kind to what its replays cost in the backward of others, visit by visit.
         failed: Kind to why it could not be measured; it is in none of the others.
         interrupted: Ctrl-C came before the last round.
+        disturbed: How many visits were measured again, since another process took a core from them
+            (``swpipe.profiler.run_queue``); None where the machine does not tell.
 
     Args:
         timer: Runs the iterations.
         restore: Called after each round.
+        enter: What is done to the tasks of a kind during its visits; None to shortcut them.
     """
 
-    def __init__(self, timer: WindowTimer, counts: Counts, restore: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        timer: WindowTimer,
+        counts: Counts,
+        restore: Callable[[], object],
+        enter: Callable[[Kind], AbstractContextManager[object]] | None = None,
+    ) -> None:
         self._timer = timer
+        self._enter = enter or (lambda kind: timer.pipe.shortcut(*kind))
         self._counts = counts
         self._restore = restore
         self._rng = random.Random(0)
@@ -122,6 +133,8 @@ class Rounds:
         self.in_backward_s: dict[Kind, list[float]] = {}
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
+        self.disturbed: int | None = None if waited_s() is None else 0
+        self._shares: list[float | None] = []
 
     def warm_up(self) -> tuple[float, HostTimes]:
         """Iterations without shortcuts: the first ones allocate and compile.
@@ -162,12 +175,16 @@ class Rounds:
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """The kinds for the next round; none at the end."""
         counts, done = self._counts, len(self.base_s)
-        if done < LEAST_ROUNDS:
-            return list(self.saved_s)
         # What several tasks save together need not be known as well.
-        kinds: list[Kind] = [kind for kind in self.saved_s if len(kind) == 1]
+        kinds = [
+            kind for kind, of in self.saved_s.items() if len(kind) == 1 or len(of) < LEAST_ROUNDS
+        ]
+        if done < LEAST_ROUNDS:
+            return kinds
         if counts.fixed:
-            return kinds if done < counts.num_rounds else []
+            # A visit that was disturbed is made again, in up to half as many rounds more.
+            again = [kind for kind in kinds if len(self.saved_s[kind]) < counts.num_rounds]
+            return again if done < 1.5 * counts.num_rounds else []
         in_time = counts.seconds is None or elapsed_s * (1 + 1 / done) <= counts.seconds
         if not in_time or done == MAX_ROUNDS:
             return []
@@ -199,7 +216,12 @@ class Rounds:
             base = [seconds for kind, seconds in found if kind == BASE]
             self.base_s.append(fmean(map(fmean, base)))
             self.spans_s += [span for seconds in base for span in self._timer.spans(seconds)]
-            for kind, saved_s in differences(found).items():
+            out = [False] * len(found)
+            # Each kind needs two differences; and ranks would not agree on which to measure again.
+            if self.disturbed is not None and len(self.base_s) > LEAST_ROUNDS and is_alone():
+                out = disturbed(self._shares)
+                self.disturbed += sum(out)
+            for kind, saved_s in differences(found, out).items():
                 self.saved_s[kind].append(saved_s)
             return
 
@@ -212,6 +234,7 @@ class Rounds:
 
     def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
         timer, pipe, where = self._timer, self._timer.pipe, []
+        self._shares = []
         run, seen = timer.run(), self.times[BASE].observer()
         try:
             with pipe.observe(seen):
@@ -238,11 +261,14 @@ class Rounds:
         if length > 1:
             length += self._rng.choice((-1, 0, 1))
         try:
-            with timer.pipe.shortcut(*kind) if kind else nullcontext():
+            with self._enter(kind) if kind else nullcontext():
                 run.iterate(timer.num_warmup, 0)
                 before_s = timer.pipe.replay_in_backward_s(*kind)
+                begin_s, waited_before_s = time.perf_counter(), waited_s()
                 measured = run.iterate(0, length)
+                took_s, waited_after_s = time.perf_counter() - begin_s, waited_s()
                 extra_s = timer.pipe.replay_in_backward_s(*kind) - before_s
+                self._shares.append(_share(waited_before_s, waited_after_s, took_s))
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
                 if not is_alone():
                     run.end()
@@ -263,16 +289,30 @@ def visits(order: Sequence[Kind]) -> list[Kind]:
     return [BASE, *(kind for group in groups or [()] for kind in (*group, BASE))]
 
 
-def differences(round_: Sequence[Visit]) -> dict[Kind, float]:
-    """How much shorter the iterations of each kind were than those around them."""
+def differences(round_: Sequence[Visit], out: Sequence[bool] = ()) -> dict[Kind, float]:
+    """How much shorter the iterations of each kind were than those around them.
+
+    Args:
+        round_: The visits of a round.
+        out: Which of these do not count, and so nothing that would be compared with them.
+    """
+    out = out or [False] * len(round_)
     saved_s: dict[Kind, float] = {}
     bases = [place for place, (kind, _) in enumerate(round_) if kind == BASE]
     for before, after in pairwise(bases):
         ends_s = fmean(round_[before][1]), fmean(round_[after][1])
         between = round_[before + 1 : after]
         for place, (kind, seconds) in enumerate(between, 1):
+            if out[before] or out[after] or out[before + place]:
+                continue
             saved_s[kind] = on_the_line(*ends_s, place, len(between)) - fmean(seconds)
     return saved_s
+
+
+def _share(before_s: float | None, after_s: float | None, took_s: float) -> float | None:
+    if before_s is None or after_s is None or not took_s:
+        return None
+    return (after_s - before_s) / took_s
 
 
 def _named(kind: Kind) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from swpipe._state.snapshot import Snapshot
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -66,7 +65,7 @@ def try_plans(
             for name, plan in plans.items()
         }
         first = next(iter(pipes.values()))
-        snapshot = Snapshot(TaskProfiler(first, state=state).owners(), first.device)
+        saved = TaskProfiler(first, state=state).save()
         order = list(pipes)
         for turn, batch in enumerate(batches):
             for name in order if turn % 2 else reversed(order):
@@ -75,5 +74,5 @@ def try_plans(
                     with pipes[name].borrow():
                         samples[name] += timer.window()
                 finally:
-                    snapshot.restore()
+                    saved.restore()
     return {name: median(each) for name, each in samples.items()}

@@ -1,6 +1,27 @@
 """Traces of what ran when: recording, statistics, Perfetto files, and pictures."""
 
+from swpipe.trace.critical_path import CriticalPath, Link
+from swpipe.trace.lanes import Lane
 from swpipe.trace.span import Row, Span
-from swpipe.trace.trace import TaskTimes, Trace, format_stacked, plot_stacked
+from swpipe.trace.trace import (
+    OverRanks,
+    TaskTimes,
+    Trace,
+    format_stacked,
+    over_ranks,
+    plot_stacked,
+)
 
-__all__ = ["Row", "Span", "TaskTimes", "Trace", "format_stacked", "plot_stacked"]
+__all__ = [
+    "CriticalPath",
+    "Lane",
+    "Link",
+    "OverRanks",
+    "Row",
+    "Span",
+    "TaskTimes",
+    "Trace",
+    "format_stacked",
+    "over_ranks",
+    "plot_stacked",
+]

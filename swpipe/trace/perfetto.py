@@ -2,7 +2,8 @@
 
     process 1 "thread groups"   one track per group: tasks, and the waits before them
     process 2 "streams"         one track per stream
-    arrows                      from a task to a task on another thread that depends on it
+    arrows                      from a task to a task on another thread that depends on it, on the
+                                same iteration or a later one
 
 Each task is a complete event (``"ph": "X"``) with its iteration and wait in ``args``. ``ts`` and
 ``dur`` are microseconds with three decimals, so spans keep their nanoseconds. The format is "Trace
@@ -11,15 +12,18 @@ Event Format" (Nick Duca and Dan Sinclair, Google, 2016).
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swpipe.core.errors import PlanError
-from swpipe.core.files import read_text, write_atomically
+from swpipe.core.files import read_text, replacing, write_atomically
 from swpipe.core.messages import shorten, shown
 from swpipe.core.plain_data import parse_json
+from swpipe.core.plan import MOST_ITERATIONS
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import is_label, is_name
 from swpipe.trace.span import OWN, Kind, Row, Span, in_order, rows_of
@@ -37,10 +41,11 @@ Event = dict[str, Any]
 
 
 class Arrow(NamedTuple):
-    """``consumer`` depends on ``producer`` of the same iteration."""
+    """``consumer`` on iteration i depends on ``producer`` on iteration i - ``distance``."""
 
     producer: str
     consumer: str
+    distance: int = 0
 
 
 class Document(NamedTuple):
@@ -48,27 +53,81 @@ class Document(NamedTuple):
 
     spans: tuple[Span, ...]
     arrows: tuple[Arrow, ...]
+    origin_ns: int
 
 
 def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
-    """The dependences of a plan within one iteration."""
-    return tuple(Arrow(dep.producer, dep.consumer) for dep in resolved.within_iteration)
+    """The dependences of a plan."""
+    return tuple(Arrow(dep.producer, dep.consumer, dep.distance) for dep in resolved.dependences)
 
 
-def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
-    """Write the file."""
+def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow], origin_ns: int) -> None:
+    """Write the file, compressed if its name ends in ``.gz``."""
     document = {
-        "traceEvents": [*_tracks(spans), *_tasks(spans), *_flows(spans, arrows)],
+        "traceEvents": _events(spans, arrows, 0),
         "displayTimeUnit": "ms",
-        "otherData": {"producer": "swpipe", "arrows": arrows},
+        "otherData": {"producer": "swpipe", "arrows": arrows, "origin_ns": origin_ns},
     }
-    write_atomically(path, json.dumps(document))
+    _write(path, document)
+
+
+def add_to(
+    path: Path, other: Path, spans: Sequence[Span], arrows: Sequence[Arrow], origin_ns: int
+) -> None:
+    """Write what torch.profiler has exported to ``other``, with these spans beside it.
+
+    Raises:
+        ValueError: ``other`` is something else.
+    """
+    document = parse_json(_read(other))
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    base_ns = document.get("baseTimeNanoseconds") if isinstance(document, dict) else None
+    if not isinstance(events, list) or not isinstance(base_ns, int):
+        raise ValueError(
+            f"{str(other)!r} is not a trace of torch.profiler: it has no traceEvents, or no "
+            "baseTimeNanoseconds; give a file that export_chrome_trace() wrote"
+        )
+    _write(path, {**document, "traceEvents": events + _events(spans, arrows, origin_ns - base_ns)})
+
+
+def _events(spans: Sequence[Span], arrows: Sequence[Arrow], shift_ns: int) -> list[Event]:
+    events = [*_tracks(spans), *_tasks(spans), *_flows(spans, arrows)]
+    if shift_ns:
+        events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
+    return events
+
+
+def _write(path: Path, document: Event) -> None:
+    text = json.dumps(document, separators=(",", ":"))
+    if path.suffix == ".gz":
+        with replacing(path) as temporary:
+            temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
+    else:
+        write_atomically(path, text)
+
+
+def _read(path: Path) -> str:
+    """The text of a file, compressed or not.
+
+    Raises:
+        ValueError: It is too large, or cannot be read as text.
+    """
+    if path.suffix != ".gz":
+        return read_text(path, MOST_BYTES)
+    try:
+        with gzip.open(path) as file:
+            data = file.read(MOST_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{str(path)!r} is not a gzip file: {error}") from error
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{str(path)!r} has more than {MOST_BYTES} bytes of text")
+    return data.decode()
 
 
 def load(path: Path) -> Document:
     """Read a file that ``save`` wrote; see ``Trace.load``."""
     try:
-        document = parse_json(read_text(path, MOST_BYTES))
+        document = parse_json(_read(path))
         if document["otherData"]["producer"] != "swpipe":
             raise ValueError("another program's trace")
         events = document["traceEvents"]
@@ -84,7 +143,8 @@ def load(path: Path) -> Document:
                 for event in events
                 if event.get("cat") == "task"
             ),
-            tuple(Arrow(*map(_task, arrow)) for arrow in document["otherData"]["arrows"]),
+            tuple(map(_arrow, document["otherData"]["arrows"])),
+            _origin_ns(document["otherData"].get("origin_ns", 0)),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         said = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
@@ -110,6 +170,20 @@ def _task(name: object) -> str:
     if isinstance(name, str) and (is_name(name) or name in OWN):
         return name
     raise ValueError(f"{shown(name)} is no task")
+
+
+def _arrow(data: Sequence[Any]) -> Arrow:
+    producer, consumer, *distance = data
+    (far,) = distance or (0,)
+    if type(far) is not int or abs(far) > MOST_ITERATIONS:
+        raise ValueError(f"{shown(far)} is no distance")
+    return Arrow(_task(producer), _task(consumer), far)
+
+
+def _origin_ns(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{shown(value)} is no time in nanoseconds")
+    return value
 
 
 def _us(ns: int) -> float:
@@ -145,8 +219,8 @@ def _tasks(spans: Sequence[Span]) -> Iterator[Event]:
     for span in spans:
         if span.wait_ns:
             times = {"ts": _us(span.start_ns - span.wait_ns), "dur": _us(span.wait_ns)}
-            args = {"before": span.task, "iteration": span.iteration}
-            wait = {"ph": "X", "cat": "wait", "name": "wait", "args": args}
+            about = {"iteration": span.iteration}
+            wait = {"ph": "X", "cat": "wait", "name": "wait", "args": about}
             yield {**wait, **times, **places[span.row]}
         times = {"ts": _us(span.start_ns), "dur": _us(span.duration_ns)}
         args = {"iteration": span.iteration, "wait_us": _us(span.wait_ns)}
@@ -159,10 +233,10 @@ def _flows(spans: Sequence[Span], arrows: Iterable[Arrow]) -> Iterator[Event]:
     runs = {(span.task, span.iteration): span for span in spans if span.row.kind == "thread"}
     iterations = sorted({span.iteration for span in spans})
     ends = [
-        (runs[producer, i], runs[consumer, i])
-        for producer, consumer in arrows
+        (runs[producer, i - distance], runs[consumer, i])
+        for producer, consumer, distance in arrows
         for i in iterations
-        if (producer, i) in runs and (consumer, i) in runs
+        if (producer, i - distance) in runs and (consumer, i) in runs
     ]
     for number, (before, after) in enumerate(ends, start=1):
         if before.row != after.row and before.end_ns <= after.start_ns:

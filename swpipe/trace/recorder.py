@@ -9,6 +9,7 @@ Guarantees
     - A span is recorded if its start and its stop both come before ``finish``.
     - Every thread writes to its own log. The recorder's lock protects the list of logs, and each
       log's lock protects the log from ``finish``; none of this needs the interpreter lock.
+    - With ``last``, memory is bounded by that many iterations, however long the recording.
     - Events are reused once the device has reached them, so the number of events is limited by the
       work in flight, not by the length of the trace.
 
@@ -22,7 +23,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from swpipe._engine.program import Instruction, Program
@@ -72,11 +73,26 @@ def timed_event(device: Device) -> TimedEvent | None:
 
 
 class Recorder:
-    """Observes a pipeline until ``finish``; streams too, if the device has timing events."""
+    """Observes a pipeline until ``finish``; streams too, if the device has timing events.
 
-    def __init__(self, program: Program, device: Device, streams: Mapping[Any, Stream]) -> None:
+    Attributes:
+        origin_ns: The time 0 of all spans, in nanoseconds since 1970.
+
+    Args:
+        last: Keep only so many iterations, the last ones; None for all.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: Device,
+        streams: Mapping[Any, Stream],
+        last: int | None = None,
+    ) -> None:
         self._rows = tuple(Row("thread", lane.group) for lane in program.lanes)
-        self._origin_ns = time.perf_counter_ns()
+        self._last = last
+        before_ns, self.origin_ns = time.perf_counter_ns(), time.time_ns()
+        self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
         base = timed_event(device)
         self._clock = DeviceClock(device, streams, base, self._origin_ns) if base else None
         self._lock = threading.Lock()
@@ -108,6 +124,8 @@ class Recorder:
             log.runs.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
             if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
+            if self._last is not None:
+                log.forget(iteration - self._last)
 
     def finish(self) -> tuple[Span, ...]:
         """End the recording, wait for the recorded device work, and return all spans, in order."""
@@ -121,6 +139,9 @@ class Recorder:
                 spans += (Span(*run) for run in log.runs)
                 if log.streams is not None:
                     spans += log.streams.finish()
+        if self._last is not None and spans:
+            newest = max(span.iteration for span in spans)
+            spans = [span for span in spans if span.iteration > newest - self._last]
         return in_order(spans)
 
     def _log(self) -> _Log:
@@ -142,11 +163,18 @@ class _Log:
         self.lock = threading.Lock()
         self.closed = closed
         # The arguments of spans: a tuple is faster to create than a span.
-        self.runs: list[tuple[str, int, Row, int, int, int]] = []
+        self.runs: deque[tuple[str, int, Row, int, int, int]] = deque()
         self.streams = None if clock is None else _StreamLog(clock)
         self.arrived: tuple[str, int, int] = ("", -1, 0)
         self.start_ns: int | None = None
         self.wait_ns = 0
+
+    def forget(self, iteration: int) -> None:
+        """Drop the runs of this iteration and earlier ones."""
+        while self.runs and self.runs[0][1] <= iteration:
+            self.runs.popleft()
+        if self.streams is not None:
+            self.streams.forget(iteration)
 
 
 class DeviceClock:
@@ -187,7 +215,7 @@ class _StreamLog:
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque()
         self._in_flight: deque[_StreamWork] = deque()
         self._pool: list[TimedEvent] = []
         self._open: TimedEvent | None = None
@@ -206,7 +234,12 @@ class _StreamLog:
             if self._in_flight and self._in_flight[0].end.query():
                 self._resolve()
 
-    def finish(self) -> list[Span]:
+    def forget(self, iteration: int) -> None:
+        """Drop the spans of this iteration and earlier ones."""
+        while self._spans and self._spans[0].iteration <= iteration:
+            self._spans.popleft()
+
+    def finish(self) -> Iterable[Span]:
         while self._in_flight:
             self._in_flight[0].end.synchronize()
             self._resolve()

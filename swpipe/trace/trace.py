@@ -9,12 +9,19 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from swpipe._engine.program import RETIRE
+from swpipe.core.records import Rows
+from swpipe.core.task import TaskRef, names_of
 from swpipe.trace import perfetto, timeline
 from swpipe.trace.chart import chart, label
+from swpipe.trace.critical_path import CriticalPath, critical_path
+from swpipe.trace.lanes import Lane, hidden, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
+
+_TOLD = 0.02  # of a lane's time: shorter waits are not told
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +38,14 @@ class TaskTimes:
     mean_wait_s: float
 
 
-class Trace:
+class Trace(Rows):
     """A record of when each task ran, from ``SWPipeline.trace`` or ``Trace.load``.
 
     Attributes:
         spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
         beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
-        arrows: Dependences within an iteration; saved with the spans.
+        arrows: The plan's dependences; saved with the spans.
+        origin_ns: The time 0 of all spans, in nanoseconds since 1970; 0 if it is not known.
     """
 
     def __init__(
@@ -46,10 +54,12 @@ class Trace:
         *,
         beside: Iterable[Span] = (),
         arrows: Iterable[Arrow] = (),
+        origin_ns: int = 0,
     ) -> None:
         self.spans = in_order(spans)
         self.beside = in_order(beside)
         self.arrows = tuple(arrows)
+        self.origin_ns = origin_ns
 
     def __repr__(self) -> str:
         iterations = len({span.iteration for span in self.spans})
@@ -71,7 +81,7 @@ class Trace:
         begin_ns, end_ns = extent_ns(wanted)
         others = {*self.spans, *self.beside}.difference(wanted)
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
-        return Trace(wanted, beside=beside, arrows=self.arrows)
+        return Trace(wanted, beside=beside, arrows=self.arrows, origin_ns=self.origin_ns)
 
     @property
     def initiation_interval_s(self) -> float | None:
@@ -120,36 +130,100 @@ class Trace:
             times.append(TaskTimes(task, row, len(spans), mean_s, wait_s))
         return tuple(times)
 
+    def lanes(self) -> tuple[Lane, ...]:
+        """What each thread and stream did: busy, waiting and for what, idle.
+
+        Raises:
+            ValueError: The trace is empty.
+        """
+        return lanes(self.spans, self.arrows)
+
+    def hidden(self, *tasks: TaskRef) -> float | None:
+        """The share of some tasks' time in which others ran too, from 0 to 1.
+
+        With the tasks that communicate, it is how much of the communication is hidden.
+
+        Returns:
+            None if they took no time, or are not in the trace.
+        """
+        return hidden(self.spans, names_of(tasks))
+
+    def critical_path(self) -> CriticalPath:
+        """The chain of spans and waits that the length of the trace comes from.
+
+        Raises:
+            ValueError: The trace is empty.
+        """
+        return critical_path(self.spans, self.arrows)
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per span, of plain values; times in microseconds."""
+        return [
+            {
+                "task": span.task,
+                "iteration": span.iteration,
+                "kind": span.row.kind,
+                "row": span.row.name,
+                "start_us": span.start_ns / 1e3,
+                "duration_us": span.duration_ns / 1e3,
+                "wait_us": span.wait_ns / 1e3,
+            }
+            for span in self.spans
+        ]
+
+    def as_text(self) -> str:
+        return self.format_summary() if self.spans else repr(self)
+
     def format_summary(self) -> str:
-        """A table of ``task_times`` and ``busy``, and the initiation interval.
+        """What each row did, its tasks' times, the critical path, and the initiation interval.
 
         Raises:
             ValueError: The trace is empty.
         """
         from tabulate import tabulate
 
-        lines = []
-        busy = self.busy()
+        lines: list[tuple[Any, ...]] = []
+        by_row = {lane.row: lane for lane in self.lanes()}
         for row, entries in groupby(self.task_times(), key=lambda entry: entry.row):
-            head = (label(row), f"{busy[row]:.0%}")
+            head: tuple[str, ...] = (label(row), *_shares(by_row[row]))
             for entry in entries:
                 wait = f"{entry.mean_wait_s * 1e3:.3f}" if row.kind == "thread" else ""
                 lines.append((*head, entry.task, entry.runs, f"{entry.mean_s * 1e3:.3f}", wait))
-                head = ("", "")
+                head = ("",) * len(head)
         table = tabulate(
             lines,
-            headers=("row", "busy", "task", "runs", "mean ms", "mean wait ms"),
-            colalign=("left", "right", "left", "right", "right", "right"),
+            headers=("row", "busy", "waits", "idle", "task", "runs", "mean ms", "mean wait ms"),
+            colalign=("left", "right", "right", "right", "left", "right", "right", "right"),
             disable_numparse=True,
         )
+        waits = [line for lane in by_row.values() if (line := _waits(lane))]
         interval_s = self.initiation_interval_s
-        if interval_s is None:
-            return table
-        return f"{table}\ninitiation interval: {interval_s * 1e3:.3f} ms (median)"
+        if interval_s is not None:
+            waits.append(f"initiation interval: {interval_s * 1e3:.3f} ms (median)")
+        return "\n".join([table, *waits, self.critical_path().format()])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON for chrome://tracing and the Perfetto UI, without the spans in ``beside``."""
-        perfetto.save(Path(path), self.spans, self.arrows)
+        """Write JSON for chrome://tracing and the Perfetto UI, without the spans in ``beside``.
+
+        A file whose name ends in ``.gz`` is compressed, to a tenth or so; Perfetto reads it.
+        """
+        perfetto.save(Path(path), self.spans, self.arrows, self.origin_ns)
+
+    def save_with(self, profiled: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+        """Write what ``torch.profiler`` has exported, and this trace beside it, on one clock.
+
+        Args:
+            profiled: The file that ``export_chrome_trace()`` wrote, of the same process.
+            path: The file to write.
+
+        Raises:
+            ValueError: ``profiled`` is something else, or it is not known when the trace was
+                recorded.
+        """
+        if not self.origin_ns:
+            raise ValueError("it is not known when this trace was recorded: record it again")
+        where = Path(path), Path(profiled)
+        perfetto.add_to(*where, self.spans, self.arrows, self.origin_ns)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -159,7 +233,7 @@ class Trace:
             ValueError: The file has another format.
         """
         document = perfetto.load(Path(path))
-        return cls(document.spans, arrows=document.arrows)
+        return cls(document.spans, arrows=document.arrows, origin_ns=document.origin_ns)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.
@@ -177,6 +251,40 @@ class Trace:
             ValueError: The trace is empty, or ``width`` is too small.
         """
         return chart(_panels({"": self}), width)
+
+
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    """One task on one row, over several ranks: its least and greatest mean time, and where.
+
+    Attributes:
+        least_s: In seconds; on the rank ``fastest``.
+        most_s: On the rank ``slowest``.
+    """
+
+    task: str
+    row: Row
+    least_s: float
+    fastest: str
+    most_s: float
+    slowest: str
+
+
+def over_ranks(traces: Mapping[str, Trace]) -> tuple[OverRanks, ...]:
+    """Compare the task times of several ranks' traces; those that differ most come first.
+
+    Args:
+        traces: The name of each rank to its trace.
+    """
+    by_task: dict[tuple[str, Row], dict[str, float]] = defaultdict(dict)
+    for rank, trace in traces.items():
+        for times in trace.task_times():
+            by_task[times.task, times.row][rank] = times.mean_s
+    found = []
+    for (task, row), of in by_task.items():
+        fastest, slowest = (end(of, key=lambda rank: of[rank]) for end in (min, max))
+        found.append(OverRanks(task, row, of[fastest], fastest, of[slowest], slowest))
+    return tuple(sorted(found, key=lambda each: each.least_s - each.most_s))
 
 
 def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:
@@ -197,3 +305,20 @@ def plot_stacked(
 
 def _panels(traces: Mapping[str, Trace]) -> list[Panel]:
     return [Panel(heading, trace.spans, trace.beside) for heading, trace in traces.items()]
+
+
+def _shares(lane: Lane) -> tuple[str, ...]:
+    whole_ns = max(1, lane.length_ns)
+    parts = (lane.busy_ns, sum(lane.waiting_ns.values()), lane.idle_ns)
+    return tuple(f"{part / whole_ns:.0%}" for part in parts)
+
+
+def _waits(lane: Lane) -> str:
+    """What a lane waits for, in words; "" if for nothing that is worth a line."""
+    whole_ns = max(1, lane.length_ns)
+    parts = [
+        f"{task} {ns / whole_ns:.0%}"
+        for task, ns in lane.waiting_ns.items()
+        if ns / whole_ns >= _TOLD
+    ]
+    return f"{label(lane.row)} waits for {', '.join(parts)}" if parts else ""

@@ -379,3 +379,30 @@ def test_training_that_could_not_be_undone_is_refused(pipelined: bool) -> None:
         given = TaskProfiler(pipe, state=[weight, trainer.held])
         given.profile(torch.ones(3), pipelined=pipelined, **QUICK)
     assert torch.equal(weight, torch.ones(3))
+
+
+class _Metrics:
+    """Sums in plain tensors, in place and by replacement; and a table that is trained by hand."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(())
+        self.mean = torch.zeros(())
+        self.table = torch.ones(3)
+
+    def update(self, ctx: IterContext) -> None:
+        self.seen += 1
+        self.mean = 0.9 * self.mean + 0.1 * ctx.batch.mean()
+        self.table.sub_(0.1 * ctx.batch)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_plain_tensors_are_restored(pipelined: bool) -> None:
+    """A table in a plain tensor once was trained by the profile, without a word."""
+    metrics = _Metrics()
+    mean = metrics.mean
+    tasks = [PipelineTask("update", metrics.update)]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
+        result = TaskProfiler(pipe).profile(torch.ones(3), pipelined=pipelined, **QUICK)
+    assert metrics.mean is mean
+    assert [metrics.seen.item(), mean.item(), metrics.table.tolist()] == [0.0, 0.0, [1.0] * 3]
+    assert "self.table (Tensor)" in result.put_back

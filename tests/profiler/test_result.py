@@ -35,6 +35,7 @@ RESULT = ProfileResult(
     num_measure=3,
     num_rounds=4,
     put_back=("model (Linear)", "self.optimizer (SGD)"),
+    disturbed=2,
 )
 
 OTHER = replace(
@@ -54,6 +55,7 @@ OTHER = replace(
     already_shortcut=("forward",),
     not_measured={"scale": "ValueError: no"},
     interrupted=True,
+    disturbed=None,
 )
 
 TABLE = """\
@@ -66,6 +68,7 @@ log           < 0.100   0.100            < 0.8      0.020         0.010        0
 blocks the host: read (4.000 ms)
 together: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
+disturbed by other processes: 2 visits, measured again
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: in 95 of 100
 profiles the truth is within; < x: not told apart from 0; in others: what these take less
@@ -85,10 +88,12 @@ scale                                           not measured
 blocks the host on batch 0: read (4.000 ms)
 together on batch 0: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next on batch 0, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
+disturbed by other processes on batch 0: 2 visits, measured again
 put back: model (Linear), self.optimizer (SGD)
 blocks the host on batch 1: step (0.900 ms)
 not measured on batch 1: scale, since iterations with its shortcut fail: ValueError: no
 interrupted on batch 1: not all rounds were measured
+disturbance by other processes: this machine does not tell
 shortcut already, so not measured: forward
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: in 95 of 100
 profiles the truth is within; < x: not told apart from 0; in others: what these take less

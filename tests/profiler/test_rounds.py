@@ -191,6 +191,46 @@ def test_a_machine_that_gets_slower_does_not_change_what_is_saved() -> None:
     assert found.saved_s == {READ: [pytest.approx(4.0)] * 3, STEP: [pytest.approx(0.0)] * 3}
 
 
+class Cores:
+    """Tells how long threads have waited for a core: 9 s more in each visit that is disturbed."""
+
+    def __init__(self, machine: Machine, visits: set[int]) -> None:
+        self.machine = machine
+        self.visits = visits
+        self.asked = 0
+
+    def waited_s(self) -> float:
+        self.asked += 1
+        done = len(self.machine.visits)
+        before = sum(visit < done - 1 for visit in self.visits)
+        return 9.0 * (before + (done - 1 in self.visits and self.asked % 2 == 0))
+
+
+@pytest.mark.parametrize(
+    ("visits", "more", "said"), [(set(), 0, 0), ({12}, 1, 1), (set(range(10, 100, 4)), 2, None)]
+)
+def test_a_visit_that_was_disturbed_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, visits: set[int], more: int, said: int | None
+) -> None:
+    """With those that would be compared with it; in at most half as many rounds more."""
+    machine = Machine()
+    cores = Cores(machine, visits)
+    monkeypatch.setattr(rounds, "waited_s", lambda: None)
+    counts = Counts(2, 3, 4)
+    found = Rounds(machine, counts, machine.restore)  # type: ignore[arg-type]
+    found.disturbed = 0
+    monkeypatch.setattr(rounds, "time", machine)
+    found.warm_up()
+    monkeypatch.setattr(rounds, "waited_s", cores.waited_s)
+    found.measure([READ, STEP], lambda: None)
+    assert 4 <= len(found.base_s) <= 6
+    assert len(found.base_s) >= 4 + more
+    if said is not None:
+        assert found.disturbed == said
+        assert {len(of) for of in found.saved_s.values()} == {4}
+    assert all(len(of) >= 2 for of in found.saved_s.values())
+
+
 def test_each_round_starts_from_the_same_state() -> None:
     """Shortcuts repeat their outputs, which can lead training astray."""
     machine = Machine()

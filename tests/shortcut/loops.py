@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import PipelinePlan, SWPipeline
-from swpipe._state.discovery import find_state
+from swpipe._state.loop import find_owners
 from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import DeclaredIO, PipelineTask
 
@@ -37,6 +37,10 @@ class Loop:
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters, 0.1, momentum=0.9)
+
+    def also_trained(self) -> list[Tensor]:
+        """What is trained apart from the parameters."""
+        return []
 
     @property
     def tasks(self) -> list[PipelineTask]:
@@ -82,7 +86,7 @@ def trained_around_shortcuts(
     loop = make()
     with SWPipeline(plan or PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
         run(pipe, BEFORE)
-        snapshot = Snapshot(find_state(loop.tasks), pipe.device)
+        snapshot = Snapshot(list(find_owners(loop.tasks)), pipe.device)
         try:
             with pipe.shortcut(*names):
                 run(pipe, WITHIN)
@@ -99,7 +103,7 @@ def run(pipe: SWPipeline, count: int) -> None:
 
 
 def outcome(loop: Loop) -> dict[str, Any]:
-    """Parameters and the optimizer's state."""
+    """Parameters, the optimizer's state, and what else is trained."""
     parameters = [local(parameter.detach()) for parameter in loop.parameters]
     state = [
         local(value)
@@ -107,7 +111,8 @@ def outcome(loop: Loop) -> dict[str, Any]:
         for value in loop.optimizer.state[parameter].values()
         if isinstance(value, Tensor)
     ]
-    return {"parameters": parameters, "state": state}
+    also = [tensor.detach().clone() for tensor in loop.also_trained()]
+    return {"parameters": parameters, "state": state, "also": also}
 
 
 def local(tensor: Any) -> Tensor:

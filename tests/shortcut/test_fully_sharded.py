@@ -36,6 +36,22 @@ class FullySharded(Loop):
         return table, head
 
 
+class Scaled(FullySharded):
+    """With a gradient scaler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def backward(self, ctx: Any) -> None:
+        self.scaler.scale(ctx.loss).backward()
+
+    def step(self, ctx: Any) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
 def differing() -> list[tuple[str, ...]]:
     """The shortcuts, alone and in pairs, after which training differs."""
     expected = trained(FullySharded)
@@ -43,6 +59,36 @@ def differing() -> list[tuple[str, ...]]:
         names
         for names in alone_and_in_pairs(NAMES)
         if not same(expected, trained_around_shortcuts(FullySharded, names))
+    ]
+
+
+def differing_or_refused_with_a_scaler() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The same with a gradient scaler, and the shortcuts that it refuses."""
+    differ, refused = [], []
+    for names in alone_and_in_pairs(NAMES):
+        try:
+            equal = same(trained(Scaled), trained_around_shortcuts(Scaled, names))
+        except AssertionError as error:
+            if "No inf checks were recorded" not in str(error):
+                raise
+            refused.append(names)
+        else:
+            differ += [] if equal else [names]
+    return differ, refused
+
+
+def test_a_scaler_refuses_a_replayed_backward_and_nothing_differs(one_rank: Ranks) -> None:
+    """Sharding computes the gradients of its shards itself; a replay leaves none for the scaler.
+
+    With the step shortcut too, nobody asks for them.
+    """
+    ((differ, refused),) = one_rank.run(differing_or_refused_with_a_scaler)
+    assert differ == []
+    assert refused == [
+        ("backward",),
+        ("embed", "forward"),
+        ("embed", "backward"),
+        ("forward", "backward"),
     ]
 
 

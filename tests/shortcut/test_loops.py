@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from swpipe import PipelinePlan, SWPipeline
 from swpipe._state.discovery import find_state
@@ -106,7 +108,83 @@ class Adam(Loop):
         return torch.optim.Adam(self.parameters)
 
 
+class Checkpointed(Loop):
+    """The head is computed again in backward."""
+
+    use_reentrant = False
+
+    def forward(self, ctx: Any) -> None:
+        out = checkpoint(self.head, ctx.rows, use_reentrant=self.use_reentrant)
+        ctx.loss = out.square().mean()
+
+
+class CheckpointedReentrantly(Checkpointed):
+    """By a backward within the backward."""
+
+    use_reentrant = True
+
+
+class Compiled(Loop):
+    """The head is compiled, its backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(self.head, backend="aot_eager")
+
+    def forward(self, ctx: Any) -> None:
+        ctx.loss = self.compiled(ctx.rows).square().mean()
+
+
+class Normalized(Loop):
+    """Running statistics are buffers, which forward updates."""
+
+    def table_and_head(self) -> tuple[nn.Module, nn.Module]:
+        head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        return nn.Embedding(8, 4), head
+
+    def also_trained(self) -> list[Tensor]:
+        return list(self.head.buffers())
+
+
+class Averaged(Loop):
+    """A moving average of the weights, which has no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.head, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def step(self, ctx: Any) -> None:
+        super().step(ctx)
+        self.average.update_parameters(self.head)
+
+    def also_trained(self) -> list[Tensor]:
+        return [*self.average.parameters(), *self.average.buffers()]
+
+
+class AveragedByHand(Loop):
+    """A list of tensors that follow the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow = [parameter.detach().clone() for parameter in self.parameters]
+
+    def step(self, ctx: Any) -> None:
+        super().step(ctx)
+        with torch.no_grad():
+            for old, new in zip(self.shadow, self.parameters, strict=True):
+                old.lerp_(new, 0.1)
+
+    def also_trained(self) -> list[Tensor]:
+        return self.shadow
+
+
 LOOPS = (
+    Checkpointed,
+    CheckpointedReentrantly,
+    Compiled,
+    Normalized,
+    Averaged,
+    AveragedByHand,
     Loop,
     Adam,
     Scaled,
@@ -117,6 +195,7 @@ LOOPS = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
 @pytest.mark.parametrize("names", alone_and_in_pairs(NAMES), ids="+".join)
 @pytest.mark.parametrize("make", LOOPS)
 def test_training_goes_on_as_without_shortcuts(make: type[Loop], names: tuple[str, ...]) -> None:

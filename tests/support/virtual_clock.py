@@ -25,6 +25,7 @@ import swpipe._engine.run
 import swpipe.pipeline
 import swpipe.profiler.host
 import swpipe.profiler.measure
+import swpipe.profiler.slopes
 import swpipe.report
 import swpipe.trace.recorder
 from swpipe import IterContext, PipelineTask, StreamSpec
@@ -70,6 +71,9 @@ class TimedHost(ExploringHost):
         return self.now_ns / 1e9
 
     def perf_counter_ns(self) -> int:
+        return self.now_ns
+
+    def time_ns(self) -> int:
         return self.now_ns
 
     def monotonic(self) -> float:
@@ -174,7 +178,8 @@ def tell_time(
 ) -> None:
     """Let swpipe take its threads, and the time, from the host, and wait for the device there."""
     monkeypatch.setattr(swpipe.pipeline, "Host", lambda: host)
-    for module in (swpipe.profiler.host, swpipe.profiler.measure, swpipe.report):
+    profiler = (swpipe.profiler.host, swpipe.profiler.measure, swpipe.profiler.slopes)
+    for module in (*profiler, swpipe.report):
         monkeypatch.setattr(module, "time", host)
     monkeypatch.setattr(swpipe.trace.recorder, "time", host)
     if device is not None:

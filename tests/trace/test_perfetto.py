@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.profiler import profile
 
-from swpipe import SWPipeline, Trace
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, Trace
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Row, Span
 from tests.support.plans_for_tests import spread, tasks
@@ -73,10 +77,7 @@ def test_a_task_is_a_complete_event_in_microseconds(events: list[dict[str, Any]]
 def test_a_wait_is_an_event_before_its_task(events: list[dict[str, Any]]) -> None:
     """On the same track, and it ends where the task begins."""
     waits = of(events, ph="X", cat="wait")
-    assert [(e["ts"], e["dur"], e["args"]["before"]) for e in waits] == [
-        (34.999, 0.001, "h2d"),
-        (20.0, 25.0, "forward"),
-    ]
+    assert [(e["ts"], e["dur"]) for e in waits] == [(34.999, 0.001), (20.0, 25.0)]
     assert (waits[1]["pid"], waits[1]["tid"]) == track(events, "thread groups", "default")
 
 
@@ -137,6 +138,86 @@ def test_what_was_saved_is_loaded_to_the_nanosecond(tmp_path: Path) -> None:
     assert (loaded.spans, loaded.arrows) == (trace.spans, trace.arrows)
     loaded.save(tmp_path / "two.json")
     assert (tmp_path / "two.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
+def test_a_compressed_file_is_the_same_trace(tmp_path: Path) -> None:
+    """And small: the Perfetto UI reads it as it is."""
+    many = [replace(span, iteration=i) for i in range(200) for span in TRACE.spans]
+    trace = Trace(many, arrows=TRACE.arrows, origin_ns=17)
+    trace.save(tmp_path / "plain.json")
+    trace.save(tmp_path / "small.json.gz")
+    loaded = Trace.load(tmp_path / "small.json.gz")
+    assert (loaded.spans, loaded.arrows, loaded.origin_ns) == (trace.spans, trace.arrows, 17)
+    sizes = [(tmp_path / name).stat().st_size for name in ("plain.json", "small.json.gz")]
+    assert sizes[1] < sizes[0] / 10
+    assert sizes[0] / len(many) < 260
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\x1f\x8b\x08", gzip.compress(b"{}")[:-9]])
+def test_a_damaged_compressed_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    """The error names the file."""
+    (tmp_path / "other.json.gz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"other.json.gz' is not a timeline that swpipe saved"):
+        Trace.load(tmp_path / "other.json.gz")
+
+
+def test_an_arrow_leads_to_a_later_iteration(tmp_path: Path) -> None:
+    """As the plan's dependence does; and comes back from the file."""
+    spans = [
+        Span("step", 0, DEFAULT, 0, 10 * US),
+        Span("read", 1, IO, 5 * US, 8 * US),
+        Span("read", 2, IO, 20 * US, 30 * US),
+    ]
+    arrows = (Arrow("step", "read", 2), Arrow("step", "read", 1))
+    Trace(spans, arrows=arrows).save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["ts"] for e in events if e.get("cat") == "dependence"] == [9.999, 20.0]
+    assert Trace.load(tmp_path / "trace.json").arrows == arrows
+
+
+def test_a_file_from_before_arrows_had_distances_is_read(tmp_path: Path) -> None:
+    """They are within an iteration."""
+    TRACE.save(tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    document["otherData"] = {"producer": "swpipe", "arrows": [["h2d", "forward"]]}
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    assert Trace.load(tmp_path / "trace.json").arrows == (Arrow("h2d", "forward", 0),)
+
+
+def test_torch_profiler_and_a_trace_share_one_clock(tmp_path: Path) -> None:
+    """A task is where torch.profiler saw its range, in one file."""
+    plan = PipelinePlan.serial(["sleep"])
+    sleep = PipelineTask("sleep", lambda ctx: time.sleep(2e-3))
+    kineto = tmp_path / "kineto.json"
+    with SWPipeline(plan, [sleep], device="cpu") as pipe:
+        with profile() as profiled, pipe.trace() as trace:
+            pipe.run(range(3))
+        profiled.export_chrome_trace(str(kineto))
+    trace.save_with(kineto, tmp_path / "both.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    mine = [e for e in events if e.get("cat") == "task" and e["name"] == "sleep"]
+    theirs = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == "sleep"]
+    assert len(mine) == len(theirs) == 3
+    for one, other in zip(mine, sorted(theirs, key=lambda e: e["ts"]), strict=True):
+        assert abs(one["ts"] - other["ts"]) < 1_000  # us
+        assert (
+            other["ts"] - 200
+            < one["ts"]
+            < one["ts"] + one["dur"]
+            < other["ts"] + other["dur"] + 200
+        )
+    assert {e["pid"] for e in mine}.isdisjoint(e["pid"] for e in theirs)
+
+
+def test_another_programs_trace_takes_no_spans(tmp_path: Path) -> None:
+    """The errors say which file will do."""
+    other = tmp_path / "other.json"
+    for text in ("[]", '{"traceEvents": []}', '{"baseTimeNanoseconds": 1}'):
+        other.write_text(text)
+        with pytest.raises(ValueError, match=r"not a trace of torch.profiler.*export_chrome_trace"):
+            Trace(TRACE.spans, origin_ns=5).save_with(other, tmp_path / "both.json")
+    with pytest.raises(ValueError, match="record it again"):
+        TRACE.save_with(other, tmp_path / "both.json")
 
 
 def test_an_empty_trace_is_saved_and_loaded(tmp_path: Path) -> None:

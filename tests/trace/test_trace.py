@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from swpipe import IterContext, PipelinePlan, SWPipeline, Trace
-from swpipe._engine.program import Instruction
+from swpipe._engine.program import Instruction, compile_plan
+from swpipe.core.resolved import resolve_plan
+from swpipe.device import CpuDevice
+from swpipe.trace import OverRanks, over_ranks
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
@@ -21,6 +25,11 @@ MS = 1_000_000
 OWN = ("<admit>", "<retire>")
 IO = Row("thread", "io")
 DEFAULT = Row("thread", "default")
+
+
+def recorder_instructions() -> dict[str, Instruction]:
+    """What a recorder is told of."""
+    return compile_plan(resolve_plan(piped()), streams=False).instructions
 
 
 def turns(trace: Trace) -> Counter[tuple[str, int]]:
@@ -228,10 +237,40 @@ def test_two_traces_at_the_same_time_record_the_same_tasks() -> None:
 
 
 def test_a_trace_knows_which_task_needs_which() -> None:
-    """Its arrows are the plan's dependences within an iteration."""
-    with SWPipeline(piped(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
+    """Its arrows are the plan's dependences."""
+    plan = replace(piped(), cross_iter_deps=[("forward", "step", 2)])
+    with SWPipeline(plan, tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pass
-    assert trace.arrows == tuple(Arrow(*pair) for pair in pairwise(NAMES))
+    within = tuple(Arrow(*pair) for pair in pairwise(NAMES))
+    assert trace.arrows == (*within, Arrow("step", "forward", 2))
+
+
+@pytest.mark.parametrize("last", [1, 3])
+def test_a_trace_of_the_last_iterations(last: int) -> None:
+    """Each of their tasks, and nothing of those before."""
+    with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace(last=last) as trace:
+        pipe.run(range(20))
+    assert turns(trace) == once_each((*OWN, *NAMES), range(20 - last, 20))
+
+
+def test_a_long_recording_of_the_last_iterations_takes_no_more_memory() -> None:
+    """A hundred thousand iterations of three tasks once took 147 MB."""
+    recorder = Recorder(compile_plan(resolve_plan(piped()), streams=False), CpuDevice(), {}, 5)
+    ins = recorder_instructions()["forward"]
+    for iteration in range(1000):
+        recorder.arrive(ins, iteration)
+        recorder.start(ins, iteration)
+        recorder.stop(ins, iteration)
+    (log,) = recorder._logs
+    assert len(log.runs) == 5
+    assert [span.iteration for span in recorder.finish()] == list(range(995, 1000))
+
+
+def test_of_no_iterations_there_is_no_trace() -> None:
+    """The error says what to give."""
+    with SWPipeline(piped(), tasks(), device="cpu") as pipe:
+        with pytest.raises(ValueError, match="last is 0: keep 1 iteration or more"), pipe.trace(0):
+            pass
 
 
 # ------------------------------------------------------------------------------ made by hand
@@ -354,16 +393,18 @@ def test_one_iteration_has_no_initiation_interval() -> None:
 
 def test_the_summary_is_a_table() -> None:
     """Rows with how busy they are, tasks with their means, and the interval."""
-    assert HAND_MADE.format_summary() == "\n".join(
-        [
-            "row        busy  task        runs    mean ms    mean wait ms",
-            "-------  ------  --------  ------  ---------  --------------",
-            "io          75%  read           3      2.000           0.333",
-            "default     62%  train          2      2.500           1.000",
-            "                 <retire>       2      0.000           0.000",
-            "initiation interval: 3.000 ms (median)",
-        ]
-    )
+    assert [line.rstrip() for line in HAND_MADE.format_summary().splitlines()] == [
+        "row        busy    waits    idle  task        runs    mean ms    mean wait ms",
+        "-------  ------  -------  ------  --------  ------  ---------  --------------",
+        "io          75%       0%     25%  read           3      2.000           0.333",
+        "default     62%      25%     12%  train          2      2.500           1.000",
+        "                                  <retire>       2      0.000           0.000",
+        "default waits for read 25%",
+        "initiation interval: 3.000 ms (median)",
+        "critical path, per iteration 4.000 ms: train 3.000, gaps 1.000",
+        "  train i -> <retire> i (dependence)",
+        "  <retire> i -> train i+1 (the thread 'default' was busy)",
+    ]
 
 
 def test_a_trace_says_how_much_it_holds() -> None:
@@ -379,3 +420,28 @@ def test_a_trace_goes_to_a_file_and_back(tmp_path: Path) -> None:
     loaded = Trace.load(tmp_path / "trace.json")
     assert loaded.spans == trace.spans
     assert loaded.arrows == trace.arrows
+
+
+def test_rows_for_other_tools() -> None:
+    """A row per span; a notebook shows the summary."""
+    rows = HAND_MADE.records()
+    assert rows[0] == {
+        "task": "read",
+        "iteration": 0,
+        "kind": "thread",
+        "row": "io",
+        "start_us": 0.0,
+        "duration_us": 2_000.0,
+        "wait_us": 0.0,
+    }
+    assert HAND_MADE.to_csv().count("\n") == 1 + len(HAND_MADE.spans)
+    assert "critical path" in HAND_MADE._repr_html_()
+    assert "0 spans" in Trace()._repr_html_()
+
+
+def test_ranks_are_compared() -> None:
+    """The least and the greatest mean time of each task, and on which rank; the widest first."""
+    slow = Trace([replace(s, end_ns=s.end_ns + MS * (s.task == "train")) for s in HAND_MADE.spans])
+    first, *others = over_ranks({"rank 0": HAND_MADE, "rank 1": slow})
+    assert first == OverRanks("train", DEFAULT, 2.5e-3, "rank 0", 3.5e-3, "rank 1")
+    assert all(each.least_s == each.most_s for each in others)

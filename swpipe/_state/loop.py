@@ -1,0 +1,108 @@
+"""All state of a training loop, saved before its tasks run on trial, and restored afterwards.
+
+    models, optimizers, generators and the like    found, or given by the user; ``Snapshot``
+    tensors that plain objects and globals hold    their content, and which tensor it is
+    anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
+
+Tensors that belong to no module or optimizer are saved up to ``MAX_SAVED_BYTES`` each: larger ones
+are taken for data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
+from swpipe._state.guard import TrainingGuard
+from swpipe._state.snapshot import Snapshot
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device
+
+MAX_SAVED_BYTES = 2**26
+"""Larger tensors that belong to no module or optimizer are taken for data and not saved."""
+
+_SKIPPED = (*WHOLE, FunctionType, MethodType, ModuleType, type)
+
+
+class LoopState:
+    """The state that tasks change, at one moment.
+
+    Attributes:
+        owners: The objects that are restored.
+
+    Args:
+        tasks: The tasks.
+        given: What to restore, as ``given_state`` takes it; None to search for it.
+        device: Where the tasks work.
+
+    Raises:
+        TypeError: Something in ``given`` has no state that can be restored.
+    """
+
+    def __init__(self, tasks: Iterable[PipelineTask], given: Any, device: Device) -> None:
+        self._tasks = tuple(tasks)
+        self._searched = given is None
+        self.owners = tuple(find_owners(self._tasks)) if given is None else given_state(given)
+        self._snapshot = Snapshot(self.owners, device)
+        self._restore_attributes = save_tensor_attributes(self._tasks)
+
+    def restore(self) -> None:
+        """Restore everything, after the device has finished its current work."""
+        self._restore_attributes()
+        self._snapshot.restore()
+
+    def guard(self) -> AbstractContextManager[object]:
+        """A block in which an optimizer's step on what is not restored raises.
+
+        Where the user has said what to restore, nothing is refused.
+
+        Raises:
+            UnsavedStateError: From such a step.
+        """
+        if self._searched:
+            return TrainingGuard(self._tasks, self._snapshot)
+        return nullcontext()
+
+
+def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
+    """Objects with state that tasks can reach, and tensors that are not too large."""
+    found = find_state(tasks)
+    yield from found
+    known = {id(one.owner) for one in found}
+    for one in find_all(tasks):
+        tensor = one.owner
+        new = isinstance(tensor, Tensor) and id(tensor) not in known
+        if new and tensor.numel() * tensor.element_size() <= MAX_SAVED_BYTES:
+            yield one
+
+
+def save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
+    """Save which tensors plain objects have as attributes; the result restores them.
+
+    ``Snapshot`` covers modules and optimizers. Other objects may replace a tensor, such as a
+    running mean, in each iteration. Their other attributes are left alone: an object that
+    initialises itself on first use would otherwise be restored in part.
+    """
+    saved = [
+        (held, {name: v for name, v in held.items() if isinstance(v, Tensor)})
+        for held in (_attributes(found.owner) for found in find_all(tasks))
+        if held
+    ]
+
+    def restore() -> None:
+        for held, values in saved:
+            held.update((n, v) for n, v in values.items() if isinstance(held.get(n), Tensor))
+
+    return restore
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    if isinstance(owner, _SKIPPED) or type(owner).__module__.partition(".")[0] in FOREIGN:
+        return {}
+    held = getattr(owner, "__dict__", {})
+    return held if isinstance(held, dict) else {}

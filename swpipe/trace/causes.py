@@ -1,0 +1,107 @@
+"""Why a span started when it did: what ended last of all that it had to come after.
+
+    thread io       [copy i ]--------(dependence)------.
+    thread default  [backward i-1]..... waits .........[forward i]
+                              '------(same row)--------'
+
+A span comes after
+
+- the span before it on its row;
+- the tasks that its task depends on, on the iterations that the plan says; work on a stream after
+  their work on streams, where they have any;
+- ``<admit>`` of its iteration; and ``<retire>`` after all tasks of the iteration;
+- work on a stream, after the task that queued it has started.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from swpipe._engine.program import ADMIT, RETIRE
+from swpipe.trace.perfetto import Arrow
+from swpipe.trace.span import OWN, Span, in_order
+
+Why: TypeAlias = Literal["row", "dependence", "queued", "begin"]
+"""The row was busy; a dependence; the host had not queued it; or nothing that was recorded."""
+
+
+class Cause(NamedTuple):
+    """What a span came after, and when that was.
+
+    Attributes:
+        span: None if nothing that was recorded comes before.
+        end_ns: When the span could start for all that this says.
+    """
+
+    why: Why
+    span: Span | None
+    end_ns: int
+
+
+class Causes:
+    """Finds the cause of each span among others.
+
+    Args:
+        spans: All spans of a timeline.
+        arrows: The dependences of its plan.
+    """
+
+    def __init__(self, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
+        self._before: dict[int, Span] = {}
+        self._of: dict[tuple[str, int, str], Span] = {}
+        self._in_iteration: dict[int, list[Span]] = defaultdict(list)
+        self._producers: dict[str, list[Arrow]] = defaultdict(list)
+        last: dict[object, Span] = {}
+        for span in in_order(spans):
+            if span.row in last:
+                self._before[id(span)] = last[span.row]
+            last[span.row] = span
+            self._of[span.task, span.iteration, span.row.kind] = span
+            self._in_iteration[span.iteration].append(span)
+        for arrow in arrows:
+            self._producers[arrow.consumer].append(arrow)
+
+    def of(self, span: Span, seen: Collection[int] = ()) -> Cause:
+        """The cause of a span, one of the spans that were given.
+
+        Args:
+            span: The span.
+            seen: Ids of spans that are not the cause: spans that take no time could otherwise be
+                causes of each other.
+        """
+        # A wait ends when its reason does: a dependence explains a start better than the row.
+        return max(
+            (
+                cause
+                for cause in self._candidates(span)
+                if cause.end_ns <= span.start_ns and id(cause.span) not in seen
+            ),
+            key=lambda cause: (cause.end_ns, cause.why != "row"),
+            default=Cause("begin", None, span.start_ns - span.wait_ns),
+        )
+
+    def _candidates(self, span: Span) -> Iterator[Cause]:
+        before = self._before.get(id(span))
+        if before is not None:
+            yield Cause("row", before, before.end_ns)
+        if span.row.kind == "stream":
+            host = self._of.get((span.task, span.iteration, "thread"))
+            if host is not None:
+                yield Cause("queued", host, host.start_ns)
+        for arrow in self._producers[span.task]:
+            yield from self._ended(arrow.producer, span.iteration - arrow.distance, span)
+        if span.task not in OWN:
+            yield from self._ended(ADMIT, span.iteration, span)
+        if span.task == RETIRE:
+            for other in self._in_iteration[span.iteration]:
+                if other.task not in OWN:
+                    yield Cause("dependence", other, other.end_ns)
+
+    def _ended(self, task: str, iteration: int, span: Span) -> Iterator[Cause]:
+        """When a task was done, as far as this span had to wait for it."""
+        found = self._of.get((task, iteration, span.row.kind))
+        found = found or self._of.get((task, iteration, "thread"))
+        if found is not None:
+            yield Cause("dependence", found, found.end_ns)

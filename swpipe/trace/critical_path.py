@@ -1,0 +1,135 @@
+"""The critical path: the chain of spans and gaps that leads from the first start to the last end.
+
+It is found backwards from the last span: each link is what ended last of all that the span had to
+come after (``swpipe.trace.causes``). Times that are not on it do not matter: if a task that is not
+on the path took nothing, the run would end as late. Where two chains are equally long, one of them
+is on the path, and both have to be shorter.
+
+In the steady state the path repeats, and so its time per iteration is the interval. The first and
+last iterations fill and drain the pipeline; ``per_iteration`` leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swpipe.trace.causes import Causes, Why
+from swpipe.trace.perfetto import Arrow
+from swpipe.trace.span import Row, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One span of the path, and how the path came to it.
+
+    Attributes:
+        span: The span.
+        why: Why it started when it did: after the span before it on its "row", after a
+            "dependence", or once the host had "queued" it; "begin" for the first one.
+        gap_ns: From the end of the link before to the start of this one; for "queued", from the
+            start of the link before.
+    """
+
+    span: Span
+    why: Why
+    gap_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPath:
+    """The links, the earliest first."""
+
+    links: tuple[Link, ...]
+
+    @property
+    def length_ns(self) -> int:
+        """From the first start to the last end."""
+        return self.links[-1].span.end_ns - self.links[0].span.start_ns
+
+    def edges(self) -> tuple[str, ...]:
+        """The edges of the steady state in words, the most frequent ones, each once."""
+        counts: dict[str, int] = defaultdict(int)
+        for before, after in self._steady():
+            counts[_words(before.span, after)] += 1
+        most = max(counts.values(), default=0)
+        return tuple(words for words, count in counts.items() if 2 * count > most)
+
+    def per_iteration(self) -> dict[str, float]:
+        """Task, and "gaps", to milliseconds of the path per iteration, in the steady state."""
+        steady = self._steady()
+        if not steady:
+            return {}
+        first, last = steady[0][0].span, steady[-1][1].span
+        iterations = last.iteration - first.iteration
+        found: dict[str, float] = defaultdict(float)
+        for before, after in steady:
+            queued = after.why == "queued"
+            found[before.span.task] += 0 if queued else before.span.duration_ns
+            found["gaps"] += after.gap_ns
+        return {task: ns / 1e6 / iterations for task, ns in found.items()}
+
+    def _steady(self) -> list[tuple[Link, Link]]:
+        """The pairs of links between two visits to the same task, as far apart as possible."""
+        places: dict[tuple[str, Row], list[int]] = defaultdict(list)
+        iterations = sorted({link.span.iteration for link in self.links})
+        inner = set(iterations[len(iterations) // 4 :])
+        for place, link in enumerate(self.links):
+            if link.span.iteration in inner:
+                places[link.span.task, link.span.row].append(place)
+        best: list[int] = []
+        for of in places.values():
+            ends = [of[0], of[-1]]
+            apart = self.links[ends[1]].span.iteration - self.links[ends[0]].span.iteration
+            if apart > 0 and (not best or ends[1] - ends[0] > best[1] - best[0]):
+                best = ends
+        if not best:
+            return []
+        return list(zip(self.links[best[0] : best[1]], self.links[best[0] + 1 :], strict=False))
+
+    def format(self) -> str:
+        """What the path consists of, per iteration, and its edges."""
+        parts = self.per_iteration()
+        if not parts:
+            tasks = " -> ".join(f"{link.span.task} {link.span.iteration}" for link in self.links)
+            return f"critical path: {self.length_ns / 1e6:.3f} ms: {tasks}"
+        longest = sorted(parts.items(), key=lambda item: -item[1])
+        each = ", ".join(f"{task} {ms:.3f}" for task, ms in longest if ms >= 0.001)
+        lines = [f"critical path, per iteration {sum(parts.values()):.3f} ms: {each}"]
+        return "\n".join([*lines, *(f"  {edge}" for edge in self.edges())])
+
+
+def critical_path(spans: Sequence[Span], arrows: Sequence[Arrow]) -> CriticalPath:
+    """The critical path of a timeline.
+
+    Args:
+        spans: At least one.
+        arrows: The dependences of its plan.
+
+    Raises:
+        ValueError: There is no span.
+    """
+    if not spans:
+        raise ValueError("there are no spans: nothing ran to its end while the trace was recorded")
+    causes = Causes(spans, arrows)
+    links: list[Link] = []
+    span: Span | None = max(spans, key=lambda each: (each.end_ns, each.start_ns))
+    seen: set[int] = set()
+    while span is not None:
+        seen.add(id(span))
+        cause = causes.of(span, seen)
+        begins = cause.span is None
+        links.append(Link(span, cause.why, 0 if begins else span.start_ns - cause.end_ns))
+        span = cause.span
+    return CriticalPath(tuple(reversed(links)))
+
+
+def _words(before: Span, after: Link) -> str:
+    step = after.span.iteration - before.iteration
+    at = f"{after.span.task} i{step:+d}" if step else f"{after.span.task} i"
+    if after.why == "row":
+        what = f"the {after.span.row.kind} {after.span.row.name!r} was busy"
+    else:
+        what = {"dependence": "dependence", "queued": "queued by its thread"}.get(after.why, "")
+    return f"{before.task} i -> {at} ({what})"

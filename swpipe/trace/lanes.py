@@ -1,0 +1,132 @@
+"""What each thread and stream did: busy, waiting and for what, idle.
+
+    thread  |== busy ==|.. waits for copy ..|== busy ==|      |== busy ==|
+                                                        idle
+
+A thread waits between coming to a task and starting it. It is idle where it has nothing to do: a
+worker after its last task, or the caller's thread outside of swpipe. A stream does not wait in this
+sense: it is idle where it has no work. The parts of a lane add up to its length.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swpipe.trace.causes import Causes
+from swpipe.trace.perfetto import Arrow
+from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
+
+ELSE = "(else)"
+"""A wait for something else: another thread's wake-up, or what was not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The time of one thread or stream, in nanoseconds.
+
+    Attributes:
+        row: The thread group or stream.
+        busy_ns: In which it ran tasks, or work on the stream.
+        waiting_ns: Task to the time in which it waited for that task, on any iteration; ``ELSE``
+            for what no recorded task explains.
+        idle_ns: The rest.
+    """
+
+    row: Row
+    busy_ns: int
+    waiting_ns: Mapping[str, int]
+    idle_ns: int
+
+    @property
+    def length_ns(self) -> int:
+        """All parts together: from the trace's first start to its last end."""
+        return self.busy_ns + sum(self.waiting_ns.values()) + self.idle_ns
+
+
+def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[Lane, ...]:
+    """Each row of a timeline.
+
+    Raises:
+        ValueError: There is no span.
+    """
+    begin_ns, end_ns = extent_ns(spans)
+    causes = Causes(spans, arrows)
+    by_row: dict[Row, list[Span]] = defaultdict(list)
+    for span in in_order(spans):
+        by_row[span.row].append(span)
+    found = []
+    for row in rows_of(spans):
+        busy_ns, reached_ns = 0, begin_ns
+        waiting_ns: dict[str, int] = defaultdict(int)
+        for span in by_row[row]:
+            wait_from_ns = max(reached_ns, span.start_ns - span.wait_ns)
+            for task, part_ns in _wait(span, wait_from_ns, causes):
+                waiting_ns[task] += part_ns
+            busy_ns += max(0, span.end_ns - max(reached_ns, span.start_ns))
+            reached_ns = max(reached_ns, span.end_ns)
+        idle_ns = end_ns - begin_ns - busy_ns - sum(waiting_ns.values())
+        longest_first = sorted(waiting_ns.items(), key=lambda item: -item[1])
+        found.append(Lane(row, busy_ns, dict(longest_first), idle_ns))
+    return tuple(found)
+
+
+def _wait(span: Span, from_ns: int, causes: Causes) -> list[tuple[str, int]]:
+    """What a span waited for, and how long."""
+    if span.start_ns <= from_ns:
+        return []
+    cause = causes.of(span)
+    until_ns = min(span.start_ns, cause.end_ns)
+    if cause.span is None or cause.why == "row" or until_ns <= from_ns:
+        return [(ELSE, span.start_ns - from_ns)]
+    rest_ns = span.start_ns - until_ns
+    parts = [(cause.span.task, until_ns - from_ns), (ELSE, rest_ns)]
+    return [(task, part_ns) for task, part_ns in parts if part_ns]
+
+
+def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
+    """The share of the tasks' time in which something else ran too, from 0 to 1.
+
+    A task's time is that of its work on a stream if it has any there, or that on its thread. What
+    else ran is every other task, on any row.
+
+    Returns:
+        None if the tasks took no time.
+    """
+    on_stream = {span.task for span in spans if span.row.kind == "stream"}
+
+    def counts(span: Span) -> bool:
+        return span.row.kind == "stream" or span.task not in on_stream
+
+    mine = _union((s.start_ns, s.end_ns) for s in spans if s.task in tasks and counts(s))
+    others = _union(
+        (s.start_ns, s.end_ns)
+        for s in spans
+        if s.task not in tasks and not s.task.startswith("<") and counts(s)
+    )
+    total_ns = sum(end - start for start, end in mine)
+    return _overlap_ns(mine, others) / total_ns if total_ns else None
+
+
+def _union(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same times without overlaps, in order."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(parts):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _overlap_ns(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
+    total, k = 0, 0
+    for start, end in one:
+        while k < len(other) and other[k][1] <= start:
+            k += 1
+        j = k
+        while j < len(other) and other[j][0] < end:
+            total += min(end, other[j][1]) - max(start, other[j][0])
+            j += 1
+    return total
