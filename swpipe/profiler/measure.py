@@ -80,6 +80,10 @@ class WindowTimer:
         return [sum(seconds[i : i + span]) / span for i in range(len(seconds) - span + 1)]
 
 
+def _nothing() -> None:
+    """Nobody asked to be called."""
+
+
 class _Feed:
     """The batches of a run: an iterator that has as many as were asked for ahead."""
 
@@ -111,12 +115,19 @@ class SerialRun:
         self._first = pipe.next_iteration
         self._seconds: list[float] = []
 
-    def iterate(self, warmup: int, measure: int) -> slice:
-        """Run iterations; returns where the measured ones are in ``seconds``."""
+    def iterate(
+        self, warmup: int, measure: int, begin_to_measure: Callable[[], object] = _nothing
+    ) -> slice:
+        """Run iterations; returns where the measured ones are in ``seconds``.
+
+        ``begin_to_measure`` is called between the two kinds, and should take no time.
+        """
         wait = self._pipe.device.synchronize
         begin = len(self._seconds) + warmup
         self._feed.prepare(warmup + measure)
-        for _ in range(warmup + measure):
+        for turn in range(warmup + measure):
+            if turn == warmup:
+                begin_to_measure()
             batch, number = next(self._feed), self._first + len(self._seconds)
             wait()
             begin_s = time.perf_counter()
@@ -147,14 +158,21 @@ class PlanRun:
         self._marks: list[Any] = []  # when each was retired
         self._numbers: list[int] = []
 
-    def iterate(self, warmup: int, measure: int) -> slice:
-        """Run iterations; returns where the measured ones are in ``seconds``."""
+    def iterate(
+        self, warmup: int, measure: int, begin_to_measure: Callable[[], object] = _nothing
+    ) -> slice:
+        """Run iterations; returns where the measured ones are in ``seconds``.
+
+        ``begin_to_measure`` is called between the two kinds, and should take no time.
+        """
         pipe, feed = self._pipe, self._feed
         begin = len(self._marks) + warmup
         feed.prepare(warmup + measure)
         if not pipe.in_flight:
             feed.prepare(pipe.plan.depth - 1)
-        for _ in range(warmup + measure):
+        for turn in range(warmup + measure):
+            if turn == warmup:
+                begin_to_measure()
             self._numbers.append(pipe.progress(feed).iter_idx)
             self._mark()
         return slice(begin, begin + measure)

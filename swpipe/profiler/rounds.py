@@ -260,16 +260,20 @@ class Rounds:
         length = max(least, timer.measure)
         if length > 1:
             length += self._rng.choice((-1, 0, 1))
+        extra_before_s = 0.0
+
+        def begin_to_measure() -> None:
+            nonlocal extra_before_s
+            extra_before_s = timer.pipe.replay_in_backward_s(*kind)
+
         try:
             with self._enter(kind) if kind else nullcontext():
-                run.iterate(timer.num_warmup, 0)
-                before_s = timer.pipe.replay_in_backward_s(*kind)
                 begin_s, waited_before_s = time.perf_counter(), waited_s()
-                measured = run.iterate(0, length)
-                took_s, waited_after_s = time.perf_counter() - begin_s, waited_s()
-                extra_s = timer.pipe.replay_in_backward_s(*kind) - before_s
-                self._shares.append(_share(waited_before_s, waited_after_s, took_s))
+                measured = run.iterate(timer.num_warmup, length, begin_to_measure)
+                extra_s = timer.pipe.replay_in_backward_s(*kind) - extra_before_s
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
+                took_s = time.perf_counter() - begin_s
+                self._shares.append(_share(waited_before_s, waited_s(), took_s))
                 if not is_alone():
                     run.end()
                 timer.pipe.check_shortcuts()

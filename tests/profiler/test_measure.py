@@ -235,6 +235,24 @@ def test_a_run_goes_on_where_it_was(pipe: SWPipeline) -> None:
     assert len(run.seconds()) == 8
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_batches_are_copied_before_the_first_iteration_that_gets_one(
+    pipe: SWPipeline, pipelined: bool
+) -> None:
+    """A copy between warm-up and the measured iterations would be part of their time."""
+    log: list[str] = []
+
+    def copied(batch: list[int]) -> list[int]:
+        log.append("copy")
+        return [*batch]
+
+    run = timer(pipe, batch=[1], copy=copied, pipelined=pipelined).run()
+    run.iterate(2, 3, lambda: log.append("measure"))
+    run.end()
+    assert log.index("measure") == len(log) - 1
+    assert log.count("copy") == 5 + (1 if pipelined else 0)
+
+
 def test_a_run_can_be_empty_between_its_parts(pipe: SWPipeline) -> None:
     """On several ranks it has to be; the next part fills the pipeline again."""
     run = timer(pipe, pipelined=True).run()
