@@ -148,7 +148,7 @@ class Rounds:
         return fmean(seconds), first
 
     def measure(self, kinds: Sequence[Kind], tick: Callable[[], object]) -> None:
-        """Measure kinds of shortcuts; call ``tick`` after each visit to one.
+        """Measure kinds of shortcuts; call ``tick`` after each visit to a single task.
 
         One with which iterations fail, and only with it, is left out from there on. On several
         ranks it fails the profile: the others may wait in a collective.
@@ -240,7 +240,7 @@ class Rounds:
             with pipe.observe(seen):
                 for kind in order:
                     where.append(self._visit(run, kind))
-                    if kind:
+                    if len(kind) == 1:
                         tick()
                 run.end()
         except BaseException:
