@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from swpipe._engine.observers import Observer
-from swpipe.core.context import IterContext
+from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.errors import (
     InternalError,
     PlanError,
@@ -43,6 +43,7 @@ __all__ = [
     "TaskProfiler",
     "TaskSchedule",
     "Trace",
+    "TypedContext",
     "UnsavedStateError",
     "autotune",
     "task",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 import torch
 
@@ -22,7 +22,7 @@ from swpipe._engine.serial import SerialLane
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
 from swpipe.analysis.verification import resolve_for_run, tasks_given
-from swpipe.core.context import IterContext
+from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
@@ -35,7 +35,7 @@ from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.recorder import Recorder
 
 
-class SWPipeline:
+class SWPipeline(Generic[C]):
     """Runs tasks under a plan.
 
     Use it as a context manager, or call ``close``. One thread at a time may call it.
@@ -45,6 +45,8 @@ class SWPipeline:
         tasks: What to compute; may be omitted where the keys of the plan's schedule are tasks.
             Their order is that of a serial run, as far as the dependences allow.
         device: Where device work goes: None for the machine's accelerator, or else the CPU.
+        context: The class of the iterations' contexts, a subclass of ``TypedContext``; None for
+            ``IterContext``. A context is made as ``context(batch, iter_idx)``.
         seed: What the seeds of tasks with ``random=True`` derive from; None for
             ``torch.initial_seed()``.
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
@@ -60,6 +62,7 @@ class SWPipeline:
     Raises:
         PlanError: The plan cannot run, or tasks could access a state that they declare in another
             order than serially; lists everything that is wrong with it.
+        TypeError: ``context`` cannot be used; the message says why.
         ValueError: The device is not on this machine, or ``stall_timeout_s`` is no time.
     """
 
@@ -69,6 +72,7 @@ class SWPipeline:
         tasks: Iterable[PipelineTask] | None = None,
         *,
         device: Device | torch.device | str | None = None,
+        context: type[C] | None = None,
         seed: int | None = None,
         stall_timeout_s: float | None = 600.0,
         record_all_events: bool = False,
@@ -79,6 +83,7 @@ class SWPipeline:
         given = tasks_given(plan, tasks)
         self.plan = plan
         self.device = resolve(device)
+        self.context = context_class(context)
         streams = self.device.has_streams
         resolved = resolve_for_run(plan, given, device=self.device.name, streams=streams)
         self._resolved = resolved
@@ -96,11 +101,12 @@ class SWPipeline:
             host=host or Host(),
             shortcuts=Shortcuts(self.device),
             seeds=TaskSeeds(seed, self.device),
+            context=self.context,
             observers=self._observers,
             mode=mode,
         )
         made = sys._getframe(1)
-        self._driver = Driver(
+        self._driver: Driver[C] = Driver(
             engine,
             plan,
             self._stall_timeout_s,
@@ -125,7 +131,7 @@ class SWPipeline:
         """
         self._driver.fill(iterator)
 
-    def progress(self, iterator: Iterator[Any]) -> IterContext:
+    def progress(self, iterator: Iterator[Any]) -> C:
         """Run one period: admit a batch, run every task once, hand out the oldest iteration.
 
         Args:
@@ -146,7 +152,7 @@ class SWPipeline:
         """
         return self._driver.progress(iterator)
 
-    def push(self, batch: Any) -> IterContext | None:
+    def push(self, batch: Any) -> C | None:
         """Admit one batch and run one period: ``progress`` for callers without an iterator.
 
         Returns:
@@ -158,11 +164,11 @@ class SWPipeline:
         """
         return self._driver.push(batch)
 
-    def flush(self) -> list[IterContext]:
+    def flush(self) -> list[C]:
         """``drain`` for pushed batches; iterations of an iterator are refused."""
         return self._driver.flush()
 
-    def drain(self) -> list[IterContext]:
+    def drain(self) -> list[C]:
         """Stop admitting; finish what is in flight, and hand it out, oldest first.
 
         The iterator keeps its other batches.
@@ -173,7 +179,7 @@ class SWPipeline:
         """
         return self._driver.drain()
 
-    def iterate(self, loader: Iterable[Any]) -> Iterator[IterContext]:
+    def iterate(self, loader: Iterable[Any]) -> Iterator[C]:
         """Yield the context of every iteration over ``loader``, in order."""
         iterator = iter(loader)
         while True:
@@ -189,7 +195,7 @@ class SWPipeline:
         contexts = self.iterate(loader)
         return run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
 
-    def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> IterContext:
+    def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:
         """Run every task on one batch, one by one, on this thread and the caller's stream.
 
         Seeds of tasks with ``random=True`` depend on the iteration's number, ``iter_idx``, from 0.
@@ -199,7 +205,7 @@ class SWPipeline:
         with driver:
             driver.refuse_in_flight("running serially")
             number = driver.next_iteration if iter_idx is None else iter_idx
-            ctx = self._serial.run(driver.engine, IterContext(batch, number))
+            ctx = self._serial.run(driver.engine, self.context(batch, number))
             if iter_idx is None:
                 driver.next_iteration += 1
             return ctx

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from swpipe.core.context import IterContext
+from swpipe.core.context import TypedContext
 from swpipe.device import Device
 
 
@@ -30,7 +30,7 @@ class RunReport:
 
 
 def run_to_end(
-    contexts: Iterator[IterContext], device: Device, loader: Iterable[Any], label: str | None
+    contexts: Iterator[TypedContext], device: Device, loader: Iterable[Any], label: str | None
 ) -> RunReport:
     """Iterate over ``contexts``, then wait for the device.
 

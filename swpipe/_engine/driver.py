@@ -24,7 +24,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
@@ -32,7 +32,7 @@ from swpipe._engine.iterations import Engine, PushedBatches
 from swpipe._engine.randomness import LentAccess, lend_access, this_thread
 from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
-from swpipe.core.context import IterContext
+from swpipe.core.context import C
 from swpipe.core.errors import add_note
 from swpipe.core.plan import PipelinePlan
 
@@ -73,8 +73,8 @@ def end_dropped(run: Run, watchdog: Watchdog, made_at: Place) -> None:
     warnings.warn_explicit(text, ResourceWarning, *made_at)
 
 
-class Driver:
-    """Runs the iterations of one pipeline.
+class Driver(Generic[C]):
+    """Runs the iterations of one pipeline, whose contexts are of class ``C``.
 
     Attributes:
         engine: What the next run uses.
@@ -94,7 +94,7 @@ class Driver:
     ) -> None:
         self.engine = engine
         self.run: Run | None = None
-        self.drained: list[IterContext] = []
+        self.drained: list[C] = []
         self.next_iteration = 0
         self.ranks = RankProgress()
         self.access = ExclusiveAccess()
@@ -103,7 +103,7 @@ class Driver:
         self._check_ranks = check_ranks
         self._made_at = made_at
         self._watchdog: Watchdog | None = None
-        self._dropped: weakref.finalize[..., Driver] | None = None
+        self._dropped: weakref.finalize[..., Driver[C]] | None = None
         self._lent: LentAccess | None = None  # the generators, by an outer pipeline's task
         self._ended: Iterator[Any] | None = None
         self._pushed = PushedBatches()
@@ -141,7 +141,7 @@ class Driver:
             while run.period < self.engine.program.depth - 1 and not run.finished:
                 self._advance(run)
 
-    def progress(self, iterator: Iterator[Any]) -> IterContext:
+    def progress(self, iterator: Iterator[Any]) -> C:
         """Run one period, or as many as it takes to hand out an iteration."""
         with self:
             # If it called the iterator again instead, one that restarts would never end.
@@ -150,7 +150,7 @@ class Driver:
                 raise StopIteration
             return self._next(self._prepared(iterator))
 
-    def push(self, batch: Any) -> IterContext | None:
+    def push(self, batch: Any) -> C | None:
         """Run one period on a batch; what it handed out."""
         with self:
             run = self._prepared(self._pushed)
@@ -160,14 +160,14 @@ class Driver:
             finally:
                 self._pushed.batches = ()
 
-    def flush(self) -> list[IterContext]:
+    def flush(self) -> list[C]:
         """``drain``, of pushed batches only."""
         run = self.run
         if run is not None and run.in_flight and run.iterator is not self._pushed:
             raise self._mixed(run, self._pushed)
         return self.drain()
 
-    def drain(self) -> list[IterContext]:
+    def drain(self) -> list[C]:
         """Stop admitting, finish what is in flight, and hand it out."""
         with self:
             run = self.run
@@ -271,7 +271,7 @@ class Driver:
             f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
         )
 
-    def _next(self, run: Run) -> IterContext:
+    def _next(self, run: Run) -> C:
         while not run.over:
             ctx = self._advance(run)
             if ctx is not None:
@@ -279,10 +279,10 @@ class Driver:
         self._ended = None
         raise StopIteration
 
-    def _advance(self, run: Run) -> IterContext | None:
+    def _advance(self, run: Run) -> C | None:
         self.ranks.periods += 1
         try:
-            ctx = run.advance()
+            ctx = cast("C | None", run.advance())
         except BaseException as error:
             for left in self._end(run):
                 add_note(error, left)

@@ -15,7 +15,7 @@ from swpipe._engine.program import ADMIT, Instruction, Program
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
-from swpipe.core.context import IterContext
+from swpipe.core.context import TypedContext
 from swpipe.core.plan import PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, Event, Stream
@@ -29,6 +29,7 @@ class Engine:
     """What all runs of a pipeline share.
 
     Attributes:
+        context: The class of the iterations' contexts.
         observers: Returns the observers that are active now.
         mode: Returns what must stay the same while iterations are in flight; "" for nothing.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
@@ -42,6 +43,7 @@ class Engine:
     host: Host
     shortcuts: Shortcuts
     seeds: TaskSeeds
+    context: type[TypedContext]
     observers: Callable[[], tuple[Observer, ...]]
     mode: Callable[[], object]
     ends: dict[int, Event] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class InFlight:
         held: Values that tasks removed from the context.
     """
 
-    ctx: IterContext
+    ctx: TypedContext
     state: TorchState | None
     variables: Context | None
     source: Event | None

@@ -53,7 +53,7 @@ from swpipe._engine.randomness import this_thread
 from swpipe._engine.resets import reset_states
 from swpipe._engine.torch_state import ThreadTorchState, TorchState, torch_state
 from swpipe._engine.waiting import Cancelled
-from swpipe.core.context import IterContext
+from swpipe.core.context import TypedContext
 from swpipe.core.errors import StallError, add_note
 from swpipe.device import Event
 
@@ -91,7 +91,7 @@ class Run:
         # The thread that is inside ``advance``: it puts itself in, and takes itself out, unless the
         # watchdog has done so, to interrupt it.
         self.driver: dict[str, int] = {}
-        self._handed_out: IterContext | None = None
+        self._handed_out: TypedContext | None = None
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         self.lanes = tuple(LaneRunner(lane, engine.host.counter()) for lane in engine.program.lanes)
         for lane in self.lanes:
@@ -180,7 +180,7 @@ class Run:
             self.state = torch_state(device.autocast_types, self.state)
             self.variables = copy_context()
 
-    def advance(self) -> IterContext | None:
+    def advance(self) -> TypedContext | None:
         """Run one period of the default lane; returns the context that it retired, if any.
 
         Raises the run's first failure, as itself, which ends the run; but after a context that was
@@ -287,12 +287,11 @@ class Run:
             self.data_ended = True
             self.iterations.total = i
             return
-        source = None
-        if device.holds_work(batch):
+        source, ctx = None, self.engine.context(batch, self.iterations.first + i)
+        if device.holds_work(vars(ctx)):  # the batch, and what the context's class may add
             # Only then: to wait for the caller's stream is to wait for all the work queued on it.
             source = self._sources[i % depth] = self._sources[i % depth] or device.new_event()
             source.record(self.iterations.caller_stream)
-        ctx = IterContext(batch, self.iterations.first + i)
         self.iterations.slots[i % depth] = InFlight(ctx, self.state, self.variables, source)
         self.admitted += 1
 

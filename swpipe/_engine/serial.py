@@ -11,7 +11,7 @@ from swpipe._engine.iterations import Engine
 from swpipe._engine.observers import observing
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe._engine.resets import reset_states
-from swpipe.core.context import IterContext
+from swpipe.core.context import C, TypedContext
 from swpipe.core.errors import add_note
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
@@ -24,7 +24,7 @@ class SerialLane:
     def __init__(self, tasks: Sequence[PipelineTask]) -> None:
         self._tasks = tuple(tasks)
 
-    def run(self, engine: Engine, ctx: IterContext) -> IterContext:
+    def run(self, engine: Engine, ctx: C) -> C:
         """Run every task on one context, and return it.
 
         Raises:
@@ -56,7 +56,7 @@ class SerialLane:
         return compile_plan(serial, streams=False).instructions
 
 
-def _call(engine: Engine, task: PipelineTask, ctx: IterContext) -> None:
+def _call(engine: Engine, task: PipelineTask, ctx: TypedContext) -> None:
     if task.name in engine.shortcuts.names:
         engine.shortcuts.run(task, ctx)
     else:

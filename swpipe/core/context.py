@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from types import MemberDescriptorType
+from typing import TYPE_CHECKING, Any, cast
 
-from swpipe.core.messages import listed
+from swpipe.core.messages import listed, shown
 
 
-class IterContext:
-    """The state of one iteration: its batch, its number, and whatever attributes tasks set.
+class TypedContext:
+    """Base class of contexts that declare their attributes, for type checkers.
+
+    A subclass annotates the attributes that tasks set. A type checker then reports any other
+    attribute, such as a misspelt one. It may have methods and properties, which use the context
+    alone, and an ``__init__(self, batch, iter_idx)`` that sets further attributes. Give the
+    subclass as ``SWPipeline(context=...)``.
 
     Attributes:
         batch: What the user's iterator gave; any object, None included.
@@ -19,17 +28,84 @@ class IterContext:
         self.batch = batch
         self.iter_idx = iter_idx
 
-    if TYPE_CHECKING:  # tasks set attributes freely
+    if not TYPE_CHECKING:  # to a type checker it would declare every attribute
 
-        def __setattr__(self, name: str, value: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
-            f"(it has: {listed(sorted(self.__dict__))}). The task that sets it has not run "
-            "before this one: add the dependence to the plan, or set it in an earlier task"
-        )
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
+                f"(it has: {listed(sorted(self.__dict__))}). The task that sets it has not run "
+                "before this one: add the dependence to the plan, or set it in an earlier task"
+            )
 
     def __repr__(self) -> str:
         extra = sorted(set(self.__dict__) - {"batch", "iter_idx"})
-        return f"IterContext(iter_idx={self.iter_idx}, attributes={extra})"
+        return f"{type(self).__name__}(iter_idx={self.iter_idx}, attributes={extra})"
+
+
+class IterContext(TypedContext):
+    """The state of one iteration: its batch, its number, and whatever attributes tasks set.
+
+    Attributes:
+        batch: What the user's iterator gave; any object, None included.
+        iter_idx: The iteration's number in this pipeline, from 0, counted on through all iterators.
+    """
+
+    if TYPE_CHECKING:  # tasks set and read attributes freely
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, which typing has since Python 3.13
+
+    C = TypeVar("C", bound=TypedContext, default=IterContext)
+else:
+    from typing import TypeVar
+
+    C = TypeVar("C", bound=TypedContext)
+
+
+def context_class(given: type[C] | None) -> type[C]:
+    """The class of a pipeline's contexts: the one given, or ``IterContext`` for None.
+
+    Raises:
+        TypeError: It cannot be used; the message lists all reasons.
+    """
+    if given is None:
+        return cast("type[C]", IterContext)
+    if not _is_context_class(given):
+        raise TypeError(f"context is {shown(given)}: give a subclass of TypedContext")
+    if faults := [*_faults(given)]:
+        raise TypeError("\n".join(f"context class {given.__name__}: {text}" for text in faults))
+    return given
+
+
+def _is_context_class(given: object) -> bool:
+    return isinstance(given, type) and issubclass(given, TypedContext)
+
+
+def _faults(context: type[Any]) -> Iterator[str]:
+    if is_dataclass(context):
+        yield (
+            "it is a dataclass, whose __init__ does not take (batch, iter_idx). Leave @dataclass "
+            "out: annotated attributes are enough"
+        )
+    else:
+        try:
+            inspect.signature(context).bind(None, 0)
+        except TypeError as error:
+            yield f"it is called with (batch, iter_idx), which its __init__ refuses: {error}"
+    for name in dir(context):
+        value = inspect.getattr_static(context, name)
+        if isinstance(value, MemberDescriptorType):
+            yield (
+                f"{name!r} is in __slots__, where the engine does not find it. Leave __slots__ out"
+            )
+        elif type(value).__hash__ is None and not name.startswith("__"):
+            kind = type(value).__name__
+            yield (
+                f"{name!r} is a {kind} of the class, which all iterations would share. Set it in "
+                "__init__, or in a task"
+            )

@@ -21,12 +21,18 @@ from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.discovery import PLAIN
 from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import map_tensors, nodes_in, tensors_in
+from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
-from swpipe.inference.recorded_context import AttributeLog, RecordedContext, set_log
+from swpipe.inference.recorded_context import (
+    AttributeLog,
+    RecordedContext,
+    recorded_class,
+    set_log,
+)
 from swpipe.inference.state_items import StateItem
 from swpipe.inference.storages import StorageId, Storages, nbytes, unsharded
 
@@ -77,11 +83,18 @@ class IterationObservation(NamedTuple):
 class Observer:
     """Runs iterations of some tasks, given in serial order, and observes them."""
 
-    def __init__(self, tasks: Sequence[PipelineTask], device: Device, seeds: TaskSeeds) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[PipelineTask],
+        device: Device,
+        seeds: TaskSeeds,
+        context: type[TypedContext] = IterContext,
+    ) -> None:
         self.storages = Storages()
         self._tasks = tasks
         self._device = device
         self._seeds = seeds
+        self._context = recorded_class(context)
         self._seen: frozenset[StorageId] = frozenset()
         self._alive: frozenset[StorageId] = frozenset()
 
@@ -99,7 +112,7 @@ class Observer:
         self, batch: Any, iter_idx: int
     ) -> tuple[tuple[TaskObservation, ...], frozenset[StorageId], frozenset[StorageId]]:
         """The tasks' observations; the storages of all state items at the beginning and the end."""
-        ctx = RecordedContext(map_tensors(batch, _copy), iter_idx)
+        ctx = self._context(map_tensors(batch, _copy), iter_idx)
         before = self._snapshot(ctx)
         at_begin = before.storages()
         observed = []

@@ -10,6 +10,7 @@ from swpipe._state.discovery import given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.loop import find_owners, save_tensor_attributes
 from swpipe._state.snapshot import Snapshot
+from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import PipelineTask
@@ -27,6 +28,7 @@ def record(
     tasks: Iterable[PipelineTask],
     batch: Any,
     *,
+    context: type[TypedContext] | None = None,
     iterations: int = 2,
     device: Any = None,
     seed: int | None = None,
@@ -42,6 +44,7 @@ def record(
         tasks: In serial order.
         batch: Each iteration gets a copy, in which the tensors that ``swpipe._tensors.pytree``
             finds are cloned.
+        context: The class of the contexts, as for ``SWPipeline``.
         iterations: How many to run; everything that a task accesses in any of them counts. The
             first may create state that later ones only use, such as an optimizer's. What outlives
             an iteration shows only from one iteration to the next.
@@ -52,7 +55,7 @@ def record(
     Raises:
         PlanError: There are no tasks, or two have the same name.
         ValueError: ``iterations`` is not an integer of 1 or more.
-        TypeError: Something in ``state`` cannot be restored.
+        TypeError: Something in ``state`` cannot be restored, or ``context`` cannot be used.
         UnsavedStateError: Tasks call the step of an optimizer that is not restored.
         BaseException: Whatever a task raised, with a note of where.
     """
@@ -63,7 +66,7 @@ def record(
     snapshot = Snapshot(owners, where)
     restore_attributes = save_tensor_attributes(tasks)
     before = reachable_items(tasks)
-    observer = Observer(tasks, where, TaskSeeds(seed, where))
+    observer = Observer(tasks, where, TaskSeeds(seed, where), context_class(context))
     try:
         # What is modified without an optimizer, and is not restored, is told in the notes.
         with TrainingGuard(tasks, snapshot):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from swpipe.core.context import IterContext
+from swpipe.core.context import IterContext, TypedContext
 
 
 class AttributeLog:
@@ -33,7 +34,11 @@ class AttributeLog:
 
 
 class RecordedContext(IterContext):
-    """An ``IterContext`` with an ``AttributeLog``; ``vars(ctx)`` counts as reading everything."""
+    """A context with an ``AttributeLog``; ``vars(ctx)`` counts as reading everything.
+
+    What methods and properties of the user's class do to attributes is recorded like what the task
+    itself does; methods and properties are no attributes.
+    """
 
     __slots__ = ("_swpipe_log",)
 
@@ -47,18 +52,18 @@ class RecordedContext(IterContext):
         if (log := _log(self)) is not None:
             if name == "__dict__":
                 log.read(*attributes(self))
-            elif not hasattr(type(self), name):
+            elif _is_stored(self, name):
                 log.read(name)
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (log := _log(self)) is not None:
+        if (log := _log(self)) is not None and not _is_computed(type(self), name):
             log.sets.add(name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        if (log := _log(self)) is not None:
+        if (log := _log(self)) is not None and not _is_computed(type(self), name):
             log.deletes.add(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,6 +73,25 @@ class RecordedContext(IterContext):
             return super().__getattr__(name)
         finally:
             set_log(self, log)
+
+
+def recorded_class(context: type[TypedContext]) -> type[RecordedContext]:
+    """A subclass of the user's context class that records."""
+    body = {"__slots__": (), "__doc__": context.__doc__, "__module__": context.__module__}
+    return type(context.__name__, (RecordedContext, context), body)
+
+
+def _is_stored(ctx: RecordedContext, name: str) -> bool:
+    """Whether a name is that of an attribute: in ``vars(ctx)``, missing, or a class's default."""
+    if name in object.__getattribute__(ctx, "__dict__"):
+        return True
+    member = inspect.getattr_static(type(ctx), name, None)
+    return not (name.startswith("__") or hasattr(type(member), "__get__"))
+
+
+def _is_computed(context: type[RecordedContext], name: str) -> bool:
+    """Whether the class computes the attribute, as a property does, whatever ``vars(ctx)`` has."""
+    return inspect.isdatadescriptor(inspect.getattr_static(context, name, None))
 
 
 def _log(ctx: RecordedContext) -> AttributeLog | None:

@@ -40,7 +40,7 @@ _US = 1e6
 
 
 def measure_costs(
-    pipe: SWPipeline,
+    pipe: SWPipeline[Any],
     batches: Iterable[Any],
     num_warmup: int = 3,
     num_measure: int = 10,

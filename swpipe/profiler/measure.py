@@ -39,7 +39,7 @@ class WindowTimer:
             cached.
     """
 
-    pipe: SWPipeline
+    pipe: SWPipeline[Any]
     batch: Any
     copy: Callable[[Any], Any] | None
     warmup: int
@@ -109,7 +109,7 @@ class _Feed:
 class SerialRun:
     """Serial iterations in a row."""
 
-    def __init__(self, pipe: SWPipeline, feed: _Feed) -> None:
+    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
         self._pipe = pipe
         self._feed = feed
         self._first = pipe.next_iteration
@@ -151,7 +151,7 @@ class SerialRun:
 class PlanRun:
     """Iterations in a row under the plan; each that is counted is one that was retired."""
 
-    def __init__(self, pipe: SWPipeline, feed: _Feed) -> None:
+    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
         self._pipe = pipe
         self._feed = feed
         self._on_device = timed_event(pipe.device) is not None

@@ -45,7 +45,7 @@ class TaskProfiler:
         TypeError: Something in ``state`` is none of these.
     """
 
-    def __init__(self, pipe: SWPipeline, *, state: Any = None) -> None:
+    def __init__(self, pipe: SWPipeline[Any], *, state: Any = None) -> None:
         self.pipe = pipe
         self._state = state
         if state is not None:

@@ -103,7 +103,7 @@ class Slopes:
 
 
 def measure_slopes(
-    pipe: SWPipeline,
+    pipe: SWPipeline[Any],
     batch: Any,
     share: float = 0.2,
     num_warmup: int = 2,
@@ -176,7 +176,7 @@ def _per(delay_s: float, changed_s: float, spread_s: float) -> Estimate:
 class _Delays:
     """Delays tasks, and knows how long the delays really were."""
 
-    def __init__(self, pipe: SWPipeline) -> None:
+    def __init__(self, pipe: SWPipeline[Any]) -> None:
         self._pipe = pipe
         self._took_s: dict[str, list[float]] = {task.name: [] for task in pipe.tasks}
         self.seconds: Mapping[str, float] = {}

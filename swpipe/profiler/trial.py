@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from swpipe.core.context import TypedContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -31,6 +32,7 @@ def try_plans(
     num_measure: int = 10,
     *,
     device: Device | torch.device | str | None = None,
+    context: type[TypedContext] | None = None,
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
 ) -> dict[str, float]:
@@ -43,6 +45,7 @@ def try_plans(
         num_warmup: Iterations before each window that are not timed.
         num_measure: Iterations timed in each window.
         device: As for ``SWPipeline``.
+        context: As for ``SWPipeline``.
         state: What to restore, as for ``TaskProfiler``; found automatically if None.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
 
@@ -61,7 +64,7 @@ def try_plans(
     samples: dict[str, list[float]] = {name: [] for name in plans}
     with ExitStack() as stack:
         pipes = {
-            name: stack.enter_context(SWPipeline(plan, tasks, device=device))
+            name: stack.enter_context(SWPipeline(plan, tasks, device=device, context=context))
             for name, plan in plans.items()
         }
         first = next(iter(pipes.values()))

@@ -84,7 +84,7 @@ class Run(Protocol):
 
     name: str
     steps: int
-    pipe: SWPipeline
+    pipe: SWPipeline[Any]
 
     @property
     def steps_per_s(self) -> float:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.analysis.races import race_problems
+from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
@@ -142,6 +143,7 @@ class Loop:
     ordered: frozenset[str] = frozenset()
     over_ranks: Callable[[Any], list[Any]] | None = None
     progress: Callable[[str], object] = lambda line: None
+    context: type[TypedContext] | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -161,13 +163,13 @@ class Loop:
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
         self.progress("recording what the tasks touch")
-        own = record(self.tasks, self.batches[0], device=self.device)
+        own = record(self.tasks, self.batches[0], device=self.device, context=self.context)
         return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan) -> CostModel:
         """Measure what the tasks cost while ``plan`` runs."""
         self.progress("measuring what the tasks cost")
-        with SWPipeline(plan, self.tasks, device=self.device) as pipe:
+        with SWPipeline(plan, self.tasks, device=self.device, context=self.context) as pipe:
             own = measure_costs(pipe, self.batches[:_BATCHES], pipelined=plan.depth > 1)
         return CostModel.mean(self.gather(own))
 
@@ -193,6 +195,7 @@ def autotune(
     batches: Iterable[Any],
     *,
     device: Device | torch.device | str | None = None,
+    context: type[TypedContext] | None = None,
     limits: Limits | None = None,
     ready_made: Mapping[str, PipelinePlan] | None = None,
     streams: Mapping[str, StreamRef] | None = None,
@@ -210,6 +213,7 @@ def autotune(
         tasks: In serial order.
         batches: At least one; three or more show how batches differ.
         device: As for ``SWPipeline``.
+        context: As for ``SWPipeline``.
         limits: None for ``Limits()``.
         ready_made: Name to plan. A plan that breaks the limits, or that could give other numbers
             than the serial loop, is left out.
@@ -226,7 +230,14 @@ def autotune(
     """
     limits = limits or Limits()
     loop = Loop(
-        tuple(tasks), list(batches), device, streams or {}, frozenset(ordered), over_ranks, progress
+        tuple(tasks),
+        list(batches),
+        device,
+        streams or {},
+        frozenset(ordered),
+        over_ranks,
+        progress,
+        context,
     )
     recording = loop.record()
     inferred = loop.inferred_plan(recording)
@@ -353,6 +364,7 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
             plans if turn % 2 else dict(reversed(plans.items())),
             [loop.batches[turn % len(loop.batches)]],
             device=loop.device,
+            context=loop.context,
         )
         all_s = loop.gather(own_s)
         for name, rounds in rounds_us.items():

@@ -269,7 +269,7 @@ def runs_early(plan: PipelinePlan, task: str) -> bool:
     return plan.schedule[task].stage < last
 
 
-def _refuse_loading(pipe: SWPipeline, tasks: SparseDistTasks) -> list[Any]:
+def _refuse_loading(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> list[Any]:
     """Make ``load_state_dict`` of the tables raise while batches in flight have read them."""
     weak = weakref.ref(pipe)
 

@@ -1,0 +1,333 @@
+"""Contexts of a class of the user's: in every kind of run, and what a class may not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import (
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    SWPipeline,
+    TaskProfiler,
+    TaskSchedule,
+    TypedContext,
+    autotune,
+    task,
+)
+from swpipe.inference import Recording, record
+from swpipe.profiler import try_plans
+from tests.device.virtual import VirtualDevice
+
+BATCHES = [1, 2, 3, 4]
+
+
+class Ctx(TypedContext):
+    """Attributes, a default, a method, and a property that can be set."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    hits: int = 0
+
+    def double(self) -> torch.Tensor:
+        """Reads ``x``."""
+        return 2 * self.x
+
+    @property
+    def total(self) -> float:
+        """Reads ``y``."""
+        return float(self.y.sum())
+
+    @total.setter
+    def total(self, value: float) -> None:
+        self.y = torch.full((2,), value / 2)
+
+    @total.deleter
+    def total(self) -> None:
+        del self.y
+
+
+@task
+def make(ctx: Ctx) -> None:
+    """Sets ``x``."""
+    ctx.x = torch.full((2,), float(ctx.batch))
+
+
+@task
+def compute(ctx: Ctx) -> None:
+    """Reads ``x`` in a method; sets ``y`` in a property."""
+    ctx.total = float(ctx.double().sum())
+
+
+@task
+def count(ctx: Ctx) -> None:
+    """Reads ``y`` in a property; reads a default, and sets it."""
+    ctx.hits = ctx.hits + int(ctx.total)
+
+
+TASKS = [make, compute, count]
+PLAN = PipelinePlan(
+    {
+        make: TaskSchedule(stage=0, thread_group="io"),
+        compute: TaskSchedule(stage=1),
+        count: TaskSchedule(stage=2, thread_group="io"),
+    },
+    deps=[(compute, make), (count, compute)],
+)
+HITS = [4 * batch for batch in BATCHES]
+
+
+def pipeline(plan: PipelinePlan = PLAN) -> SWPipeline[Ctx]:
+    """A pipeline with contexts of the class above."""
+    return SWPipeline(plan, TASKS, device="cpu", context=Ctx)
+
+
+def test_pipelined_and_serial_iterations_have_contexts_of_the_class() -> None:
+    """However an iteration comes out, its context is of the class; methods and properties work."""
+    with pipeline() as pipe:
+        found = [
+            [*pipe.iterate(BATCHES)],
+            [*filter(None, map(pipe.push, BATCHES)), *pipe.flush()],
+            [pipe.run_one_serial_iter(batch) for batch in BATCHES],
+        ]
+    for contexts in found:
+        assert [type(ctx) for ctx in contexts] == [Ctx] * len(BATCHES)
+        assert [ctx.hits for ctx in contexts] == HITS
+        assert [ctx.total for ctx in contexts] == HITS
+        assert repr(contexts[0]).startswith("Ctx(iter_idx=")
+
+
+def test_without_a_class_contexts_are_of_the_default_one() -> None:
+    """``IterContext``, which is one of the classes that could be given."""
+    with SWPipeline(PLAN, TASKS, device="cpu") as pipe:
+        assert pipe.context is IterContext
+    plain = [PipelineTask("a", print)]
+    with SWPipeline(PipelinePlan.serial(plain), plain, device="cpu", context=IterContext) as pipe:
+        assert type(pipe.run_one_serial_iter(1)) is IterContext
+
+
+def test_replays_observers_and_traces_work_with_the_class(tmp_path: Path) -> None:
+    """A shortcut caches what a property's setter stored."""
+    with pipeline() as pipe, pipe.trace() as trace:
+        with pipe.shortcut("compute"):
+            assert [ctx.hits for ctx in pipe.iterate([1, 2, 3])] == [4, 4, 4]
+        assert [ctx.hits for ctx in pipe.iterate([1, 2, 3])] == [4, 8, 12]
+    assert {span.task for span in trace.spans} >= {"make", "compute", "count"}
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_profiles_work_with_the_class(pipelined: bool) -> None:
+    """Each task has a figure: none failed for want of a method."""
+    with pipeline() as pipe:
+        result = TaskProfiler(pipe).profile(
+            1, num_warmup=1, num_measure=1, num_rounds=2, pipelined=pipelined
+        )
+    assert set(result.exposed_s) == {"make", "compute", "count"}
+
+
+def test_trials_of_plans_and_autotune_work_with_the_class() -> None:
+    """They make pipelines and recordings of their own, with contexts of the class."""
+    plans = {"piped": PLAN, "serial": PipelinePlan.serial(TASKS)}
+    found = try_plans(TASKS, plans, BATCHES[:1], 1, 1, device="cpu", context=Ctx)
+    assert set(found) == {"piped", "serial"}
+    tuned = autotune(TASKS, BATCHES, device="cpu", context=Ctx)
+    with pipeline(tuned.plan) as pipe:
+        assert [ctx.hits for ctx in pipe.iterate(BATCHES)] == HITS
+
+
+def recorded(*tasks: PipelineTask, context: type[TypedContext] | None = Ctx) -> Recording:
+    """A recording with contexts of a class."""
+    return record(tasks, 1, device="cpu", context=context)
+
+
+def effects(recording: Recording, name: str) -> tuple[set[str], set[str]]:
+    """The attributes that a task reads and writes."""
+    found = recording.effects[name]
+    return {str(place) for place in found.reads}, {str(place) for place in found.writes}
+
+
+def test_a_recording_sees_what_methods_and_properties_do() -> None:
+    """It lists the attributes behind them, and neither methods nor properties themselves."""
+    found = recorded(*TASKS)
+    assert effects(found, "make") == ({"ctx.batch"}, {"ctx.x"})
+    assert effects(found, "compute") == ({"ctx.x"}, {"ctx.y"})
+    assert effects(found, "count") == ({"ctx.y", "ctx.hits"}, {"ctx.hits"})
+    assert found.dependences().deps == (("compute", "make"), ("count", "compute"))
+
+
+def test_a_recording_sees_what_a_deleter_deletes() -> None:
+    """The attribute behind it, not the property; and what every class has is no attribute."""
+    seen = []
+
+    @task
+    def drop(ctx: Ctx) -> None:
+        del ctx.total
+        seen.append(ctx.__doc__)
+
+    assert effects(recorded(make, compute, drop), "drop") == (set(), {"ctx.y"})
+    assert seen == [Ctx.__doc__] * 2
+
+
+def test_an_attribute_with_a_default_in_the_class_is_an_attribute() -> None:
+    """Reading it is recorded, before and after some task sets it."""
+
+    @task
+    def before(ctx: Ctx) -> None:
+        ctx.x = torch.tensor(ctx.hits)
+
+    @task
+    def change(ctx: Ctx) -> None:
+        ctx.hits = 1
+
+    @task
+    def after(ctx: Ctx) -> None:
+        ctx.y = torch.tensor(ctx.hits)
+
+    found = recorded(before, change, after).dependences()
+    assert found.deps == (("change", "before"), ("after", "change"))
+
+
+def test_a_cached_property_is_an_attribute_once_it_is_there() -> None:
+    """Who computes it first comes before who finds it there."""
+
+    class Cached(TypedContext):
+        x: int
+
+        @cached_property
+        def square(self) -> int:
+            return self.x**2
+
+    @task
+    def load(ctx: Cached) -> None:
+        ctx.x = ctx.batch
+
+    @task
+    def first(ctx: Cached) -> None:
+        squares.append(ctx.square)
+
+    @task
+    def second(ctx: Cached) -> None:
+        squares.append(ctx.square)
+
+    squares: list[int] = []
+    found = recorded(load, first, second, context=Cached)
+    assert squares == [1] * 4
+    assert "ctx.square" in effects(found, "first")[1]
+    assert effects(found, "second") == ({"ctx.square"}, set())
+    assert found.dependences().deps == (("first", "load"), ("second", "first"))
+
+
+def test_a_recorded_context_is_of_the_class_and_made_like_it() -> None:
+    """``isinstance`` holds, ``__init__`` has run, and its attributes are not those of a task."""
+
+    class Made(TypedContext):
+        def __init__(self, batch: Any, iter_idx: int) -> None:
+            super().__init__(batch, iter_idx)
+            self.losses: list[float] = []
+
+    @task
+    def add(ctx: Made) -> None:
+        classes.append((isinstance(ctx, Made), type(ctx).__name__))
+        ctx.losses.append(1.0)
+
+    @task
+    def last(ctx: Made) -> None:
+        ctx.losses[-1] += 1
+
+    classes: list[tuple[bool, str]] = []
+    found = recorded(add, last, context=Made)
+    assert classes == [(True, "Made")] * 2
+    assert "ctx.losses" in effects(found, "add")[1]
+    assert found.dependences().deps == (("last", "add"),)
+    tasks = [add, last]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu", context=Made) as pipe:
+        assert [ctx.losses for ctx in pipe.iterate([1, 2])] == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_context_makes_on_the_device_is_there_for_every_stream(seed: int) -> None:
+    """Made on the caller's stream, with a batch on the host: other streams wait for it."""
+    device = VirtualDevice(seed=seed)
+
+    class Made(TypedContext):
+        def __init__(self, batch: Any, iter_idx: int) -> None:
+            super().__init__(batch, iter_idx)
+            self.start = device.launch(lambda: batch)
+
+    @task
+    def add(ctx: Any) -> None:
+        ctx.sum = device.launch(lambda value: value + 1, ctx.start)
+
+    plan = PipelinePlan({add: TaskSchedule(stream="side")}, pipeline_depth=2)
+    with SWPipeline(plan, device=device, context=Made) as pipe:
+        assert [device.read(ctx.sum) for ctx in pipe.iterate(BATCHES)] == [2, 3, 4, 5]
+    device.check()
+
+
+def test_an_attribute_that_is_not_set_is_named() -> None:
+    """A declared attribute that no task has set yet raises like any other."""
+    with pytest.raises(AttributeError, match="has no attribute 'x' .it has: batch, iter_idx"):
+        Ctx(None, 0).double()
+
+
+@dataclass
+class Data(TypedContext):
+    """A dataclass."""
+
+    loss: float
+
+
+class Slotted(TypedContext):
+    """With slots."""
+
+    __slots__ = ("loss",)
+
+
+class Shared(TypedContext):
+    """With a list for all iterations."""
+
+    losses: list[float] = []  # noqa: RUF012
+
+
+class Greedy(TypedContext):
+    """Wants one argument too many."""
+
+    def __init__(self, batch: Any, iter_idx: int, loss: float) -> None:
+        super().__init__(batch, iter_idx)
+        self.loss = loss
+
+
+REFUSED = [
+    (Data, "Data: it is a dataclass.*Leave @dataclass out: annotated attributes are enough"),
+    (Slotted, "Slotted: 'loss' is in __slots__.*Leave __slots__ out"),
+    (Shared, "Shared: 'losses' is a list of the class.*Set it in __init__, or in a task"),
+    (Greedy, r"Greedy: it is called with \(batch, iter_idx\).*missing.*'loss'"),
+    (dict, "context is <class 'dict'>: give a subclass of TypedContext"),
+    (Ctx(None, 0), r"context is Ctx\(.*: give a subclass of TypedContext"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), REFUSED, ids=lambda value: str(value)[:30])
+def test_a_class_that_cannot_be_used_is_refused(given: Any, text: str) -> None:
+    """By the pipeline and by the recording, with what to write instead."""
+    with pytest.raises(TypeError, match=text):
+        SWPipeline(PLAN, TASKS, device="cpu", context=given)
+    with pytest.raises(TypeError, match=text):
+        record(TASKS, 1, device="cpu", context=given)
+
+
+def test_all_that_is_wrong_with_a_class_is_told_at_once() -> None:
+    """One line for each reason."""
+
+    class Both(Slotted, Shared):
+        """With slots and a list."""
+
+    with pytest.raises(TypeError) as raised:
+        SWPipeline(PLAN, TASKS, device="cpu", context=Both)
+    assert [line[:21] for line in str(raised.value).splitlines()] == ["context class Both: '"] * 2
