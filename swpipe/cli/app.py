@@ -20,6 +20,7 @@ from swpipe.cli.arguments import (
     Output,
     check_outputs,
     configured,
+    context_of,
     find_workload,
     load_plan,
     load_timeline,
@@ -310,7 +311,7 @@ def profile_job(
     """Measure the tasks of a job under a plan, or in a plain loop."""
     from swpipe.profiler import TaskProfiler
 
-    with SWPipeline(plan, job.tasks(), device=device) as pipe:
+    with SWPipeline(plan, job.tasks(), device=device, context=context_of(job)) as pipe:
         return TaskProfiler(pipe).profile_many(
             list(job.batches(batches)),
             num_rounds=rounds,

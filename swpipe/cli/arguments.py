@@ -19,6 +19,7 @@ import torch
 from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank
 from swpipe.cli.user_errors import UserError, about_plan, echo, reason, told
+from swpipe.core.context import TypedContext, context_class
 from swpipe.core.files import check_writable
 from swpipe.core.messages import plain, shown
 from swpipe.core.plan import PipelinePlan
@@ -92,7 +93,7 @@ class _OwnConfig:
 
 
 class _OwnJob:
-    """What ``module:function`` returns: tasks in serial order, and batches.
+    """What ``module:function`` returns: tasks in serial order, batches, and a class of contexts.
 
     The current directory is searched for the module, too. On several ranks the function is called
     when there is a process group.
@@ -103,13 +104,17 @@ class _OwnJob:
 
     def __init__(self, name: str, rank: Rank | None) -> None:
         given = _call(name)
-        pair = isinstance(given, tuple) and len(given) == 2
-        if not (pair and all(isinstance(part, Iterable) for part in given)):
+        tuple_of_some = isinstance(given, tuple) and len(given) in (2, 3)
+        if not (tuple_of_some and all(isinstance(part, Iterable) for part in given[:2])):
             raise UserError(
                 f"workload {name}: it gave {shown(given)}; return (tasks, batches), both of which "
-                "can be iterated over"
+                "can be iterated over, or (tasks, batches, context)"
             )
-        tasks, self._batches = given
+        tasks, self._batches, *context = given
+        try:
+            self.context = context_class(context[0] if context else None)
+        except TypeError as error:
+            raise UserError(f"workload {name}: {'; '.join(str(error).splitlines())}") from error
         self._tasks, self._rank = tuple(tasks), rank
         for task in self._tasks:
             if not isinstance(task, PipelineTask):
@@ -128,6 +133,11 @@ class _OwnJob:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def context_of(job: Job) -> type[TypedContext] | None:
+    """The class of a job's contexts; None where the job names none."""
+    return job.context if isinstance(job, _OwnJob) else None
 
 
 def _call(name: str) -> Any:
@@ -222,6 +232,7 @@ class OpenWorkload:
         schedule = {} if make is None else make().schedule
         return {
             "device": self.device,
+            "context": context_of(self.job),
             "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
             "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
             "over_ranks": self.job.over_ranks,

@@ -34,7 +34,7 @@ Workload = Annotated[
     typer.Option(
         "--workload",
         metavar=f"{DEFAULT}|NAME|MODULE:FUNCTION",
-        help="A workload by name, or a function of yours that returns (tasks, batches).",
+        help="A workload by name, or a function of yours that returns (tasks, batches[, context]).",
     ),
 ]
 

@@ -15,7 +15,7 @@ from tests.tasks.rows import write_log
 
 LOOP = """
 import torch
-from swpipe import PipelineTask
+from swpipe import PipelineTask, TypedContext
 
 weight = torch.zeros(4)
 
@@ -30,6 +30,24 @@ def learn(ctx):
 
 def loop():
     return [PipelineTask("load", load), PipelineTask("learn", learn)], [torch.ones(4)] * 60
+
+
+class Ctx(TypedContext):
+    def more(self):
+        return self.batch + 1
+
+
+def load_typed(ctx):
+    ctx.x = ctx.more()
+
+
+def typed():
+    tasks = [PipelineTask("load", load_typed), PipelineTask("learn", learn)]
+    return tasks, [torch.ones(4)] * 60, Ctx
+
+
+def mistyped():
+    return [PipelineTask("load", load)], [torch.ones(4)], dict
 
 
 def nothing():
@@ -214,6 +232,17 @@ def test_limits_are_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("5.000 ms per iteration")
 
 
+def test_the_users_own_tasks_may_have_contexts_of_their_own(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recorded, measured and profiled with the class that the function returns."""
+    assert run("plan", "infer", "--workload", "my_loop:typed") == 0
+    assert "load    ctx.batch      ctx.x" in capsys.readouterr().out
+    assert run("profile", "--workload", "my_loop:typed", "--rounds", 2) == 0
+    assert "learn" in capsys.readouterr().out
+    assert run("plan", "simulate", "plan.toml", "--workload", "my_loop:typed") == 0
+
+
 @pytest.mark.slow
 def test_a_plan_is_made_for_the_users_own_tasks(
     here: Path, capsys: pytest.CaptureFixture[str]
@@ -260,6 +289,7 @@ def test_a_profile_under_auto_makes_the_plan(capsys: pytest.CaptureFixture[str],
         ("not_there:loop", "not_there"),
         ("my_loop:nothing", "return (tasks, batches)"),
         ("my_loop:strange", "no PipelineTask"),
+        ("my_loop:mistyped", "give a subclass of TypedContext"),
         ("my_loop:short", "gives 0 batches"),
     ],
 )
