@@ -68,9 +68,9 @@ def find_accesses(
             for name in observed.changes.generators:
                 accesses.items[StateItem(name, name, "")] |= READ_WRITE
             for name in observed.changes.options:
-                accesses.items[_options_of(name)] |= WRITE
+                accesses.items[options_of(name)] |= WRITE
             for name in observed.stepped:
-                accesses.items[_options_of(name)] |= READ
+                accesses.items[options_of(name)] |= READ
     _add_unnamed(iterations, storages, found)
     return found
 
@@ -142,7 +142,7 @@ class _IterationAnalysis:
             accesses.items[item] |= WRITE
 
 
-def _options_of(optimizer: str) -> StateItem:
+def options_of(optimizer: str) -> StateItem:
     """An optimizer's options other than the parameters, such as the learning rate."""
     return StateItem(f"{optimizer} options", optimizer, "options")
 

@@ -25,6 +25,7 @@ from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
+from swpipe.inference.reach import PlaceId, reach_of
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
 from swpipe.inference.recorded_context import AttributeLog, RecordedContext, set_log
 from swpipe.inference.state_items import StateItem
@@ -47,6 +48,7 @@ class TaskObservation(NamedTuple):
         stepped: Names of the optimizers whose ``step`` ran.
         sizes: Attribute that it set to its bytes; 0 where it deleted it.
         opaque: Attribute that it set to the class of something in it that cannot be inspected.
+        places: Places of Python values outside the context that changed.
     """
 
     task: str
@@ -58,6 +60,7 @@ class TaskObservation(NamedTuple):
     stepped: frozenset[str]
     sizes: Mapping[str, int]
     opaque: Mapping[str, str]
+    places: frozenset[PlaceId]
 
 
 class IterationObservation(NamedTuple):
@@ -75,9 +78,14 @@ class IterationObservation(NamedTuple):
 
 
 class Observer:
-    """Runs iterations of some tasks, given in serial order, and observes them."""
+    """Runs iterations of some tasks, given in serial order, and observes them.
+
+    Attributes:
+        reaches: Task to what its code could reach before the first iteration.
+    """
 
     def __init__(self, tasks: Sequence[PipelineTask], device: Device, seeds: TaskSeeds) -> None:
+        self.reaches = {task.name: reach_of(task) for task in tasks}
         self.storages = Storages()
         self._tasks = tasks
         self._device = device
@@ -104,15 +112,22 @@ class Observer:
         at_begin = before.storages()
         observed = []
         for task in self._tasks:
+            values = self._values()
             log, operators, stepped = self._call(task, ctx)
+            places = frozenset(p for p, value in self._values().items() if value != values[p])
             after = self._snapshot(ctx)
             log.compare(before.attributes, after.attributes)
-            observed.append(_observation(task, log, operators, stepped, before, after))
+            observed.append(_observation(task, log, operators, stepped, before, after, places))
             before = after
         return tuple(observed), at_begin, before.storages()
 
     def _snapshot(self, ctx: RecordedContext) -> ReachableState:
         return ReachableState(ctx, self._tasks, self.storages, self._device)
+
+    def _values(self) -> dict[PlaceId, object]:
+        """What there is now in all places that tasks can reach."""
+        reaches = self.reaches.values()
+        return {place: reach.value(place) for reach in reaches for place in reach.places}
 
     def _call(
         self, task: PipelineTask, ctx: RecordedContext
@@ -148,6 +163,7 @@ def _observation(
     stepped: set[int],
     before: ReachableState,
     after: ReachableState,
+    places: frozenset[PlaceId],
 ) -> TaskObservation:
     values = {name: after.attributes[name] for name in log.sets if name in after.attributes}
     deleted = log.deletes - after.attributes.keys()
@@ -161,6 +177,7 @@ def _observation(
         stepped=frozenset(after.optimizers[n] for n in stepped if n in after.optimizers),
         sizes={name: _size(value) for name, value in values.items()} | dict.fromkeys(deleted, 0),
         opaque={name: kind for name, value in values.items() if (kind := _opaque(value))},
+        places=places,
     )
 
 

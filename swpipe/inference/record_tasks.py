@@ -15,6 +15,11 @@ from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve as resolve_device
 from swpipe.inference.accesses import find_accesses
+from swpipe.inference.assumptions import (
+    find_assumptions,
+    notes_on_assumptions,
+    with_assumptions,
+)
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
 from swpipe.inference.observation import Observer, TaskObservation
@@ -68,13 +73,16 @@ def record(
         # What is modified without an optimizer, and is not restored, is told in the notes.
         with TrainingGuard(tasks, snapshot):
             observed = [observer.run(batch, number) for number in range(iterations)]
+            reached = reachable_items(tasks)
     finally:
         restore_attributes()
         snapshot.restore()
     accesses = find_accesses(observed, observer.storages)
+    assumptions = find_assumptions(tasks, observed, accesses, observer.reaches, reached)
     states = group(accesses)
     declared = declared_effects(tasks)
     effects = {task: e | declared[task] for task, e in effects_of(accesses, states).items()}
+    effects, states = with_assumptions(effects, assumptions, states)
     transfers = find_transfers(observed, effects, observer.storages)
     not_restored = list(_not_restored(before, reachable_items(tasks)))
     runs = [one for iteration in observed for one in iteration.tasks]
@@ -84,7 +92,10 @@ def record(
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         sizes=_sizes(runs),
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
-        notes=notes_on(tasks, runs, accesses, transfers, not_restored),
+        notes=(
+            *notes_on_assumptions(assumptions, effects),
+            *notes_on(tasks, runs, accesses, transfers, not_restored),
+        ),
     )
 
 

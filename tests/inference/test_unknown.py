@@ -1,0 +1,95 @@
+"""Unknown is not safe: what a task was not seen to do in a recording, it may do later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import PipelinePlan, PlanError, SWPipeline, TaskSchedule
+from swpipe.analysis import verify
+from swpipe.inference import Recording, record
+from tests.inference.loops import LOOPS, Loop
+
+ITERATIONS = 13
+
+
+def batches() -> list[torch.Tensor]:
+    """Thirteen small ones."""
+    draws = torch.Generator().manual_seed(1)
+    return [torch.rand(3, 4, generator=draws) for _ in range(ITERATIONS)]
+
+
+def results(loop: Loop, plan: PipelinePlan) -> list[Any]:
+    """What all tasks leave in the contexts, and outside of them."""
+    with SWPipeline(plan, loop.tasks, device="cpu") as pipe:
+        left = [dict(vars(ctx)) for ctx in pipe.iterate(batches())]
+    return [left, loop.state()]
+
+
+def plan_of(recording: Recording, stages: dict[str, int]) -> PipelinePlan:
+    """Each task on a thread of its own, at these stages, with the dependences that these allow."""
+    found = recording.dependences()
+    wanted = [*((*pair, 0) for pair in found.deps), *found.cross_iter_deps]
+    kept = [one for one in wanted if stages[one[0]] - stages[one[1]] + one[2] >= 0]
+    return PipelinePlan(
+        {name: TaskSchedule(stage, thread_group=name) for name, stage in stages.items()},
+        deps=[one[:2] for one in kept if not one[2]],
+        cross_iter_deps=[one for one in kept if one[2]],
+    )
+
+
+def passes(plan: PipelinePlan, recording: Recording) -> bool:
+    """Whether ``verify`` passes it."""
+    try:
+        verify(plan, recording.tasks, recording.effects, streams=False)
+    except PlanError:
+        return False
+    return True
+
+
+def worst_plans(recording: Recording) -> Iterator[PipelinePlan]:
+    """Plans that pass, with tasks as far ahead of the others, or behind them, as they may be."""
+    names = list(recording.effects)
+    for moves in (names, names[::-1]):
+        for ahead in (0, 2):
+            stages = dict.fromkeys(names, 1)
+            for name in moves:
+                if passes(plan_of(recording, moved := {**stages, name: ahead}), recording):
+                    stages = moved
+            yield plan_of(recording, stages)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_verified_plan_gives_the_numbers_of_a_serial_run(name: str) -> None:
+    """Also one with each task on its own thread, ahead of or behind the others."""
+    expected = results(make := LOOPS[name](), PipelinePlan.serial(make.tasks))
+    for number in range(4):
+        recording = record(LOOPS[name]().tasks, batches()[0], device="cpu")
+        plan = list(worst_plans(recording))[number]
+        torch.testing.assert_close(results(LOOPS[name](), plan), expected, rtol=0, atol=0)
+
+
+def test_what_was_assumed_is_named() -> None:
+    """By ``verify``, in the effects, and in the report, which says how to know better."""
+    recording = record(LOOPS["accumulation by 4"]().tasks, batches()[0], device="cpu")
+    assumed = {str(place) for place in recording.effects["step"].assumed}
+    assert {"state 'optimizer options'", "state 'model parameters'"} <= assumed
+    verified = verify(recording.plan(), recording.tasks, recording.effects)
+    assert set(verified.assumed) == {"step"}
+    assert {str(place) for place in verified.assumed["step"]} == assumed
+    (note,) = [one for one in recording.notes if "assumed" in one]
+    assert "'step' was seen to touch nothing" in note
+    assert "Record more iterations, or declare" in note
+
+
+def test_a_refusal_says_that_a_task_was_not_seen_to_touch_something() -> None:
+    """So that its reader does not look for the access in vain."""
+    recording = record(LOOPS["accumulation by 4"]().tasks, batches()[0], device="cpu")
+    plan = PipelinePlan({name: TaskSchedule(thread_group=name) for name in recording.effects})
+    plan = replace(plan, deps=[("forward", "load"), ("backward", "forward")])
+    with pytest.raises(PlanError, match="'step' was not seen to touch"):
+        verify(plan, recording.tasks, recording.effects)
