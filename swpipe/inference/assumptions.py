@@ -31,8 +31,9 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.inference.accesses import READ_WRITE, Access, TaskAccesses, options_of
 from swpipe.inference.observation import IterationObservation, TaskObservation
-from swpipe.inference.reach import PlaceId, Reach
+from swpipe.inference.reach import SELF, PlaceId, Reach
 from swpipe.inference.state_items import ReachableItems, StateItem, items_of
+from swpipe.inference.storages import unsharded
 
 
 @dataclass
@@ -151,15 +152,21 @@ class _ItemsOf:
         return {options_of(name), *(item for item in kinds if item.kind == "state")}
 
     def _tensors(self, tensors: Sequence[Tensor]) -> set[StateItem]:
-        grads = [grad for one in tensors if (grad := grad_or_none(one)) is not None]
         known = self._of_tensor
-        found = {known[id(one)] for one in (*tensors, *grads) if id(one) in known}
+        parts = [part for one in tensors for part in unsharded(one)]
+        grads = [grad for one in parts if (grad := grad_or_none(one)) is not None]
+        found = {known[id(one)] for one in (*parts, *grads) if id(one) in known}
         names = {f"{item.name}.grad" for item in found}
         return found | {item for name, item in self._gone.items() if name in names}
 
 
 def _is_harmless(owner: Any, called: set[str], reach: Reach) -> bool:
-    """Whether the code only clears an optimizer's gradients, or takes plain values of a module."""
+    """Whether the code only clears an optimizer's gradients, or takes plain values of a module.
+
+    A method's object that the method does not use is one, too.
+    """
+    if called == {SELF} and SELF not in reach.uses:
+        return True
     if "" in called or not isinstance(owner, torch.nn.Module | torch.optim.Optimizer):
         return False
     taken = set[str | None]().union(*(reach.uses.get(name, {None}) for name in called))
@@ -193,6 +200,8 @@ def _add_places(
         }
         if len(names) < 2 or not writers:
             continue
+        if isinstance(reaches[names[0]].content(place), Tensor):
+            continue  # a state item, whatever tensor it is
         path = paths[place]
         while path in taken:
             path += "'"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,7 @@ _BY_STRING = frozenset(
         "attrgetter",
     ]
 )
+_NO_CODE = (lambda: None).__code__
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -120,19 +121,26 @@ class Reach:
         """The attributes that the code may take of what is called so."""
         return self.uses.get(called, set()) | self.uses[""]
 
-    def value(self, place: PlaceId) -> object:
-        """What the place has now, so that two equal results mean that nothing changed."""
+    def content(self, place: PlaceId) -> Any:
+        """What the place holds now, or the container that it is; None if it holds nothing."""
         holder = self.holders[place.holder]
         if not place.name:
-            items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-            if len(holder) > MAX_ITEMS:
-                return len(holder)
-            return [(key, _identity(item)) for key, item in items]
+            return holder
         if isinstance(holder, dict):
-            return _identity(holder.get(place.name))
-        if hasattr(holder, "cell_contents"):
-            return _identity(_contents(holder))
-        return _identity(getattr(holder, "__dict__", {}).get(place.name))
+            return holder.get(place.name)
+        if isinstance(holder, CellType):
+            return _contents(holder)
+        return getattr(holder, "__dict__", {}).get(place.name)
+
+    def value(self, place: PlaceId) -> object:
+        """What the place has now, so that two equal results mean that nothing changed."""
+        content = self.content(place)
+        if place.name:
+            return _identity(content)
+        if len(content) > MAX_ITEMS:
+            return len(content)
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        return [(key, _identity(item)) for key, item in items]
 
 
 def reach_of(task: PipelineTask) -> Reach:
@@ -184,7 +192,9 @@ class _Search:
                 self._enter_object(step)
         elif isinstance(value, MethodType):
             self._ahead.append(step._replace(value=value.__func__))
-            self._ahead.append(step._replace(value=value.__self__, called=SELF))
+            variables = getattr(value.__func__, "__code__", _NO_CODE).co_varnames
+            called = SELF if variables[:1] == (SELF,) else ""
+            self._ahead.append(step._replace(value=value.__self__, called=called))
         elif isinstance(value, FunctionType):
             self._enter_function(step)
         elif isinstance(value, partial):
@@ -238,6 +248,9 @@ class _Search:
         for one in dis.get_instructions(code):
             if one.opname in _IGNORED:
                 continue
+            if isinstance(one.argval, tuple):  # two variables at once, since Python 3.13
+                for name in one.argval:
+                    reach.uses.setdefault(name, set()).add(None)
             attribute = one.opname in ("LOAD_ATTR", "LOAD_METHOD")
             if attribute or called:
                 reach.uses.setdefault(called, set()).add(one.argval if attribute else None)

@@ -20,6 +20,7 @@ from swpipe.inference.assumptions import (
     notes_on_assumptions,
     with_assumptions,
 )
+from swpipe.inference.declared import assign_declared
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
 from swpipe.inference.observation import Observer, TaskObservation
@@ -74,11 +75,12 @@ def record(
         with TrainingGuard(tasks, snapshot):
             observed = [observer.run(batch, number) for number in range(iterations)]
             reached = reachable_items(tasks)
+            reached.tensors = assign_declared(reached.tensors, tasks)
+            accesses = find_accesses(observed, observer.storages)
+            assumptions = find_assumptions(tasks, observed, accesses, observer.reaches, reached)
     finally:
         restore_attributes()
         snapshot.restore()
-    accesses = find_accesses(observed, observer.storages)
-    assumptions = find_assumptions(tasks, observed, accesses, observer.reaches, reached)
     states = group(accesses)
     declared = declared_effects(tasks)
     effects = {task: e | declared[task] for task, e in effects_of(accesses, states).items()}
