@@ -15,7 +15,7 @@ an object (views, lists). It then counts as part of the first attribute that hel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,8 +71,21 @@ def find_accesses(
                 accesses.items[options_of(name)] |= WRITE
             for name in observed.stepped:
                 accesses.items[options_of(name)] |= READ
+    _add_modes(iterations, found)
     _add_unnamed(iterations, storages, found)
     return found
+
+
+def _add_modes(
+    iterations: Sequence[IterationObservation], accesses: Mapping[str, TaskAccesses]
+) -> None:
+    """Add modules' modes as far as some task switches them: whoever runs the module reads it."""
+    runs = [(one.task, one.modes) for iteration in iterations for one in iteration.tasks]
+    switched = {name for _, modes in runs for name in modes.switched}
+    for task, modes in runs:
+        for name in switched & (modes.ran | modes.switched):
+            item = StateItem(f"{name} mode", name, "mode")
+            accesses[task].items[item] |= (True, name in modes.switched)
 
 
 class _IterationAnalysis:

@@ -24,6 +24,7 @@ from swpipe._tensors.pytree import map_tensors, nodes_in, tensors_in
 from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.inference.modes import ModeObserver, Modes
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
 from swpipe.inference.reach import PlaceId, reach_of
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
@@ -49,6 +50,7 @@ class TaskObservation(NamedTuple):
         sizes: Attribute that it set to its bytes; 0 where it deleted it.
         opaque: Attribute that it set to the class of something in it that cannot be inspected.
         places: Places of Python values outside the context that changed.
+        modes: Modules that it ran, or switched between training and evaluation.
     """
 
     task: str
@@ -61,6 +63,7 @@ class TaskObservation(NamedTuple):
     sizes: Mapping[str, int]
     opaque: Mapping[str, str]
     places: frozenset[PlaceId]
+    modes: Modes
 
 
 class IterationObservation(NamedTuple):
@@ -87,6 +90,7 @@ class Observer:
     def __init__(self, tasks: Sequence[PipelineTask], device: Device, seeds: TaskSeeds) -> None:
         self.reaches = {task.name: reach_of(task) for task in tasks}
         self.storages = Storages()
+        self._modes = ModeObserver(tasks)
         self._tasks = tasks
         self._device = device
         self._seeds = seeds
@@ -113,11 +117,13 @@ class Observer:
         observed = []
         for task in self._tasks:
             values = self._values()
-            log, operators, stepped = self._call(task, ctx)
+            with self._modes.observing() as modes:
+                log, operators, stepped = self._call(task, ctx)
             places = frozenset(p for p, value in self._values().items() if value != values[p])
             after = self._snapshot(ctx)
             log.compare(before.attributes, after.attributes)
-            observed.append(_observation(task, log, operators, stepped, before, after, places))
+            seen = _observation(task, log, operators, stepped, before, after)
+            observed.append(seen._replace(places=places, modes=modes))
             before = after
         return tuple(observed), at_begin, before.storages()
 
@@ -163,7 +169,6 @@ def _observation(
     stepped: set[int],
     before: ReachableState,
     after: ReachableState,
-    places: frozenset[PlaceId],
 ) -> TaskObservation:
     values = {name: after.attributes[name] for name in log.sets if name in after.attributes}
     deleted = log.deletes - after.attributes.keys()
@@ -177,7 +182,8 @@ def _observation(
         stepped=frozenset(after.optimizers[n] for n in stepped if n in after.optimizers),
         sizes={name: _size(value) for name, value in values.items()} | dict.fromkeys(deleted, 0),
         opaque={name: kind for name, value in values.items() if (kind := _opaque(value))},
-        places=places,
+        places=frozenset(),
+        modes=Modes(),
     )
 
 

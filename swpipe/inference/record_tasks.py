@@ -6,10 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.discovery import given_state
-from swpipe._state.guard import TrainingGuard
-from swpipe._state.loop import find_owners, save_tensor_attributes
-from swpipe._state.snapshot import Snapshot
+from swpipe._state.loop import LoopState
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import PipelineTask
@@ -65,22 +62,19 @@ def record(
     tasks = tuple(tasks)
     _check(tasks, iterations)
     where = resolve_device(device)
-    owners = list(find_owners(tasks) if state is None else given_state(state))
-    snapshot = Snapshot(owners, where)
-    restore_attributes = save_tensor_attributes(tasks)
+    saved = LoopState(tasks, state, where)
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where))
     try:
         # What is modified without an optimizer, and is not restored, is told in the notes.
-        with TrainingGuard(tasks, snapshot):
+        with saved.guard():
             observed = [observer.run(batch, number) for number in range(iterations)]
             reached = reachable_items(tasks)
             reached.tensors = assign_declared(reached.tensors, tasks)
             accesses = find_accesses(observed, observer.storages)
             assumptions = find_assumptions(tasks, observed, accesses, observer.reaches, reached)
     finally:
-        restore_attributes()
-        snapshot.restore()
+        saved.restore()
     states = group(accesses)
     declared = declared_effects(tasks)
     effects = {task: e | declared[task] for task, e in effects_of(accesses, states).items()}

@@ -124,6 +124,20 @@ def batch_norm() -> Loop:
     return evaluation(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
+def mode() -> Loop:
+    """Each iteration ends with an evaluation, in evaluation mode."""
+    parts = Parts(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, held_out = parts.model, torch.ones(3, 4)
+
+    def evaluate(ctx: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            ctx.score = model(held_out).sum()
+        model.train()
+
+    return parts.loop(evaluate=evaluate)
+
+
 def counter() -> Loop:
     """A Python number counts iterations; another task skips by it."""
     parts = Parts()
@@ -337,7 +351,7 @@ LOOPS: dict[str, Callable[[], Loop]] = {
     **{
         make.__name__: make
         for make in (
-            scheduler, checkpoint, evaluation, batch_norm, counter, log, reset, reset_of_a_sum,
+            scheduler, checkpoint, evaluation, batch_norm, mode, counter, log, reset, reset_of_a_sum,
             freezing, best_loss, replaced_weight, moving_average, module_cache, two_optimizers,
             adversarial, tied, generator, printing,
         )
