@@ -111,6 +111,12 @@ def _touched(one: TaskObservation, runs: Sequence[TaskObservation]) -> set[objec
     return found | {(i.owner, i.kind) for i in one.changes.items & lasting} | one.changes.generators
 
 
+def touched_in(one: TaskObservation) -> frozenset[object]:
+    """What the task touched in one iteration; memory of the iteration itself does not count."""
+    found = _touched(one, [one]) | {(i.owner, i.kind) for i in one.changes.items}
+    return frozenset(found | one.places | one.modes.ran | one.modes.switched | one.changes.plain)
+
+
 class _ItemsOf:
     """Finds the state items of modules, optimizers, tensors and generators.
 

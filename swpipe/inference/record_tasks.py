@@ -15,22 +15,26 @@ from swpipe.inference.accesses import find_accesses
 from swpipe.inference.assumptions import (
     find_assumptions,
     notes_on_assumptions,
+    touched_in,
     with_assumptions,
 )
 from swpipe.inference.declared import assign_declared
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
-from swpipe.inference.observation import Observer, TaskObservation
+from swpipe.inference.observation import IterationObservation, Observer, TaskObservation
 from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
+
+MAX_ITERATIONS = 128
+"""How many iterations are recorded at most, where their number is not given."""
 
 
 def record(
     tasks: Iterable[PipelineTask],
     batch: Any,
     *,
-    iterations: int = 2,
+    iterations: int | None = 2,
     device: Any = None,
     seed: int | None = None,
     state: Any = None,
@@ -47,14 +51,16 @@ def record(
             finds are cloned.
         iterations: How many to run; everything that a task accesses in any of them counts. The
             first may create state that later ones only use, such as an optimizer's. What outlives
-            an iteration shows only from one iteration to the next.
+            an iteration shows only from one iteration to the next. None to go on until two more
+            iterations bring nothing new and every task has been seen to touch something, up to
+            ``MAX_ITERATIONS``: for tasks that act now and then.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         state: What to restore; by default, all state that the tasks can reach.
 
     Raises:
         PlanError: There are no tasks, or two have the same name.
-        ValueError: ``iterations`` is not an integer of 1 or more.
+        ValueError: ``iterations`` is neither None nor an integer of 1 or more.
         TypeError: Something in ``state`` cannot be restored.
         UnsavedStateError: Tasks call the step of an optimizer that is not restored.
         BaseException: Whatever a task raised, with a note of where.
@@ -68,7 +74,7 @@ def record(
     try:
         # What is modified without an optimizer, and is not restored, is told in the notes.
         with saved.guard():
-            observed = [observer.run(batch, number) for number in range(iterations)]
+            observed = _observe(observer, batch, iterations)
             reached = reachable_items(tasks)
             reached.tensors = assign_declared(reached.tensors, tasks)
             accesses = find_accesses(observed, observer.storages)
@@ -95,9 +101,27 @@ def record(
     )
 
 
-def _check(tasks: Sequence[PipelineTask], iterations: int) -> None:
-    if type(iterations) is not int or iterations < 1:
-        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more")
+def _observe(observer: Observer, batch: Any, iterations: int | None) -> list[IterationObservation]:
+    """Observe so many iterations, or as many as bring something new."""
+    observed: list[IterationObservation] = []
+    known: dict[str, frozenset[object]] = {}
+    quiet = 0
+    while len(observed) < (iterations or MAX_ITERATIONS):
+        observed.append(observer.run(batch, len(observed)))
+        found = {
+            one.task: known.get(one.task, frozenset()) | touched_in(one)
+            for one in observed[-1].tasks
+        }
+        quiet = quiet + 1 if found == known else 0
+        known = found
+        if iterations is None and quiet >= 2 and all(known.values()):
+            break
+    return observed
+
+
+def _check(tasks: Sequence[PipelineTask], iterations: int | None) -> None:
+    if iterations is not None and (type(iterations) is not int or iterations < 1):
+        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more, or None")
     names = [task.name for task in tasks]
     problems = [
         Problem(f"task {name!r} is given {names.count(name)} times: names are unique", (name,))

@@ -46,7 +46,7 @@ def _count_in_class(ctx: Any) -> None:
 
 
 def _count_globally(ctx: Any) -> None:
-    global TOTAL  # noqa: PLW0603
+    global TOTAL
     TOTAL += 1
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe import PipelinePlan, PlanError, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.inference import Recording, record
+from swpipe.inference import Recording, observation, record, record_tasks
 from tests.inference.loops import LOOPS, Loop
 
 ITERATIONS = 13
@@ -93,3 +93,44 @@ def test_a_refusal_says_that_a_task_was_not_seen_to_touch_something() -> None:
     plan = replace(plan, deps=[("forward", "load"), ("backward", "forward")])
     with pytest.raises(PlanError, match="'step' was not seen to touch"):
         verify(plan, recording.tasks, recording.effects)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "least"),
+    [("accumulation by 4", "step", 4), ("scheduler", "lower", 10), ("checkpoint", "save", 5)],
+)
+def test_a_recording_of_no_given_length_sees_what_is_rare(
+    name: str, task: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on until every task has been seen to touch something, and two more."""
+    runs = _counted(monkeypatch)
+    recording = record(LOOPS[name]().tasks, batches()[0], device="cpu", iterations=None)
+    assert least < len(runs) <= least + 4
+    assert not [one for one in recording.notes if f"{task!r} was seen to touch nothing" in one]
+
+
+def test_a_recording_of_no_given_length_is_short_where_nothing_is_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And it ends in any case."""
+    runs = _counted(monkeypatch)
+    record(LOOPS["mode"]().tasks, batches()[0], device="cpu", iterations=None)
+    assert 3 <= len(runs) <= 5
+    runs.clear()
+    monkeypatch.setattr(record_tasks, "MAX_ITERATIONS", 9)
+    idle = [PipelineTask("idle", lambda ctx: None)]
+    record(idle, batches()[0], device="cpu", iterations=None)
+    assert len(runs) == 9
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the iterations that are observed from now on."""
+    runs: list[int] = []
+    run = observation.Observer.run
+
+    def counting(self: observation.Observer, batch: Any, number: int) -> Any:
+        runs.append(number)
+        return run(self, batch, number)
+
+    monkeypatch.setattr(observation.Observer, "run", counting)
+    return runs
