@@ -163,7 +163,7 @@ class Driver:
     def flush(self) -> list[IterContext]:
         """``drain``, of pushed batches only."""
         run = self.run
-        if run is not None and run.in_flight and run.iterator is not self._pushed:
+        if run is not None and run.in_flight and run.admission.iterator is not self._pushed:
             raise self._mixed(run, self._pushed)
         return self.drain()
 
@@ -217,10 +217,10 @@ class Driver:
 
     def _prepared(self, iterator: Iterator[Any]) -> Run:
         """The run over this iterator, ready to be advanced by the calling thread."""
-        if self.run is not None and self.run.iterator is not iterator:
+        if self.run is not None and self.run.admission.iterator is not iterator:
             self._end_idle()
         run = self.run or self._begin(iterator)
-        if run.iterator is not iterator:
+        if run.admission.iterator is not iterator:
             raise self._mixed(run, iterator)
         if run.draining:
             raise RuntimeError("drain() was interrupted: call it again before anything else")
@@ -264,7 +264,7 @@ class Driver:
 
     def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
         source, end = "of another iterator", "finish it, or call drain()"
-        if run.iterator is self._pushed:
+        if run.admission.iterator is self._pushed:
             source, end = "of pushed batches", "call flush()"
         return RuntimeError(
             f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
@@ -301,8 +301,8 @@ class Driver:
             self._watchdog = None
         if self._dropped is not None:
             self._dropped.detach()
-        self.next_iteration = run.iterations.first + run.admitted
-        self._ended = run.iterator if run.data_ended and run.retired else None
+        self.next_iteration = run.iterations.first + run.admission.admitted
+        self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None
         self.run = None
         return [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe._engine.program import ADMIT, RETIRE
+from swpipe._engine.program import ADMIT, PULL, RETIRE
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import OWN, Span, in_order
 
@@ -93,6 +93,8 @@ class Causes:
         for arrow in self._producers[span.task]:
             yield from self._ended(arrow.producer, span.iteration - arrow.distance, span)
         if span.task not in OWN:
+            yield from self._ended(PULL, span.iteration, span)
+        if span.task not in (ADMIT, RETIRE):
             yield from self._ended(ADMIT, span.iteration, span)
         if span.task == RETIRE:
             for other in self._in_iteration[span.iteration]:
