@@ -17,13 +17,13 @@ Assumptions
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import Context
 from typing import Any
 
 from swpipe._engine.bind import Step
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
-from swpipe._engine.program import ADMIT, PULL
+from swpipe._engine.program import PULL
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled
@@ -44,30 +44,26 @@ class Admission:
     Args:
         iterations: Of the run.
         iterator: Where the batches come from.
-        stopping: Whether the run stops.
     """
 
-    def __init__(
-        self,
-        iterations: InFlightIterations,
-        iterator: Iterator[Any],
-        stopping: Callable[[], bool],
-    ) -> None:
+    def __init__(self, iterations: InFlightIterations, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
         self.admitted = 0
         self.data_ended = False
         self.state: TorchState | None = None
         self.variables: Context | None = None
         self._iterations = iterations
-        self._stopping = stopping
         self._sources: list[Event | None] = [None] * iterations.depth
         engine = iterations.engine
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
-        pulls = PULL in engine.program.instructions and not isinstance(iterator, PushedBatches)
-        self.steps: dict[str, Step] = {
-            ADMIT: self._admit if pulls else self._admit_and_pull,
-            PULL: self._pull if pulls else lambda i: None,
-        }
+        has_group = PULL in engine.program.instructions
+        self._pulls_there = has_group and not isinstance(iterator, PushedBatches)
+
+    def step(self, task: str) -> Step:
+        """What the lane does at ``<admit>`` or ``<pull>``."""
+        if task == PULL:
+            return self._pull if self._pulls_there else lambda i: None
+        return self._admit if self._pulls_there else self._admit_and_pull
 
     def _admit_and_pull(self, i: int) -> None:
         self._admit(i)
@@ -109,7 +105,7 @@ class Admission:
         """Keep the host from running further ahead of the device than ``depth`` iterations."""
         pause_s = 20e-6
         while not event.query():
-            if self._stopping():
+            if self._iterations.generators.cancelled:  # as all waits of a run that stops
                 raise Cancelled
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 500e-6)

@@ -42,11 +42,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, TaskSchedule
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef, TaskSchedule
 from swpipe.core.resolved import ResolvedPlan
 
 ADMIT = "<admit>"
-PULL = "<pull>"
 RETIRE = "<retire>"
 OWN = (ADMIT, PULL, RETIRE)
 """The instructions that swpipe adds."""

@@ -71,7 +71,7 @@ class Run:
     def __init__(self, engine: Engine, iterator: Iterator[Any], first_iteration: int) -> None:
         self.engine = engine
         self.iterations = InFlightIterations(engine, first_iteration)
-        self.admission = Admission(self.iterations, iterator, lambda: self.stopping)
+        self.admission = Admission(self.iterations, iterator)
         self.retired = 0
         self.period = 0
         self.mode = Mode.now(engine.mode())
@@ -99,7 +99,8 @@ class Run:
             base = wait.position + 1 - wait.lag * other.size
             waits.append(BoundWait(other.progress, other.size, base))
         if ins.task in OWN:
-            step: Step = self.admission.steps.get(ins.task) or self._retire_step(ins)
+            own = ins.task in SOURCES
+            step: Step = self.admission.step(ins.task) if own else self._retire_step(ins)
             if observed:
                 step = observe(self.iterations, ins, step)
         else:

@@ -29,6 +29,9 @@ from swpipe.core.task import (
     names_of,
 )
 
+PULL = "<pull>"
+"""The call of the loader, in costs, traces and programs."""
+
 DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
 

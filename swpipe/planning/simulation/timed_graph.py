@@ -118,7 +118,9 @@ class _Builder:
         self.program = program
         self.streams = streams
         self.handover = ticks(costs.handover_us)
-        known = costs.of(program.order) | costs.of([PULL] if PULL in costs.tasks else [])
+        known = costs.of(program.order)
+        puller = PULL if PULL in program.instructions else ADMIT
+        known[puller] = costs.tasks.get(PULL, TaskCost())
         self.instructions = order = _in_lag_order(program)
         self.costs = [known.get(ins.task, TaskCost()) for ins in order]
         self.times = [host_time(cost, streams) for cost in self.costs]

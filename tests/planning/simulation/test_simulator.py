@@ -10,7 +10,7 @@ import pytest
 
 import swpipe.planning.simulation.interval
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe._engine.program import RETIRE, Program, compile_plan
+from swpipe._engine.program import PULL, RETIRE, Program, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.errors import PlanError
 from swpipe.core.resolved import resolve_plan
@@ -33,7 +33,7 @@ def random_costs(rng: random.Random, plan: PipelinePlan, **rest: float) -> CostM
         return rng.choice((0.0, rng.randint(1, 20), rng.uniform(0, 50)))
 
     tasks = {name: TaskCost(time_us(), device_us=time_us()) for name in plan.schedule}
-    return CostModel(tasks, **rest)
+    return CostModel({**tasks, PULL: TaskCost(time_us())}, **rest)
 
 
 def several_lanes_share_the_callers_stream(program: Program) -> bool:
