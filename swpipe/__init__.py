@@ -23,6 +23,7 @@ from swpipe.trace import Trace
 if TYPE_CHECKING:
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.tuning.autotuning import autotune
+    from swpipe.tuning.overlapping import overlap
 
 __version__ = "0.1.0"
 
@@ -45,12 +46,14 @@ __all__ = [
     "Trace",
     "UnsavedStateError",
     "autotune",
+    "overlap",
 ]
 
 _LATE = {
     "ProfileResult": "swpipe.profiler",
     "TaskProfiler": "swpipe.profiler",
     "autotune": "swpipe.tuning.autotuning",
+    "overlap": "swpipe.tuning.overlapping",
 }
 
 

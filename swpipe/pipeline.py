@@ -173,6 +173,14 @@ class SWPipeline:
         """
         return self._driver.drain()
 
+    def drop(self) -> int:
+        """Stop the tasks of all iterations in flight, and forget these; returns how many they were.
+
+        For leaving a loop early: what tasks have already changed outside the context stays changed.
+        ``next_iteration`` goes on after the last iteration that was handed out.
+        """
+        return self._driver.drop()
+
     def iterate(self, loader: Iterable[Any]) -> Iterator[IterContext]:
         """Yield the context of every iteration over ``loader``, in order."""
         iterator = iter(loader)

@@ -180,6 +180,16 @@ class Driver:
             contexts, self.drained = self.drained, []
             return contexts
 
+    def drop(self) -> int:
+        """Drop what is in flight; how many iterations that were."""
+        with self:
+            run, dropped = self.run, self.in_flight
+            self.drained.clear()
+            if run is not None:
+                self._end(run)
+                self.next_iteration = run.iterations.first + run.retired
+            return dropped
+
     def refuse_in_flight(self, purpose: str) -> None:
         """Raise RuntimeError if iterations are in flight; within a call."""
         self._end_idle()
