@@ -34,7 +34,7 @@ MAY_USE = {
     "plans": (),
     "profiler": ("planning",),
     "tasks": ("plans",),
-    "tuning": ("planning", "profiler"),
+    "tuning": ("planning", "plans", "profiler"),
 }
 """Room to the other rooms it may import."""
 

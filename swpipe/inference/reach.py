@@ -63,6 +63,7 @@ _IMPLICIT = frozenset(
         "__bool__",
         "__contains__",
         "__getitem__",
+        "__getitems__",
         "__setitem__",
         "__delitem__",
         "__getattr__",
@@ -202,7 +203,9 @@ class _Search:
                 self._ahead.append(step._replace(value=item, called=""))
         elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
             self._enter_container(step)
-        elif not isinstance(value, ModuleType | type):
+        elif isinstance(value, type):
+            self._enter_class(value, value, self._reach.taken(step.called), step.path)
+        elif not isinstance(value, ModuleType):
             self._enter_object(step)
 
     def _place(self, holder: Any, name: str, path: str) -> None:
@@ -275,6 +278,15 @@ class _Search:
         if step.hops >= MAX_HOPS:
             return
         module = isinstance(value, torch.nn.Module)
+        methods = [
+            function
+            for cls in type(value).__mro__
+            if not _foreign(cls.__module__)
+            for name, member in vars(cls).items()
+            if (name in taken or name in _IMPLICIT) and (function := _function(member))
+        ]
+        if methods:  # to them the object is ``self``, whatever others call it
+            taken = taken | self._reach.uses.get(SELF, set())
         every = _foreign(type(value).__module__) and not module
         for name, item in list(getattr(value, "__dict__", {}).items()):
             if not (every or name in taken) or (module and name == "training"):
@@ -284,10 +296,17 @@ class _Search:
                 self._place(value, name, path)
             self._ahead.append(_Step(path, name, item, step.hops + 1))
         for cls in type(value).__mro__:
-            if not _foreign(cls.__module__):
-                for name, member in vars(cls).items():
-                    if name in taken or name in _IMPLICIT:
-                        self._ahead.append(step._replace(value=_function(member), called=""))
+            self._enter_class(cls, value, taken, step.path)
+        self._ahead += [step._replace(value=function, called="") for function in methods]
+
+    def _enter_class(self, cls: type, owner: Any, taken: set[str | None], path: str) -> None:
+        """Plain values that a class has: code may give the object one of its own."""
+        if _foreign(cls.__module__) or issubclass(cls, torch.nn.Module):
+            return
+        for name in taken & vars(cls).keys():
+            if name and isinstance(vars(cls)[name], PLAIN):
+                for holder in (cls, owner):
+                    self._place(holder, name, f"{path or cls.__name__}.{name}")
 
 
 def _function(member: Any) -> Any:

@@ -132,7 +132,7 @@ def overlap(
         iterations: How many to record; None for as many as bring something new.
 
     Raises:
-        ValueError: The loader has no batch.
+        ValueError: The loader has no batch, or it draws random numbers between two draws of a task.
         PlanError: There are no tasks, or two have the same name.
         BaseException: Whatever the loader or a task raised.
 
@@ -148,11 +148,12 @@ def overlap(
         raise ValueError(
             "the loader has no batch: overlap() records the tasks on the first one"
         ) from None
-    drawn = _draws(where, iterator, head)
     recorded = record(
         [_reaching(loader), *given], head[0], device=where, seed=seed, iterations=iterations
     )
-    found = _choose(recorded, given, drawn)
+    found = _choose(recorded, given)
+    if found.loader_ahead:
+        _check_draws(_draws(where, iterator, head), found.recording.effects)
     verify(found.plan, given, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
@@ -170,7 +171,7 @@ def _task(function: Callable[[Any], object]) -> PipelineTask:
 
 
 def _draws(device: Device, iterator: Iterator[Any], head: list[Any]) -> frozenset[str]:
-    """Pull the second batch; the generators that this draws from.
+    """Pull the second batch; returns the generators that this draws from.
 
     The first pull is before all tasks, as in a plain loop: samplers draw their seed in it.
     """
@@ -189,10 +190,22 @@ def _reaching(loader: Iterable[Any]) -> PipelineTask:
     return PipelineTask(LOADER, reach)
 
 
-def _choose(recorded: Recording, tasks: Sequence[PipelineTask], drawn: frozenset[str]) -> Overlap:
+def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:
+    shared = {Location(name, True) for name in drawn}
+    for task, touched in effects.items():
+        if both := shared & touched.writes:
+            raise ValueError(
+                f"the loader and {task!r} both draw from {_listed(both)}: a batch cannot be pulled "
+                "ahead of the task and be the same. Let the loader's workers draw "
+                f"(DataLoader(num_workers=1)), or give {task!r} random numbers of its own "
+                "(PipelineTask(..., random=True))"
+            )
+
+
+def _choose(recorded: Recording, tasks: Sequence[PipelineTask]) -> Overlap:
     effects = {name: touched for name, touched in recorded.effects.items() if name != LOADER}
     own = recorded.effects[LOADER]
-    places = own.reads | own.writes | {Location(name, True) for name in drawn}
+    places = own.reads | own.writes
     why = [
         f"The loader and {name!r} may both use {_listed(shared)}, so a batch is pulled after it."
         for name, touched in effects.items()

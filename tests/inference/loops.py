@@ -352,7 +352,8 @@ LOOPS: dict[str, Callable[[], Loop]] = {
         make.__name__: make
         for make in (
             scheduler, checkpoint, evaluation, batch_norm, mode, counter, log, reset,
-            reset_of_a_sum, freezing, best_loss, replaced_weight, moving_average, module_cache, two_optimizers,
+            reset_of_a_sum, freezing, best_loss, replaced_weight, moving_average, module_cache,
+            two_optimizers,
             adversarial, tied, generator, printing,
         )
     },
