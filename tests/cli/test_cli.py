@@ -240,7 +240,7 @@ def test_the_demo_shows_everything(
     assert run("demo", "--directory", tmp_path, "--steps", 80, "--batch-size", 32) == 0
     out = capsys.readouterr().out
     assert "serial and pipelined: bit-equal: 80 losses and 37 parameters" in out
-    assert "times as many steps per second" in out
+    assert "pipelined over serial: no difference was measured: one turn has no range" in out
     assert "held-out rows: AUC" in out
     files = [Path(line.strip()) for line in out.split("files:\n")[1].splitlines()]
     assert [file.name for file in files] == [
