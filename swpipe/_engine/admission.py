@@ -23,11 +23,11 @@ from typing import Any
 
 from swpipe._engine.bind import Step
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
-from swpipe._engine.program import PULL
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.context import IterContext
+from swpipe.core.plan import PULL
 from swpipe.device import Event
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -201,8 +201,12 @@ class _Search:
         elif isinstance(value, partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self._ahead.append(step._replace(value=item, called=""))
+        elif isinstance(value, GeneratorType):
+            self._enter_generator(step)
         elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
             self._enter_container(step)
+        elif type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__"):
+            self._ahead.append(step._replace(value=_parts_of(value), called=""))
         elif isinstance(value, type):
             self._enter_class(value, value, self._reach.taken(step.called), step.path)
         elif not isinstance(value, ModuleType):
@@ -224,22 +228,32 @@ class _Search:
         function: FunctionType = step.value
         if _of_library(function):
             return
-        names: set[str] = set()
-        for code in _codes(function.__code__):
-            names |= set(code.co_names)
-            self._read_code(code)
         free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in free:
             self._place(cell, name, name)
             self._ahead.append(_Step(name, name, _contents(cell), step.hops))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._ahead.append(step._replace(value=value, called=""))
-        for name, value in list(function.__globals__.items()):
+        self._enter_code(function.__code__, function.__globals__, step)
+
+    def _enter_generator(self, step: _Step) -> None:
+        generator: GeneratorType[Any, Any, Any] = step.value
+        if generator.gi_frame is not None:
+            for name, value in generator.gi_frame.f_locals.items():
+                self._ahead.append(_Step(name, name, value, step.hops))
+            self._enter_code(generator.gi_code, generator.gi_frame.f_globals, step)
+
+    def _enter_code(self, code: CodeType, namespace: dict[str, Any], step: _Step) -> None:
+        names: set[str] = set()
+        for each in _codes(code):
+            names |= set(each.co_names)
+            self._read_code(each)
+        for name, value in list(namespace.items()):
             if name in names and isinstance(value, ModuleType) and not _foreign(value.__name__):
                 for inner in names & vars(value).keys():
                     self._global(vars(value), inner, step)
-            elif name in names and not isinstance(value, ModuleType | type):
-                self._global(function.__globals__, name, step)
+            elif name in names and not isinstance(value, ModuleType):
+                self._global(namespace, name, step)
 
     def _read_code(self, code: CodeType) -> None:
         """Add what the code takes of which name, and what it assigns to."""
@@ -307,6 +321,14 @@ class _Search:
             if name and isinstance(vars(cls)[name], PLAIN):
                 for holder in (cls, owner):
                     self._place(holder, name, f"{path or cls.__name__}.{name}")
+
+
+def _parts_of(iterator: Any) -> tuple[Any, ...]:
+    """What an iterator of Python's own, such as a ``map``, is made of."""
+    try:
+        return tuple(iterator.__reduce__()[1])
+    except TypeError:  # it does not tell
+        return ()
 
 
 def _function(member: Any) -> Any:

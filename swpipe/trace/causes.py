@@ -19,9 +19,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe._engine.program import ADMIT, PULL, RETIRE
+from swpipe._engine.program import ADMIT, OWN, RETIRE
+from swpipe.core.plan import PULL
 from swpipe.trace.perfetto import Arrow
-from swpipe.trace.span import OWN, Span, in_order
+from swpipe.trace.span import Span, in_order
 
 Why: TypeAlias = Literal["row", "dependence", "queued", "begin"]
 """The row was busy; a dependence; the host had not queued it; or nothing that was recorded."""

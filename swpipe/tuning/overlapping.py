@@ -113,7 +113,7 @@ class OverlappedLoop:
 
 def overlap(
     loader: Iterable[Any],
-    tasks: Iterable[PipelineTask | Callable[[Any], object]],
+    tasks: Iterable[PipelineTask | Callable[[Any], None]],
     *,
     device: Device | torch.device | str | None = None,
     seed: int | None = None,
@@ -161,7 +161,7 @@ def overlap(
     return OverlappedLoop(loader, chain(head, iterator), found, pipe)
 
 
-def _task(function: Callable[[Any], object]) -> PipelineTask:
+def _task(function: Callable[[Any], None]) -> PipelineTask:
     name = getattr(function, "__name__", "")
     if not callable(function) or not name.isidentifier():
         raise TypeError(
@@ -184,8 +184,8 @@ def _draws(device: Device, iterator: Iterator[Any], head: list[Any]) -> frozense
 def _reaching(loader: Iterable[Any]) -> PipelineTask:
     """A task that does nothing, and whose code leads to the loader."""
 
-    def reach(ctx: Any) -> object:
-        return None if loader is None else ctx
+    def reach(ctx: Any, leads_to: object = loader) -> None:
+        """Nothing."""
 
     return PipelineTask(LOADER, reach)
 

@@ -130,10 +130,9 @@ def test_drain_hands_out_all_that_was_pulled(pipe: SWPipeline) -> None:
 
 def test_an_error_of_the_loader_comes_out_as_itself(pipe: SWPipeline) -> None:
     """With a note; iterations before it are handed out, as far as they were complete."""
-    found = []
+    found: list[int] = []
     with pytest.raises(OSError, match="planted") as caught:
-        for ctx in pipe.iterate(Loader(9, fails_at=4)):
-            found.append(ctx.z)
+        found.extend(ctx.z for ctx in pipe.iterate(Loader(9, fails_at=4)))
     assert any("pulling the batch of iteration 4" in note for note in caught.value.__notes__)
     assert found == [1, 3, 5][: len(found)]
     assert [ctx.z for ctx in pipe.iterate(Loader(2))] == [1, 3]

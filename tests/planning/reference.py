@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from swpipe._engine.program import ADMIT, PULL, RETIRE, SOURCES, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import PULL
 
 
 class Reference:

@@ -22,7 +22,7 @@ Fn = Callable[[Any], None]
 ROWS = 22  # the last batch of 4 has 2
 
 
-class StopTraining(Exception):  # noqa: N818 - it is no error
+class StopTraining(Exception):
     """The body leaves the loop."""
 
 
@@ -222,6 +222,27 @@ def a_curriculum() -> Loop:
         rows.level *= 1.1
 
     return Training().loop(batches(rows), harder=harder)
+
+
+@ordinary
+def a_curriculum_in_a_generator() -> Loop:
+    rows = HarderRows()
+
+    def harder(ctx: Any) -> None:
+        rows.level *= 1.1
+
+    return Training().loop((part * rows.level for part in rows.rows.split(4)), harder=harder)
+
+
+@ordinary
+def a_curriculum_in_a_map() -> Loop:
+    rows = HarderRows()
+
+    def harder(ctx: Any) -> None:
+        rows.level *= 1.1
+
+    loader = map(lambda part: part * rows.level, rows.rows.split(4))  # noqa: C417
+    return Training().loop(loader, harder=harder)
 
 
 # ----------------------------------------------------------------------------- accumulation

@@ -16,7 +16,7 @@ import swpipe
 from swpipe import PipelineTask
 from tests.tuning.ordinary_loops import LOOPS, Loop, StopTraining, Training, batches
 
-SERIAL = {"a curriculum"}
+SERIAL = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
 REFUSED = {"augmentation and dropout"}
 
 
@@ -94,9 +94,10 @@ def test_what_runs_ahead_is_told_and_why_the_rest_does_not() -> None:
         assert len(overlapped) == 6
 
 
-def test_a_loader_that_shares_something_with_a_task_is_not_ahead() -> None:
+@pytest.mark.parametrize("name", sorted(SERIAL))
+def test_a_loader_that_shares_something_with_a_task_is_not_ahead(name: str) -> None:
     """A warning names what they share."""
-    loop = made("a curriculum")
+    loop = made(name)
     reason = "The loader and 'harder' may both use .*Python value .*level"
     with pytest.warns(RuntimeWarning, match=reason):
         overlapped = swpipe.overlap(loop.loader, loop.functions, device="cpu")

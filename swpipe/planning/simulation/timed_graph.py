@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, PULL, RETIRE, SOURCES, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
-from swpipe.core.plan import DEFAULT_GROUP, StreamRef
+from swpipe.core.plan import DEFAULT_GROUP, PULL, StreamRef
 from swpipe.planning.simulation.cycles import Arc, ticks
 from swpipe.trace.span import Row
 
