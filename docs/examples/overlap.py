@@ -53,12 +53,10 @@ for i, batch in enumerate(DataLoader(Rows(), batch_size=8, shuffle=True)):
 plain_s = time.perf_counter() - begin
 
 tasks = make()
-overlapped = []
 with swpipe.overlap(DataLoader(Rows(), batch_size=8, shuffle=True), tasks) as loop:
     print(loop.overlap)
     begin = time.perf_counter()
-    for ctx in loop:
-        overlapped.append(ctx.loss.item())
+    overlapped = [ctx.loss.item() for ctx in loop]
     overlapped_s = time.perf_counter() - begin
 
 assert overlapped == plain

@@ -49,6 +49,7 @@ _MODIFIERS = frozenset(
     ]
 )
 SELF = "self"
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")
 _IGNORED = ("CACHE", "PUSH_NULL", "PRECALL", "RESUME", "EXTENDED_ARG", "NOP")
 _SUBSCRIPT = ("STORE_SUBSCR", "DELETE_SUBSCR")
@@ -245,18 +246,21 @@ class _Search:
 
     def _enter_code(self, code: CodeType, namespace: dict[str, Any], step: _Step) -> None:
         names: set[str] = set()
+        loaded: set[str] = set()
         for each in _codes(code):
             names |= set(each.co_names)
-            self._read_code(each)
-        for name, value in list(namespace.items()):
-            if name in names and isinstance(value, ModuleType) and not _foreign(value.__name__):
-                for inner in names & vars(value).keys():
-                    self._global(vars(value), inner, step)
-            elif name in names and not isinstance(value, ModuleType):
+            loaded |= self._read_code(each)
+        for name in sorted(loaded & namespace.keys()):
+            value = namespace[name]
+            if not isinstance(value, ModuleType):
                 self._global(namespace, name, step)
+            elif not _foreign(value.__name__):
+                for inner in sorted(names & vars(value).keys()):
+                    self._global(vars(value), inner, step)
 
-    def _read_code(self, code: CodeType) -> None:
-        """Add what the code takes of which name, and what it assigns to."""
+    def _read_code(self, code: CodeType) -> set[str]:
+        """Add what the code takes of which name, and what it assigns to; returns its globals."""
+        loaded: set[str] = set()
         reach = self._reach
         reach.modifies |= not _MODIFIERS.isdisjoint(code.co_names)
         if not _BY_STRING.isdisjoint(code.co_names):
@@ -280,6 +284,9 @@ class _Search:
                 if one.opname.endswith("ATTR"):  # it leads to the object, too
                     reach.uses[""].add(one.argval)
             reach.modifies |= one.opname in _SUBSCRIPT
+            if one.opname in _GLOBALS:
+                loaded.add(one.argval)
+        return loaded
 
     def _global(self, namespace: dict[str, Any], name: str, step: _Step) -> None:
         value = namespace[name]

@@ -31,6 +31,8 @@ from swpipe.inference.generators import generator_states
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
 
+__all__ = ["Overlap", "OverlappedLoop", "overlap"]
+
 LOADER = "the loader"
 _GROUP = "loader"
 
