@@ -219,6 +219,12 @@ class _Search:
 
     def _enter_container(self, step: _Step) -> None:
         value = step.value
+        taken = self._reach.taken(step.called)
+        if hasattr(value, "_fields") and None not in taken:  # a named tuple
+            for name, item in zip(value._fields, value, strict=True):
+                if name in taken:
+                    self._ahead.append(_Step(f"{step.path}.{name}", name, item, step.hops))
+            return
         if isinstance(value, CONTAINERS):
             self._place(value, "", step.path)
         if len(value) <= MAX_ITEMS:
