@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
@@ -34,6 +34,7 @@ from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import IterContext
 from swpipe.core.errors import add_note
+from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 
 
@@ -179,6 +180,26 @@ class Driver:
                 self._end(run)
             contexts, self.drained = self.drained, []
             return contexts
+
+    def state_dict(self) -> dict[str, int]:
+        """Number of the next iteration to hand out, batches pulled beyond it, and the seed."""
+        run, number = self.run, self.next_iteration
+        if run is not None:
+            number = run.iterations.first + run.retired
+        number -= len(self.drained)
+        seed = self.engine.seeds.seed
+        return {"next_iteration": number, "in_flight": self.in_flight, "seed": seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take number and seed from a saved state; within a call, with nothing in flight."""
+        for name in ("next_iteration", "seed"):
+            value = state.get(name) if isinstance(state, Mapping) else None
+            if type(value) is not int or (name == "next_iteration" and value < 0):
+                raise ValueError(
+                    f"the state's {name} is {shown(value)}: give what state_dict() returned"
+                )
+        self.next_iteration = state["next_iteration"]
+        self.engine.seeds.seed = state["seed"]
 
     def drop(self) -> int:
         """Drop what is in flight; how many iterations that were."""

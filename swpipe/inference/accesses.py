@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from swpipe.inference.generators import TORCH
 from swpipe.inference.observation import IterationObservation, TaskObservation
 from swpipe.inference.reachable_state import ObjectId
 from swpipe.inference.state_items import StateItem
@@ -54,9 +55,12 @@ class TaskAccesses:
 
 
 def find_accesses(
-    iterations: Iterable[IterationObservation], storages: Storages
+    iterations: Iterable[IterationObservation], storages: Storages, seeded: Iterable[str] = ()
 ) -> dict[str, TaskAccesses]:
-    """Task to what it reads and writes in any of the iterations."""
+    """Task to what it reads and writes in any of the iterations.
+
+    ``seeded`` are the tasks with ``random=True``.
+    """
     iterations = tuple(iterations)
     found: dict[str, TaskAccesses] = {one.task: TaskAccesses() for one in iterations[0].tasks}
     for iteration in iterations:
@@ -71,9 +75,21 @@ def find_accesses(
                 accesses.items[options_of(name)] |= WRITE
             for name in observed.stepped:
                 accesses.items[options_of(name)] |= READ
+    _add_seeding(seeded, found)
     _add_modes(iterations, found)
     _add_unnamed(iterations, storages, found)
     return found
+
+
+def _add_seeding(seeded: Iterable[str], accesses: Mapping[str, TaskAccesses]) -> None:
+    """Tasks that are seeded use torch's default generators, where another task draws without.
+
+    While they run, the generators have other states: who draws then draws other numbers.
+    """
+    item = StateItem(TORCH, TORCH, "")
+    if any(item in of_task.items for of_task in accesses.values()):
+        for task in seeded:
+            accesses[task].items[item] |= READ_WRITE
 
 
 def _add_modes(

@@ -10,6 +10,7 @@ from swpipe._state.loop import LoopState
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import PipelineTask
+from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
 from swpipe.inference.accesses import find_accesses
 from swpipe.inference.assumptions import (
@@ -65,10 +66,26 @@ def record(
         UnsavedStateError: Tasks call the step of an optimizer that is not restored.
         BaseException: Whatever a task raised, with a note of where.
     """
-    tasks = tuple(tasks)
+    return record_beside((), tasks, batch, iterations, resolve_device(device), seed, state)
+
+
+def record_beside(
+    others: Iterable[PipelineTask],
+    own: Iterable[PipelineTask],
+    batch: Any,
+    iterations: int | None,
+    where: Device,
+    seed: int | None,
+    state: Any = None,
+) -> Recording:
+    """``record`` of all tasks, ``others`` first, whose state is not saved: they change none.
+
+    Saving can change something: a loader with a state goes back to it in its next pass.
+    """
+    own = tuple(own)
+    tasks = (*others, *own)
     _check(tasks, iterations)
-    where = resolve_device(device)
-    saved = LoopState(tasks, state, where)
+    saved = LoopState(own, state, where)
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where))
     try:
@@ -77,7 +94,9 @@ def record(
             observed = _observe(observer, batch, iterations)
             reached = reachable_items(tasks)
             reached.tensors = assign_declared(reached.tensors, tasks)
-            accesses = find_accesses(observed, observer.storages)
+            accesses = find_accesses(
+                observed, observer.storages, [task.name for task in tasks if task.random]
+            )
             assumptions = find_assumptions(tasks, observed, accesses, observer.reaches, reached)
     finally:
         saved.restore()

@@ -12,7 +12,7 @@ loop, bit for bit. For plans that overlap more, see ``swpipe.autotune``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, Self
@@ -26,14 +26,19 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
-from swpipe.inference import Recording, record
-from swpipe.inference.generators import generator_states
+from swpipe.inference import Recording
+from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
+from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
+from swpipe.tuning.loader_pass import LoaderPass
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
 
 LOADER = "the loader"
+_KEYS = {TORCH: "torch", PYTHON: "python", NUMPY: "numpy"}
+"""The generators' names in effects, and in saved states."""
+
 _GROUP = "loader"
 
 
@@ -72,12 +77,42 @@ class OverlappedLoop:
     """
 
     def __init__(
-        self, loader: Iterable[Any], begun: Iterator[Any], overlap: Overlap, pipe: SWPipeline
+        self,
+        loader: Iterable[Any],
+        begun: tuple[LoaderPass, Sequence[Any]],
+        loader_draws: frozenset[str],
+        overlap: Overlap,
+        pipe: SWPipeline,
     ) -> None:
         self.overlap = overlap
         self.pipe = pipe
         self._loader = loader
-        self._begun: Iterator[Any] | None = begun
+        self._loader_draws = loader_draws
+        self._pass, self._head = begun
+        self._begun = True  # the pass, and not iterated over yet
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save beside models and optimizers, in the body of the loop or between passes.
+
+        Numbers, strings and tensors: the number of the next iteration, the seed, how many batches
+        of this pass were handed out, the loader's state if it has one, and the random generators.
+        """
+        return {**self._pass.state_dict(), "pipeline": self.pipe.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on where a state was saved, in this process or another.
+
+        Call it before the first pass, after models and optimizers are loaded. A loader without a
+        state of its own has to give the same batches again: those that were handed out are
+        skipped. Random generators are set as they were.
+
+        Raises:
+            RuntimeError: A pass has not ended.
+            ValueError: The loader has fewer batches than were handed out.
+        """
+        self.pipe.load_state_dict(state["pipeline"])
+        self._pass = LoaderPass(self._loader, self.pipe.device, state, self._loader_draws)
+        self._head, self._begun = (), True
 
     def __iter__(self) -> Iterator[IterContext]:
         """Yield the context of each iteration; all its tasks have run.
@@ -85,14 +120,17 @@ class OverlappedLoop:
         Raises:
             RuntimeError: Another pass has not ended.
         """
-        begun, self._begun = self._begun, None
-        iterator = iter(self._loader) if begun is None else begun
+        if not self._begun:
+            self._pass, self._head = LoaderPass(self._loader, self.pipe.device), ()
+        self._begun = False
+        iterator = chain(self._head, self._pass.iterator)
         try:
             while True:
                 try:
                     ctx = self.pipe.progress(iterator)
                 except StopIteration:
                     return
+                self._pass.handed_out += 1
                 yield ctx
                 del ctx
         finally:
@@ -143,24 +181,23 @@ def overlap(
     """
     given = tuple(each if isinstance(each, PipelineTask) else _task(each) for each in tasks)
     where = resolve(device)
-    iterator = iter(loader)
+    begun = LoaderPass(loader, where)
     try:
-        head = [next(iterator)]
+        head = [next(begun.iterator)]
     except StopIteration:
         raise ValueError(
             "the loader has no batch: overlap() records the tasks on the first one"
         ) from None
-    recorded = record(
-        [_reaching(loader), *given], head[0], device=where, seed=seed, iterations=iterations
-    )
+    recorded = record_beside([_reaching(loader)], given, head[0], iterations, where, seed)
     found = _choose(recorded, given)
-    if found.loader_ahead:
-        _check_draws(_draws(where, iterator, head), found.recording.effects)
+    drawn = _draws(where, begun.iterator, head) if found.loader_ahead else frozenset()
+    _check_draws(drawn, found.recording.effects)
     verify(found.plan, given, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
     pipe = SWPipeline(found.plan, given, device=where, seed=seed)
-    return OverlappedLoop(loader, chain(head, iterator), found, pipe)
+    draws = frozenset(_KEYS[name] for name in drawn)
+    return OverlappedLoop(loader, (begun, head), draws, found, pipe)
 
 
 def _task(function: Callable[[Any], None]) -> PipelineTask:

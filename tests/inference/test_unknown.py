@@ -134,3 +134,16 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(observation.Observer, "run", counting)
     return runs
+
+
+def test_a_seeded_task_keeps_its_order_beside_one_that_draws_without() -> None:
+    """While it runs, the generators have its states: the other would draw other numbers."""
+    tasks = [
+        PipelineTask("noise", lambda ctx: setattr(ctx, "x", torch.rand(2)), random=True),
+        PipelineTask("drop", lambda ctx: setattr(ctx, "y", torch.rand(2))),
+    ]
+    recording = record(tasks, None, device="cpu")
+    assert ("drop", "noise") in recording.dependences().deps
+    assert ("noise", "drop", 1) in recording.dependences().cross_iter_deps
+    alone = record(tasks[:1], None, device="cpu")
+    assert not any(place.persistent for place in alone.effects["noise"].writes)
