@@ -15,7 +15,7 @@ from swpipe.core.errors import (
     UnsavedStateError,
 )
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
-from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.core.task import DeclaredIO, PipelineTask, task
 from swpipe.pipeline import SWPipeline
 from swpipe.report import RunReport
 from swpipe.trace import Trace
@@ -47,6 +47,7 @@ __all__ = [
     "UnsavedStateError",
     "autotune",
     "overlap",
+    "task",
 ]
 
 _LATE = {

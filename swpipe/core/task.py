@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar
+from functools import partial
+from types import FunctionType
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
-from swpipe.core.context import IterContext
 from swpipe.core.messages import MOST_CHARACTERS, shown
 
-TaskFn: TypeAlias = Callable[[IterContext], None]
+TaskFn: TypeAlias = Callable[[Any], None]
+"""A function of the iteration's context, of whatever type."""
+
 Mode: TypeAlias = Literal["r", "w", "rw"]
 V = TypeVar("V")
 
@@ -82,6 +86,8 @@ def is_label(name: str) -> bool:
 class PipelineTask:
     """One named unit of work. Plans refer to it by name.
 
+    ``task(ctx)`` calls ``fn(ctx)`` and nothing else: no pipeline, no seed, no shortcut.
+
     Attributes:
         name: Unique among the tasks of a pipeline; 1 to 200 printable characters, the first of
             which is not "<".
@@ -111,6 +117,60 @@ class PipelineTask:
                 f"task {self.name!r}: fn must be callable with a context, not {shown(self.fn)}"
             )
         object.__setattr__(self, "io", tuple(self.io))
+
+    def __call__(self, ctx: Any) -> None:
+        self.fn(ctx)
+
+
+@overload
+def task(fn: TaskFn, /) -> PipelineTask: ...
+
+
+@overload
+def task(
+    *, name: str | None = None, io: Sequence[DeclaredIO] = (), random: bool = False
+) -> Callable[[TaskFn], PipelineTask]: ...
+
+
+def task(
+    fn: TaskFn | None = None,
+    /,
+    *,
+    name: str | None = None,
+    io: Sequence[DeclaredIO] = (),
+    random: bool = False,
+) -> PipelineTask | Callable[[TaskFn], PipelineTask]:
+    """Make a function a ``PipelineTask``: ``@task``, or ``@task(random=True)``.
+
+    Args:
+        fn: The function, which remains ``fn`` of the task.
+        name: The task's name; None is the function's name.
+        io: As for ``PipelineTask``.
+        random: As for ``PipelineTask``.
+
+    Raises:
+        TypeError: ``fn`` cannot be called, or it has no name and none is given.
+        ValueError: ``fn`` is a method, defined with ``self``, or its name cannot be a task's.
+    """
+    if fn is None:
+        return partial(_task, name=name, io=io, random=random)
+    return _task(fn, name, io, random)
+
+
+def _task(fn: TaskFn, name: str | None, io: Sequence[DeclaredIO], random: bool) -> PipelineTask:
+    if not callable(fn):
+        raise TypeError(f"@task decorates a function, not {shown(fn)}; a name is given by name=")
+    if isinstance(fn, FunctionType) and [*inspect.signature(fn).parameters][:1] == ["self"]:
+        raise ValueError(
+            f"@task decorates functions of the context, and {fn.__qualname__} is a method: its "
+            "first parameter is self. Leave the decorator out, and write "
+            f"PipelineTask({fn.__name__!r}, obj.{fn.__name__}), where obj is the object"
+        )
+    if name is None:
+        if not hasattr(fn, "__name__"):
+            raise TypeError(f"{shown(fn)} has no __name__: give its task a name by name=")
+        name = fn.__name__
+    return PipelineTask(name, fn, io, random)
 
 
 TaskRef: TypeAlias = str | PipelineTask

@@ -24,7 +24,7 @@ from swpipe.core.context import IterContext
 from swpipe.core.effects import EffectTable, Location, conflicts
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import PipelineTask
+from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording
 from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
@@ -174,12 +174,13 @@ def overlap(
     Raises:
         ValueError: The loader has no batch, or it draws random numbers between two draws of a task.
         PlanError: There are no tasks, or two have the same name.
+        TypeError: One of the tasks is neither a task nor a function with a name.
         BaseException: Whatever the loader or a task raised.
 
     Warns:
         RuntimeWarning: Nothing can run ahead, and why.
     """
-    given = tuple(each if isinstance(each, PipelineTask) else _task(each) for each in tasks)
+    given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in tasks)
     where = resolve(device)
     begun = LoaderPass(loader, where)
     try:
@@ -198,15 +199,6 @@ def overlap(
     pipe = SWPipeline(found.plan, given, device=where, seed=seed)
     draws = frozenset(_KEYS[name] for name in drawn)
     return OverlappedLoop(loader, (begun, head), draws, found, pipe)
-
-
-def _task(function: Callable[[Any], None]) -> PipelineTask:
-    name = getattr(function, "__name__", "")
-    if not callable(function) or not name.isidentifier():
-        raise TypeError(
-            f"{function!r} is no task: give functions with a name, or PipelineTask(name, function)"
-        )
-    return PipelineTask(name, function)
 
 
 def _draws(device: Device, iterator: Iterator[Any], head: list[Any]) -> frozenset[str]:

@@ -1,0 +1,120 @@
+"""``@task``: a task from a function."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import (
+    DeclaredIO,
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    SWPipeline,
+    TaskSchedule,
+    task,
+)
+
+NOTE = DeclaredIO(state="log")
+
+
+@task
+def double(ctx: Any) -> None:
+    """Sets ``y``."""
+    ctx.y = 2 * ctx.batch
+
+
+@task(io=[NOTE], random=True)
+def noise(ctx: Any) -> None:
+    """Sets ``noise``."""
+    ctx.noise = float(torch.rand(()))
+
+
+def test_a_bare_decorator_makes_a_task_of_the_functions_name() -> None:
+    """The other fields have their defaults, and the function is the task's."""
+    assert isinstance(double, PipelineTask)
+    assert (double.name, double.io, double.random) == ("double", (), False)
+    assert double.fn.__doc__ == "Sets ``y``."
+
+
+def test_a_decorator_with_arguments_sets_the_fields() -> None:
+    """Each argument is a field of the task."""
+    assert isinstance(noise, PipelineTask)
+    assert (noise.name, noise.io, noise.random) == ("noise", (NOTE,), True)
+    assert task(name="other")(double.fn) == PipelineTask("other", double.fn)
+
+
+def test_every_field_of_a_task_is_an_argument() -> None:
+    """A field that is added to ``PipelineTask`` is added to the decorator, with its default."""
+    taken = inspect.signature(task).parameters
+    assert list(taken) == ["fn", *(f.name for f in fields(PipelineTask) if f.name != "fn")]
+    assert {n: p.default for n, p in taken.items() if n not in ("fn", "name")} == {
+        f.name: f.default for f in fields(PipelineTask) if f.name not in ("fn", "name")
+    }
+
+
+def test_a_task_is_called_like_its_function() -> None:
+    """In a plain loop a decorated function does what it did."""
+    ctx = IterContext(3, 0)
+    assert double(ctx) is None  # type: ignore[func-returns-value]
+    assert ctx.y == 6
+    plain = SimpleNamespace(batch=4)
+    double(plain)
+    assert plain.y == 8
+
+
+def test_decorated_tasks_run_in_a_pipeline() -> None:
+    """Decorated functions are tasks for plans and pipelines, and draw their seeded numbers."""
+    plan = PipelinePlan(
+        {double: TaskSchedule(stage=0, thread_group="io"), noise: TaskSchedule(stage=1)}
+    )
+    with SWPipeline(plan, device="cpu", seed=1) as pipe:
+        piped = [(ctx.y, ctx.noise) for ctx in pipe.iterate([1, 2])]
+        serial = [pipe.run_one_serial_iter(batch, number) for number, batch in enumerate([1, 2])]
+    assert piped == [(ctx.y, ctx.noise) for ctx in serial]
+    assert [y for y, _ in piped] == [2, 4]
+
+
+def test_a_method_is_refused_with_the_mend() -> None:
+    """In the body of a class the decorator would get a function that lacks its object."""
+    with pytest.raises(ValueError, match=r"Job\.read is a method.*PipelineTask\('read', obj\.read"):
+
+        class Job:
+            @task  # type: ignore[arg-type]
+            def read(self, ctx: Any) -> None:
+                """Sets nothing."""
+
+
+def test_a_bound_method_is_a_function_of_the_context() -> None:
+    """The object is known: nothing is missing."""
+
+    class Job:
+        def read(self, ctx: Any) -> None:
+            ctx.x = self
+
+    job, ctx = Job(), IterContext(None, 0)
+    read = task(job.read)
+    read(ctx)
+    assert (read.name, ctx.x) == ("read", job)
+
+
+@pytest.mark.parametrize("given", ["forward", 3, [print]])
+def test_what_cannot_be_called_is_refused(given: Any) -> None:
+    """A name in the place of the function, too."""
+    with pytest.raises(TypeError, match="decorates a function, not .*name="):
+        task(given)
+
+
+def test_a_function_without_a_name_needs_one() -> None:
+    """Partial functions have no ``__name__``; lambdas have one that no task may have."""
+    with pytest.raises(TypeError, match="no __name__.*name="):
+        task(partial(print, end=""))
+    with pytest.raises(ValueError, match="'<lambda>'"):
+        task(lambda ctx: None)
+    assert task(name="show")(partial(print, end="")).name == "show"
