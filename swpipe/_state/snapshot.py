@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from swpipe._state.copies import SavedTensors
+from swpipe._state.default_generators import default_generators, set_default_generators
 from swpipe._state.discovery import WHOLE, Found, has_state_dict, optimizers_in
-from swpipe._state.generators import default_generators, set_default_generators
 from swpipe._state.unsaved import UnsavedTensors
 from swpipe._tensors.pytree import nodes_in, parts_of, tensors_in
 from swpipe.core.errors import add_note

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from swpipe._state.default_generators import default_generators, set_default_generators
 from swpipe._state.discovery import has_state_dict
-from swpipe._state.generators import default_generators, set_default_generators
 from swpipe.device import Device
 
 

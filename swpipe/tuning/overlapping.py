@@ -223,12 +223,12 @@ def _reaching(loader: Iterable[Any]) -> PipelineTask:
 
 def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:
     shared = {Location(name, True) for name in drawn}
-    for task, touched in effects.items():
+    for name, touched in effects.items():
         if both := shared & touched.writes:
             raise ValueError(
-                f"the loader and {task!r} both draw from {_listed(both)}: a batch cannot be pulled "
+                f"the loader and {name!r} both draw from {_listed(both)}: a batch cannot be pulled "
                 "ahead of the task and be the same. Let the loader's workers draw "
-                f"(DataLoader(num_workers=1)), or give {task!r} random numbers of its own "
+                f"(DataLoader(num_workers=1)), or give {name!r} random numbers of its own "
                 "(PipelineTask(..., random=True))"
             )
 

@@ -143,7 +143,9 @@ def test_mistakes_are_refused() -> None:
     """An empty loader, something that is no task, no tasks."""
     with pytest.raises(ValueError, match="the loader has no batch"):
         swpipe.overlap([], Training().functions(), device="cpu")
-    with pytest.raises(TypeError, match="is no task: give functions with a name"):
+    with pytest.raises(ValueError, match="task name '<lambda>'"):
         swpipe.overlap([1], [lambda ctx: None], device="cpu")
+    with pytest.raises(TypeError, match="decorates a function, not 3"):
+        swpipe.overlap([1], [3], device="cpu")  # type: ignore[list-item]
     with pytest.raises(swpipe.PlanError, match="the plan is empty"):
         swpipe.overlap([1], [], device="cpu")
