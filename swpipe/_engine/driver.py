@@ -202,7 +202,9 @@ class Driver:
         self.engine.seeds.seed = state["seed"]
 
     def drop(self) -> int:
-        """Drop what is in flight; how many iterations that were."""
+        """Drop what is in flight; how many iterations that were. A closed pipeline has none."""
+        if self.access.closed:
+            return 0
         with self:
             run, dropped = self.run, self.in_flight
             self.drained.clear()

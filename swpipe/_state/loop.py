@@ -1,7 +1,7 @@
 """All state of a training loop, saved before its tasks run on trial, and restored afterwards.
 
     models, optimizers, generators and the like    found, or given by the user; ``Snapshot``
-    tensors that plain objects and globals hold    their content
+    tensors that plain objects and globals hold    their content, and which tensor it is
     Python values of the user's code               ``SavedValues``
     anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
 
@@ -11,13 +11,14 @@ are taken for data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from swpipe._state.discovery import Found, find_all, find_state, given_state
+from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe._state.values import SavedValues
@@ -26,6 +27,8 @@ from swpipe.device import Device
 
 MAX_SAVED_BYTES = 2**26
 """Larger tensors that belong to no module or optimizer are taken for data and not saved."""
+
+_SKIPPED = (*WHOLE, FunctionType, MethodType, ModuleType, type)
 
 
 class LoopState:
@@ -48,18 +51,20 @@ class LoopState:
         self._searched = given is None
         self.owners = tuple(find_owners(self._tasks)) if given is None else given_state(given)
         self._snapshot = Snapshot(self.owners, device)
+        self._restore_attributes = _save_tensor_attributes(self._tasks)
         self._values = SavedValues(self._tasks)
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
         self._values.restore()
-        self._snapshot.restore()
+        self.restore_training()
 
     def restore_training(self) -> None:
         """Restore all but Python values, between two measurements of one run.
 
         A counter goes on, so that what a task does every hundredth time is measured as well.
         """
+        self._restore_attributes()
         self._snapshot.restore()
 
     def guard(self) -> AbstractContextManager[object]:
@@ -85,3 +90,30 @@ def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
         new = isinstance(tensor, Tensor) and id(tensor) not in known
         if new and tensor.numel() * tensor.element_size() <= MAX_SAVED_BYTES:
             yield one
+
+
+def _save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
+    """Save which tensors plain objects have as attributes; the result restores them.
+
+    ``Snapshot`` covers modules and optimizers. Other objects may replace a tensor, such as a
+    running mean, in each iteration. Their other attributes are left alone: an object that
+    initialises itself on first use would otherwise be restored in part.
+    """
+    saved = [
+        (held, {name: v for name, v in held.items() if isinstance(v, Tensor)})
+        for held in (_attributes(found.owner) for found in find_all(tasks))
+        if held
+    ]
+
+    def restore() -> None:
+        for held, values in saved:
+            held.update((n, v) for n, v in values.items() if isinstance(held.get(n), Tensor))
+
+    return restore
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    if isinstance(owner, _SKIPPED) or type(owner).__module__.partition(".")[0] in FOREIGN:
+        return {}
+    held = getattr(owner, "__dict__", {})
+    return held if isinstance(held, dict) else {}

@@ -128,6 +128,17 @@ def test_a_loop_that_is_left_can_be_begun_again() -> None:
         assert not torch.equal(parts.model.state_dict()["0.weight"], before["0.weight"])
 
 
+def test_a_loop_may_be_closed_before_it_is_left() -> None:
+    """A pass that is left after that has nothing to drop."""
+    overlapped = swpipe.overlap(batches(), Training().functions(), device="cpu")
+    contexts = iter(overlapped)
+    next(contexts)
+    overlapped.close()
+    contexts.close()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iter(overlapped))
+
+
 def test_tasks_and_functions_may_be_mixed() -> None:
     """A random task is seeded by its iteration."""
     parts = Training()
