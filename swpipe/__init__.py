@@ -23,6 +23,7 @@ from swpipe.trace import Trace
 if TYPE_CHECKING:
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.tuning.autotuning import autotune
+    from swpipe.tuning.overlapping import overlap
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "TypedContext",
     "UnsavedStateError",
     "autotune",
+    "overlap",
     "task",
 ]
 
@@ -53,6 +55,7 @@ _LATE = {
     "ProfileResult": "swpipe.profiler",
     "TaskProfiler": "swpipe.profiler",
     "autotune": "swpipe.tuning.autotuning",
+    "overlap": "swpipe.tuning.overlapping",
 }
 
 

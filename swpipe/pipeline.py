@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, Self
@@ -124,6 +124,29 @@ class SWPipeline(Generic[C]):
         """The number of the next iteration, where none is in flight."""
         return self._driver.next_iteration
 
+    def state_dict(self) -> dict[str, int]:
+        """What to save beside models and optimizers, so that a later run can go on from here.
+
+        Returns:
+            ``next_iteration``: the number after the last iteration that was handed out;
+            ``in_flight``: how many batches were pulled beyond it, which the later run has to pull
+            again; ``seed``: of tasks with ``random=True``. Iterations in flight may have changed
+            state already, unless all tasks that do are on the caller's thread and in the last
+            stage: else call ``drain`` before you save.
+        """
+        return self._driver.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a saved state: with its number and seed; the loader is yours to set back.
+
+        Raises:
+            RuntimeError: Iterations are in flight.
+            ValueError: ``state`` is not what ``state_dict`` returns.
+        """
+        with self._driver:
+            self._driver.refuse_in_flight("loading a state")
+            self._driver.load_state_dict(state)
+
     def fill_pipeline(self, iterator: Iterator[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
@@ -178,6 +201,14 @@ class SWPipeline(Generic[C]):
                 next call hands them out.
         """
         return self._driver.drain()
+
+    def drop(self) -> int:
+        """Stop the tasks of all iterations in flight, and forget these; returns how many they were.
+
+        For leaving a loop early: what tasks have already changed outside the context stays changed.
+        ``next_iteration`` goes on after the last iteration that was handed out.
+        """
+        return self._driver.drop()
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[C]:
         """Yield the context of every iteration over ``loader``, in order."""

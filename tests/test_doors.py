@@ -14,7 +14,7 @@ PACKAGE = Path(swpipe.__file__).parent
 
 OF_OTHERS = {
     # Python's
-    "_current_frames", "_exit", "_getframe", "_replace",
+    "_current_frames", "_exit", "_fields", "_getframe", "_replace",
     # torch's and numpy's
     "_C", "_abort_process_group", "_accelerator_getDeviceIndex", "_accelerator_getStream",
     "_autograd", "_bit_generator", "_buffers", "_cdata",

@@ -34,7 +34,7 @@ MAY_USE = {
     "plans": (),
     "profiler": ("planning",),
     "tasks": ("plans",),
-    "tuning": ("planning", "profiler"),
+    "tuning": ("planning", "plans", "profiler"),
 }
 """Room to the other rooms it may import."""
 
@@ -47,7 +47,7 @@ SHARED_NAMES = {"_torchrec", "clicks", "sparse_dist"}
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
 """What the framework never imports."""
 
-LATE = ("matplotlib", "ortools", "tabulate", "tomli_w", "tqdm")
+LATE = ("matplotlib", "nvtx", "ortools", "tabulate", "tomli_w", "tqdm")
 """What is imported inside the functions that need it."""
 
 MAX_MODULE_LINES = 450

@@ -10,7 +10,7 @@ def blocks(name, ms):
     return PipelineTask(name, lambda ctx: time.sleep(ms / 1000))
 
 
-tasks = [blocks("read", 10), blocks("train", 12), blocks("step", 3)]
+tasks = [blocks("read", 20), blocks("train", 24), blocks("step", 6)]
 plan = PipelinePlan(
     schedule={task: TaskSchedule() for task in tasks},  # one thread, one stage: a plain loop
     deps=[("train", "read"), ("step", "train")],
@@ -29,5 +29,5 @@ print(f"\npromised {1e3 * advice.saved_s:.1f} ± {1e3 * advice.spread_s:.1f} ms:
 print(diff)
 
 assert advice.task == "read"
-assert 0.005 < diff.iteration.saved_s < 0.015  # 10 ms in truth
+assert 0.01 < diff.iteration.saved_s < 0.03  # 20 ms in truth
 assert after.exposed_s["read"] < before.exposed_s["read"]  # it runs beside the training now

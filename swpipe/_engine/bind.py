@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from swpipe._engine.iterations import InFlightIterations
-from swpipe._engine.program import ADMIT, Instruction
+from swpipe._engine.program import SOURCES, Instruction
 from swpipe._engine.torch_state import ThreadTorchState
 from swpipe.core.task import PipelineTask
 from swpipe.device import Stream
@@ -116,9 +116,9 @@ def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: St
     waits = tuple(
         (iterations.events[wait.producer], wait.distance)
         for wait in ins.event_waits
-        if wait.producer != ADMIT
+        if wait.producer not in SOURCES
     )
-    reads_batch = any(wait.producer == ADMIT for wait in ins.event_waits)
+    reads_batch = any(wait.producer in SOURCES for wait in ins.event_waits)
 
     def wait(i: int) -> None:
         if reads_batch and (source := slots[i % depth].source) is not None:

@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, cast
 
 from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
@@ -34,6 +34,7 @@ from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import C
 from swpipe.core.errors import add_note
+from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 
 
@@ -163,7 +164,7 @@ class Driver(Generic[C]):
     def flush(self) -> list[C]:
         """``drain``, of pushed batches only."""
         run = self.run
-        if run is not None and run.in_flight and run.iterator is not self._pushed:
+        if run is not None and run.in_flight and run.admission.iterator is not self._pushed:
             raise self._mixed(run, self._pushed)
         return self.drain()
 
@@ -179,6 +180,38 @@ class Driver(Generic[C]):
                 self._end(run)
             contexts, self.drained = self.drained, []
             return contexts
+
+    def state_dict(self) -> dict[str, int]:
+        """Number of the next iteration to hand out, batches pulled beyond it, and the seed."""
+        run, number = self.run, self.next_iteration
+        if run is not None:
+            number = run.iterations.first + run.retired
+        number -= len(self.drained)
+        seed = self.engine.seeds.seed
+        return {"next_iteration": number, "in_flight": self.in_flight, "seed": seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take number and seed from a saved state; within a call, with nothing in flight."""
+        for name in ("next_iteration", "seed"):
+            value = state.get(name) if isinstance(state, Mapping) else None
+            if type(value) is not int or (name == "next_iteration" and value < 0):
+                raise ValueError(
+                    f"the state's {name} is {shown(value)}: give what state_dict() returned"
+                )
+        self.next_iteration = state["next_iteration"]
+        self.engine.seeds.seed = state["seed"]
+
+    def drop(self) -> int:
+        """Drop what is in flight; how many iterations that were. A closed pipeline has none."""
+        if self.access.closed:
+            return 0
+        with self:
+            run, dropped = self.run, self.in_flight
+            self.drained.clear()
+            if run is not None:
+                self._end(run)
+                self.next_iteration = run.iterations.first + run.retired
+            return dropped
 
     def refuse_in_flight(self, purpose: str) -> None:
         """Raise RuntimeError if iterations are in flight; within a call."""
@@ -217,10 +250,10 @@ class Driver(Generic[C]):
 
     def _prepared(self, iterator: Iterator[Any]) -> Run:
         """The run over this iterator, ready to be advanced by the calling thread."""
-        if self.run is not None and self.run.iterator is not iterator:
+        if self.run is not None and self.run.admission.iterator is not iterator:
             self._end_idle()
         run = self.run or self._begin(iterator)
-        if run.iterator is not iterator:
+        if run.admission.iterator is not iterator:
             raise self._mixed(run, iterator)
         if run.draining:
             raise RuntimeError("drain() was interrupted: call it again before anything else")
@@ -264,7 +297,7 @@ class Driver(Generic[C]):
 
     def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
         source, end = "of another iterator", "finish it, or call drain()"
-        if run.iterator is self._pushed:
+        if run.admission.iterator is self._pushed:
             source, end = "of pushed batches", "call flush()"
         return RuntimeError(
             f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
@@ -301,8 +334,8 @@ class Driver(Generic[C]):
             self._watchdog = None
         if self._dropped is not None:
             self._dropped.detach()
-        self.next_iteration = run.iterations.first + run.admitted
-        self._ended = run.iterator if run.data_ended and run.retired else None
+        self.next_iteration = run.iterations.first + run.admission.admitted
+        self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None
         self.run = None
         return [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]
 

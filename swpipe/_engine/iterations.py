@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from swpipe._engine.observers import Observer
-from swpipe._engine.program import ADMIT, Instruction, Program
+from swpipe._engine.program import SOURCES, Instruction, Program
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Host
@@ -93,7 +93,7 @@ class InFlightIterations:
         self.events: dict[str, list[Event]] = {
             name: [engine.device.new_event() for _ in range(self.ring)]
             for name, ins in engine.program.instructions.items()
-            if ins.record and name != ADMIT
+            if ins.record and name not in SOURCES
         }
 
     def stream_of(self, ins: Instruction) -> Stream:

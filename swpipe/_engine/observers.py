@@ -85,9 +85,14 @@ _profiler_ranges = ProfilerRanges()
 
 @cache
 def nvtx_ranges() -> NvtxRanges | None:
-    """Ranges in the NVTX domain "swpipe"; None where no tool is attached that shows them."""
-    import nvtx
+    """Ranges in the NVTX domain "swpipe"; None where no tool is attached that shows them.
 
+    The package has no wheels for some systems; without it there are no ranges.
+    """
+    try:
+        import nvtx
+    except ImportError:
+        return None
     domain = nvtx.get_domain("swpipe")
     return NvtxRanges(domain) if isinstance(domain, nvtx.Domain) else None
 

@@ -1,16 +1,19 @@
 """The compiler: from a plan to a list of instructions for each thread group.
 
 A *lane* is one thread group's instructions, run once per period. Two instructions are swpipe's own
-and frame the default lane: ``<admit>`` pulls a batch and waits until the iteration ``depth`` before
-it is done; ``<retire>`` comes after all other tasks of an iteration and hands its context out. So
+and frame the default lane: ``<admit>`` waits until the iteration ``depth`` before it is done, and
+pulls a batch; ``<retire>`` comes after all other tasks of an iteration and hands its context out.
+Where the plan has a group that pulls, ``<pull>`` does so there, in the period of ``<admit>``: after
+it, and before ``<retire>``, so that the loader is called only while the caller is in a call. So
 everything that orders anything is a dependence with a distance:
 
 - what the plan declares;
-- every task comes after ``<admit>`` of its iteration, and ``<retire>`` after every task;
+- every task comes after ``<admit>`` and ``<pull>`` of its iteration, and ``<retire>`` after every
+  task;
 - globally ordered tasks form a chain in period order, and so do tasks that name the same stream.
   Such a chain binds periods, not iterations, and needs the host only.
 
-Without streams ``<admit>`` comes first in its period, so that worker lanes get their batch at once.
+Without streams, or with ``<pull>``, ``<admit>`` comes first: worker lanes wait for it.
 With streams it comes right before the first task of the new iteration: it waits there for an older
 iteration's device work, while what was submitted before keeps the device busy.
 
@@ -39,11 +42,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe.core.plan import PipelinePlan, StreamRef, TaskSchedule
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef, TaskSchedule
 from swpipe.core.resolved import ResolvedPlan
 
 ADMIT = "<admit>"
 RETIRE = "<retire>"
+OWN = (ADMIT, PULL, RETIRE)
+"""The instructions that swpipe adds."""
+
+SOURCES = (ADMIT, PULL)
+"""Where batches come from: they record an event for some batches only."""
 
 
 class HostWait(NamedTuple):
@@ -67,7 +75,7 @@ class Instruction:
     """One task's turn in its lane.
 
     Attributes:
-        task: Its name; ``<admit>`` and ``<retire>`` are swpipe's own.
+        task: Its name; ``<admit>``, ``<pull>`` and ``<retire>`` are swpipe's own.
         stage: Shifted stage: in period p it works on iteration p - stage; from 0.
         stream: As in the plan; None where the device has no streams.
         host_waits: To be done before it, in every period.
@@ -103,7 +111,7 @@ class Program:
         lanes: The default lane first, then worker lanes in the order of the schedule.
         depth: How many iterations may be in flight.
         ring: How many iterations' events are held: depth + the largest distance.
-        order: All tasks in period order, without swpipe's own two.
+        order: All tasks in period order, without swpipe's own.
     """
 
     lanes: tuple[Lane, ...]
@@ -134,6 +142,7 @@ class _Layout:
         ordered: The places of globally ordered tasks.
         deps: What is declared, admission and retirement; weights are distances.
         groups: Lane to its name.
+        within_call: What the caller's lane waits for at the end of each period; weights are lags.
     """
 
     order: tuple[str, ...]
@@ -144,6 +153,7 @@ class _Layout:
     ordered: Sequence[int]
     deps: Sequence[_Hop]
     groups: tuple[str, ...]
+    within_call: Sequence[_Hop]
 
     @property
     def members(self) -> list[list[int]]:
@@ -182,7 +192,7 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
                 [HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]]
             ),
             event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
-            record=place in recorded or (streams and record_all and name != ADMIT),
+            record=place in recorded or (streams and record_all and name not in SOURCES),
             publish=place in published,
         )
 
@@ -202,10 +212,12 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     last = plan.max_stage
     ahead = plan.depth - 1 - last
     admission = _admission(plan, tasks, ahead, streams)
-    order = (*tasks[:admission], ADMIT, *tasks[admission:], RETIRE)
+    sources = (ADMIT,) if plan.pull_group is None else SOURCES
+    order = (*tasks[:admission], *sources, *tasks[admission:], RETIRE)
     place = {name: k for k, name in enumerate(order)}
-    admit, retire = place[ADMIT], place[RETIRE]
+    retire = place[RETIRE]
     schedule = {**plan.schedule, ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(last)}
+    schedule[PULL] = TaskSchedule(-ahead, thread_group=plan.pull_group or DEFAULT_GROUP)
     entries = [schedule[name] for name in order]
     groups = plan.thread_groups
     lanes = {group: lane for lane, group in enumerate(groups)}
@@ -221,16 +233,22 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
         deps=[
             *[_Hop(place[d.producer], place[d.consumer], d.distance) for d in resolved.dependences],
-            *[_Hop(admit, k, 0) for k in range(retire) if k != admit],
+            *[
+                _Hop(place[source], k, 0)
+                for source in sources
+                for k in range(retire)
+                if order[k] not in SOURCES[: SOURCES.index(source) + 1]
+            ],
             *[_Hop(k, retire, 0) for k in range(retire)],
         ],
         groups=groups,
+        within_call=[_Hop(place[source], retire, 0) for source in sources[1:]],
     )
 
 
 def _admission(plan: PipelinePlan, order: Sequence[str], ahead: int, streams: bool) -> int:
     """The place of ``<admit>`` among the tasks of a period."""
-    if not streams:
+    if not streams or plan.pull_group is not None:
         return 0
     new = (k for k, name in enumerate(order) if plan.schedule[name].stage + ahead == 0)
     return next(new, len(order))
@@ -247,6 +265,7 @@ def _host_waits(layout: _Layout) -> list[list[_Hop]]:
         for p, c, distance in layout.deps
         if lane[p] != lane[c]
     ]
+    crossing += [hop for hop in layout.within_call if lane[hop.producer] != lane[hop.consumer]]
     for chain in (layout.ordered, *_by_stream(layout)):
         crossing += [hop for hop in _ring(chain) if lane[hop.producer] != lane[hop.consumer]]
     program_order = [hop for chain in layout.members for hop in _ring(chain)]
@@ -296,8 +315,8 @@ def _fifo_chains(layout: _Layout) -> Iterable[list[int]]:
     """
     chains: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, (queue, lane) in enumerate(zip(layout.queue, layout.lane, strict=True)):
-        # <admit>'s event is recorded for some batches only: nothing leads through it.
-        if layout.order[place] != ADMIT:
+        # A batch's event is recorded for some batches only: nothing leads through it.
+        if layout.order[place] not in SOURCES:
             chains[(queue, 0 if queue else lane)].append(place)
     return chains.values()
 

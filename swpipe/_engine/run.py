@@ -14,9 +14,9 @@ Guarantees
       lane starts another task, and the caller gets the failure itself, with a note that names task,
       iteration and group. A KeyboardInterrupt or SystemExit on the caller's thread is raised even
       after another failure, and any exception of the caller's even after ``stop``.
-    - ``InFlightIterations.total``, the number of iterations, is set before ``<admit>`` publishes
-      that the data has ended; every task comes after ``<admit>`` of its iteration, and so knows
-      whether that iteration exists.
+    - ``InFlightIterations.total``, the number of iterations, is set before the end of the data is
+      published (``swpipe._engine.admission``); every task comes after the pull of its iteration,
+      and so knows whether that iteration exists.
     - ``<retire>`` hands out a context and forgets it in the same step; a failure that comes right
       after it is raised by the next call.
     - ``stop`` sets flags and takes no lock: a signal handler may call it. ``end`` does the rest. It
@@ -38,24 +38,23 @@ import functools
 import threading
 import time
 from collections.abc import Iterator
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from typing import Any
 
 from torch import is_grad_enabled, is_inference_mode_enabled
 
+from swpipe._engine.admission import Admission
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
 from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
 from swpipe._engine.mode import Mode
 from swpipe._engine.process import add_run, remove_run
-from swpipe._engine.program import ADMIT, RETIRE, Instruction
-from swpipe._engine.randomness import this_thread
+from swpipe._engine.program import OWN, SOURCES, Instruction
 from swpipe._engine.resets import reset_states
-from swpipe._engine.torch_state import ThreadTorchState, TorchState, torch_state
+from swpipe._engine.torch_state import ThreadTorchState, torch_state
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.context import TypedContext
 from swpipe.core.errors import StallError, add_note
-from swpipe.device import Event
 
 JOIN_GRACE_S = 0.1
 """How long, in all, a run that fails or is closed waits for tasks that are still running."""
@@ -71,20 +70,15 @@ class Run:
 
     def __init__(self, engine: Engine, iterator: Iterator[Any], first_iteration: int) -> None:
         self.engine = engine
-        self.iterator = iterator
         self.iterations = InFlightIterations(engine, first_iteration)
-        self.admitted = 0
+        self.admission = Admission(self.iterations, iterator)
         self.retired = 0
         self.period = 0
         self.mode = Mode.now(engine.mode())
-        self.state: TorchState | None = None
-        self.variables: Context | None = None
-        self._sources: list[Event | None] = [None] * engine.program.depth
         self._failure: dict[str, BaseException] = {}  # its setdefault lets the first one win
         self.stalled: StallError | None = None
         self.stopping = False
         self.draining = False
-        self.data_ended = False
         self.ending = False
         self.ended = False
         self.in_call = True  # inside ``start`` or ``advance``, or one of them was cut short
@@ -92,7 +86,6 @@ class Run:
         # watchdog has done so, to interrupt it.
         self.driver: dict[str, int] = {}
         self._handed_out: TypedContext | None = None
-        self._has_random_tasks = any(task.random for task in engine.tasks.values())
         self.lanes = tuple(LaneRunner(lane, engine.host.counter()) for lane in engine.program.lanes)
         for lane in self.lanes:
             lane.torch_state = None if lane is self.lanes[0] else ThreadTorchState()
@@ -105,8 +98,9 @@ class Run:
             other = self.lanes[wait.lane]
             base = wait.position + 1 - wait.lag * other.size
             waits.append(BoundWait(other.progress, other.size, base))
-        if ins.task in (ADMIT, RETIRE):
-            step: Step = self._admit if ins.task == ADMIT else self._retire_step(ins)
+        if ins.task in OWN:
+            own = ins.task in SOURCES
+            step: Step = self.admission.step(ins.task) if own else self._retire_step(ins)
             if observed:
                 step = observe(self.iterations, ins, step)
         else:
@@ -154,7 +148,7 @@ class Run:
     @property
     def in_flight(self) -> int:
         """Iterations that were admitted and not handed out."""
-        return self.admitted - self.retired
+        return self.admission.admitted - self.retired
 
     def read_callers_settings(self) -> None:
         """Read the calling thread's settings, for the iterations that are admitted from now on.
@@ -177,8 +171,8 @@ class Run:
             )
         if len(self.lanes) > 1:
             # Workers compare by identity.
-            self.state = torch_state(device.autocast_types, self.state)
-            self.variables = copy_context()
+            self.admission.state = torch_state(device.autocast_types, self.admission.state)
+            self.admission.variables = copy_context()
 
     def advance(self) -> TypedContext | None:
         """Run one period of the default lane; returns the context that it retired, if any.
@@ -231,7 +225,7 @@ class Run:
     def stop_admitting(self) -> None:
         """Stop admitting; finish what is in flight."""
         self.draining = True
-        self.iterations.total = min(self.iterations.total, self.admitted)
+        self.iterations.total = min(self.iterations.total, self.admission.admitted)
 
     def _run_period(self, lane: LaneRunner, period: int) -> None:
         lane.period = period
@@ -269,40 +263,6 @@ class Run:
         finally:
             if lane.torch_state is not None:
                 lane.torch_state.reset()
-
-    def _admit(self, i: int) -> None:
-        depth, device = self.engine.program.depth, self.engine.device
-        before = self.engine.ends.get((self.iterations.first + i) % depth)
-        if before is not None:
-            self._await_device(before)
-        if device.has_streams:
-            device.make_current(self.iterations.caller_stream)
-        try:
-            if self._has_random_tasks or this_thread.access is not None:
-                with self.iterations.generators.exclusive():
-                    batch = next(self.iterator)
-            else:
-                batch = next(self.iterator)
-        except StopIteration:
-            self.data_ended = True
-            self.iterations.total = i
-            return
-        source, ctx = None, self.engine.context(batch, self.iterations.first + i)
-        if device.holds_work(vars(ctx)):  # the batch, and what the context's class may add
-            # Only then: to wait for the caller's stream is to wait for all the work queued on it.
-            source = self._sources[i % depth] = self._sources[i % depth] or device.new_event()
-            source.record(self.iterations.caller_stream)
-        self.iterations.slots[i % depth] = InFlight(ctx, self.state, self.variables, source)
-        self.admitted += 1
-
-    def _await_device(self, event: Event) -> None:
-        """Keep the host from running further ahead of the device than ``depth`` iterations."""
-        pause_s = 20e-6
-        while not event.query():
-            if self.stopping:
-                raise Cancelled
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 500e-6)
 
     def _retire_step(self, ins: Instruction) -> Step:
         iterations, depth = self.iterations, self.engine.program.depth
@@ -352,8 +312,9 @@ class Run:
             add_note(error, f"swpipe: after {type(first).__name__}: {first}")
 
     def _place(self, lane: LaneRunner) -> str:
-        if lane.instruction.task == ADMIT:
-            return f"pulling the batch of iteration {self.iterations.first + self.admitted}"
+        if lane.instruction.task in SOURCES:
+            number = self.iterations.first + self.admission.admitted
+            return f"pulling the batch of iteration {number}"
         return (
             f"at task {lane.instruction.task!r}, iteration "
             f"{self.iterations.first + lane.period - lane.instruction.stage}, "
@@ -440,7 +401,7 @@ class Run:
                 end = self.engine.device.new_event()
                 end.record(stream)
                 end.wait(self.iterations.caller_stream)
-            for i in range(self.retired, self.admitted):
+            for i in range(self.retired, self.admission.admitted):
                 self._mark_end(i)
         except Exception as error:
             if self.failure is None:

@@ -36,7 +36,7 @@ from swpipe._distributed.rank_checks import (
     rank_prefix,
     tell_failure,
 )
-from swpipe._engine.program import ADMIT, HostWait
+from swpipe._engine.program import SOURCES, HostWait
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.core.errors import StallError, write_error
 
@@ -186,7 +186,7 @@ def _doing(run: Run, lane: LaneRunner) -> str:
     iteration = run.iterations.first + lane.period - ins.stage
     wait = unmet(run, lane)
     if wait is None:
-        if ins.task == ADMIT:
+        if ins.task in SOURCES:
             return f"pulling the batch of iteration {iteration}, or waiting for the device"
         task = run.engine.tasks.get(ins.task)  # None for <retire>
         seeded = task is not None and task.random

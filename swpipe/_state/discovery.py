@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -84,7 +84,11 @@ def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
     return tuple(one for one in found if id(one.owner) not in inside)
 
 
-def find_all(tasks: Iterable[PipelineTask], max_hops: int = MAX_HOPS) -> Iterator[Found]:
+def find_all(
+    tasks: Iterable[PipelineTask],
+    max_hops: int = MAX_HOPS,
+    enters: Callable[[Any], bool] = lambda value: True,
+) -> Iterator[Found]:
     """Every object that the functions of the tasks and of their io can reach, nearest first.
 
     Each object is yielded once, on its shortest path; objects of the types in ``WHOLE`` are not
@@ -94,6 +98,7 @@ def find_all(tasks: Iterable[PipelineTask], max_hops: int = MAX_HOPS) -> Iterato
     Args:
         tasks: The tasks.
         max_hops: How many times in a row the search may follow an attribute.
+        enters: Whether to search what is in an object.
     """
     tasks = tuple(tasks)
     declared = [io for task in tasks for io in task.io]
@@ -103,7 +108,7 @@ def find_all(tasks: Iterable[PipelineTask], max_hops: int = MAX_HOPS) -> Iterato
     ]
     seen: dict[int, Any] = {}
     modules: list[torch.nn.Module] = []
-    for found in _walk([_Step("", fn, 0) for fn in functions], seen, max_hops):
+    for found in _walk([_Step("", fn, 0) for fn in functions], seen, max_hops, enters):
         yield found
         if isinstance(found.owner, torch.nn.Module):
             modules.append(found.owner)
@@ -112,7 +117,7 @@ def find_all(tasks: Iterable[PipelineTask], max_hops: int = MAX_HOPS) -> Iterato
     memory = [
         _Step(io.state, io.memory, 0) for io in declared if io.state and io.memory is not None
     ]
-    yield from _walk(memory, seen, max_hops)
+    yield from _walk(memory, seen, max_hops, enters)
 
 
 def optimizers_in(owner: Any) -> Iterator[torch.optim.Optimizer]:
@@ -161,7 +166,12 @@ class _Step(NamedTuple):
         return _Step(path, value, self.hops + hops)
 
 
-def _walk(start: Iterable[_Step], seen: dict[int, Any], max_hops: int) -> Iterator[Found]:
+def _walk(
+    start: Iterable[_Step],
+    seen: dict[int, Any],
+    max_hops: int,
+    enters: Callable[[Any], bool],
+) -> Iterator[Found]:
     """Breadth-first search: each object is found on its shortest path.
 
     ``seen`` has the objects found before, and keeps them alive, so that ids are not reused.
@@ -177,7 +187,7 @@ def _walk(start: Iterable[_Step], seen: dict[int, Any], max_hops: int) -> Iterat
                 continue
             seen[id(step.value)] = step.value
             yield Found(step.path, step.value)
-            if isinstance(step.value, WHOLE):
+            if isinstance(step.value, WHOLE) or not enters(step.value):
                 continue
             for child in _children(step, max_hops):
                 (far if child.hops > step.hops else near).append(child)
@@ -217,7 +227,7 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
             continue
     yield from (step.to("default", value) for value in function.__defaults__ or ())
     yield from (step.to(name, value) for name, value in (function.__kwdefaults__ or {}).items())
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     for name, value in list(function.__globals__.items()):
         if name not in names or isinstance(value, type):
             continue
@@ -228,12 +238,12 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
             yield from (step.to(f"{name}.{n}", inside[n]) for n in names if n in inside)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Names of globals and attributes in the code, and in functions defined in it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from names_in(inner)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -113,16 +113,21 @@ class _Watched:
 
 def _leaves_in_memory() -> Iterator[tuple[str, Tensor]]:
     """All tensors in the process that are leaves and require grad."""
-    for one in gc.get_objects():
+    kinds = _watched_types()
+    # There may be millions of objects: no call for each.
+    for one in [value for value in gc.get_objects() if type(value) in kinds]:
         if _is_watched(one) and has_state(one):
             yield _described(one), one
 
 
-def _is_watched(value: Any) -> bool:
-    """Whether ``value`` is a tensor with a version counter; isinstance may run code of a proxy."""
+def _watched_types() -> set[type]:
+    """The types of tensors with a version counter; isinstance may run code of a proxy."""
     module: Any = sys.modules.get("torch.distributed.tensor")
-    kinds = (Tensor, torch.nn.Parameter, getattr(module, "DTensor", Tensor))
-    return type(value) in kinds and not value.is_inference()
+    return {Tensor, torch.nn.Parameter, getattr(module, "DTensor", Tensor)}
+
+
+def _is_watched(value: Any) -> bool:
+    return type(value) in _watched_types() and not value.is_inference()
 
 
 def _described(tensor: Any) -> str:

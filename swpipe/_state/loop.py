@@ -2,6 +2,7 @@
 
     models, optimizers, generators and the like    found, or given by the user; ``Snapshot``
     tensors that plain objects and globals hold    their content, and which tensor it is
+    Python values of the user's code               ``SavedValues``
     anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
 
 Tensors that belong to no module or optimizer are saved up to ``MAX_SAVED_BYTES`` each: larger ones
@@ -20,6 +21,7 @@ from torch import Tensor
 from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
+from swpipe._state.values import SavedValues
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 
@@ -49,10 +51,19 @@ class LoopState:
         self._searched = given is None
         self.owners = tuple(find_owners(self._tasks)) if given is None else given_state(given)
         self._snapshot = Snapshot(self.owners, device)
-        self._restore_attributes = save_tensor_attributes(self._tasks)
+        self._restore_attributes = _save_tensor_attributes(self._tasks)
+        self._values = SavedValues(self._tasks)
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
+        self._values.restore()
+        self.restore_training()
+
+    def restore_training(self) -> None:
+        """Restore all but Python values, between two measurements of one run.
+
+        A counter goes on, so that what a task does every hundredth time is measured as well.
+        """
         self._restore_attributes()
         self._snapshot.restore()
 
@@ -81,7 +92,7 @@ def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
             yield one
 
 
-def save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
+def _save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
     """Save which tensors plain objects have as attributes; the result restores them.
 
     ``Snapshot`` covers modules and optimizers. Other objects may replace a tensor, such as a

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from swpipe._state.copies import SavedTensors
+from swpipe._state.default_generators import default_generators, set_default_generators
 from swpipe._state.discovery import WHOLE, Found, has_state_dict, optimizers_in
 from swpipe._state.unsaved import UnsavedTensors
 from swpipe._tensors.pytree import nodes_in, parts_of, tensors_in
@@ -53,7 +54,7 @@ class Snapshot:
         # Tensors after the containers and modules that hold them.
         wrapped = [one for found in owners for one in _wrapped(found)]
         self._restores = [*(_save(one, tensors) for one in (*owners, *wrapped)), tensors.restore]
-        self._restores += [_save_generators(device)]
+        self._restores += [partial(set_default_generators, device, default_generators(device))]
         self._unsaved = UnsavedTensors(_watched(owners), tensors)
         self._told: set[str] = set()
         self._addresses = tensors.addresses()
@@ -262,14 +263,3 @@ def _save_generator(owner: Any) -> Restore:
         return partial(owner.setstate, owner.getstate())
     bits = owner.bit_generator if hasattr(owner, "bit_generator") else owner._bit_generator
     return partial(setattr, bits, "state", copy.deepcopy(bits.state))
-
-
-def _save_generators(device: Device) -> Restore:
-    """Save the default generators of torch (CPU and device), Python, and numpy if it is loaded."""
-    restores: list[Restore] = [
-        partial(device.set_generator_states, device.generator_states()),
-        partial(random.setstate, random.getstate()),
-    ]
-    if numpy := sys.modules.get("numpy.random"):
-        restores.append(partial(numpy.set_state, numpy.get_state()))
-    return lambda: [restore() for restore in restores]

@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program, compile_plan
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program, compile_plan
 from swpipe.core.dependence import topological
 from swpipe.core.plan import StreamRef
 from swpipe.core.resolved import ResolvedPlan
@@ -99,15 +99,15 @@ class _Walk:
         host, done, ahead = known
         self.host_before[ins.task, i] = host
         host |= self.bit(ins.task, i)
-        if ins.task == ADMIT:
+        if ins.task in SOURCES:
             # Of the iteration before that, all device work is done (back-pressure).
-            if i >= self._program.depth:
+            if ins.task == ADMIT and i >= self._program.depth:
                 done |= self._through(RETIRE, i - self._program.depth)
             return _Known(host, done, ahead)
         before = ahead.get(ins.stream, 0) | done
         for wait in ins.event_waits:
             j = i - wait.distance
-            exists = wait.producer != ADMIT and 0 <= j < self._iterations
+            exists = wait.producer not in SOURCES and 0 <= j < self._iterations
             # An event is worth something only if it has been recorded for sure.
             if exists and host & self.bit(wait.producer, j):
                 before |= self._through(wait.producer, j)
@@ -161,10 +161,10 @@ class HappensBefore:
         """The same of their device work, on a device with streams.
 
         Raises:
-            ValueError: ``<admit>`` is asked for, which has none.
+            ValueError: ``<admit>`` or ``<pull>`` is asked for, which have none.
         """
-        if ADMIT in (first, then):
-            raise ValueError(f"{ADMIT} has no device work: ask for its host order")
+        if no_work := {first, then}.intersection(SOURCES):
+            raise ValueError(f"{no_work.pop()} has no device work: ask for its host order")
         walk, i = self._walk(distance)
         return bool(walk.device_before[then, i + distance] & walk.bit(first, i))
 

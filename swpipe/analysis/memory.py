@@ -158,7 +158,7 @@ def _mend(plan: PipelinePlan, sizes: Sizes, budget_bytes: int, footprint: Footpr
         found = bytes_in_flight(resolved, sizes, streams=footprint.streams)
         return found.total_bytes <= budget_bytes
 
-    for depth in range(plan.depth - 1, plan.max_stage, -1):
+    for depth in range(plan.depth - 1, plan.least_depth - 1, -1):
         if fits(replace(plan, pipeline_depth=depth)):
             return f"pipeline_depth={depth} would fit"
     for task in dict.fromkeys(held.task for held in footprint.held[:SHOWN_ATTRIBUTES]):

@@ -127,6 +127,7 @@ def race_problems(
         failing = [order for order in guaranteed if order.streams in violation.devices]
         where = _where(resolved.plan, violation) if len(failing) < len(guaranteed) else ""
         text = where + _text(resolved.plan, violation) + _meant(resolved, table, violation, failing)
+        text += _unseen(table, violation)
         problems.append(Problem(text, pair))
     return problems
 
@@ -160,6 +161,19 @@ def _text(plan: PipelinePlan, violation: Violation) -> str:
     fault = "always comes before it" if violation.reversed else "may come before it"
     return f"{consumer} must come after {producer}, but {fault}, and {what}: " + _mend(
         plan, violation
+    )
+
+
+def _unseen(effects: EffectTable, violation: Violation) -> str:
+    """Which of the two tasks was not seen to touch what they conflict over, if it was assumed."""
+    places = {conflict.place for conflict in violation.conflicts}
+    names = [name for name, touched in effects.items() if touched.assumed & places]
+    if not names:
+        return ""
+    tasks = " and ".join(repr(name) for name in names)
+    return (
+        f" ({tasks} was not seen to touch all of this while recorded, but can reach it: record "
+        'more iterations, or declare what it touches with DeclaredIO(state="its name", mode=...))'
     )
 
 

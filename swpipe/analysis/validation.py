@@ -125,18 +125,27 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
         if stream not in used:
             named = f"named are: {listed(used)}"
             yield Problem(f"streams has {shown(stream)}, but no task names it ({named})")
-    if all(type(e.stage) is int and e.stage < MOST_ITERATIONS for e in plan.schedule.values()):
+    group = plan.pull_group
+    if group is not None and (not isinstance(group, str) or group in ("", DEFAULT_GROUP)):
+        yield Problem(
+            f"pull_group is {shown(group)}: give the name of a thread group other than "
+            f"{DEFAULT_GROUP!r}, or leave it out to pull batches on the caller's thread"
+        )
+    elif all(type(e.stage) is int and e.stage < MOST_ITERATIONS for e in plan.schedule.values()):
         yield from _depth(plan)
 
 
 def _depth(plan: PipelinePlan) -> Iterator[Problem]:
-    least = max(plan.max_stage, 0) + 1
+    least = max(plan.least_depth, 1)
     if type(plan.depth) is not int or plan.depth < least:
-        last = [n for n, e in plan.schedule.items() if e.stage == least - 1]
+        stage = max(plan.max_stage, 0)
+        last = [n for n, e in plan.schedule.items() if e.stage == stage]
+        pulled = "" if plan.pull_group is None else f" and pull_group {shown(plan.pull_group)}"
+        needs = "needs" if not pulled else "need"
         yield Problem(
-            f"pipeline_depth is {shown(plan.depth)}, but stage {least - 1} of "
-            f"{listed([*map(repr, last)])} needs {least} iterations in flight: set it to {least} "
-            "or more, or leave it out",
+            f"pipeline_depth is {shown(plan.depth)}, but stage {stage} of "
+            f"{listed([*map(repr, last)])}{pulled} {needs} {least} iterations in flight: set it to "
+            f"{least} or more, or leave it out",
             tuple(last),
         )
     elif plan.depth > MOST_ITERATIONS:

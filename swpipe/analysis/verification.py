@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
 from swpipe.analysis.races import race_problems, required_orders, stale_problems
 from swpipe.analysis.validation import refusal, validate
-from swpipe.core.effects import Effects, EffectTable, declared_effects
+from swpipe.core.effects import Effects, EffectTable, Location, declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan
@@ -32,10 +32,12 @@ class Verified:
     Attributes:
         orders: How many required orders it keeps; 0 means that no conflict is known.
         footprint: What may be in flight at most; None if no sizes were given.
+        assumed: Task to what it was not seen to touch, and was assumed to.
     """
 
     orders: int
     footprint: Footprint | None
+    assumed: Mapping[str, frozenset[Location]] = field(default_factory=dict)
 
 
 def verify(
@@ -91,6 +93,7 @@ def verify(
     return Verified(
         orders=len(set(required_orders(table, plan.stale))),
         footprint=None if sizes is None else bytes_in_flight(resolved, sizes, streams=late),
+        assumed={name: touched.assumed for name, touched in table.items() if touched.assumed},
     )
 
 

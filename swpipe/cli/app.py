@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import swpipe
 from swpipe.cli import launched as ranks
 from swpipe.cli import options, plan_commands
 from swpipe.cli.arguments import (
@@ -34,7 +35,6 @@ from swpipe.tasks.workload import (
     DEFAULT,
     MOST_COUNT,
     MOST_SEED,
-    Job,
     Run,
     Training,
     Workload,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from swpipe.tuning.autotuning import Tuned
 
 _TRACED = 12  # steps in a timeline
+_WARM_UP = 3  # steps before it, where only these steps are run
 _TURN = 100  # steps under one plan, before the next one has its turn
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
@@ -54,7 +55,6 @@ DEMO_PICTURES = ("timeline.png", "breakdown.png")
 
 app = typer.Typer(
     help="Software pipelining for PyTorch: train a model, measure it, plan it, look at it.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -79,8 +79,23 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.exit(exit_code(run))
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        with one_line_errors():
+            echo(f"swpipe {swpipe.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def check_command(context: typer.Context) -> None:
+def check_command(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Under torchrun some commands run on all ranks; the others make no sense there."""
     with one_line_errors():
         if context.obj is not None and context.invoked_subcommand not in ranks.COMMANDS:
@@ -173,33 +188,60 @@ def profile(
         if rank is not None:
             rank.agree(ranks.command_facts("profile", context.params, [loaded]))
         opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
-        with closing(opened.job) as job, about_plan(plan):
-            if plan == AUTO:
-                tuned = opened.tune()
-                echo(f"auto: {tuned.format()}")
-                loaded = tuned.plan
-            loaded = loaded or load_plan(plan, opened.plans)
-            results = profile_job(
-                job, opened.device, loaded, batches, rounds, not serially, seconds=seconds
-            )
+        with closing(opened.job), about_plan(plan):
+            loaded = loaded or named_plan(opened, plan)
+            results = profile_job(opened, loaded, batches, rounds, not serially, seconds=seconds)
         echo(format_breakdown(results))
         save(rank, Output("written to", output, results.save))
 
 
 @app.command("trace")
+@options.takes_workload_options
 def draw_trace(
-    timeline: Annotated[Path, typer.Argument(help="JSON from `swpipe train --timeline`.")],
-    output: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="PNG, SVG or PDF; default: beside it.")
+    saved: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TIMELINE.json",
+            help="From `swpipe train --timeline`; without it --workload is recorded.",
+        ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.png", help="PNG, SVG or PDF; default: beside a saved timeline."),
+    ] = None,
+    workload: options.Workload = "",
+    plan: options.Plan = "",
+    steps: Annotated[
+        int, typer.Option(min=1, max=MOST_COUNT, help="How many to record.")
+    ] = _TRACED,
+    device: options.Device = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="OUT.json", help="Write what was recorded.")
+    ] = None,
+    **given: Any,
 ) -> None:
-    """Draw a saved timeline."""
+    """Draw a saved timeline, or record one of a workload."""
     with one_line_errors():
-        picture = timeline.with_suffix(".png") if output is None else output
-        recorded = load_timeline(timeline)
-        check_outputs(None, pictures=[picture])
+        if (saved is None) == (not workload):
+            raise UserError("trace: name a saved timeline, or a --workload to record; one of them")
+        if saved is not None:
+            if timeline is not None:
+                raise UserError("--timeline: it is for what is recorded; name a --workload")
+            output = output or saved.with_suffix(".png")
+            recorded = load_timeline(saved)
+            check_outputs(None, pictures=[output])
+        else:
+            check_outputs(None, timeline, pictures=[output])
+            opened = OpenWorkload.of(workload, {**given, "device": device}, None)
+            plan = plan or opened.workload.usual_plan
+            with closing(opened.job), about_plan(plan):
+                recorded = record_job(opened, named_plan(opened, plan), steps)
         echo(recorded.format_summary())
-        save(None, Output("drawn into", picture, recorded.plot))
+        save(
+            None,
+            Output("timeline:", timeline, recorded.save),
+            Output("drawn into", output, recorded.plot),
+        )
 
 
 @app.command("demo")
@@ -233,10 +275,9 @@ def demo(
             breakdown = []
             for label, pipelined in (("plain loop", False), ("under the plan", True)):
                 with closing(work.open_job(config)) as job:
+                    opened = OpenWorkload(work, job, config.device)
                     plan = plans[work.usual_plan]
-                    breakdown.append(
-                        profile_job(job, config.device, plan, 1, 4, pipelined, labels=[label])
-                    )
+                    breakdown.append(profile_job(opened, plan, 1, 4, pipelined, labels=[label]))
             for results in breakdown:
                 echo(f"\n{format_breakdown(results)}")
             echo(f"\n{training.report(runs)}\nfiles:")
@@ -298,9 +339,28 @@ def format_outcome(tuned: Tuned, run: Run) -> str:
     return f"auto: expected {expected}, tried {tried}, got {got_us / 1e3:.3f}"
 
 
+def named_plan(opened: OpenWorkload, name: str) -> PipelinePlan:
+    """The plan of that name, a workload's own or from a file; auto makes one by trial."""
+    if name != AUTO:
+        return load_plan(name, opened.plans)
+    tuned = opened.tune()
+    echo(f"auto: {tuned.format()}")
+    return tuned.plan
+
+
+def record_job(opened: OpenWorkload, plan: PipelinePlan, steps: int) -> Trace:
+    """Run a few steps of a job under a plan, and record those after them."""
+    batches = opened.take(_WARM_UP + steps)
+    tasks, context = opened.job.tasks(), context_of(opened.job)
+    with SWPipeline(plan, tasks, device=opened.device, context=context) as pipe:
+        pipe.run(batches[:_WARM_UP])
+        with pipe.trace() as recorded:
+            pipe.run(batches[_WARM_UP:])
+    return recorded
+
+
 def profile_job(
-    job: Job,
-    device: str | None,
+    opened: OpenWorkload,
     plan: PipelinePlan,
     batches: int,
     rounds: int,
@@ -311,9 +371,10 @@ def profile_job(
     """Measure the tasks of a job under a plan, or in a plain loop."""
     from swpipe.profiler import TaskProfiler
 
-    with SWPipeline(plan, job.tasks(), device=device, context=context_of(job)) as pipe:
+    tasks, context = opened.job.tasks(), context_of(opened.job)
+    with SWPipeline(plan, tasks, device=opened.device, context=context) as pipe:
         return TaskProfiler(pipe).profile_many(
-            list(job.batches(batches)),
+            opened.take(batches),
             num_rounds=rounds,
             pipelined=pipelined,
             verbose=True,

@@ -83,7 +83,7 @@ def launched() -> bool:
 
 def joins(args: Sequence[str]) -> bool:
     """Whether this process has to join other ranks for a command line."""
-    if not launched() or "--help" in args:
+    if not launched() or "--help" in args or args[0] == "--version":
         return False
     # Under torchrun, ranks that do not need each other end together all the same.
     is_ranked = args[0] in COMMANDS and [*args[:2]] != ["plan", "show"]

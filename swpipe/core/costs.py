@@ -13,6 +13,7 @@ from swpipe.core.errors import PlanError, Problem
 from swpipe.core.files import read_text, write_atomically
 from swpipe.core.messages import listed, shown
 from swpipe.core.plain_data import parse_json, read_rows
+from swpipe.core.plan import PULL
 from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
 
 MOST_US = 1e12
@@ -48,7 +49,7 @@ class CostModel:
     """The costs of a plan's tasks.
 
     Attributes:
-        tasks: Task name to its cost.
+        tasks: Task name to its cost; ``PULL`` to that of calling the loader, 0 if it is left out.
         handover_us: Microseconds from the moment a thread wakes another until that one runs.
 
     Raises:
@@ -157,7 +158,7 @@ def _is_time(value: object) -> bool:
 
 
 def _faults(name: object, cost: object) -> Iterable[str]:
-    if isinstance(name, str) and not is_name(name):
+    if isinstance(name, str) and name != PULL and not is_name(name):
         yield NAME_RULE
     if not isinstance(cost, TaskCost):
         yield f"its cost is {shown(cost)}; give a TaskCost"

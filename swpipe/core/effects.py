@@ -34,13 +34,22 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What one task may read, and may set, delete or modify in place, in one iteration."""
+    """What one task may read, and may set, delete or modify in place, in one iteration.
+
+    Attributes:
+        reads: What it may read.
+        writes: What it may write.
+        assumed: Those of them that it was not seen to touch in this way.
+    """
 
     reads: frozenset[Location] = frozenset()
     writes: frozenset[Location] = frozenset()
+    assumed: frozenset[Location] = frozenset()
 
     def __or__(self, other: Effects) -> Effects:
-        return Effects(self.reads | other.reads, self.writes | other.writes)
+        return Effects(
+            self.reads | other.reads, self.writes | other.writes, self.assumed | other.assumed
+        )
 
 
 EffectTable: TypeAlias = Mapping[str, Effects]

@@ -29,6 +29,9 @@ from swpipe.core.task import (
     names_of,
 )
 
+PULL = "<pull>"
+"""The call of the loader, in costs, traces and programs."""
+
 DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
 
@@ -84,9 +87,12 @@ class PipelinePlan:
         order: Tasks in the order in which they run within a period, as far as the dependences
             leave it open; it must not contradict them, and need not name every task.
         streams: Stream name to ``StreamSpec``, for streams that differ from the default.
-        pipeline_depth: How many iterations may be in flight; None is the minimum, max stage + 1.
+        pipeline_depth: How many iterations may be in flight; None is the minimum, ``least_depth``.
             Each further iteration lets worker groups run one period further ahead of the caller.
             At most 1,000.
+        pull_group: Thread group that calls the loader, one iteration before the tasks need the
+            batch; its own, or one that tasks have. None: the caller's thread does, at the
+            beginning of an iteration. The loader is only called during the caller's calls.
         stale: State to how many iterations behind tasks may intentionally read it. It changes no
             order; ``swpipe.analysis.verification`` refuses any other staleness.
         tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
@@ -103,6 +109,7 @@ class PipelinePlan:
     order: Sequence[str] = ()
     streams: Mapping[str, StreamSpec] = field(default_factory=dict)
     pipeline_depth: int | None = None
+    pull_group: str | None = None
     stale: Mapping[str, int] = field(default_factory=dict)
     tasks: tuple[PipelineTask, ...] = field(default=(), compare=False, repr=False)
 
@@ -115,6 +122,7 @@ class PipelinePlan:
         order: Iterable[TaskRef] = (),
         streams: Mapping[str, StreamSpec] | None = None,
         pipeline_depth: int | None = None,
+        pull_group: str | None = None,
         stale: Mapping[str, int] | None = None,
         tasks: Iterable[PipelineTask] = (),
     ) -> None:
@@ -127,6 +135,7 @@ class PipelinePlan:
             "order": _order(order, problems),
             "streams": dict(streams or {}),
             "pipeline_depth": pipeline_depth,
+            "pull_group": pull_group,
             "stale": _stale(stale or {}, problems),
             "tasks": _tasks([*tasks, *schedule], problems),
         }
@@ -148,16 +157,20 @@ class PipelinePlan:
         return max((s.stage for s in self.schedule.values()), default=-1)
 
     @property
+    def least_depth(self) -> int:
+        """How many iterations are in flight at least: one for each stage, and one being pulled."""
+        return self.max_stage + (1 if self.pull_group is None else 2)
+
+    @property
     def depth(self) -> int:
         """How many iterations may be in flight."""
-        return self.max_stage + 1 if self.pipeline_depth is None else self.pipeline_depth
+        return self.least_depth if self.pipeline_depth is None else self.pipeline_depth
 
     @property
     def thread_groups(self) -> tuple[str, ...]:
-        """The caller's group, then the others as tasks first name them."""
-        return tuple(
-            dict.fromkeys((DEFAULT_GROUP, *(s.thread_group for s in self.schedule.values())))
-        )
+        """The caller's group, then the others as tasks first name them, then the loader's."""
+        groups = (DEFAULT_GROUP, *(s.thread_group for s in self.schedule.values()))
+        return tuple(dict.fromkeys((*groups, *([self.pull_group] if self.pull_group else []))))
 
     # ------------------------------------------------------------------ files
 
@@ -194,7 +207,7 @@ class PipelinePlan:
             problems.append(Problem("the plan has no [schedule]: give each task an entry in it"))
         rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
         for key, value in rest.items():
-            if key not in ("pipeline_depth", "stale") and not isinstance(value, list):
+            if key not in ("pipeline_depth", "pull_group", "stale") and not isinstance(value, list):
                 problems.append(Problem(f"{key} is {shown(value)}: it must be a list"))
         if not isinstance(rest.get("stale", {}), Mapping):
             problems.append(Problem(f"stale is {shown(rest['stale'])}: it must be a table"))
@@ -357,7 +370,7 @@ def _wrong_names(values: Mapping[str, Any]) -> list[Problem]:
     ]
     entries = [entry for entry in values["schedule"].values() if isinstance(entry, TaskSchedule)]
     labels = {
-        "thread_group": [entry.thread_group for entry in entries],
+        "thread_group": [*(entry.thread_group for entry in entries), values["pull_group"]],
         "stream": [*(entry.stream for entry in entries), *values["streams"]],
         "stale": values["stale"],
     }

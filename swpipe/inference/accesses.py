@@ -15,10 +15,11 @@ an object (views, lists). It then counts as part of the first attribute that hel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from swpipe.inference.generators import TORCH
 from swpipe.inference.observation import IterationObservation, TaskObservation
 from swpipe.inference.reachable_state import ObjectId
 from swpipe.inference.state_items import StateItem
@@ -54,9 +55,12 @@ class TaskAccesses:
 
 
 def find_accesses(
-    iterations: Iterable[IterationObservation], storages: Storages
+    iterations: Iterable[IterationObservation], storages: Storages, seeded: Iterable[str] = ()
 ) -> dict[str, TaskAccesses]:
-    """Task to what it reads and writes in any of the iterations."""
+    """Task to what it reads and writes in any of the iterations.
+
+    ``seeded`` are the tasks with ``random=True``.
+    """
     iterations = tuple(iterations)
     found: dict[str, TaskAccesses] = {one.task: TaskAccesses() for one in iterations[0].tasks}
     for iteration in iterations:
@@ -68,11 +72,36 @@ def find_accesses(
             for name in observed.changes.generators:
                 accesses.items[StateItem(name, name, "")] |= READ_WRITE
             for name in observed.changes.options:
-                accesses.items[_options_of(name)] |= WRITE
+                accesses.items[options_of(name)] |= WRITE
             for name in observed.stepped:
-                accesses.items[_options_of(name)] |= READ
+                accesses.items[options_of(name)] |= READ
+    _add_seeding(seeded, found)
+    _add_modes(iterations, found)
     _add_unnamed(iterations, storages, found)
     return found
+
+
+def _add_seeding(seeded: Iterable[str], accesses: Mapping[str, TaskAccesses]) -> None:
+    """Tasks that are seeded use torch's default generators, where another task draws without.
+
+    While they run, the generators have other states: who draws then draws other numbers.
+    """
+    item = StateItem(TORCH, TORCH, "")
+    if any(item in of_task.items for of_task in accesses.values()):
+        for task in seeded:
+            accesses[task].items[item] |= READ_WRITE
+
+
+def _add_modes(
+    iterations: Sequence[IterationObservation], accesses: Mapping[str, TaskAccesses]
+) -> None:
+    """Add modules' modes as far as some task switches them: whoever runs the module reads it."""
+    runs = [(one.task, one.modes) for iteration in iterations for one in iteration.tasks]
+    switched = {name for _, modes in runs for name in modes.switched}
+    for task, modes in runs:
+        for name in switched & (modes.ran | modes.switched):
+            item = StateItem(f"{name} mode", name, "mode")
+            accesses[task].items[item] |= (True, name in modes.switched)
 
 
 class _IterationAnalysis:
@@ -142,7 +171,7 @@ class _IterationAnalysis:
             accesses.items[item] |= WRITE
 
 
-def _options_of(optimizer: str) -> StateItem:
+def options_of(optimizer: str) -> StateItem:
     """An optimizer's options other than the parameters, such as the learning rate."""
     return StateItem(f"{optimizer} options", optimizer, "options")
 

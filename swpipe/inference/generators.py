@@ -16,15 +16,19 @@ TORCH = "torch's default generators"
 """Tasks with ``random=True`` need no order for these."""
 
 
+PYTHON = "Python's default generator"
+NUMPY = "numpy's default generator"
+
+
 def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
     """Name to state, of the default generators of torch, Python and numpy and of ``found``."""
     states: dict[str, object] = {
         TORCH: [_bytes(state) for state in device.generator_states().values()],
-        "Python's default generator": random.getstate(),
+        PYTHON: random.getstate(),
     }
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        states["numpy's default generator"] = pickle.dumps(numpy.get_state())
+        states[NUMPY] = pickle.dumps(numpy.get_state())
     return states | {name: _state(generator) for name, generator in found.items()}
 
 

@@ -25,7 +25,9 @@ from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.inference.modes import ModeObserver, Modes
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
+from swpipe.inference.reach import PlaceId, reach_of
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
 from swpipe.inference.recorded_context import (
     AttributeLog,
@@ -53,6 +55,8 @@ class TaskObservation(NamedTuple):
         stepped: Names of the optimizers whose ``step`` ran.
         sizes: Attribute that it set to its bytes; 0 where it deleted it.
         opaque: Attribute that it set to the class of something in it that cannot be inspected.
+        places: Places of Python values outside the context that changed.
+        modes: Modules that it ran, or switched between training and evaluation.
     """
 
     task: str
@@ -64,6 +68,8 @@ class TaskObservation(NamedTuple):
     stepped: frozenset[str]
     sizes: Mapping[str, int]
     opaque: Mapping[str, str]
+    places: frozenset[PlaceId]
+    modes: Modes
 
 
 class IterationObservation(NamedTuple):
@@ -81,7 +87,11 @@ class IterationObservation(NamedTuple):
 
 
 class Observer:
-    """Runs iterations of some tasks, given in serial order, and observes them."""
+    """Runs iterations of some tasks, given in serial order, and observes them.
+
+    Attributes:
+        reaches: Task to what its code could reach before the first iteration.
+    """
 
     def __init__(
         self,
@@ -90,7 +100,9 @@ class Observer:
         seeds: TaskSeeds,
         context: type[TypedContext] = IterContext,
     ) -> None:
+        self.reaches = {task.name: reach_of(task) for task in tasks}
         self.storages = Storages()
+        self._modes = ModeObserver(tasks)
         self._tasks = tasks
         self._device = device
         self._seeds = seeds
@@ -117,15 +129,24 @@ class Observer:
         at_begin = before.storages()
         observed = []
         for task in self._tasks:
-            log, operators, stepped = self._call(task, ctx)
+            values = self._values()
+            with self._modes.observing() as modes:
+                log, operators, stepped = self._call(task, ctx)
+            places = frozenset(p for p, value in self._values().items() if value != values[p])
             after = self._snapshot(ctx)
             log.compare(before.attributes, after.attributes)
-            observed.append(_observation(task, log, operators, stepped, before, after))
+            seen = _observation(task, log, operators, stepped, before, after)
+            observed.append(seen._replace(places=places, modes=modes))
             before = after
         return tuple(observed), at_begin, before.storages()
 
     def _snapshot(self, ctx: RecordedContext) -> ReachableState:
         return ReachableState(ctx, self._tasks, self.storages, self._device)
+
+    def _values(self) -> dict[PlaceId, object]:
+        """What there is now in all places that tasks can reach."""
+        reaches = self.reaches.values()
+        return {place: reach.value(place) for reach in reaches for place in reach.places}
 
     def _call(
         self, task: PipelineTask, ctx: RecordedContext
@@ -174,6 +195,8 @@ def _observation(
         stepped=frozenset(after.optimizers[n] for n in stepped if n in after.optimizers),
         sizes={name: _size(value) for name, value in values.items()} | dict.fromkeys(deleted, 0),
         opaque={name: kind for name, value in values.items() if (kind := _opaque(value))},
+        places=frozenset(),
+        modes=Modes(),
     )
 
 

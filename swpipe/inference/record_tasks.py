@@ -6,22 +6,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.discovery import given_state
-from swpipe._state.guard import TrainingGuard
-from swpipe._state.loop import find_owners, save_tensor_attributes
-from swpipe._state.snapshot import Snapshot
+from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import PipelineTask
+from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
 from swpipe.inference.accesses import find_accesses
+from swpipe.inference.assumptions import (
+    find_assumptions,
+    notes_on_assumptions,
+    touched_in,
+    with_assumptions,
+)
+from swpipe.inference.declared import assign_declared
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
-from swpipe.inference.observation import Observer, TaskObservation
+from swpipe.inference.observation import IterationObservation, Observer, TaskObservation
 from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
+
+MAX_ITERATIONS = 128
+"""How many iterations are recorded at most, where their number is not given."""
 
 
 def record(
@@ -29,7 +37,7 @@ def record(
     batch: Any,
     *,
     context: type[TypedContext] | None = None,
-    iterations: int = 2,
+    iterations: int | None = 2,
     device: Any = None,
     seed: int | None = None,
     state: Any = None,
@@ -47,37 +55,60 @@ def record(
         context: The class of the contexts, as for ``SWPipeline``.
         iterations: How many to run; everything that a task accesses in any of them counts. The
             first may create state that later ones only use, such as an optimizer's. What outlives
-            an iteration shows only from one iteration to the next.
+            an iteration shows only from one iteration to the next. None to go on until two more
+            iterations bring nothing new and every task has been seen to touch something, up to
+            ``MAX_ITERATIONS``: for tasks that act now and then.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         state: What to restore; by default, all state that the tasks can reach.
 
     Raises:
         PlanError: There are no tasks, or two have the same name.
-        ValueError: ``iterations`` is not an integer of 1 or more.
+        ValueError: ``iterations`` is neither None nor an integer of 1 or more.
         TypeError: Something in ``state`` cannot be restored, or ``context`` cannot be used.
         UnsavedStateError: Tasks call the step of an optimizer that is not restored.
         BaseException: Whatever a task raised, with a note of where.
     """
-    tasks = tuple(tasks)
-    _check(tasks, iterations)
     where = resolve_device(device)
-    owners = list(find_owners(tasks) if state is None else given_state(state))
-    snapshot = Snapshot(owners, where)
-    restore_attributes = save_tensor_attributes(tasks)
+    return record_beside((), tasks, batch, iterations, where, seed, state, context)
+
+
+def record_beside(
+    others: Iterable[PipelineTask],
+    own: Iterable[PipelineTask],
+    batch: Any,
+    iterations: int | None,
+    where: Device,
+    seed: int | None,
+    state: Any = None,
+    context: type[TypedContext] | None = None,
+) -> Recording:
+    """``record`` of all tasks, ``others`` first, whose state is not saved: they change none.
+
+    Saving can change something: a loader with a state goes back to it in its next pass.
+    """
+    own = tuple(own)
+    tasks = (*others, *own)
+    _check(tasks, iterations)
+    saved = LoopState(own, state, where)
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where), context_class(context))
     try:
         # What is modified without an optimizer, and is not restored, is told in the notes.
-        with TrainingGuard(tasks, snapshot):
-            observed = [observer.run(batch, number) for number in range(iterations)]
+        with saved.guard():
+            observed = _observe(observer, batch, iterations)
+            reached = reachable_items(tasks)
+            reached.tensors = assign_declared(reached.tensors, tasks)
+            accesses = find_accesses(
+                observed, observer.storages, [task.name for task in tasks if task.random]
+            )
+            assumptions = find_assumptions(tasks, observed, accesses, observer.reaches, reached)
     finally:
-        restore_attributes()
-        snapshot.restore()
-    accesses = find_accesses(observed, observer.storages)
+        saved.restore()
     states = group(accesses)
     declared = declared_effects(tasks)
     effects = {task: e | declared[task] for task, e in effects_of(accesses, states).items()}
+    effects, states = with_assumptions(effects, assumptions, states)
     transfers = find_transfers(observed, effects, observer.storages)
     not_restored = list(_not_restored(before, reachable_items(tasks)))
     runs = [one for iteration in observed for one in iteration.tasks]
@@ -87,13 +118,34 @@ def record(
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         sizes=_sizes(runs),
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
-        notes=notes_on(tasks, runs, accesses, transfers, not_restored),
+        notes=(
+            *notes_on_assumptions(assumptions, effects),
+            *notes_on(tasks, runs, accesses, transfers, not_restored),
+        ),
     )
 
 
-def _check(tasks: Sequence[PipelineTask], iterations: int) -> None:
-    if type(iterations) is not int or iterations < 1:
-        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more")
+def _observe(observer: Observer, batch: Any, iterations: int | None) -> list[IterationObservation]:
+    """Observe so many iterations, or as many as bring something new."""
+    observed: list[IterationObservation] = []
+    known: dict[str, frozenset[object]] = {}
+    quiet = 0
+    while len(observed) < (iterations or MAX_ITERATIONS):
+        observed.append(observer.run(batch, len(observed)))
+        found = {
+            one.task: known.get(one.task, frozenset()) | touched_in(one)
+            for one in observed[-1].tasks
+        }
+        quiet = quiet + 1 if found == known else 0
+        known = found
+        if iterations is None and quiet >= 2 and all(known.values()):
+            break
+    return observed
+
+
+def _check(tasks: Sequence[PipelineTask], iterations: int | None) -> None:
+    if iterations is not None and (type(iterations) is not int or iterations < 1):
+        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more, or None")
     names = [task.name for task in tasks]
     problems = [
         Problem(f"task {name!r} is given {names.count(name)} times: names are unique", (name,))

@@ -30,8 +30,8 @@ class StateItem(NamedTuple):
         name: "model.net.weight".
         owner: The object that it belongs to: "model".
         kind: "parameters", "buffers", "gradients", "state" of an optimizer, "options" of an
-            optimizer, "declared", or "" for anything that belongs to neither a module nor an
-            optimizer.
+            optimizer, "mode" of a module, "declared", or "" for anything that belongs to neither a
+            module nor an optimizer.
     """
 
     name: str

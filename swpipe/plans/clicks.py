@@ -35,6 +35,7 @@ def pipelined() -> PipelinePlan:
         COMPUTE,
         carried=[("embed", "step"), ("forward", "step")],
         depth=3,
+        pull_group=None,  # a batch is a range of rows: it costs nothing
         streams={"copy": "memcpy"},
     )
 

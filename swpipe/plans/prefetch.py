@@ -16,15 +16,17 @@ def prefetch_plan(
     carried: Iterable[tuple[TaskRef, TaskRef]] = (),
     group: str = "io",
     depth: int = 3,
+    pull_group: str | None = "loader",
     streams: Mapping[TaskRef, StreamRef] | None = None,
 ) -> PipelinePlan:
-    """Prepare batches on their own thread, one stage ahead of the tasks that use them.
+    """Pull and prepare batches on threads of their own, ahead of the tasks that use them.
 
     ::
 
-        thread    period 0    period 1    period 2
-        io        feed 0      feed 1      feed 2
-        caller                compute 0   compute 1
+        thread    period 0    period 1    period 2    period 3
+        loader    pull 0      pull 1      pull 2      pull 3
+        io                    feed 0      feed 1      feed 2
+        caller                            compute 0   compute 1
 
     Each list runs in order, and ``compute`` after ``feed``. With a depth of 2 the two overlap; each
     further iteration lets the feeding thread run one batch further ahead, which evens out batches
@@ -36,7 +38,8 @@ def prefetch_plan(
         carried: (consumer, producer): the consumer on one iteration comes after the producer on
             the one before, such as ("forward", "step") where the step updates what forward reads.
         group: Name of the feeding thread group.
-        depth: How many iterations may be in flight; 2 or more.
+        depth: How many iterations may be in flight, besides one that is pulled; 2 or more.
+        pull_group: Name of the thread group that calls the loader; None for the caller's thread.
         streams: Streams of tasks whose device work runs on a stream of its own, such as a copy.
 
     Raises:
@@ -60,5 +63,6 @@ def prefetch_plan(
         deps=[(after, before) for before, after in pairwise([*feed, *compute])],
         cross_iter_deps=carried,
         streams=dict.fromkeys(named, StreamSpec()),
-        pipeline_depth=depth,
+        pipeline_depth=depth + (pull_group is not None),
+        pull_group=pull_group,
     )

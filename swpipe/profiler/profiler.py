@@ -136,7 +136,7 @@ class TaskProfiler:
         with _progress_bar(visits, show=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
-                rounds = Rounds(timer, counts, saved.restore)
+                rounds = Rounds(timer, counts, saved.restore_training)
                 try:
                     with self.pipe.borrow(), saved.guard():
                         step_s, times = rounds.warm_up()

@@ -144,11 +144,11 @@ def measure_slopes(
     delays = _Delays(pipe)
     try:
         with pipe.borrow(), saved.guard():
-            _, times = Rounds(timer, counts, saved.restore).warm_up()
+            _, times = Rounds(timer, counts, saved.restore_training).warm_up()
             delays.seconds = {name: max(LEAST_S, share * times.host_s[name]) for name in names}
-            slower = Rounds(timer, counts, saved.restore, delays.slower)
+            slower = Rounds(timer, counts, saved.restore_training, delays.slower)
             slower.measure(kinds, lambda: None)
-            faster = Rounds(timer, counts, saved.restore, delays.faster)
+            faster = Rounds(timer, counts, saved.restore_training, delays.faster)
             faster.measure(kinds, lambda: None)
     finally:
         saved.restore()

@@ -19,9 +19,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe._engine.program import ADMIT, RETIRE
+from swpipe._engine.program import ADMIT, OWN, RETIRE
+from swpipe.core.plan import PULL
 from swpipe.trace.perfetto import Arrow
-from swpipe.trace.span import OWN, Span, in_order
+from swpipe.trace.span import Span, in_order
 
 Why: TypeAlias = Literal["row", "dependence", "queued", "begin"]
 """The row was busy; a dependence; the host had not queued it; or nothing that was recorded."""
@@ -93,6 +94,8 @@ class Causes:
         for arrow in self._producers[span.task]:
             yield from self._ended(arrow.producer, span.iteration - arrow.distance, span)
         if span.task not in OWN:
+            yield from self._ended(PULL, span.iteration, span)
+        if span.task not in (ADMIT, RETIRE):
             yield from self._ended(ADMIT, span.iteration, span)
         if span.task == RETIRE:
             for other in self._in_iteration[span.iteration]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swpipe._engine.program import OWN
 from swpipe.core.errors import PlanError
 from swpipe.core.files import read_text, replacing, write_atomically
 from swpipe.core.messages import shorten, shown
@@ -26,7 +27,7 @@ from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import MOST_ITERATIONS
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import is_label, is_name
-from swpipe.trace.span import OWN, Kind, Row, Span, in_order, rows_of
+from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
 """Kind of row to the number and name of its process."""

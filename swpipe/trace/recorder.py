@@ -26,10 +26,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from swpipe._engine.program import Instruction, Program
+from swpipe._engine.program import OWN, Instruction, Program
 from swpipe.core.drawing import stream_name
 from swpipe.device import Device, Stream
-from swpipe.trace.span import OWN, Row, Span, in_order
+from swpipe.trace.span import Row, Span, in_order
 
 
 @runtime_checkable

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe._engine.program import ADMIT, RETIRE
+from swpipe._engine.program import OWN
 
 Kind: TypeAlias = Literal["thread", "stream"]
-
-OWN = (ADMIT, RETIRE)
-"""The tasks that swpipe adds."""
 
 
 class Row(NamedTuple):

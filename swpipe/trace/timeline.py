@@ -18,8 +18,9 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from swpipe._engine.program import OWN
 from swpipe.core.files import replacing
-from swpipe.trace.span import OWN, Panel, Row, Span, extent_ns, rows_of
+from swpipe.trace.span import Panel, Row, Span, extent_ns, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

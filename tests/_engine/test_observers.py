@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
-import nvtx
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -143,6 +144,7 @@ def test_nvtx_has_a_range_per_task_with_the_iteration_as_payload() -> None:
 
 def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
     """The package's own domain, with no tool attached, swallows it."""
+    nvtx = pytest.importorskip("nvtx")
     nvtx_observer = NvtxRanges(nvtx.get_domain("swpipe"))
     nvtx_observer.start(instruction("forward"), 0)
     nvtx_observer.stop(instruction("forward"), 0)
@@ -150,6 +152,7 @@ def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
 
 def test_nvtx_has_ranges_where_a_tool_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package then gives a real domain; and only devices with NVTX have ranges."""
+    nvtx = pytest.importorskip("nvtx")
     nvtx_ranges.cache_clear()
     assert Observers(NvtxDevice())() == ()
     nvtx_ranges.cache_clear()
@@ -159,6 +162,26 @@ def test_nvtx_has_ranges_where_a_tool_is_attached(monkeypatch: pytest.MonkeyPatc
     assert isinstance(observer, NvtxRanges)
     assert Observers(CpuDevice())() == ()
     nvtx_ranges.cache_clear()
+
+
+WITHOUT_NVTX = """
+import sys
+
+sys.modules["nvtx"] = None
+from tests._engine.test_observers import NvtxDevice
+from tests.support.plans_for_tests import piped, tasks
+from swpipe import SWPipeline
+
+with SWPipeline(piped(), tasks(), device=NvtxDevice()) as pipe:
+    print(pipe.run(range(3)).iterations)
+"""
+
+
+def test_without_the_nvtx_package_there_are_no_ranges() -> None:
+    """A run on a device with NVTX needed the package, which has no wheels for some systems."""
+    command = [sys.executable, "-c", WITHOUT_NVTX]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
 def test_an_added_observer_comes_last() -> None:

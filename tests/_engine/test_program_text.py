@@ -74,7 +74,11 @@ FEED, COMPUTE = ["read", "copy"], ["forward", "step"]
 GOLDEN = {
     "serial": (PipelinePlan.serial([task("read"), task("train")]), False, SERIAL),
     "README": (README, False, TWO_GROUPS),
-    "prefetch": (prefetch_plan(FEED, COMPUTE, streams={"copy": "memcpy"}), True, PREFETCH),
+    "prefetch": (
+        prefetch_plan(FEED, COMPUTE, streams={"copy": "memcpy"}, pull_group=None),
+        True,
+        PREFETCH,
+    ),
     "design": (piped(), True, THREE_STAGES),
     "design on a CPU": (piped(), False, THREE_STAGES_ON_CPU),
     "sparse dist": (sparse_dist.sparse_dist(), True, SPARSE_DIST),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._engine.run import Run
+from swpipe._engine.admission import Admission
 from swpipe.device import AcceleratorDevice
 from tests.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
 
@@ -126,7 +126,7 @@ def test_memory_is_bounded_by_the_depth() -> None:
 
 def test_without_back_pressure_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that runs ahead piles up blocks that the device has yet to be done with."""
-    monkeypatch.setattr(Run, "_await_device", lambda run, event: None)
+    monkeypatch.setattr(Admission, "_await_device", lambda own, event: None)
     assert peak_blocks(60) > 10
 
 

@@ -27,7 +27,7 @@ from tests.bench.measure import Row, compared, interleaved
 AHEAD = 2
 WARM_UP = 5
 FEED, TRAIN = ("read", "inflate", "features"), ("forward", "backward", "step")
-PLAN = prefetch_plan(FEED, TRAIN, carried=[("forward", "step")], depth=AHEAD + 1)
+PLAN = prefetch_plan(FEED, TRAIN, carried=[("forward", "step")], depth=AHEAD + 1, pull_group=None)
 
 
 def files(folder: Path, count: int = 4, rows: int = 4096) -> list[Path]:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import swpipe
 from swpipe import PipelinePlan
 from swpipe.cli import main
+from swpipe.cli.launched import joins
 from swpipe.cli.options import spread_lists
 from swpipe.plans.clicks import PLANS
 from swpipe.tasks.clicks_workload import cache_home
@@ -240,7 +242,7 @@ def test_the_demo_shows_everything(
     assert run("demo", "--directory", tmp_path, "--steps", 80, "--batch-size", 32) == 0
     out = capsys.readouterr().out
     assert "serial and pipelined: bit-equal: 80 losses and 37 parameters" in out
-    assert "times as many steps per second" in out
+    assert "pipelined over serial: no difference was measured: one turn has no range" in out
     assert "held-out rows: AUC" in out
     files = [Path(line.strip()) for line in out.split("files:\n")[1].splitlines()]
     assert [file.name for file in files] == [
@@ -403,6 +405,53 @@ def test_options_that_make_no_sense_are_refused(
     """With how to use the command."""
     assert run(*args) == 2
     assert "Usage: swpipe" in capsys.readouterr().err
+
+
+def test_the_version_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under torchrun, where nobody has to be waited for."""
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"swpipe {swpipe.__version__}\n"
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    assert not joins(["--version"])
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "completed"),
+    [
+        ("swpipe tr", 1, {"train", "trace"}),
+        ("swpipe plan si", 2, {"simulate"}),
+        ("swpipe trace --work", 2, {"--workload"}),
+        ("swpipe profile --batch", 2, {"--batches", "--batch-size"}),
+    ],
+)
+def test_the_shell_completes_commands_and_options(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    number: int,
+    completed: set[str],
+) -> None:
+    """Those of workloads too, which are declared when the command line starts."""
+    monkeypatch.setenv("_SWPIPE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(number))
+    assert run() == 0
+    assert set(capsys.readouterr().out.split()) == completed
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_is_a_script(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    """Which the shell reads when it starts; the help names the option that installs it."""
+    assert run("--help") == 0
+    assert "--install-completion" in capsys.readouterr().out
+    monkeypatch.setenv("_SWPIPE_COMPLETE", f"source_{shell}")
+    assert run() == 0
+    assert f"complete_{shell}" in capsys.readouterr().out
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,6 +278,62 @@ def test_a_profile_under_auto_makes_the_plan(capsys: pytest.CaptureFixture[str],
     assert "batch 0, pipelined: " in out
 
 
+# ------------------------------------------------------- profile and trace
+
+
+def test_the_users_own_tasks_are_profiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the serial plan, as they have no other, and under a file."""
+    args = ("profile", "--workload", "my_loop:loop", "--rounds", 2, "--output", "profile.json")
+    for plan in ((), ("--plan", "plan.toml")):
+        assert run(*args, *plan) == 0
+        out = capsys.readouterr().out
+        assert "\nload " in out
+        assert "\nlearn " in out
+        (result,) = json.loads((here / "profile.json").read_text())
+        assert set(result["exposed_s"]) == {"load", "learn"}
+
+
+def test_the_users_own_tasks_are_traced(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So many steps are recorded, after a few that warm up; a picture is drawn where one is named.
+
+    `trace` knew saved timelines only, and `train`, which saves them, does not train such tasks.
+    """
+    args = ("trace", "--workload", "my_loop:loop", "--steps", 5, "--timeline", "out/timeline.json")
+    assert run(*args) == 0
+    assert "initiation interval" in capsys.readouterr().out
+    recorded = Trace.load(here / "out" / "timeline.json")
+    assert {span.task for span in recorded.spans} >= {"load", "learn"}
+    assert len({span.iteration for span in recorded.spans}) == 5
+    assert list((here / "out").iterdir()) == [here / "out" / "timeline.json"]
+
+
+@needs_matplotlib
+def test_a_traced_workload_is_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Into the picture that was named, under the plan that was named."""
+    args = ("trace", "--workload", "my_loop:loop", "--plan", "plan.toml", "--output", "new.png")
+    assert run(*args) == 0
+    assert "drawn into new.png" in capsys.readouterr().out
+    assert (here / "new.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_is_saved_or_recorded(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A saved timeline or a workload has to be named, and not both."""
+    own = ("--workload", "my_loop:loop")
+    for args in ((), ("timeline.json", *own)):
+        assert "name a saved timeline, or a --workload" in refused(capsys, "trace", *args)
+    told = refused(capsys, "trace", "timeline.json", "--timeline", "new.json")
+    assert "--timeline: it is for what is recorded" in told
+
+
+@pytest.mark.parametrize("command", ["profile", "trace"])
+def test_too_few_batches_are_told(
+    here: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """In one line; a profile of no batches ended in a traceback."""
+    told = refused(capsys, command, "--workload", "my_loop:short")
+    assert "workload my_loop:short: it gives 0 batches" in told
+
+
 # --------------------------------------------------------------- bad input
 
 

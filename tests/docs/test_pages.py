@@ -29,6 +29,24 @@ NOT_OUR_WORDS = re.compile(
 """Metaphors that stood for a term of ``docs/guide/glossary.md``."""
 
 
+_FENCE = re.compile(r"^ *(```|~~~|:::)")
+_RULE = re.compile(r"\|( *:?-+:? *\|)+ *$")
+
+
+def rows_cut_off(text: str) -> list[str]:
+    """The lines that begin a table, as ``line: text``, and have no rule of dashes below them."""
+    found = []
+    fenced = False
+    lines = ["", *text.splitlines(), ""]
+    triples = zip(lines, lines[1:], lines[2:], strict=False)
+    for number, (before, line, after) in enumerate(triples, start=1):
+        fenced ^= bool(_FENCE.match(line))
+        begins = line.startswith("|") and not before.startswith("|")
+        if begins and not fenced and not _RULE.match(after):
+            found.append(f"{number}: {line}")
+    return found
+
+
 def public_names() -> dict[str, list[str]]:
     """Each public module that defines ``__all__``, with these names as they are listed."""
     found = {}
@@ -116,6 +134,28 @@ def test_links_lead_somewhere(page: Path) -> None:
     """Relative links and pictures of a page exist."""
     links = _LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_table_is_cut_in_two(page: Path) -> None:
+    """A blank line among the rows ends a table: the rows below it are shown as text, with bars."""
+    assert rows_cut_off(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n", []),
+        ("| a | b |\n|:--|--:|\n| 1 | 2 |\n\n| 3 | 4 |\n", ["5: | 3 | 4 |"]),
+        ("| a | b |\n|---|---|\n\ntext\n| 3 | 4 |\n", ["5: | 3 | 4 |"]),
+        ("| a | b |\n\n|---|---|\n", ["1: | a | b |", "3: |---|---|"]),
+        ("| a | b |", ["1: | a | b |"]),
+        ("```text\n| a | b |\n```\n    | drawn |\n", []),
+    ],
+)
+def test_a_table_that_is_cut_is_seen(text: str, found: list[str]) -> None:
+    """Each row that follows something else than a row, and is no header; code is left alone."""
+    assert rows_cut_off(text) == found
 
 
 def test_every_guarantee_names_its_tests() -> None:

@@ -131,3 +131,12 @@ def test_a_removed_dependence_is_reported_missing(tmp_path: Path) -> None:
 
 def _edge(one: Any) -> Any:
     return edge_of(one)
+
+
+def test_a_recording_leaves_nothing_changed(tmp_path: Path) -> None:
+    """Also the tensor that the loss guard, a plain object, replaces in each iteration."""
+    job = job_on(tmp_path)
+    before = job.guard.first_bad
+    found = recording_of(job)
+    assert job.guard.first_bad is before
+    assert not [note for note in found.notes if "Not restored" in note]

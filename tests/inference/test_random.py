@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swpipe.core.effects import conflicts
+from swpipe.core.effects import Effects, conflicts
 from swpipe.inference import Recording, record
 from swpipe.inference.orders import Edge, Orders, edge_of
 from tests.support.machines import TorchMachine, tasks_of
@@ -46,15 +47,22 @@ def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], 
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=40, derandomize=True)
 def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
-    """Attributes and states; and the dependences imply the order of the serial run."""
+    """Attributes and states; and the dependences imply the order of the serial run.
+
+    What is found and not stated is marked as assumed.
+    """
     workload = random_workload(rng)
     machine = TorchMachine(workload, lambda: None)
     tasks = tasks_of(machine, workload, draws=True)
     recording = record(tasks, rng.choice((None, 3)), device="cpu")
-    assert seen(recording, workload) == stated(workload)
+    found, true = seen(recording, workload), stated(workload)
+    for task, effects in recording.effects.items():
+        assumed = seen(replace(recording, effects={task: Effects(effects.assumed)}), workload)
+        for these, those in zip(found[task], true[task], strict=True):
+            assert those <= these <= those | assumed[task][0]
 
-    found = recording.dependences()
-    edges = [Edge(c, p, 0) for c, p in found.deps] + [Edge(*e) for e in found.cross_iter_deps]
+    needed = recording.dependences()
+    edges = [Edge(c, p, 0) for c, p in needed.deps] + [Edge(*e) for e in needed.cross_iter_deps]
     kept = Orders(tuple(recording.effects), edges)
     lost = [c for c in conflicts(recording.effects) if not kept.implies(edge_of(c))]
     assert lost == []

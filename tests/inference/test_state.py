@@ -111,7 +111,7 @@ def test_buffers_are_state() -> None:
 
     found = recorded(train, evaluate, batch=BATCH)
     assert any("buffers" in state for state in writes(found, "train"))
-    assert not any("norm" in state for state in writes(found, "evaluate"))
+    assert not any("buffers" in state for state in writes(found, "evaluate"))
     assert ("train", "evaluate", 1) in orders(found)
     assert not [note for note in found.notes if "no operator says" in note]
 

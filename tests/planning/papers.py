@@ -35,7 +35,7 @@ def paper(seed: int, most_tasks: int = 6) -> Paper:
     workload = random_workload(rng, most_tasks)
     workload = Workload(workload.tasks, dict.fromkeys(workload.slots, 1))
     plan = _serial(rng, workload) if seed % 2 else random_plan(rng, workload)
-    groups = {"default", *(entry.thread_group for entry in plan.schedule.values())}
+    groups = plan.thread_groups
     limits = Limits(
         in_flight=max(plan.depth, rng.randint(1, 5)), threads=max(len(groups), rng.randint(1, 4))
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import PULL
 
 
 class Reference:
@@ -22,7 +23,7 @@ class Reference:
         order = {name: place for place, name in enumerate((*program.order, RETIRE))}
         by_stream: dict[object, list[Instruction]] = {}
         for ins in program.instructions.values():
-            if ins.task != ADMIT:
+            if ins.task not in SOURCES:
                 by_stream.setdefault(ins.stream, []).append(ins)
         self.chains = {
             stream: sorted(chain, key=lambda ins: order[ins.task])
@@ -33,7 +34,8 @@ class Reference:
         sys.setrecursionlimit(50_000)
 
     def cost(self, task: str) -> TaskCost:
-        return self.costs.tasks.get(task, TaskCost())
+        pulls = PULL if PULL in self.program.instructions else ADMIT
+        return self.costs.tasks.get(PULL if task == pulls else task, TaskCost())
 
     def exists(self, ins: Instruction, period: int) -> bool:
         return 0 <= period - ins.stage < self.iterations
@@ -64,7 +66,7 @@ class Reference:
         if ahead is not None:
             waits.append(self.done(*ahead))
         for wait in ins.event_waits:
-            if wait.producer == ADMIT:
+            if wait.producer in SOURCES:
                 continue
             producer = self.program.instructions[wait.producer]
             their = period - ins.stage - wait.distance + producer.stage

@@ -11,7 +11,7 @@ from swpipe.plans import prefetch_plan
 
 
 def test_it_equals_a_plan_written_by_hand() -> None:
-    """Feeding runs one stage ahead on its own thread; each list is in order."""
+    """Pulling and feeding run ahead, on threads of their own; each list is in order."""
     plan = prefetch_plan(
         ["read", "copy"],
         ["forward", "step"],
@@ -28,7 +28,8 @@ def test_it_equals_a_plan_written_by_hand() -> None:
         deps=[("copy", "read"), ("forward", "copy"), ("step", "forward")],
         cross_iter_deps=[("forward", "step")],
         streams={"memcpy": StreamSpec()},
-        pipeline_depth=3,
+        pipeline_depth=4,
+        pull_group="loader",
     )
 
 
@@ -59,7 +60,9 @@ def test_feeding_runs_ahead_by_the_depth_and_no_further(depth: int) -> None:
             assert fed.acquire(timeout=10)
         ahead.append(count - ctx.iter_idx)
 
-    plan = prefetch_plan([PipelineTask("feed", feed)], [PipelineTask("use", use)], depth=depth)
+    plan = prefetch_plan(
+        [PipelineTask("feed", feed)], [PipelineTask("use", use)], depth=depth, pull_group=None
+    )
     with SWPipeline(plan, device="cpu") as pipe:
         batches = iter(range(20))
         for _ in range(10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import UserList
 from typing import TypedDict
 
 import pytest
@@ -133,7 +134,7 @@ def test_gil_time_is_at_most_the_host_time() -> None:
 
 def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> None:
     """The tasks themselves record whether another one runs."""
-    beside: list[bool] = []
+    beside = UserList[bool]()  # not put back, since it is no list
     reading = [False]
 
     def read(ctx: IterContext) -> None:

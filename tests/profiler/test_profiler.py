@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import UserList
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ class Job:
             torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
         )
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.ran: list[str] = []
+        self.ran = UserList[str]()  # not put back, since it is no list
         self.fails_at = 10**9
 
     def read(self, ctx: IterContext) -> None:

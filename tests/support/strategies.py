@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
 
@@ -177,7 +177,16 @@ def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
         streams={s: StreamSpec(rng.choice((0, -1))) for s in sorted(used) if rng.random() < 0.3},
         pipeline_depth=rng.choice((None, max(stage.values()) + 1 + rng.randint(0, 2))),
     )
-    return _with_more(rng, plan)
+    return _pulling(rng, _with_more(rng, plan))
+
+
+def _pulling(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
+    """Batches are pulled by the caller, by a group of their own, or by one that tasks have."""
+    group = rng.choice((None, None, "loader", *plan.thread_groups[1:2]))
+    depth = plan.pipeline_depth
+    if group is not None and depth is not None:
+        depth = max(depth, plan.max_stage + 2)
+    return replace(plan, pull_group=group, pipeline_depth=depth)
 
 
 def _stages(rng: random.Random, names: Sequence[str], edges: Iterable[Edge]) -> dict[str, int]:

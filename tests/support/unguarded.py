@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swpipe._engine import run as executor
+from swpipe._engine import admission
 from swpipe._engine.iterations import InFlight
 from swpipe._engine.run import Run
 
@@ -25,7 +25,7 @@ def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
             super().__init__(*args)
             self.held = Forgetful()
 
-    patch.setattr(executor, "InFlight", Careless)
+    patch.setattr(admission, "InFlight", Careless)
 
 
 def hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
@@ -35,4 +35,4 @@ def hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
 
 def back_pressure(patch: pytest.MonkeyPatch) -> None:
     """The host runs ahead of the device as far as it likes."""
-    patch.setattr(Run, "_await_device", lambda run, event: None)
+    patch.setattr(admission.Admission, "_await_device", lambda own, event: None)

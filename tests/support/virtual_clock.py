@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import pytest
 
-import swpipe._engine.run
+import swpipe._engine.admission
 import swpipe.pipeline
 import swpipe.profiler.host
 import swpipe.profiler.measure
@@ -183,7 +183,7 @@ def tell_time(
         monkeypatch.setattr(module, "time", host)
     monkeypatch.setattr(swpipe.trace.recorder, "time", host)
     if device is not None:
-        monkeypatch.setattr(swpipe._engine.run, "time", _Looks(device))
+        monkeypatch.setattr(swpipe._engine.admission, "time", _Looks(device))
 
 
 class _Looks:

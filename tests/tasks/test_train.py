@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from swpipe.tasks.clicks import (
     training_tables as report,
 )
 from swpipe.tasks.clicks.compare import Comparison, Speed, compare, speed
-from swpipe.tasks.clicks.train import Chunk, TrainRun
+from swpipe.tasks.clicks.train import Chunk, Range, TrainRun
 from swpipe.tasks.workload import alternate
 from tests.tasks.rows import lines, row
 
@@ -191,32 +192,73 @@ def test_few_steps_are_timed_all_the_same(runs: tuple[TrainRun, TrainRun]) -> No
     assert [run.timed_steps for run in runs] == [4, 4]
 
 
+def _timed(run: TrainRun, *steps_per_s: float) -> None:
+    """Give a run turns of these speeds."""
+    run.losses = [torch.tensor(0.0)]
+    run.chunks = [Chunk(1, 1 / speed) for speed in steps_per_s]
+
+
 def test_speed_is_relative_to_the_other_run(runs: tuple[TrainRun, TrainRun]) -> None:
     """Medians over the turns; a run is as fast as itself."""
-    for serial_s, pipelined_s in ((9.0, 6.0), (9.0, 5.0), (90.0, 30.0)):
-        runs[0].chunks.append(Chunk(1, serial_s))
-        runs[1].chunks.append(Chunk(1, pipelined_s))
+    _timed(runs[0], 10, 8, 16)
+    _timed(runs[1], 20, 32, 24)
     result = speed(*runs)
-    assert result == Speed(ratio=1.8, spread=0.75)
+    assert result == Speed(ratio=2.4, between=Range(20 / 16, 32 / 8))
     assert report.format_speed(*runs, result) == (
-        "pipelined over serial: 1.80 (± 0.75) times as many steps per second"
+        "pipelined over serial: 2.40 (1.25 to 4.00) times as many steps per second"
     )
-    assert speed(runs[1], runs[1]) == Speed(ratio=1.0, spread=0.0)
+    assert speed(runs[0], runs[0]).ratio == 1
 
 
-@pytest.mark.parametrize("step_s", [[5.0], [5.0, 4.0], [5.0, 6.0, 4.0]])
-def test_no_plan_is_called_faster_within_the_spread(
-    runs: tuple[TrainRun, TrainRun], step_s: list[float]
+@pytest.mark.parametrize("scale", [0.001, 0.1, 1, 100, 10**5])
+def test_the_ratio_is_that_of_the_speeds_in_the_table(
+    runs: tuple[TrainRun, TrainRun], scale: float
 ) -> None:
-    """One turn has no spread, and so tells nothing either."""
-    for seconds in step_s:
-        runs[0].chunks.append(Chunk(1, 5.0))
-        runs[1].chunks.append(Chunk(1, seconds))
-    result = speed(*runs)
-    assert not result.differs
-    text = report.format_speed(*runs, result)
-    assert text.endswith("; no difference beyond the spread")
-    assert ("(± n/a)" in text) == (len(step_s) == 1)
+    """The table showed 14.9 and 18.4, and the next line "1.16 times as many".
+
+    The table had the median of each run, and the line the median of the ratios of turns.
+    """
+    _timed(runs[0], 14.9 * scale, 13.1 * scale, 17.7 * scale)
+    _timed(runs[1], 21.5 * scale, 18.4 * scale, 17.9 * scale)
+    *_, serial, pipelined = [line.split() for line in report.format_runs(runs).splitlines()]
+    shown = [float(serial[column]) for column in (2, 3, 5)]
+    assert shown == pytest.approx([14.9 * scale, 13.1 * scale, 17.7 * scale])
+    told = report.format_speed(*runs, speed(*runs))
+    figures = [float(word) for word in re.findall(r"\d+\.\d+", told)]
+    by_table = [
+        float(pipelined[2]) / float(serial[2]),
+        float(pipelined[3]) / float(serial[5]),
+        float(pipelined[5]) / float(serial[3]),
+    ]
+    assert figures == pytest.approx(by_table, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("serial", "pipelined", "why"),
+    [
+        ([5], [50], "one turn has no range; train for more steps"),
+        ([5, 6], [6, 7], "the ranges of steps per second overlap"),
+        ([5, 6, 4], [9, 5.5, 9], "the ranges of steps per second overlap"),
+        ([5, 6, 4], [4.5, 3, 2], "the ranges of steps per second overlap"),
+    ],
+)
+def test_no_plan_is_called_faster_within_the_noise(
+    runs: tuple[TrainRun, TrainRun], serial: list[float], pipelined: list[float], why: str
+) -> None:
+    """Where any turn of the slower run was as fast as one of the other, there is no figure."""
+    _timed(runs[0], *serial)
+    _timed(runs[1], *pipelined)
+    told = report.format_speed(*runs, speed(*runs))
+    assert told == f"pipelined over serial: no difference was measured: {why}"
+
+
+def test_a_slower_plan_is_called_slower(runs: tuple[TrainRun, TrainRun]) -> None:
+    """As plainly as a faster one."""
+    _timed(runs[0], 10, 11, 12)
+    _timed(runs[1], 5, 6, 7)
+    assert "pipelined over serial: 0.55 (0.42 to 0.70) times" in report.format_speed(
+        *runs, speed(*runs)
+    )
 
 
 def test_a_run_that_diverges_says_so(config: ClickConfig) -> None:
@@ -234,7 +276,7 @@ def test_a_run_is_told_in_a_line(runs: tuple[TrainRun, TrainRun]) -> None:
     for run in runs:
         run.advance(10)
     head, rule, *rest = report.format_runs(runs).splitlines()
-    assert head.split() == ["plan", "steps", "steps/s", "±", "rows/s", "loss", "AUC"]
+    assert head.split() == ["plan", "steps", "steps/s", "range", "rows/s", "loss", "AUC"]
     assert set(rule) == {"-", " "}
     assert [text.split()[:2] for text in rest] == [["serial", "10"], ["pipelined", "10"]]
 

@@ -153,8 +153,10 @@ def _with(
         plan,
         schedule={n: replace(e, stage=most - levels[n]) for n, e in plan.schedule.items()},
         order=(),
-        pipeline_depth=None if depth is None else max(depth, most + 1),
+        pipeline_depth=None,
     )
+    if depth is not None:
+        raised = replace(raised, pipeline_depth=max(depth, raised.least_depth))
     return replace(raised, order=closest_order(raised, priority, rules.queues))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT
+from swpipe._engine.program import ADMIT, OWN
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
 from swpipe.planning.simulation.event_simulator import (
     UNBOUNDED,
@@ -16,7 +16,7 @@ from swpipe.planning.simulation.event_simulator import (
     simulate_run,
 )
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
-from swpipe.trace.span import OWN, Row
+from swpipe.trace.span import Row
 
 LONGEST_RUN = 16
 """How many iterations to simulate at most, in multiples of the graph's reach."""

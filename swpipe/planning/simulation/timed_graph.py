@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
-from swpipe.core.plan import DEFAULT_GROUP, StreamRef
+from swpipe.core.plan import DEFAULT_GROUP, PULL, StreamRef
 from swpipe.planning.simulation.cycles import Arc, ticks
 from swpipe.trace.span import Row
 
@@ -119,6 +119,8 @@ class _Builder:
         self.streams = streams
         self.handover = ticks(costs.handover_us)
         known = costs.of(program.order)
+        puller = PULL if PULL in program.instructions else ADMIT
+        known[puller] = costs.tasks.get(PULL, TaskCost())
         self.instructions = order = _in_lag_order(program)
         self.costs = [known.get(ins.task, TaskCost()) for ins in order]
         self.times = [host_time(cost, streams) for cost in self.costs]
@@ -261,17 +263,20 @@ class _Builder:
 
 def _queues(ins: Instruction, cost: TaskCost) -> bool:
     """Whether an instruction submits anything to its stream: work, a wait or an event."""
-    waits = any(wait.producer != ADMIT for wait in ins.event_waits)
-    return ins.task == RETIRE or cost.device_us > 0 or (ins.task != ADMIT and (waits or ins.record))
+    waits = any(wait.producer not in SOURCES for wait in ins.event_waits)
+    own = ins.task in SOURCES
+    return ins.task == RETIRE or cost.device_us > 0 or (not own and (waits or ins.record))
 
 
 def _in_lag_order(program: Program) -> list[Instruction]:
-    """All instructions, with ``<admit>`` and ``<retire>`` where the default group has them."""
+    """All instructions, with swpipe's own where the program has them."""
     found = {ins.task: ins for lane in program.lanes for ins in lane.instructions}
     default = program.lanes[0]
     if default.group != DEFAULT_GROUP:
         raise ValueError("the first lane of a program must be the default group's")
     order = [found[name] for name in program.order]
+    if PULL in found:
+        return [found[ADMIT], found[PULL], *order, found[RETIRE]]
     index = default.instructions.index(found[ADMIT])
     after = default.instructions[index + 1].task
     place = next((k for k, ins in enumerate(order) if ins.task == after), len(order))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from dataclasses import dataclass
 
 import torch
 
-from swpipe.tasks.clicks.train import TrainRun, half_range
+from swpipe.tasks.clicks.train import Range, TrainRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +53,25 @@ def compare(a: TrainRun, b: TrainRun) -> Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of one plan relative to another.
+    """The speed of one run relative to another.
 
     Attributes:
-        ratio: Steps per second over the other's: the median over the turns.
-        spread: Half the range of the ratio over the turns; NaN of one turn.
+        ratio: Steps per second over the other's; of both, the median over the turns.
+        between: The least and the greatest ratio that a turn of each can have; None where one of
+            the runs had one turn only.
     """
 
     ratio: float
-    spread: float
+    between: Range | None
 
     @property
     def differs(self) -> bool:
-        """The plans differ by more than the spread, which takes two turns or more."""
-        return abs(self.ratio - 1) > self.spread
+        """Every turn of one run was faster than every turn of the other."""
+        return self.between is not None and not self.between.least <= 1 <= self.between.most
 
 
 def speed(first: TrainRun, run: TrainRun) -> Speed:
-    """How fast ``run`` is relative to ``first``: medians over the turns that both took."""
-    ratios = [
-        theirs.step_s / ours.step_s for ours, theirs in zip(run.timed, first.timed, strict=True)
-    ]
-    return Speed(statistics.median(ratios) if ratios else math.nan, half_range(ratios))
+    """How fast ``run`` is relative to ``first``, by the figures that each run shows for itself."""
+    a, b = first.range_per_s, run.range_per_s
+    between = Range(b.least / a.most, b.most / a.least) if a and b else None
+    return Speed(run.steps_per_s / first.steps_per_s, between)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -74,6 +73,13 @@ class Chunk:
     def step_s(self) -> float:
         """Seconds per step."""
         return self.seconds / self.steps
+
+
+class Range(NamedTuple):
+    """Between which figures the turns of a run lie, both included."""
+
+    least: float
+    most: float
 
 
 class TrainRun:
@@ -167,9 +173,10 @@ class TrainRun:
         return 1 / statistics.median(chunk.step_s for chunk in self.timed)
 
     @property
-    def spread_per_s(self) -> float:
-        """Half the range of the steps per second over these chunks; NaN of one chunk."""
-        return half_range([1 / chunk.step_s for chunk in self.timed])
+    def range_per_s(self) -> Range | None:
+        """Range of the steps per second over these chunks; None of one chunk."""
+        speeds = [1 / chunk.step_s for chunk in self.timed]
+        return Range(min(speeds), max(speeds)) if len(speeds) > 1 else None
 
     @property
     def rows_per_s(self) -> float:
@@ -200,8 +207,3 @@ class TrainRun:
 
     def __exit__(self, *failure: Any) -> None:
         self.close()
-
-
-def half_range(values: Sequence[float]) -> float:
-    """Half the difference between the greatest and the least; NaN of fewer than two."""
-    return (max(values) - min(values)) / 2 if len(values) > 1 else math.nan

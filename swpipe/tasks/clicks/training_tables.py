@@ -11,15 +11,18 @@ from swpipe.tasks.clicks.train import RowCount, TrainRun
 
 
 def format_runs(runs: Sequence[TrainRun]) -> str:
-    """A table with a line per run: speed, its spread, loss, and AUC over the rows trained on."""
+    """A table with a line per run: speed, its range, loss, and AUC over the rows trained on.
+
+    The speed is the median over the turns, and the range from the slowest to the fastest of them.
+    """
     from tabulate import tabulate
 
     rows = [
         (
             run.name,
             len(run.losses),
-            f"{run.steps_per_s:.1f}",
-            _number(run.spread_per_s, 1),
+            _speed(run.steps_per_s),
+            "n/a" if run.range_per_s is None else " to ".join(map(_speed, run.range_per_s)),
             f"{run.rows_per_s:,.0f}",
             f"{run.recent_loss():.4f}",
             _number(run.auc(), 4),
@@ -28,7 +31,7 @@ def format_runs(runs: Sequence[TrainRun]) -> str:
     ]
     return tabulate(
         rows,
-        headers=("plan", "steps", "steps/s", "±", "rows/s", "loss", "AUC"),
+        headers=("plan", "steps", "steps/s", "range", "rows/s", "loss", "AUC"),
         colalign=("left", *["right"] * 6),
         disable_numparse=True,
     )
@@ -56,10 +59,14 @@ def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
 
 
 def format_speed(a: TrainRun, b: TrainRun, result: Speed) -> str:
-    """How the speed of ``b`` compares with that of ``a``."""
-    times = f"{result.ratio:.2f} (± {_number(result.spread, 2)}) times"
-    text = f"{b.name} over {a.name}: {times} as many steps per second"
-    return text if result.differs else f"{text}; no difference beyond the spread"
+    """How the speed of ``b`` compares with that of ``a``, if the turns are able to tell."""
+    names = f"{b.name} over {a.name}"
+    if result.between is None:
+        return f"{names}: no difference was measured: one turn has no range; train for more steps"
+    between = f"{result.between.least:.2f} to {result.between.most:.2f}"
+    if result.differs:
+        return f"{names}: {result.ratio:.2f} ({between}) times as many steps per second"
+    return f"{names}: no difference was measured: the ranges of steps per second overlap"
 
 
 def format_rows(rows: RowCount) -> str:
@@ -82,3 +89,8 @@ def format_evaluation(result: Evaluation) -> str:
 
 def _number(value: float, digits: int) -> str:
     return "n/a" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _speed(per_s: float) -> str:
+    """Four digits, so that the ratio of two of them can be checked."""
+    return f"{per_s:.{max(0, 3 - math.floor(math.log10(per_s)))}f}"

@@ -1,0 +1,111 @@
+"""Where iterations come from: back-pressure, the pull of a batch, and its context.
+
+    without a group that pulls     <admit>  wait for the device, pull, make the context
+    with one                       <admit>  wait for the device, read the caller's settings
+                                   <pull>   pull, make the context
+
+Guarantees
+    - The iterator is called by one thread, in order, and only while the caller is inside a call of
+      the pipeline: ``<pull>`` comes after ``<admit>`` and before ``<retire>`` of a period.
+    - A batch that was pulled is in flight: it is handed out, also by ``drain``.
+    - ``InFlightIterations.total`` is set before the instruction that found the end publishes it.
+
+Assumptions
+    - Batches given to ``push`` are taken by ``<admit>``: the caller has none ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextvars import Context
+from typing import Any
+
+from swpipe._engine.bind import Step
+from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
+from swpipe._engine.randomness import this_thread
+from swpipe._engine.torch_state import TorchState
+from swpipe._engine.waiting import Cancelled
+from swpipe.core.context import TypedContext
+from swpipe.core.plan import PULL
+from swpipe.device import Event
+
+
+class Admission:
+    """Admits the iterations of one run.
+
+    Attributes:
+        iterator: Where the batches come from.
+        admitted: How many batches were pulled.
+        data_ended: The iterator had no more.
+        state: The caller's torch settings, for the iterations that are admitted from now on.
+        variables: The caller's context variables; likewise.
+
+    Args:
+        iterations: Of the run.
+        iterator: Where the batches come from.
+    """
+
+    def __init__(self, iterations: InFlightIterations, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.admitted = 0
+        self.data_ended = False
+        self.state: TorchState | None = None
+        self.variables: Context | None = None
+        self._iterations = iterations
+        self._sources: list[Event | None] = [None] * iterations.depth
+        engine = iterations.engine
+        self._has_random_tasks = any(task.random for task in engine.tasks.values())
+        has_group = PULL in engine.program.instructions
+        self._pulls_there = has_group and not isinstance(iterator, PushedBatches)
+
+    def step(self, task: str) -> Step:
+        """What the lane does at ``<admit>`` or ``<pull>``."""
+        if task == PULL:
+            return self._pull if self._pulls_there else lambda i: None
+        return self._admit if self._pulls_there else self._admit_and_pull
+
+    def _admit_and_pull(self, i: int) -> None:
+        self._admit(i)
+        self._pull(i)
+
+    def _admit(self, i: int) -> None:
+        iterations, engine = self._iterations, self._iterations.engine
+        before = engine.ends.get((iterations.first + i) % iterations.depth)
+        if before is not None:
+            self._await_device(before)
+        empty = TypedContext(None, iterations.first + i)
+        iterations.slots[i % iterations.depth] = InFlight(empty, self.state, self.variables, None)
+
+    def _pull(self, i: int) -> None:
+        iterations, device = self._iterations, self._iterations.engine.device
+        if device.has_streams:
+            device.make_current(iterations.caller_stream)
+        try:
+            if self._has_random_tasks or this_thread.access is not None:
+                with iterations.generators.exclusive():
+                    batch = next(self.iterator)
+            else:
+                batch = next(self.iterator)
+        except StopIteration:
+            self.data_ended = True
+            iterations.total = i
+            iterations.slots[i % iterations.depth] = None
+            return
+        iteration: InFlight = iterations.slots[i % iterations.depth]
+        iteration.ctx = iterations.engine.context(batch, iterations.first + i)
+        if device.holds_work(vars(iteration.ctx)):  # the batch, and what the class may add
+            # Only then: to wait for the caller's stream is to wait for all the work queued on it.
+            source = self._sources[i % iterations.depth] or device.new_event()
+            self._sources[i % iterations.depth] = iteration.source = source
+            source.record(iterations.caller_stream)
+        self.admitted += 1
+
+    def _await_device(self, event: Event) -> None:
+        """Keep the host from running further ahead of the device than ``depth`` iterations."""
+        pause_s = 20e-6
+        while not event.query():
+            if self._iterations.generators.cancelled:  # as all waits of a run that stops
+                raise Cancelled
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 500e-6)

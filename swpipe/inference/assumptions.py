@@ -1,0 +1,272 @@
+"""What tasks may touch without having been seen to: unknown is not safe.
+
+A recording sees a few iterations. A task that acts in others only (every fourth, every hundredth)
+touches nothing in these, or something else. So a task *may touch all that its code can reach*,
+
+- if it was seen to touch nothing, or different things in different iterations;
+- if its code takes ``iter_idx`` of the context, or it changes a Python value outside of it;
+
+and else may touch the modules, optimizers, tensors and generators within reach that it was not seen
+to touch at all. Python values that tasks share count as touched by every task that can reach them,
+if one of these tasks changes them or has code that assigns to them.
+
+A task that declares a state (``DeclaredIO(state=...)``) is taken at its word: nothing is assumed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import getattr_static
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swpipe._state.discovery import PLAIN
+from swpipe._tensors.pytree import grad_or_none
+from swpipe.core.effects import Effects, Location
+from swpipe.core.messages import listed
+from swpipe.core.task import PipelineTask
+from swpipe.inference.accesses import READ_WRITE, Access, TaskAccesses, options_of
+from swpipe.inference.observation import IterationObservation, TaskObservation
+from swpipe.inference.reach import SELF, PlaceId, Reach
+from swpipe.inference.state_items import ReachableItems, StateItem, items_of
+from swpipe.inference.storages import unsharded
+
+
+@dataclass
+class Assumption:
+    """What one task may touch beyond what was seen.
+
+    Attributes:
+        reasons: Why, if it may touch all that it can reach.
+        attributes: Attributes of the context.
+        items: State items.
+        shared: Python values that it shares with other tasks; in ``items`` too.
+    """
+
+    reasons: list[str] = field(default_factory=list)
+    attributes: dict[str, Access] = field(default_factory=dict)
+    items: dict[StateItem, Access] = field(default_factory=dict)
+    shared: set[StateItem] = field(default_factory=set)
+
+
+def find_assumptions(
+    tasks: Sequence[PipelineTask],
+    iterations: Sequence[IterationObservation],
+    accesses: Mapping[str, TaskAccesses],
+    reaches: Mapping[str, Reach],
+    reached: ReachableItems,
+) -> dict[str, Assumption]:
+    """Task to what it may touch besides.
+
+    Args:
+        tasks: In serial order.
+        iterations: What was observed.
+        accesses: What follows from it.
+        reaches: Task to what its code can reach.
+        reached: All state items after the last iteration.
+    """
+    found = {task.name: Assumption() for task in tasks}
+    items = _ItemsOf(reached, {item for of_task in accesses.values() for item in of_task.items})
+    attributes = {name for of_task in accesses.values() for name in of_task.attributes}
+    undeclared = [task for task in tasks if not any(io.state for io in task.io)]
+    for task in undeclared:
+        runs = [one for each in iterations for one in each.tasks if one.task == task.name]
+        seen, reach, assumed = accesses[task.name], reaches[task.name], found[task.name]
+        assumed.reasons += _reasons(runs, seen, reach)
+        for owner, called in reach.wholes.items():
+            one = reach.holders[owner]
+            inside = items.of(one)
+            touched = items.is_touched(one, seen) or _is_harmless(one, called, reach)
+            if assumed.reasons or not touched:
+                assumed.items |= dict.fromkeys(inside, READ_WRITE)
+        if assumed.reasons:
+            taken = (reach.taken(reach.context) & attributes) - seen.attributes.keys()
+            assumed.attributes |= {str(n): Access(True, n in reach.stores) for n in taken}
+    _add_places(undeclared, iterations, reaches, found)
+    return found
+
+
+def _reasons(runs: Sequence[TaskObservation], seen: TaskAccesses, reach: Reach) -> Iterator[str]:
+    if not seen.attributes and not seen.items and not any(one.changes.plain for one in runs):
+        yield "was seen to touch nothing"
+    elif any(_touched(one, runs) != _touched(runs[0], runs) for one in runs[1:]):
+        yield "touched different things in different iterations"
+    if "iter_idx" in reach.taken(reach.context):
+        yield "uses the iteration's number"
+    if any(one.places for one in runs):
+        yield "changes Python values outside the context"
+
+
+def _touched(one: TaskObservation, runs: Sequence[TaskObservation]) -> set[object]:
+    """What the task used in this run, of that which was there before each run of it."""
+    lasting = set(one.items).intersection(*(run.items for run in runs))
+    log, operators = one.attributes, one.operators
+    used = operators.all_reads | operators.writes | one.changes.storages
+    found: set[object] = {*log.reads, *log.sets, *log.deletes, *one.stepped, *one.changes.options}
+    found |= {(item.owner, item.kind) for item in lasting if one.items[item] & used}
+    return found | {(i.owner, i.kind) for i in one.changes.items & lasting} | one.changes.generators
+
+
+def touched_in(one: TaskObservation) -> frozenset[object]:
+    """What the task touched in one iteration; memory of the iteration itself does not count."""
+    found = _touched(one, [one]) | {(i.owner, i.kind) for i in one.changes.items}
+    return frozenset(found | one.places | one.modes.ran | one.modes.switched | one.changes.plain)
+
+
+class _ItemsOf:
+    """Finds the state items of modules, optimizers, tensors and generators.
+
+    Args:
+        reached: All state items that there are.
+        seen: Items that tasks touched; some may be gone, such as gradients that were set to None.
+    """
+
+    def __init__(self, reached: ReachableItems, seen: set[StateItem]) -> None:
+        self._gone = {item.name: item for item in seen if item.kind == "gradients"}
+        self._reached = reached
+        self._of_tensor = {id(tensor): item for item, tensor in reached.tensors.items()}
+        self._options = {number: name for name, (number, _) in reached.options.items()}
+        self._generators = {id(one): name for name, one in reached.generators.items()}
+
+    def of(self, owner: Any) -> set[StateItem]:
+        """All items that belong to the owner or that it refers to."""
+        if isinstance(owner, torch.optim.Optimizer):
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+            return self._own(owner) | self._tensors(parameters)
+        if isinstance(owner, torch.nn.Module):
+            return self._tensors([tensor for _, tensor in items_of("", owner)])
+        if isinstance(owner, Tensor):
+            return self._tensors([owner])
+        name = self._generators.get(id(owner))
+        return set() if name is None else {StateItem(name, name, "")}
+
+    def is_touched(self, owner: Any, seen: TaskAccesses) -> bool:
+        """Whether a task was seen to touch the owner; the gradients alone do not count."""
+        own = self._own(owner) if isinstance(owner, torch.optim.Optimizer) else self.of(owner)
+        return not own or not seen.items.keys().isdisjoint(own)
+
+    def _own(self, optimizer: torch.optim.Optimizer) -> set[StateItem]:
+        """The optimizer's options and state, without parameters and gradients."""
+        name = self._options.get(id(optimizer))
+        if name is None:
+            return set()
+        kinds = [item for item in self._reached.tensors if item.owner == name]
+        return {options_of(name), *(item for item in kinds if item.kind == "state")}
+
+    def _tensors(self, tensors: Sequence[Tensor]) -> set[StateItem]:
+        known = self._of_tensor
+        parts = [part for one in tensors for part in unsharded(one)]
+        grads = [grad for one in parts if (grad := grad_or_none(one)) is not None]
+        found = {known[id(one)] for one in (*parts, *grads) if id(one) in known}
+        names = {f"{item.name}.grad" for item in found}
+        return found | {item for name, item in self._gone.items() if name in names}
+
+
+def _is_harmless(owner: Any, called: set[str], reach: Reach) -> bool:
+    """Whether the code only clears an optimizer's gradients, or takes plain values of a module.
+
+    A method's object that the method does not use is one, too.
+    """
+    if called == {SELF} and SELF not in reach.uses:
+        return True
+    if "" in called or not isinstance(owner, torch.nn.Module | torch.optim.Optimizer):
+        return False
+    taken = set[str | None]().union(*(reach.uses.get(name, {None}) for name in called))
+    if isinstance(owner, torch.optim.Optimizer):
+        return taken <= {"zero_grad"}
+    return all(n and isinstance(getattr_static(owner, n, owner), PLAIN) for n in taken)
+
+
+def _add_places(
+    tasks: Sequence[PipelineTask],
+    iterations: Sequence[IterationObservation],
+    reaches: Mapping[str, Reach],
+    found: Mapping[str, Assumption],
+) -> None:
+    """Add the Python values that several tasks can reach and one of them may change."""
+    users: dict[PlaceId, list[str]] = defaultdict(list)
+    paths: dict[PlaceId, str] = {}
+    for task in tasks:
+        for place, path in reaches[task.name].places.items():
+            users[place].append(task.name)
+            paths.setdefault(place, path)
+    changed = {
+        (one.task, place) for each in iterations for one in each.tasks for place in one.places
+    }
+    taken: set[str] = set()
+    for place, names in users.items():
+        writers = {
+            name
+            for name in names
+            if (name, place) in changed or _may_change(place, reaches[name], found[name])
+        }
+        if len(names) < 2 or not writers:
+            continue
+        if isinstance(reaches[names[0]].content(place), Tensor):
+            continue  # a state item, whatever tensor it is
+        path = paths[place]
+        while path in taken:
+            path += "'"
+        taken.add(path)
+        item = StateItem(f"Python value {path}", f"Python value {path}", "")
+        for name in names:
+            found[name].items[item] = Access(True, name in writers)
+            found[name].shared.add(item)
+
+
+def _may_change(place: PlaceId, reach: Reach, assumed: Assumption) -> bool:
+    """Whether code assigns to the place or, if unsure of its task, modifies some container."""
+    if place.name:
+        return place.name in reach.stores
+    return bool(assumed.reasons) and reach.modifies
+
+
+def with_assumptions(
+    effects: Mapping[str, Effects],
+    assumptions: Mapping[str, Assumption],
+    states: Mapping[str, tuple[StateItem, ...]],
+) -> tuple[dict[str, Effects], dict[str, tuple[StateItem, ...]]]:
+    """The effects and states, with what is assumed added."""
+    states = dict(states)
+    state_of = {item: name for name, items in states.items() for item in items}
+    for item in sorted({item for one in assumptions.values() for item in one.items}):
+        if item not in state_of:
+            name = f"{item.owner} {item.kind}" if item.kind else item.name
+            # No observed access is to these items, so they may share a state.
+            while name in states and not all(i.kind == item.kind for i in states[name]):
+                name += "'"
+            states[name] = (*states.get(name, ()), item)
+            state_of[item] = name
+    table = {}
+    for task, seen in effects.items():
+        one = assumptions[task]
+        found = [(Location(name, False), access) for name, access in one.attributes.items()]
+        found += [(Location(state_of[item], True), access) for item, access in one.items.items()]
+        added = Effects(
+            frozenset(place for place, access in found if access.reads),
+            frozenset(place for place, access in found if access.writes),
+        )
+        certain = {Location(state_of[item], True) for item in one.shared}
+        new = (added.reads - seen.reads) | (added.writes - seen.writes)
+        table[task] = replace(seen | added, assumed=new - certain)
+    return table, states
+
+
+def notes_on_assumptions(
+    assumptions: Mapping[str, Assumption], effects: Mapping[str, Effects]
+) -> Iterator[str]:
+    """What was assumed, and how to say what is so."""
+    for task, one in assumptions.items():
+        if not effects[task].assumed:
+            continue
+        places = listed(sorted(str(place) for place in effects[task].assumed), most=4)
+        why = " and ".join(one.reasons) or "can reach what it was not seen to touch"
+        yield (
+            f"{task!r} {why}: it is assumed that it may touch {places}, and it keeps its serial "
+            "order there. Record more iterations, or declare what it touches: "
+            f'{task!r} with io=[DeclaredIO(state="its name", mode="r", "w" or "rw")].'
+        )

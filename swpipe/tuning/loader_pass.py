@@ -1,0 +1,97 @@
+"""One pass over a loader: where it is, and how to get there again.
+
+A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's, is asked for its state
+after each pull, and set back. Any other is begun again under the random states of the
+beginning, and as many batches are pulled and dropped as were handed out: it has to give the same
+batches then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from swpipe._state.default_generators import default_generators, set_default_generators
+from swpipe._state.discovery import has_state_dict
+from swpipe.device import Device
+
+
+class LoaderPass:
+    """A pass that has begun.
+
+    Attributes:
+        iterator: The rest of its batches.
+        handed_out: How many batches the caller got of this pass; the caller counts.
+
+    Args:
+        loader: The loader.
+        device: Whose random generators count.
+        saved: Where to go on, as ``state_dict`` returned it; None for a new pass.
+        loader_draws: Names of the generators that the loader draws from: these go on from where
+            the skipped batches leave them, others from where they were saved.
+
+    Raises:
+        ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: Device,
+        saved: Mapping[str, Any] | None = None,
+        loader_draws: frozenset[str] = frozenset(),
+    ) -> None:
+        self._loader = loader
+        self._device = device
+        self._states: dict[int, Any] = {}  # of the loader, by batches pulled
+        self._first = 0  # batches of the pass before the iterator's own first one
+        self.handed_out = 0
+        if saved is not None:
+            set_default_generators(device, saved["at_start"])
+        self._at_start = default_generators(device)
+        if saved is None:
+            self.iterator = self._pull(iter(loader))
+            return
+        self.handed_out = self._first = saved["batches"]
+        if saved["loader"] is not None:
+            self._loader.load_state_dict(saved["loader"])
+            self._states[self._first] = saved["loader"]
+            self.iterator = self._pull(iter(loader))
+        else:
+            batches = iter(loader)
+            if batches is loader:
+                raise ValueError(
+                    f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
+                    "again: give a DataLoader or another object that makes a new iterator"
+                )
+            skipped = sum(1 for _ in islice(batches, self.handed_out))
+            if skipped < self.handed_out:
+                raise ValueError(
+                    f"the loader has {skipped} batches, but {self.handed_out} were handed out "
+                    "before the state was saved: resume with the same data"
+                )
+            self.iterator = self._pull(batches)
+        now = default_generators(device)
+        kept = {name: now[name] for name in loader_draws & now.keys()}
+        set_default_generators(device, {**saved["generators"], **kept})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass is: after the last batch that was handed out."""
+        return {
+            "batches": self.handed_out,
+            "at_start": self._at_start,
+            "generators": default_generators(self._device),
+            "loader": self._states.get(self.handed_out),
+        }
+
+    def _pull(self, batches: Iterator[Any]) -> Iterator[Any]:
+        pulled = self._first
+        for batch in batches:
+            pulled += 1
+            if has_state_dict(self._loader):
+                self._states[pulled] = copy.deepcopy(self._loader.state_dict())
+                for old in [number for number in self._states if number < self.handed_out]:
+                    del self._states[old]
+            yield batch

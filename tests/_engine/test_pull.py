@@ -1,0 +1,215 @@
+"""A thread group of its own pulls the batches: with the same guarantees as the caller's thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning.simulation.simulator import simulate
+
+
+def double(ctx: IterContext) -> None:
+    """Twice the batch."""
+    ctx.y = 2 * ctx.batch
+
+
+def add(ctx: IterContext) -> None:
+    """And one."""
+    ctx.z = ctx.y + 1
+
+
+TASKS = [PipelineTask("double", double), PipelineTask("add", add)]
+PLAN = PipelinePlan(
+    {"double": TaskSchedule(), "add": TaskSchedule(1)},
+    deps=[("add", "double")],
+    pull_group="loader",
+)
+
+
+class Loader:
+    """Counts what is pulled, and notes who pulls, and whether the caller is in a call."""
+
+    def __init__(self, size: int, fails_at: int | None = None) -> None:
+        self.size, self.fails_at = size, fails_at
+        self.pulled = 0
+        self.threads: set[str] = set()
+        self.in_call = False
+        self.outside = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.outside += not self.in_call
+        if self.pulled == self.fails_at:
+            raise OSError("planted")
+        if self.pulled == self.size:
+            raise StopIteration
+        self.pulled += 1
+        return self.pulled - 1
+
+
+@pytest.fixture
+def pipe() -> Iterator[SWPipeline]:
+    with SWPipeline(PLAN, TASKS, device="cpu") as made:
+        yield made
+
+
+def test_every_batch_is_pulled_once_and_in_order(pipe: SWPipeline) -> None:
+    """On a thread of its own; the pipeline can be used again."""
+    for _ in range(2):
+        loader = Loader(7)
+        assert [ctx.z for ctx in pipe.iterate(loader)] == [2 * i + 1 for i in range(7)]
+        assert loader.pulled == 7
+        assert loader.threads == {"swpipe-loader"}
+    assert pipe.next_iteration == 14
+
+
+@pytest.mark.parametrize("size", range(4))
+def test_data_may_end_at_any_time(pipe: SWPipeline, size: int) -> None:
+    """Also before the pipeline is full."""
+    assert [ctx.iter_idx for ctx in pipe.iterate(Loader(size))] == [*range(size)]
+    assert pipe.in_flight == 0
+
+
+def test_the_next_batch_is_pulled_while_the_tasks_run(pipe: SWPipeline) -> None:
+    """Task and pull wait for each other: they can only go on side by side."""
+    meet = threading.Barrier(2, timeout=30)
+
+    def batches() -> Iterator[int]:
+        for i in range(6):
+            if i >= 2:
+                meet.wait()
+            yield i
+
+    def add(ctx: IterContext) -> None:
+        if ctx.iter_idx < 4:
+            meet.wait()
+        ctx.z = ctx.y + 1
+
+    with SWPipeline(PLAN, [TASKS[0], PipelineTask("add", add)], device="cpu") as side_by_side:
+        assert [ctx.z for ctx in side_by_side.iterate(batches())] == [1, 3, 5, 7, 9, 11]
+
+
+@pytest.mark.parametrize("depth", [None, 4, 6])
+def test_the_loader_is_called_only_during_a_call(depth: int | None) -> None:
+    """So what the caller does between two calls never runs beside it, such as drawing numbers."""
+    loader = Loader(9)
+    with SWPipeline(replace(PLAN, pipeline_depth=depth), TASKS, device="cpu") as pipe:
+        while True:
+            loader.in_call = True
+            try:
+                pipe.progress(loader)
+            except StopIteration:
+                break
+            loader.in_call = False
+            pulled = loader.pulled
+            threading.Event().wait(2e-3)  # time for a thread that would go on by itself
+            assert loader.pulled == pulled
+    assert loader.pulled == 9
+    assert loader.outside == 0
+
+
+def test_drain_hands_out_all_that_was_pulled(pipe: SWPipeline) -> None:
+    """The iterator keeps its other batches, and goes on with them."""
+    loader = Loader(9)
+    first = pipe.progress(loader)
+    assert pipe.in_flight == loader.pulled - 1 == 2
+    rest = pipe.drain()
+    assert [first.z, *(ctx.z for ctx in rest)] == [1, 3, 5]
+    assert [ctx.z for ctx in pipe.iterate(loader)] == [2 * i + 1 for i in range(3, 9)]
+
+
+def test_an_error_of_the_loader_comes_out_as_itself(pipe: SWPipeline) -> None:
+    """With a note; iterations before it are handed out, as far as they were complete."""
+    found: list[int] = []
+    with pytest.raises(OSError, match="planted") as caught:
+        found.extend(ctx.z for ctx in pipe.iterate(Loader(9, fails_at=4)))
+    assert any("pulling the batch of iteration 4" in note for note in caught.value.__notes__)
+    assert found == [1, 3, 5][: len(found)]
+    assert [ctx.z for ctx in pipe.iterate(Loader(2))] == [1, 3]
+
+
+def test_pushed_batches_are_taken_at_once(pipe: SWPipeline) -> None:
+    """The caller has none ahead."""
+    handed_out = [pipe.push(i) for i in range(5)]
+    assert handed_out[:2] == [None, None]
+    rest = pipe.flush()
+    assert [ctx.z for ctx in (*handed_out[2:], *rest) if ctx] == [1, 3, 5, 7, 9]
+
+
+def test_what_the_loader_draws_does_not_depend_on_who_pulls() -> None:
+    """Nor do tasks that are seeded for themselves."""
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(6):
+            yield torch.rand(2)
+
+    def noise(ctx: IterContext) -> None:
+        ctx.y = ctx.batch + torch.rand(2)
+
+    found = []
+    for group in (None, "loader"):
+        torch.manual_seed(3)
+        plan = PipelinePlan({"noise": TaskSchedule()}, pull_group=group)
+        tasks = [PipelineTask("noise", noise, random=True)]
+        with SWPipeline(plan, tasks, device="cpu", seed=1) as pipe:
+            found.append(torch.stack([ctx.y for ctx in pipe.iterate(batches())]))
+    assert torch.equal(*found)
+
+
+def test_the_callers_settings_hold_for_the_loader(pipe: SWPipeline) -> None:
+    """Such as no_grad, on the other thread."""
+
+    def batches() -> Iterator[bool]:
+        for _ in range(3):
+            yield torch.is_grad_enabled()
+
+    with torch.no_grad():
+        assert [ctx.batch for ctx in pipe.iterate(batches())] == [False] * 3
+
+
+def test_a_trace_has_a_row_for_the_pull(pipe: SWPipeline) -> None:
+    """So that one sees what the loader takes, and that it is hidden."""
+    with pipe.trace() as trace:
+        pipe.run(Loader(4))
+    pulls = [span for span in trace.spans if span.task == "<pull>"]
+    assert [span.iteration for span in pulls] == [0, 1, 2, 3]
+    assert {span.row.name for span in pulls} == {"loader"}
+
+
+def test_a_simulation_knows_what_the_pull_takes() -> None:
+    """Hidden by the tasks, or on top of them."""
+    costs = CostModel({"double": TaskCost(5), "add": TaskCost(5), "<pull>": TaskCost(10)})
+    hidden = simulate(PLAN, costs, streams=False).ii_us
+    assert hidden == pytest.approx(10, abs=1)
+    assert simulate(replace(PLAN, pull_group=None), costs, streams=False).ii_us == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"pull_group": "default"}, "other than 'default'"),
+        ({"pull_group": ""}, "pull_group is ''"),
+        ({"pull_group": 3}, "pull_group is 3"),
+        ({"pipeline_depth": 2}, "and pull_group 'loader' need 3 iterations in flight"),
+    ],
+)
+def test_wrong_plans_are_refused(changes: dict[str, Any], rule: str) -> None:
+    """With the rule and the mend."""
+    with pytest.raises(PlanError, match=rule):
+        SWPipeline(replace(PLAN, **changes), TASKS, device="cpu")
+
+
+def test_a_plan_file_has_the_group() -> None:
+    """And ranks compare it."""
+    assert PipelinePlan.from_toml(PLAN.to_toml()).pull_group == "loader"
+    assert PLAN.digest() != replace(PLAN, pull_group=None, pipeline_depth=3).digest()

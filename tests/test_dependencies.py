@@ -1,0 +1,131 @@
+"""What swpipe imports, it declares, so that it works in an environment that has nothing else.
+
+The README's example once failed there: numpy came with other packages, and was not declared.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.test_layout import PACKAGE, ROOT, imports
+
+PROJECT = ROOT / "pyproject.toml"
+
+WORKLOADS = "tasks"
+"""The package of the workloads, whose modules may need libraries of their own."""
+
+EXTRA_OF_WORKLOADS = "clicks"
+EXTRAS = ("clicks", "optimum", "plot")
+"""What the user may install besides; functions that need one of these say so."""
+
+NOT_DECLARED = {"torchrec"}
+"""Its metadata asks for the CUDA build of fbgemm; the user chooses, see docs/guide/install.md."""
+
+
+class Declared(NamedTuple):
+    """The names of the packages that pyproject.toml asks for.
+
+    Functions import what only some systems have; these requirements have a marker.
+    """
+
+    always: set[str]
+    for_workloads: set[str]
+    for_functions: set[str]
+
+
+def declared(project: Path) -> Declared:
+    """From the dependencies and extras of a pyproject.toml."""
+    table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    extras = table["optional-dependencies"]
+    dependencies = table["dependencies"]
+    always = _names([one for one in dependencies if ";" not in one])
+    optional = {extra: _names(extras[extra]) for extra in EXTRAS}
+    return Declared(
+        always,
+        always | optional[EXTRA_OF_WORKLOADS] | NOT_DECLARED,
+        _names(dependencies).union(*optional.values()) | NOT_DECLARED,
+    )
+
+
+def _names(requirements: list[str]) -> set[str]:
+    """``tomli-w>=1.1`` is imported as tomli_w; the other names are those of their modules."""
+    return {re.split(r"[^\w.-]", one)[0].replace("-", "_") for one in requirements}
+
+
+def undeclared(package: Path, names: Declared) -> list[str]:
+    """The imports below ``package`` of what is not declared, as ``file:line: why``."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(package)
+        for name, line, at_load in imports(ast.parse(path.read_text(encoding="utf-8")), "swpipe"):
+            top = name.partition(".")[0]
+            if top == "swpipe" or top in sys.stdlib_module_names:
+                continue
+            if not at_load:
+                allowed, why = names.for_functions, "no dependency and in no extra"
+            elif where.parts[0] == WORKLOADS:
+                allowed, why = names.for_workloads, f"no dependency and not in {EXTRA_OF_WORKLOADS}"
+            else:
+                allowed, why = names.always, "no dependency"
+            if top not in allowed:
+                found.append(f"{where}:{line}: {top} is {why}")
+    return found
+
+
+@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+def test_all_that_swpipe_imports_is_declared() -> None:
+    """At load from the dependencies, or for a workload its extra; in functions from any extra."""
+    assert undeclared(PACKAGE, declared(PROJECT)) == []
+
+
+@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+@pytest.mark.parametrize("name", ["numpy", "torch", "typer"])
+def test_a_dependency_that_goes_away_is_missed(tmp_path: Path, name: str) -> None:
+    """Without its line in pyproject.toml the imports of it are found."""
+    text = PROJECT.read_text(encoding="utf-8")
+    without = re.sub(rf'^ +"{name}>=.*\n', "", text, flags=re.MULTILINE)
+    assert without != text
+    (tmp_path / "pyproject.toml").write_text(without, encoding="utf-8")
+    found = undeclared(PACKAGE, declared(tmp_path / "pyproject.toml"))
+    assert found
+    assert all(f": {name} is no dependency" in line for line in found)
+
+
+@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+def test_the_python_versions_that_are_claimed_are_those_that_are_pinned() -> None:
+    """The metadata claimed 3.12 and 3.13, on which no check had run."""
+    table = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    claimed = re.findall(r"Python :: (3\.\d+)", "\n".join(table["classifiers"]))
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert claimed == re.findall(r"^# .* on Python (3\.\d+)", pins, re.MULTILINE)
+    assert table["requires-python"] == f">={claimed[0]}"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "wrong"),
+    [
+        ("engine.py", "import numpy", True),
+        ("engine.py", "import a.b", False),
+        ("engine.py", "import json, swpipe.core", False),
+        ("engine.py", "try:\n    import polars\nexcept ImportError:\n    polars = None", True),
+        ("engine.py", "def f():\n    import polars", False),
+        ("engine.py", "def f():\n    import requests", True),
+        ("tasks/clicks/log.py", "from polars import DataFrame", False),
+        ("tasks/clicks/log.py", "import torchrec", False),
+        ("tasks/clicks/log.py", "import matplotlib", True),
+        ("tasks/clicks/log.py", "def f():\n    import matplotlib", False),
+    ],
+)
+def test_an_undeclared_import_is_seen(tmp_path: Path, file: str, text: str, wrong: bool) -> None:
+    """Each, planted alone, is found; what is declared for its place is not."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    names = Declared({"a"}, {"a", "polars", "torchrec"}, {"a", "polars", "matplotlib"})
+    assert len(undeclared(tmp_path, names)) == wrong

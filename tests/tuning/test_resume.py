@@ -1,0 +1,202 @@
+"""A run that was stopped and resumed gives the numbers of one that was not."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swpipe
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.plans import prefetch_plan
+from swpipe.tuning.overlapping import OverlappedLoop
+from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
+
+EPOCHS = 2
+
+
+class StatefulRows:
+    """A loader that knows where it is, and shuffles by numbers of its own."""
+
+    def __init__(self) -> None:
+        self.at, self.epoch = 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 6:
+            order = random.Random(self.epoch).sample(range(6), 6)
+            self.at += 1
+            yield Rows().rows.split(4)[order[self.at - 1]]
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+def _dropout() -> Training:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 1))
+    return Training(model, torch.optim.Adam(model.parameters()))
+
+
+def _batch_norm() -> Training:
+    return Training(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
+
+
+WORKER = "with a worker"
+LOOPS: dict[str, Any] = {
+    "a list": lambda: (Training(), Rows().rows.split(4)),
+    "shuffled, with dropout": lambda: (_dropout(), batches(shuffle=True)),
+    "augmented in the loader": lambda: (Training(), batches(NoisyRows(), shuffle=True)),
+    "batch norm": lambda: (_batch_norm(), batches(shuffle=True, drop_last=True)),
+    WORKER: lambda: (_dropout(), batches(NoisyRows(), shuffle=True, num_workers=1)),
+    "a loader with a state": lambda: (_dropout(), StatefulRows()),
+}
+
+
+class Job:
+    """Everything of one process that trains."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(7)
+        random.seed(7)
+        self.parts, loader = LOOPS[name]()
+        functions = self.parts.functions()
+        noise = PipelineTask("noise", self.noise, random=True)
+        self.loop = swpipe.overlap(loader, [functions[0], noise, *functions[1:]], device="cpu")
+        self.epoch = 0
+
+    def noise(self, ctx: Any) -> None:
+        """Random numbers by the iteration's number."""
+        ctx.x = ctx.x + 0.1 * torch.rand(4)
+
+    def losses(self) -> Iterator[float]:
+        """Train; a loss after each iteration, when a state may be saved."""
+        for self.epoch in range(self.epoch, EPOCHS):  # noqa: B020
+            for ctx in self.loop:
+                yield ctx.loss.item()
+
+    def save(self) -> Any:
+        """A checkpoint, as it would be after it was written to a file and read."""
+        parts = self.parts
+        state = [parts.model.state_dict(), parts.optimizer.state_dict(), self.loop.state_dict()]
+        return copy.deepcopy([*state, self.epoch])
+
+    def load(self, saved: Any) -> None:
+        """Go on from a checkpoint."""
+        model, optimizer, loop, self.epoch = copy.deepcopy(saved)
+        self.parts.model.load_state_dict(model)
+        self.parts.optimizer.load_state_dict(optimizer)
+        self.loop.load_state_dict(loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "places"), [*((name, 40) for name in LOOPS if name != WORKER), (WORKER, 2)]
+)
+def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
+    """200 random places: later losses and all parameters are bit-equal."""
+    job = Job(name)
+    losses, saved = [], []
+    for loss in job.losses():
+        losses.append(loss)
+        saved.append(job.save())
+    job.loop.close()
+    final = job.parts.model.state_dict()
+    draws = random.Random(3)
+    for _ in range(places):
+        place = draws.randrange(len(losses))
+        resumed = Job(name)
+        torch.rand(draws.randrange(5))  # what else a new process does
+        resumed.load(saved[place])
+        assert list(resumed.losses()) == losses[place + 1 :]
+        torch.testing.assert_close(resumed.parts.model.state_dict(), final, rtol=0, atol=0)
+        resumed.loop.close()
+
+
+TASKS = [
+    PipelineTask("x", lambda ctx: setattr(ctx, "x", ctx.batch + torch.rand(2)), random=True),
+    PipelineTask("y", lambda ctx: setattr(ctx, "y", 2 * ctx.x)),
+]
+SERIAL = PipelinePlan.serial(TASKS)
+PLANS = {
+    "serial": SERIAL,
+    "pulled ahead": replace(SERIAL, pull_group="loader", pipeline_depth=None),
+    "prefetched": prefetch_plan(["x"], ["y"], depth=4),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_pipeline_knows_its_next_iteration_and_what_it_has_pulled(name: str) -> None:
+    """A loader is set back by what is in flight; random tasks draw what they would have."""
+    with SWPipeline(PLANS[name], TASKS, device="cpu", seed=5) as pipe:
+        expected = [ctx.y for ctx in pipe.iterate(range(9))]
+    for stop in range(1, 9):
+        pulled = iter(range(9))
+        with SWPipeline(PLANS[name], TASKS, device="cpu", seed=5) as pipe:
+            for _ in range(stop):
+                pipe.progress(pulled)
+            state = pipe.state_dict()
+        assert state["next_iteration"] == stop
+        begin = next(pulled, 9) - state["in_flight"]
+        assert begin == stop
+        with SWPipeline(PLANS[name], TASKS, device="cpu") as pipe:
+            pipe.load_state_dict(state)
+            rest = [ctx.y for ctx in pipe.iterate(range(begin, 9))]
+            assert pipe.state_dict() == {"next_iteration": 9, "in_flight": 0, "seed": 5}
+        assert torch.equal(torch.stack([*expected[:stop], *rest]), torch.stack(expected))
+
+
+def test_a_state_is_not_loaded_in_mid_flight() -> None:
+    """Nor one that is none."""
+    with SWPipeline(PLANS["prefetched"], TASKS, device="cpu") as pipe:
+        data = iter(range(9))
+        pipe.progress(data)
+        with pytest.raises(RuntimeError, match="before loading a state"):
+            pipe.load_state_dict(pipe.state_dict())
+        pipe.drop()
+        assert pipe.next_iteration == 1
+        with pytest.raises(ValueError, match="next_iteration is -1"):
+            pipe.load_state_dict({"next_iteration": -1, "seed": 0})
+
+
+def test_a_loader_that_cannot_go_back_is_refused() -> None:
+    """An iterator has no beginning; a shorter loader lacks what was handed out."""
+
+    def loop(loader: Any) -> OverlappedLoop:
+        return swpipe.overlap(loader, Training().functions(), device="cpu")
+
+    with loop(Rows().rows.split(4)) as first:
+        states = [first.state_dict() for _ in first]
+    with loop(part for part in Rows().rows.split(4)) as other:
+        with pytest.raises(ValueError, match=r"the loader is an iterator \(generator\)"):
+            other.load_state_dict(states[2])
+    with loop(Rows().rows.split(4)[:2]) as other:
+        with pytest.raises(ValueError, match="the loader has 2 batches, but 3 were handed out"):
+            other.load_state_dict(states[2])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
+    """It is asked for its state after each batch, and none is pulled twice."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loop() -> OverlappedLoop:
+        torch.manual_seed(7)
+        loader = torchdata.StatefulDataLoader(Rows(), batch_size=4, shuffle=True)
+        return swpipe.overlap(loader, Training().functions(), device="cpu")
+
+    with loop() as first:
+        seen = [(ctx.batch, first.state_dict()) for ctx in first]
+    for place in range(len(seen)):
+        with loop() as other:
+            other.load_state_dict(seen[place][1])
+            rest = [ctx.batch for ctx in other]
+        torch.testing.assert_close(rest, [batch for batch, _ in seen[place + 1 :]])
