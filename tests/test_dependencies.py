@@ -25,8 +25,10 @@ EXTRA_OF_WORKLOADS = "clicks"
 EXTRAS = ("clicks", "optimum", "plot")
 """What the user may install besides; functions that need one of these say so."""
 
-NOT_DECLARED = {"torchrec"}
-"""Its metadata asks for the CUDA build of fbgemm; the user chooses, see docs/guide/install.md."""
+NOT_DECLARED = {"torchrec", "typing_extensions"}
+"""The first asks for the CUDA build of fbgemm: the user chooses, see docs/guide/install.md. Only type
+checkers read the second, and bring it.
+"""
 
 
 class Declared(NamedTuple):
