@@ -26,8 +26,8 @@ EXTRAS = ("clicks", "optimum", "plot")
 """What the user may install besides; functions that need one of these say so."""
 
 NOT_DECLARED = {"torchrec", "typing_extensions"}
-"""The first asks for the CUDA build of fbgemm: the user chooses, see docs/guide/install.md. Only type
-checkers read the second, and bring it.
+"""The first asks for the CUDA build of fbgemm: the user chooses, see docs/guide/install.md. Only
+type checkers read the second, and bring it.
 """
 
 
