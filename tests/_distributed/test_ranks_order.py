@@ -241,9 +241,10 @@ def test_torchrun_ends_within_seconds_and_names_the_cause(tmp_path: Path, group:
     )  # fmt: skip
     assert done.returncode != 0
     assert "Planted: on rank one" in done.stderr
-    assert "rank      : 1 " in done.stderr.split("Root Cause")[1]
     said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank0]:"))
-    if "Error: " in said:  # torchrun may have ended it before it could say
+    # Of ranks that have ended when it looks, torchrun calls the first one the root cause.
+    blames_victim = "rank      : 1 " not in done.stderr.split("Root Cause")[1]
+    if blames_victim or "Error: " in said:  # else torchrun ended it before it could say
         assert "rank 1 had failed before, which may be the cause: Planted: on rank one" in said
 
 
