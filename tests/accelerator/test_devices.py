@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import UserList
 from collections.abc import Iterator
 from ctypes import memmove
-from functools import partial
 from threading import Event
 
 import pytest
@@ -317,12 +316,8 @@ def test_without_event_timing_a_profile_has_the_hosts_times(device: str, pipelin
         backend.misbehaving(event_timing=False),
         SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe,
     ):
-        profile = partial(TaskProfiler(pipe).profile, 1.0, 1, 4, 2, pipelined=pipelined)
-        if pipelined:
-            with pytest.warns(UserWarning, match="profiles have times of the host's clock"):
-                result = profile()
-        else:
-            result = profile()
+        with pytest.warns(UserWarning, match="profiles have times of the host's clock"):
+            result = TaskProfiler(pipe).profile(1.0, 1, 4, 2, pipelined=pipelined)
     assert result.exposed_s.keys() == {"draw", "add", "total"}
     assert result.baseline_s > 0
 
