@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,9 @@ WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Values without parts. Equal values may be one object, so these are found on all their paths."""
+
+
+_EMPTY = object()
 
 
 class Found(NamedTuple):
@@ -213,18 +216,16 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
             yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
     elif not isinstance(value, ModuleType | type) and step.hops < max_hops:
         yield from (step.to(name, item, hops=1) for name, item in _attributes(value))
-        if not _foreign(type(value).__module__):
+        if not is_foreign(type(value).__module__):
             yield step.to("", vars(type(value)).get("__call__"))
 
 
 def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
-    if _foreign(function.__module__):
+    if is_foreign(function.__module__):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield step.to(name, cell.cell_contents)
-        except ValueError:  # the cell is still empty
-            continue
+        if (value := content_of(cell, _EMPTY)) is not _EMPTY:
+            yield step.to(name, value)
     yield from (step.to("default", value) for value in function.__defaults__ or ())
     yield from (step.to(name, value) for name, value in (function.__kwdefaults__ or {}).items())
     names = set(names_in(function.__code__))
@@ -233,7 +234,7 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
             continue
         if not isinstance(value, ModuleType):
             yield step.to(name, value)
-        elif not _foreign(value.__name__):
+        elif not is_foreign(value.__name__):
             inside = vars(value)
             yield from (step.to(f"{name}.{n}", inside[n]) for n in names if n in inside)
 
@@ -255,5 +256,19 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-def _foreign(module: str | None) -> bool:
+def content_of(cell: CellType, default: Any = None) -> Any:
+    """What a closure's cell holds; ``default`` while it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
+
+
+def is_installed(file: str | None) -> bool:
+    """Whether a source file belongs to an installed package."""
+    return any(part in (file or "") for part in ("site-packages", "dist-packages"))
+
+
+def is_foreign(module: str | None) -> bool:
+    """Whether a module is torch's, numpy's or Python's own."""
     return (module or "").partition(".")[0] in FOREIGN

@@ -67,15 +67,15 @@ class LoopState:
         self._restore_attributes()
         self._snapshot.restore()
 
-    def guard(self) -> AbstractContextManager[object]:
+    def guard(self, *, always: bool = False) -> AbstractContextManager[object]:
         """A block in which an optimizer's step on what is not restored raises.
 
-        Where the user has said what to restore, nothing is refused.
+        Where the user has said what to restore, nothing is refused, unless ``always``.
 
         Raises:
             UnsavedStateError: From such a step.
         """
-        if self._searched:
+        if self._searched or always:
             return TrainingGuard(self._tasks, self._snapshot)
         return nullcontext()
 

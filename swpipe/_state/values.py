@@ -24,7 +24,17 @@ from typing import Any
 
 import torch
 
-from swpipe._state.discovery import FOREIGN, PLAIN, WHOLE, Found, find_all, names_in
+from swpipe._state.discovery import (
+    FOREIGN,
+    PLAIN,
+    WHOLE,
+    Found,
+    content_of,
+    find_all,
+    is_installed,
+    names_in,
+)
+from swpipe._state.snapshot import modules_in
 from swpipe.core.task import PipelineTask
 
 MAX_ITEMS = 10**6
@@ -35,7 +45,6 @@ MAX_HOPS = 4
 
 CONTAINERS = (list, dict, set, deque, bytearray)
 _NOTHING = object()
-_INSTALLED = ("site-packages", "dist-packages")
 _LAZY = torch.nn.modules.lazy.LazyModuleMixin
 
 
@@ -62,7 +71,7 @@ class SavedValues:
         elif isinstance(value, CONTAINERS):
             self._save_container(value)
         elif isinstance(value, torch.nn.Module):
-            for module in value.modules():
+            for module in modules_in(value):
                 self._save_module(module)
         elif isinstance(value, type):
             self._save_class(value)
@@ -73,7 +82,7 @@ class SavedValues:
 
     def _save_function(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
-            content = _content(cell)
+            content = content_of(cell, _NOTHING)
             self._restores.append(partial(_set_cell, cell, content))
             self._save_class(content)
         names = set(names_in(function.__code__))
@@ -138,8 +147,7 @@ def is_users(value: Any) -> bool:
     root = (name or "").partition(".")[0]
     if root in FOREIGN or root == "swpipe":
         return isinstance(value, (FunctionType, MethodType, partial, *CONTAINERS, tuple))
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return not any(part in file for part in _INSTALLED)
+    return not is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 
 def _set_hooks(hooks: dict[Any, Any], saved: dict[Any, Any]) -> None:
@@ -157,15 +165,8 @@ def _class_of(value: Any) -> type:
     return value if isinstance(value, type) else type(value)
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is still empty
-        return _NOTHING
-
-
 def _set_cell(cell: CellType, content: Any) -> None:
-    if _content(cell) is content:
+    if content_of(cell, _NOTHING) is content:
         return
     if content is _NOTHING:
         del cell.cell_contents

@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe._state.discovery import FOREIGN, MAX_ITEMS, PLAIN, WHOLE, is_generator
+from swpipe._state.discovery import (
+    MAX_ITEMS,
+    PLAIN,
+    WHOLE,
+    content_of,
+    is_foreign,
+    is_generator,
+    is_installed,
+)
 from swpipe.core.task import PipelineTask
 
 MAX_HOPS = 4
@@ -29,61 +37,24 @@ MAX_HOPS = 4
 
 CONTAINERS = (list, dict, set, deque)
 _STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF")
-_MODIFIERS = frozenset(
-    [
-        "append",
-        "appendleft",
-        "extend",
-        "insert",
-        "remove",
-        "pop",
-        "popleft",
-        "popitem",
-        "clear",
-        "sort",
-        "reverse",
-        "add",
-        "discard",
-        "update",
-        "setdefault",
-    ]
-)
+_MODIFIERS = {
+    "append", "appendleft", "extend", "insert", "remove", "pop", "popleft", "popitem",
+    "clear", "sort", "reverse", "add", "discard", "update", "setdefault",
+}  # fmt: skip
 SELF = "self"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")
 _IGNORED = ("CACHE", "PUSH_NULL", "PRECALL", "RESUME", "EXTENDED_ARG", "NOP")
 _SUBSCRIPT = ("STORE_SUBSCR", "DELETE_SUBSCR")
-_IMPLICIT = frozenset(
-    [
-        "__call__",
-        "__enter__",
-        "__exit__",
-        "__iter__",
-        "__next__",
-        "__len__",
-        "__bool__",
-        "__contains__",
-        "__getitem__",
-        "__getitems__",
-        "__setitem__",
-        "__delitem__",
-        "__getattr__",
-        "__iadd__",
-    ]
-)
-_BY_STRING = frozenset(
-    [
-        "getattr",
-        "setattr",
-        "delattr",
-        "hasattr",
-        "vars",
-        "__dict__",
-        "attrgetter",
-    ]
-)
+_IMPLICIT = {
+    "__call__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__bool__",
+    "__contains__", "__getitem__", "__getitems__", "__setitem__", "__delitem__",
+    "__getattr__", "__iadd__",
+}  # fmt: skip
+_BY_STRING = {
+    "getattr", "setattr", "delattr", "hasattr", "vars", "__dict__", "attrgetter",
+}  # fmt: skip
 _NO_CODE = (lambda: None).__code__
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 class PlaceId(NamedTuple):
@@ -131,7 +102,7 @@ class Reach:
         if isinstance(holder, dict):
             return holder.get(place.name)
         if isinstance(holder, CellType):
-            return _contents(holder)
+            return content_of(holder)
         return getattr(holder, "__dict__", {}).get(place.name)
 
     def value(self, place: PlaceId) -> object:
@@ -238,7 +209,7 @@ class _Search:
         free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in free:
             self._place(cell, name, name)
-            self._ahead.append(_Step(name, name, _contents(cell), step.hops))
+            self._ahead.append(_Step(name, name, content_of(cell), step.hops))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._ahead.append(step._replace(value=value, called=""))
         self._enter_code(function.__code__, function.__globals__, step)
@@ -260,7 +231,7 @@ class _Search:
             value = namespace[name]
             if not isinstance(value, ModuleType):
                 self._global(namespace, name, step)
-            elif not _foreign(value.__name__):
+            elif not is_foreign(value.__name__):
                 for inner in sorted(names & vars(value).keys()):
                     self._global(vars(value), inner, step)
 
@@ -308,13 +279,13 @@ class _Search:
         methods = [
             function
             for cls in type(value).__mro__
-            if not _foreign(cls.__module__)
+            if not is_foreign(cls.__module__)
             for name, member in vars(cls).items()
             if (name in taken or name in _IMPLICIT) and (function := _function(member))
         ]
         if methods:  # to them the object is ``self``, whatever others call it
             taken = taken | self._reach.uses.get(SELF, set())
-        every = _foreign(type(value).__module__) and not module
+        every = is_foreign(type(value).__module__) and not module
         for name, item in list(getattr(value, "__dict__", {}).items()):
             if not (every or name in taken) or (module and name == "training"):
                 continue
@@ -328,7 +299,7 @@ class _Search:
 
     def _enter_class(self, cls: type, owner: Any, taken: set[str | None], path: str) -> None:
         """Plain values that a class has: code may give the object one of its own."""
-        if _foreign(cls.__module__) or issubclass(cls, torch.nn.Module):
+        if is_foreign(cls.__module__) or issubclass(cls, torch.nn.Module):
             return
         for name in taken & vars(cls).keys():
             if name and isinstance(vars(cls)[name], PLAIN):
@@ -361,13 +332,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(inner)
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is still empty
-        return None
-
-
 def _identity(value: Any) -> object:
     """A plain value itself, as a string so that NaN equals NaN; the id of anything else."""
     if isinstance(value, PLAIN):
@@ -377,10 +341,6 @@ def _identity(value: Any) -> object:
 
 def _of_library(function: FunctionType) -> bool:
     """Whether a function is installed: it then knows nothing of the tasks but its arguments."""
-    module = (function.__module__ or "").partition(".")[0]
-    installed = any(part in function.__code__.co_filename for part in _INSTALLED)
-    return module in FOREIGN or (installed and module != "swpipe")
-
-
-def _foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in FOREIGN
+    module = function.__module__ or ""
+    own = module.partition(".")[0] == "swpipe"
+    return is_foreign(module) or (is_installed(function.__code__.co_filename) and not own)

@@ -95,7 +95,7 @@ def record_beside(
     observer = Observer(tasks, where, TaskSeeds(seed, where), context_class(context))
     try:
         # What is modified without an optimizer, and is not restored, is told in the notes.
-        with saved.guard():
+        with saved.guard(always=True):
             observed = _observe(observer, batch, iterations)
             reached = reachable_items(tasks)
             reached.tensors = assign_declared(reached.tensors, tasks)

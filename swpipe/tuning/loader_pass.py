@@ -24,6 +24,7 @@ class LoaderPass:
     Attributes:
         iterator: The rest of its batches.
         handed_out: How many batches the caller got of this pass; the caller counts.
+        ended: There are no more; the caller says so.
 
     Args:
         loader: The loader.
@@ -47,7 +48,9 @@ class LoaderPass:
         self._device = device
         self._states: dict[int, Any] = {}  # of the loader, by batches pulled
         self._first = 0  # batches of the pass before the iterator's own first one
+        self._has_state = has_state_dict(loader)
         self.handed_out = 0
+        self.ended = False
         if saved is not None:
             set_default_generators(device, saved["at_start"])
         self._at_start = default_generators(device)
@@ -73,16 +76,22 @@ class LoaderPass:
                     "before the state was saved: resume with the same data"
                 )
             self.iterator = self._pull(batches)
+        if not self.handed_out:
+            return
         now = default_generators(device)
         kept = {name: now[name] for name in loader_draws & now.keys()}
         set_default_generators(device, {**saved["generators"], **kept})
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass is: after the last batch that was handed out."""
+        """Where the pass is: after the last batch handed out; a new pass, once it has ended."""
+        now = default_generators(self._device)
+        if self.ended:
+            state = self._loader.state_dict() if self._has_state else None
+            return {"batches": 0, "at_start": now, "generators": now, "loader": state}
         return {
             "batches": self.handed_out,
             "at_start": self._at_start,
-            "generators": default_generators(self._device),
+            "generators": now,
             "loader": self._states.get(self.handed_out),
         }
 
@@ -90,7 +99,7 @@ class LoaderPass:
         pulled = self._first
         for batch in batches:
             pulled += 1
-            if has_state_dict(self._loader):
+            if self._has_state:
                 self._states[pulled] = copy.deepcopy(self._loader.state_dict())
                 for old in [number for number in self._states if number < self.handed_out]:
                     del self._states[old]

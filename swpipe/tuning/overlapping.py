@@ -89,13 +89,15 @@ class OverlappedLoop(Generic[C]):
         self._loader = loader
         self._loader_draws = loader_draws
         self._pass, self._head = begun
-        self._begun = True  # the pass, and not iterated over yet
+        self._fresh = True  # the pass was not iterated over yet
+        self._running = False
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside models and optimizers, in the body of the loop or between passes.
 
-        Numbers, strings and tensors: the number of the next iteration, the seed, how many batches
-        of this pass were handed out, the loader's state if it has one, and the random generators.
+        Between passes it leads to a new pass, in the body to the rest of this one. It has numbers,
+        strings and tensors: the number of the next iteration, the seed, how many batches of this
+        pass were handed out, the loader's state if it has one, and the random generators.
         """
         return {**self._pass.state_dict(), "pipeline": self.pipe.state_dict()}
 
@@ -110,9 +112,16 @@ class OverlappedLoop(Generic[C]):
             RuntimeError: A pass has not ended.
             ValueError: The loader has fewer batches than were handed out.
         """
+        self._refuse_running()
         self.pipe.load_state_dict(state["pipeline"])
         self._pass = LoaderPass(self._loader, self.pipe.device, state, self._loader_draws)
-        self._head, self._begun = (), True
+        self._head, self._fresh = (), True
+
+    def _refuse_running(self) -> None:
+        if self._running:
+            raise RuntimeError(
+                "a pass over this loop has not ended: leave its for, or close() its iterator, first"
+            )
 
     def __iter__(self) -> Iterator[C]:
         """Yield the context of each iteration; all its tasks have run.
@@ -120,20 +129,23 @@ class OverlappedLoop(Generic[C]):
         Raises:
             RuntimeError: Another pass has not ended.
         """
-        if not self._begun:
+        self._refuse_running()
+        if not self._fresh:
             self._pass, self._head = LoaderPass(self._loader, self.pipe.device), ()
-        self._begun = False
+        self._fresh, self._running = False, True
         iterator = chain(self._head, self._pass.iterator)
         try:
             while True:
                 try:
                     ctx = self.pipe.progress(iterator)
                 except StopIteration:
+                    self._pass.ended = True
                     return
                 self._pass.handed_out += 1
                 yield ctx
                 del ctx
         finally:
+            self._running = False
             self.pipe.drop()  # no task of these iterations has changed any state
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from tests.bench.data_bound import AHEAD, TRAIN, Loop, absent, files, ms_per_batch
+from tests.bench.data_bound import TRAIN, Loop, absent, files, ms_per_batch, run_spdl
 from tests.bench.measure import Row, compared, interleaved
 
 SLEEP_S = 0.005
@@ -82,18 +82,6 @@ def run_worker(loop: Loop, paths: Iterable[Path]) -> Iterator[IterContext]:
         take(ctx)
         loop.train(ctx)
         yield ctx
-
-
-def run_spdl(loop: Loop, paths: Iterable[Path]) -> Iterator[IterContext]:
-    """One stage on one thread, and a sink with room for two."""
-    from spdl.pipeline import PipelineBuilder
-
-    builder = PipelineBuilder().add_source(paths).pipe(loop.feed).add_sink(AHEAD)
-    pipeline = builder.build(num_threads=1, use_thread_output_queue=True)
-    with pipeline.auto_stop():
-        for ctx in pipeline:
-            loop.train(ctx)
-            yield ctx
 
 
 def sleeping_s(pull_group: str | None, batches: int = 60) -> float:

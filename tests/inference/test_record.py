@@ -231,3 +231,16 @@ def test_a_task_that_communicates_is_globally_ordered(tmp_path: Any) -> None:
     assert [entry.globally_ordered for entry in plan.schedule.values()] == [True, False]
     assert writes(found, "reduce") == {"ctx.batch"}
     assert any("'reduce' communicates" in note for note in found.notes)
+
+
+def test_a_given_state_does_not_switch_the_guard_off() -> None:
+    """What ``state`` leaves out is not trained: the error comes before the step."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(ctx: Any) -> None:
+        model(ctx.batch).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(UnsavedStateError, match="step of an optimizer"):
+        record([PipelineTask("train", train)], torch.ones(1, 2), state=nn.Linear(1, 1))

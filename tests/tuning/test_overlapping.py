@@ -180,3 +180,20 @@ def test_contexts_may_be_of_a_class_of_the_users() -> None:
     with loop:
         assert loop.overlap.ahead == ("decode",)
         assert [ctx.rows for ctx in loop] == [4, 4, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize("name", ["a list", "a curriculum"])
+def test_a_second_pass_beside_the_first_is_refused(name: str) -> None:
+    """It dropped what the first one had in flight; also where the plan is serial."""
+    loop = made(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        overlapped = swpipe.overlap(loop.loader, loop.functions, device="cpu")
+    with overlapped:
+        first = iter(overlapped)
+        numbers = [next(first).iter_idx]
+        with pytest.raises(RuntimeError, match="a pass over this loop has not ended"):
+            next(iter(overlapped))
+        with pytest.raises(RuntimeError, match="a pass over this loop has not ended"):
+            overlapped.load_state_dict(overlapped.state_dict())
+        assert [*numbers, *(ctx.iter_idx for ctx in first)] == [0, 1, 2, 3, 4, 5]

@@ -200,3 +200,23 @@ def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
             other.load_state_dict(seen[place][1])
             rest = [ctx.batch for ctx in other]
         torch.testing.assert_close(rest, [batch for batch, _ in seen[place + 1 :]])
+
+
+@pytest.mark.parametrize("name", ["shuffled, with dropout", "a loader with a state"])
+def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
+    """Not to the rest of the one that has ended, which has none."""
+
+    def job() -> Job:
+        return Job(name)
+
+    first = job()
+    for _ in first.loop:
+        pass
+    saved = first.save()
+    expected = [ctx.loss.item() for ctx in first.loop]
+    second = job()
+    second.load(saved)
+    assert [ctx.loss.item() for ctx in second.loop] == expected
+    assert len(expected) == 6
+    first.loop.close()
+    second.loop.close()
