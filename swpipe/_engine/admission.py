@@ -90,7 +90,6 @@ class Admission:
         except StopIteration:
             self.data_ended = True
             iterations.total = i
-            iterations.slots[i % iterations.depth] = None
             return
         iteration: InFlight = iterations.slots[i % iterations.depth]
         iteration.ctx = iterations.engine.context(batch, iterations.first + i)

@@ -147,3 +147,21 @@ def test_a_seeded_task_keeps_its_order_beside_one_that_draws_without() -> None:
     assert ("noise", "drop", 1) in recording.dependences().cross_iter_deps
     alone = record(tasks[:1], None, device="cpu")
     assert not any(place.persistent for place in alone.effects["noise"].writes)
+
+
+def test_an_evaluation_keeps_its_order_with_whoever_runs_the_model() -> None:
+    """It switches the mode and switches it back: a forward beside it would not drop anything."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
+
+    def forward(ctx: Any) -> None:
+        ctx.y = model(ctx.batch)
+
+    def evaluate(ctx: Any) -> None:
+        model.eval()
+        ctx.score = model(ctx.batch).sum()
+        model.train()
+
+    tasks = [PipelineTask(fn.__name__, fn) for fn in (forward, evaluate)]
+    needed = record(tasks, batches()[0], device="cpu").dependences()
+    assert ("evaluate", "forward") in needed.deps
+    assert ("forward", "evaluate", 1) in needed.cross_iter_deps
