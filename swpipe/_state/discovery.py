@@ -21,6 +21,7 @@ from types import CellType, CodeType, FunctionType, MemberDescriptorType, Method
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
 from swpipe._tensors.pytree import nodes_in
 from swpipe.core.task import PipelineTask
@@ -65,9 +66,20 @@ def has_state(value: Any) -> bool:
 
 
 def has_state_dict(value: Any) -> bool:
-    """Whether the class of ``value`` has ``state_dict`` and ``load_state_dict``."""
+    """Whether the class of ``value`` has ``state_dict`` and ``load_state_dict``.
+
+    The methods of a wrapped ``DataLoader`` may be there and fail, since what it wraps has no state:
+    this alone is tried.
+    """
     names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(type(value), name, None)) for name in names)
+    if not all(callable(getattr(type(value), name, None)) for name in names):
+        return False
+    if isinstance(value, DataLoader):
+        try:
+            value.state_dict()  # type: ignore[attr-defined]
+        except AttributeError:
+            return False
+    return True
 
 
 def is_generator(value: Any) -> bool:

@@ -9,7 +9,7 @@
 
 Each object is put back as it was, so that what leads from one to the other is, too. What belongs
 to an installed library is left alone: it may hold on to threads, files and other processes, and
-would be put back in part.
+would be put back in part. ``PUT_BACK`` are those of which this is known not to matter.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from swpipe.core.task import PipelineTask
 
 MAX_ITEMS = 10**6
 """Larger containers are taken for data and not saved."""
+
+PUT_BACK = ("accelerate",)
+"""Installed libraries whose objects are counters and flags of a loop: put back as the user's."""
 
 MAX_HOPS = 4
 """How many attributes in a row are followed."""
@@ -147,7 +150,7 @@ def is_users(value: Any) -> bool:
     root = (name or "").partition(".")[0]
     if root in FOREIGN or root == "swpipe":
         return isinstance(value, (FunctionType, MethodType, partial, *CONTAINERS, tuple))
-    return not is_installed(getattr(sys.modules.get(name), "__file__", None))
+    return root in PUT_BACK or not is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 
 def _set_hooks(hooks: dict[Any, Any], saved: dict[Any, Any]) -> None:

@@ -3,10 +3,11 @@
     for ctx in swpipe.overlap(loader, [decode, forward, backward, step]):
         ...                                              # as after the tasks of a plain loop
 
-A recording tells which tasks use no state outside the context, such as a model. These and the
-loader run ahead, on threads of their own; the others stay on the caller's thread, in order, and so
-does the body of the loop. So what the body sees, and where it leaves the loop, is as in a plain
-loop, bit for bit. For plans that overlap more, see ``swpipe.autotune``.
+A recording tells which tasks use no state outside the context that a task or the body of the loop
+may change, such as a model. These and the loader run ahead, on threads of their own; the others
+stay on the caller's thread, in order, and so does the body. So what the body sees, and where it
+leaves the loop, is as in a plain loop, bit for bit. For plans that overlap more, see
+``swpipe.autotune``.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import torch
 
 from swpipe.analysis import verify
 from swpipe.core.context import C
-from swpipe.core.effects import EffectTable, Location, conflicts
+from swpipe.core.effects import Effects, EffectTable, Location, conflicts
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording
 from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
+from swpipe.inference.reach import reach_of
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
+from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.loader_pass import LoaderPass
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
@@ -40,6 +43,9 @@ _KEYS = {TORCH: "torch", PYTHON: "python", NUMPY: "numpy"}
 """The generators' names in effects, and in saved states."""
 
 _GROUP = "loader"
+
+_HAND_OVER = PipelineTask("hand over", lambda ctx: None)
+"""On the caller's thread, where all other tasks run ahead."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,8 @@ class OverlappedLoop(Generic[C]):
                 del ctx
         finally:
             self._running = False
+            if isinstance(self._loader, AccelerateLoader):
+                self._loader.leave()
             self.pipe.drop()  # no task of these iterations has changed any state
 
     def __len__(self) -> int:
@@ -196,6 +204,10 @@ def overlap(
     """
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in tasks)
     where = resolve(device)
+    reaching = _reaching(loader)
+    if is_prepared(loader):
+        loader = AccelerateLoader(loader)
+        given = loader.tasks(given)
     begun = LoaderPass(loader, where)
     try:
         head = [next(begun.iterator)]
@@ -203,16 +215,14 @@ def overlap(
         raise ValueError(
             "the loader has no batch: overlap() records the tasks on the first one"
         ) from None
-    recorded = record_beside(
-        [_reaching(loader)], given, head[0], iterations, where, seed, context=context
-    )
+    recorded = record_beside([reaching], given, head[0], iterations, where, seed, context=context)
     found = _choose(recorded, given)
     drawn = _draws(where, begun.iterator, head) if found.loader_ahead else frozenset()
     _check_draws(drawn, found.recording.effects)
-    verify(found.plan, given, found.recording.effects, streams=where.has_streams)
+    verify(found.plan, found.recording.tasks, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
-    pipe = SWPipeline(found.plan, given, device=where, seed=seed, context=context)
+    pipe = SWPipeline(found.plan, found.recording.tasks, device=where, seed=seed, context=context)
     draws = frozenset(_KEYS[name] for name in drawn)
     return OverlappedLoop(loader, (begun, head), draws, found, pipe)
 
@@ -261,30 +271,53 @@ def _choose(recorded: Recording, tasks: Sequence[PipelineTask]) -> Overlap:
     recording = replace(recorded, tasks=tuple(tasks), effects=effects)
     if why:
         return Overlap(PipelinePlan.serial(tasks), (), False, tuple(why), recording)
-    ahead, reasons = _stateless(effects)
+    ahead, reasons = _stateless(effects, tasks)
     compute = [name for name in effects if name not in ahead]
-    if ahead and compute:
+    if not compute:  # the body of the loop is what they run ahead of
+        compute = [_HAND_OVER.name]
+        effects = {**effects, _HAND_OVER.name: Effects()}
+        recording = replace(recording, tasks=(*tasks, _HAND_OVER), effects=effects)
+    if ahead:
         plan = prefetch_plan(ahead, compute, pull_group=_GROUP)
     else:
-        ahead = ()
         plan = replace(PipelinePlan.serial(tasks), pull_group=_GROUP, pipeline_depth=None)
     return Overlap(plan, ahead, True, tuple(reasons), recording)
 
 
-def _stateless(effects: EffectTable) -> tuple[tuple[str, ...], list[str]]:
-    """The tasks that use no state that any task changes, nor what comes from those that do."""
+def _stateless(
+    effects: EffectTable, tasks: Sequence[PipelineTask]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The tasks that use no state that a task or the body of the loop changes, directly or not."""
     changed = {place for each in effects.values() for place in each.writes if place.persistent}
     behind: dict[str, str] = {}
-    for name, touched in effects.items():
+    for one in tasks:
+        touched = effects[one.name]
         if shared := (touched.reads | touched.writes) & changed:
-            behind[name] = f"{name!r} uses {_listed(shared)}."
+            behind[one.name] = f"{one.name!r} uses {_listed(shared)}."
+        elif trained := _trained(one):
+            behind[one.name] = f"{one.name!r} can reach {trained}, which the loop's body may train."
     orders = [conflict for conflict in conflicts(effects) if not conflict.place.persistent]
     for _ in effects:
-        for one in orders:
-            if one.producer in behind and one.consumer not in behind:
-                place = _listed({one.place})
-                behind[one.consumer] = f"{one.consumer!r} comes after {one.producer!r} ({place})."
+        for edge in orders:
+            if edge.producer in behind and edge.consumer not in behind:
+                place = _listed({edge.place})
+                behind[edge.consumer] = (
+                    f"{edge.consumer!r} comes after {edge.producer!r} ({place})."
+                )
     return tuple(name for name in effects if name not in behind), list(behind.values())
+
+
+def _trained(task: PipelineTask) -> str:
+    """What the task's code can reach of what training changes; empty if nothing."""
+    reach = reach_of(task)
+    for number, names in reach.wholes.items():
+        one = reach.holders[number]
+        tensors = one.parameters() if isinstance(one, torch.nn.Module) else [one]
+        if isinstance(one, torch.optim.Optimizer) or any(
+            isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+        ):
+            return min(names) or type(one).__name__
+    return ""
 
 
 def _listed(places: Iterable[Location]) -> str:

@@ -1,0 +1,43 @@
+"""Accelerate's gradient accumulation over a loader that is pulled ahead: it steps when it would."""
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+import swpipe
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+
+def decode(ctx):
+    """Runs ahead, on a thread of its own."""
+    ctx.x = ctx.batch[0] * 2
+
+
+def forward(ctx):
+    """As everything that follows, on this thread."""
+    with accelerator.accumulate(model):
+        ctx.loss = model(ctx.x).square().mean()
+
+
+def backward(ctx):
+    """As in a plain loop."""
+    accelerator.backward(ctx.loss)
+
+
+def step(ctx):
+    """Does something in every fourth iteration, and in the last of each epoch."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+with swpipe.overlap(loader, [decode, forward, backward, step]) as loop:
+    print("ahead: the loader,", *loop.overlap.ahead)
+    for epoch in range(2):
+        steps = [ctx.iter_idx for ctx in loop if accelerator.sync_gradients]
+        print(f"epoch {epoch}: steps at {steps}")

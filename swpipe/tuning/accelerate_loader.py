@@ -1,0 +1,132 @@
+"""Loaders that Accelerate prepared, pulled ahead.
+
+Such a loader tells whether its batch is the last one of the pass, and how many of its samples were
+added to fill it. ``Accelerator.accumulate`` and ``gather_for_metrics`` ask for this through
+``accelerate.state.GradientState``, which knows the loader that is iterated over. A loader that is
+pulled ahead tells it of a later batch, or is no longer known::
+
+    pull thread       pull 8    pull 9 (the last)    the end
+    tasks                       7                    8            9    whose flag is asked for
+
+So the flags are read at the pull and go with the batch. Before the tasks that may ask, a task of
+the iteration shows them to Accelerate, on the thread of these tasks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.inference.reach import reach_of
+
+STATE = "Accelerate's GradientState"
+
+
+class PulledBatch(NamedTuple):
+    """A batch, and what its loader told of it."""
+
+    batch: Any
+    end_of_dataloader: bool
+    remainder: int
+
+
+class AccelerateLoader:
+    """A prepared loader whose flags go with its batches.
+
+    Args:
+        loader: What ``Accelerator.prepare`` returned for a ``DataLoader``.
+
+    Raises:
+        ValueError: The loader sends batches from one process to the others.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if isinstance(loader, sys.modules["accelerate.data_loader"].DataLoaderDispatcher):
+            raise ValueError(
+                "the loader is Accelerate's DataLoaderDispatcher, which sends batches to the other "
+                "processes: a batch that is pulled ahead would exchange them while tasks do. Let "
+                "each process read its own: DataLoaderConfiguration(dispatch_batches=False)"
+            )
+        self._loader = loader
+        self._gradient_state = loader.gradient_state
+        self._shown = _ShownLoader(loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[PulledBatch]:
+        loader = self._loader
+        loader.gradient_state = _Apart()
+        try:
+            for batch in loader:
+                yield PulledBatch(batch, loader.end_of_dataloader, loader.remainder)
+        finally:
+            loader.gradient_state = self._gradient_state
+
+    def tasks(self, given: Sequence[PipelineTask]) -> tuple[PipelineTask, ...]:
+        """The tasks, after two that take the batch and its flags apart and show the flags.
+
+        Tasks whose code leads to an object of Accelerate come after the flags are shown.
+        """
+        shows = DeclaredIO(state=STATE, mode="w")
+        asks = DeclaredIO(state=STATE, mode="r")
+        return (
+            PipelineTask("unpack batch", _unpack),
+            PipelineTask("show end_of_dataloader", self._show, io=[shows]),
+            *(replace(task, io=[*task.io, asks]) if _may_ask(task) else task for task in given),
+        )
+
+    def leave(self) -> None:
+        """Let Accelerate forget the pass."""
+        self._gradient_state._remove_dataloader(self._shown)
+
+    def _show(self, ctx: Any) -> None:
+        shown, known = self._shown, self._gradient_state.dataloader_references
+        shown.end_of_dataloader, shown.remainder = ctx.pulled_flags
+        if not any(one is shown for one in known):
+            self._gradient_state._add_dataloader(shown)
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether ``Accelerator.prepare`` returned the loader."""
+    module = sys.modules.get("accelerate.data_loader")
+    return module is not None and issubclass(type(loader), module.DataLoaderStateMixin)
+
+
+class _ShownLoader:
+    """What Accelerate takes for the loader: its flags are those of the iteration that runs."""
+
+    end_of_dataloader = False
+    remainder = -1
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Apart:
+    """In place of the state that the loader tells of its pass, from whatever thread pulls."""
+
+    def _add_dataloader(self, loader: Any) -> None:
+        """Nothing: a task shows the loader."""
+
+    def _remove_dataloader(self, loader: Any) -> None:
+        """Nothing, likewise: tasks of earlier batches may still ask."""
+
+
+def _unpack(ctx: Any) -> None:
+    ctx.batch, *ctx.pulled_flags = ctx.batch
+
+
+def _may_ask(task: PipelineTask) -> bool:
+    found = reach_of(task).holders.values()
+    return any(_module_of(one).partition(".")[0] == "accelerate" for one in found)
+
+
+def _module_of(value: Any) -> str:
+    return getattr(value if isinstance(value, type) else type(value), "__module__", None) or ""

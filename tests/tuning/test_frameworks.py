@@ -1,0 +1,344 @@
+"""Loops of Accelerate, Fabric and Lightning give the same numbers when they are overlapped.
+
+Each runs for two epochs of ten batches, accumulates four of them, lowers its rate and evaluates in
+the middle of an epoch. Accelerate steps at the end of an epoch, whatever it has accumulated: it
+once stepped at other iterations, since its loader tells of the batch that was pulled last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import lightning
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import swpipe
+from swpipe import IterContext, PipelineTask
+from swpipe.inference import record
+from tests.tuning.ordinary_loops import Training, batches
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning.*",
+    "ignore::FutureWarning:lightning.*",
+    "ignore::UserWarning:torch.optim.lr_scheduler",
+)
+
+ROWS = 38
+EPOCHS = 2
+MIDDLE = 4
+STEPS = [3, 7, 9, 13, 17, 19]
+
+
+def network() -> nn.Module:
+    """A model with random numbers of its own."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
+
+
+def loaders() -> list[DataLoader[Any]]:
+    """For training and for evaluation; the last batches are smaller."""
+    rows = TensorDataset(torch.randn(ROWS, 4))
+    return [DataLoader(rows, batch_size=4, shuffle=True), DataLoader(rows, batch_size=8)]
+
+
+def decode(ctx: Any) -> None:
+    """The part that needs no model."""
+    ctx.x = ctx.batch[0] * 2
+
+
+class OfAccelerate:
+    """As its documentation writes a loop."""
+
+    def __init__(self, **options: Any) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        self.loader: Any
+        self.accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=4, **options
+        )
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        self.model, self.optimizer, self.scheduler, self.loader, self.rows = (
+            self.accelerator.prepare(model, optimizer, scheduler, *loaders())
+        )
+        self.steps: list[int] = []
+        self.tasks = [decode, self.forward, self.backward, self.step]
+
+    def forward(self, ctx: Any) -> None:
+        with self.accelerator.accumulate(self.model):
+            ctx.loss = self.model(ctx.x).square().mean()
+
+    def backward(self, ctx: Any) -> None:
+        self.accelerator.backward(ctx.loss)
+        if self.accelerator.sync_gradients:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def step(self, ctx: Any) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def body(self, ctx: Any) -> Any:
+        """What the loop asks for after the tasks: all of it may differ by iteration."""
+        if self.accelerator.sync_gradients:
+            self.steps.append(ctx.iter_idx)
+        state = self.accelerator.gradient_state
+        return [
+            *(state.in_dataloader, state.end_of_dataloader, state.remainder),
+            self.accelerator.gather_for_metrics(ctx.x).clone(),
+            self.optimizer.param_groups[0]["lr"],
+        ]
+
+    def evaluate(self) -> list[Tensor]:
+        self.model.eval()
+        with torch.no_grad():
+            found = [self.accelerator.gather_for_metrics(self.model(b)) for (b,) in self.rows]
+        self.model.train()
+        return found
+
+
+class OfFabric:
+    """With its wrappers of the model, the optimizer and the loaders."""
+
+    def __init__(self) -> None:
+        self.fabric = lightning.Fabric(accelerator="cpu", devices=1)
+        self.fabric.launch()
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.loader, self.rows = self.fabric.setup_dataloaders(*loaders())  # type: ignore[misc]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        self.tasks = [decode, self.forward_backward, self.step]
+
+    def forward_backward(self, ctx: Any) -> None:
+        with self.fabric.no_backward_sync(self.model, enabled=(ctx.iter_idx + 1) % 4 != 0):
+            ctx.loss = self.model(ctx.x).square().mean()
+            self.fabric.backward(ctx.loss / 4)
+
+    def step(self, ctx: Any) -> None:
+        if (ctx.iter_idx + 1) % 4 == 0:
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def body(self, ctx: Any) -> Any:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def evaluate(self) -> list[Tensor]:
+        self.model.eval()
+        with torch.no_grad():
+            found = [self.model(batch) for (batch,) in self.rows]
+        self.model.train()
+        return found
+
+
+def train(loop: Any, passes: Iterator[Any]) -> list[Any]:
+    """The body of both runs; returns all numbers that they show."""
+    seen = []
+    for contexts in passes:
+        for ctx in contexts:
+            seen.append([ctx.loss.detach(), loop.body(ctx)])
+            if ctx.iter_idx % 10 == MIDDLE:
+                seen.append(loop.evaluate())
+    return [seen, loop.model.state_dict(), loop.optimizer.state_dict(), torch.get_rng_state()]
+
+
+def plainly(loop: Any) -> list[Any]:
+    """As the tool's own users do."""
+
+    def contexts(epoch: int) -> Iterator[Any]:
+        for number, batch in enumerate(loop.loader, 10 * epoch):
+            ctx = IterContext(batch, number)
+            for function in loop.tasks:
+                function(ctx)
+            yield ctx
+
+    return train(loop, (contexts(epoch) for epoch in range(EPOCHS)))
+
+
+def overlapped(loop: Any) -> list[Any]:
+    """With one call more."""
+    with swpipe.overlap(loop.loader, loop.tasks, device="cpu") as contexts:
+        assert contexts.overlap.loader_ahead
+        assert "decode" in contexts.overlap.ahead
+        return train(loop, (contexts for _ in range(EPOCHS)))
+
+
+@pytest.mark.parametrize("make", [OfAccelerate, OfFabric])
+def test_an_overlapped_loop_equals_the_tools_own(make: Any) -> None:
+    """Losses, rates, flags, gathered rows, evaluations, states and random numbers."""
+    torch.manual_seed(3)
+    expected = plainly(make())
+    torch.manual_seed(3)
+    found = overlapped(make())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_accelerate_steps_at_the_end_of_each_epoch() -> None:
+    """And the last batch of a pass is told as such, after the loader has ended."""
+    loop = OfAccelerate()
+    overlapped(loop)
+    assert loop.steps == STEPS
+    assert not GradientState().in_dataloader
+
+
+def test_bfloat16_of_accelerate() -> None:
+    """Its wrapper of forward casts."""
+    torch.manual_seed(3)
+    expected = plainly(OfAccelerate(mixed_precision="bf16"))
+    torch.manual_seed(3)
+    found = overlapped(OfAccelerate(mixed_precision="bf16"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_loop_over_a_prepared_loader_that_is_left_begins_anew() -> None:
+    """Accelerate forgets the pass that was left."""
+    loop = OfAccelerate()
+    with swpipe.overlap(loop.loader, loop.tasks, device="cpu") as contexts:
+        for ctx in contexts:
+            if ctx.iter_idx == 2:
+                break
+        assert not GradientState().in_dataloader
+        ends = [GradientState().end_of_dataloader for _ in contexts]
+    assert ends == [False] * 9 + [True]
+    assert isinstance(loop.loader.gradient_state, GradientState)
+    assert [type(batch) for batch in loop.loader] == [list] * 10
+
+
+def test_a_recording_does_not_count_accelerates_steps() -> None:
+    """Nor does it leave the flag that it has set."""
+    loop = OfAccelerate()
+    loop.accelerator.step = 2
+    batch = next(iter(loop.loader))
+    before = dict(vars(loop.accelerator.gradient_state))
+    record([swpipe.task(each) for each in loop.tasks], batch, iterations=3)
+    assert loop.accelerator.step == 2
+    assert vars(loop.accelerator.gradient_state) == before
+
+
+def test_a_task_that_asks_accelerate_comes_after_the_flags_are_shown() -> None:
+    """Whether it uses the accelerator, or the state by its class."""
+    loop = OfAccelerate()
+
+    def note(ctx: Any) -> None:
+        ctx.last = GradientState().end_of_dataloader
+
+    def count(ctx: Any) -> None:
+        ctx.remainder = loop.accelerator.gradient_state.remainder
+
+    with swpipe.overlap(loop.loader, [note, count, *loop.tasks], device="cpu") as contexts:
+        assert contexts.overlap.ahead == ("unpack batch", "decode")
+        found = [(ctx.last, ctx.remainder) for ctx in contexts]
+    assert found == [(False, 2)] * 9 + [(True, 2)]
+
+
+def test_a_loader_that_sends_batches_to_other_processes_is_refused() -> None:
+    """Its collectives would run beside those of tasks."""
+    accelerator = accelerate.Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
+    )
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(8, 4))))
+    with pytest.raises(ValueError, match=r"DataLoaderDispatcher.*dispatch_batches=False"):
+        swpipe.overlap(loader, [decode], device="cpu")
+
+
+class OfLightning(lightning.LightningModule):
+    """The step gets a batch, or the context of one that is decoded."""
+
+    def __init__(self, ahead: bool) -> None:
+        super().__init__()
+        self.model = network()
+        self.ahead = ahead
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.ahead:
+            batch = IterContext(batch, batch_idx)
+            decode(batch)
+        loss: Tensor = self.model(batch.x).square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.model(batch[0]).mean().item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def fit(ahead: bool) -> list[Any]:
+    """Train with the Trainer; the same numbers are expected either way."""
+    torch.manual_seed(3)
+    module = OfLightning(ahead)
+    loader, rows = loaders()
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=4,
+        gradient_clip_val=1.0,
+        val_check_interval=MIDDLE + 1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    if ahead:
+        with swpipe.overlap(loader, [decode], device="cpu") as contexts:
+            assert contexts.overlap.ahead == ("decode",)
+            trainer.fit(module, contexts, rows)
+    else:
+        trainer.fit(module, loader, rows)
+    return [module.seen, module.state_dict(), trainer.optimizers[0].state_dict()]
+
+
+def test_a_trainer_of_lightning_takes_an_overlapped_loader() -> None:
+    """Its loops, accumulation and evaluation stay as they are; all batches are trained on."""
+    expected, found = fit(ahead=False), fit(ahead=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(found[0]) == 2 + EPOCHS * (10 + 2 * 5)  # sanity check, training, evaluation
+
+
+def test_a_task_that_can_reach_what_the_body_trains_stays_with_the_body() -> None:
+    """Its numbers change with each step, which no task takes and no recording sees."""
+
+    def losses(ahead: bool) -> list[float]:
+        torch.manual_seed(3)
+        parts = Training()
+
+        def features(ctx: Any) -> None:
+            ctx.loss = parts.model(ctx.batch).square().mean()
+
+        def body(ctx: Any) -> float:
+            parts.backward(ctx)
+            parts.step(ctx)
+            return float(ctx.loss.item())
+
+        if not ahead:
+            plain = [IterContext(batch, i) for i, batch in enumerate(batches())]
+            return [body(ctx) for ctx in plain if not features(ctx)]  # type: ignore[func-returns-value]
+        with swpipe.overlap(batches(), [features], device="cpu") as loop:
+            assert loop.overlap.ahead == ()
+            assert "'features' can reach model, which the loop's body may train." in str(
+                loop.overlap
+            )
+            return [body(ctx) for ctx in loop]
+
+    assert losses(ahead=True) == losses(ahead=False)
+
+
+def test_frozen_features_run_ahead() -> None:
+    """What no training changes may be used early."""
+    frozen = network().eval().requires_grad_(False)
+    features = PipelineTask("features", lambda ctx: setattr(ctx, "x", frozen(ctx.batch)))
+    with swpipe.overlap([torch.ones(2, 4)] * 3, [features], device="cpu") as contexts:
+        assert contexts.overlap.ahead == ("features",)
+        assert len({float(ctx.x.sum()) for ctx in contexts}) == 1
