@@ -7,6 +7,7 @@ once stepped at other iterations, since its loader tells of the batch that was p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,6 +212,45 @@ def test_a_loop_over_a_prepared_loader_that_is_left_begins_anew() -> None:
     assert ends == [False] * 9 + [True]
     assert isinstance(loop.loader.gradient_state, GradientState)
     assert [type(batch) for batch in loop.loader] == [list] * 10
+
+
+@pytest.mark.parametrize("stopped", [0, 6, 9, 12, 18])
+def test_a_loop_of_accelerate_goes_on_where_it_was_stopped(stopped: int) -> None:
+    """In the middle of an accumulation, at the end of an epoch, and in the second one."""
+
+    def train_from(loop: OfAccelerate, contexts: Any, epoch: int) -> list[Any]:
+        return [
+            (ctx.iter_idx, ctx.loss.item(), loop.body(ctx), save(loop, contexts, ctx, number))
+            for number in range(epoch, EPOCHS)
+            for ctx in contexts
+        ]
+
+    def save(loop: OfAccelerate, contexts: Any, ctx: Any, epoch: int) -> None:
+        if ctx.iter_idx == stopped:
+            parts = (loop.model, loop.optimizer, loop.scheduler, contexts)
+            states = [copy.deepcopy(part.state_dict()) for part in parts]
+            gradients = [copy.deepcopy(each.grad) for each in loop.model.parameters()]
+            saved.append((epoch, loop.accelerator.step, gradients, states))
+
+    saved: list[Any] = []
+    torch.manual_seed(3)
+    loop = OfAccelerate()
+    with swpipe.overlap(loop.loader, loop.tasks, device="cpu") as contexts:
+        expected = train_from(loop, contexts, 0)
+    epoch, step, gradients, states = saved.pop()
+    torch.manual_seed(3)
+    loop = OfAccelerate()  # the same rows
+    torch.manual_seed(4)
+    with swpipe.overlap(loop.loader, loop.tasks, device="cpu") as contexts:
+        loop.loader.set_epoch(epoch)
+        loop.accelerator.step = step
+        for parameter, gradient in zip(loop.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        parts = (loop.model, loop.optimizer, loop.scheduler, contexts)
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+        found = train_from(loop, contexts, epoch)
+    torch.testing.assert_close(found, expected[stopped + 1 :], rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_recording_does_not_count_accelerates_steps() -> None:
