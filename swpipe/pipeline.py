@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, Self
@@ -26,6 +26,7 @@ from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
 from swpipe.report import RunReport, run_to_end
@@ -57,6 +58,9 @@ class SWPipeline(Generic[C]):
             fill, and shortcuts whenever some are enabled or disabled.
         mode: Returns what must stay the same while iterations are in flight, besides torch's
             gradient and inference modes; compared with ``==``: ``lambda: model.training``.
+        check_effects: Watch what the tasks touch, and raise PlanError at the first that touches
+            what the plan does not keep in serial order. For debugging: every operator takes about
+            10 us longer, and compiled functions run eagerly. Serial runs are not watched.
         host: Where threads come from; for tests.
 
     Raises:
@@ -78,6 +82,7 @@ class SWPipeline(Generic[C]):
         record_all_events: bool = False,
         check_ranks: bool = True,
         mode: Callable[[], object] = str,
+        check_effects: bool = False,
         host: Host | None = None,
     ) -> None:
         given = tasks_given(plan, tasks)
@@ -105,13 +110,14 @@ class SWPipeline(Generic[C]):
             observers=self._observers,
             mode=mode,
         )
-        made = sys._getframe(1)
+        if check_effects:
+            engine = _checked(engine, resolved, self.tasks)
         self._driver: Driver[C] = Driver(
             engine,
             plan,
             self._stall_timeout_s,
             check_ranks=check_ranks,
-            made_at=Place(made.f_code.co_filename, made.f_lineno),
+            made_at=Place.of(sys._getframe(1)),
         )
 
     @property
@@ -416,3 +422,11 @@ class SWPipeline(Generic[C]):
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+def _checked(engine: Engine, resolved: ResolvedPlan, tasks: Sequence[PipelineTask]) -> Engine:
+    from swpipe.inference.checking import EffectCheck
+    from swpipe.inference.recorded_context import recorded_class
+
+    check = EffectCheck(resolved, tasks, engine.device)
+    return replace(engine, check=check, context=recorded_class(engine.context))

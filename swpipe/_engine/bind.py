@@ -5,7 +5,7 @@
       make it wait for events               where there are some
         get the random generators           tasks with ``random=True`` only
           tell the observers                only while somebody observes
-            the task's function, or its shortcut
+                the task's function, or its shortcut
       record the task's event               where somebody waits for it
       keep what the task removed            plans with several streams only
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from swpipe._engine.iterations import InFlightIterations
+from swpipe._engine.iterations import InFlightIterations, TaskCheck
 from swpipe._engine.program import SOURCES, Instruction
 from swpipe._engine.torch_state import ThreadTorchState
 from swpipe.core.task import PipelineTask
@@ -43,6 +43,8 @@ def build_step(
 ) -> Step:
     """Compose what a lane does at a task's instruction."""
     step = _call(iterations, task)
+    if iterations.check is not None:
+        step = _checked(iterations, iterations.check, task, step)
     if observed:
         step = observe(iterations, ins, step)
     if task.random:
@@ -66,6 +68,18 @@ def _call(iterations: InFlightIterations, task: PipelineTask) -> Step:
             fn(ctx)
 
     return call
+
+
+def _checked(
+    iterations: InFlightIterations, check: TaskCheck, task: PipelineTask, step: Step
+) -> Step:
+    slots, depth = iterations.slots, iterations.depth
+
+    def checked(i: int) -> None:
+        with check.watching(task, slots[i % depth].ctx):
+            step(i)
+
+    return checked
 
 
 def observe(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:

@@ -24,6 +24,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any, Generic, NamedTuple, cast
 
 from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
@@ -59,6 +60,11 @@ class Place(NamedTuple):
 
     filename: str
     line: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Place:
+        """Where a frame is."""
+        return cls(frame.f_code.co_filename, frame.f_lineno)
 
 
 def end_dropped(run: Run, watchdog: Watchdog, made_at: Place) -> None:

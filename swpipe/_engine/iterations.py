@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -24,6 +25,13 @@ from swpipe.shortcut import Shortcuts
 FOREVER = sys.maxsize
 
 
+class TaskCheck(Protocol):
+    """Checks what tasks touch."""
+
+    def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
+        """Watch a task that runs within the block."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What all runs of a pipeline share.
@@ -32,6 +40,7 @@ class Engine:
         context: The class of the iterations' contexts.
         observers: Returns the observers that are active now.
         mode: Returns what must stay the same while iterations are in flight; "" for nothing.
+        check: Begins a check of what the tasks of one run touch; None for no check.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
             kept from one run to the next, so that short runs wait for the device as well.
     """
@@ -46,6 +55,7 @@ class Engine:
     context: type[TypedContext]
     observers: Callable[[], tuple[Observer, ...]]
     mode: Callable[[], object]
+    check: Callable[[], TaskCheck] | None = None
     ends: dict[int, Event] = field(default_factory=dict)
 
 
@@ -76,6 +86,7 @@ class InFlightIterations:
         depth: How many may be in flight.
         ring: For how many iterations events are kept.
         slots: The iterations, by number modulo depth; None where there is none.
+        check: Checks what the tasks touch; None for no check.
         generators: Who may use the random number generators.
         caller_stream: The stream that was current for the caller when the run began.
         events: Name of a task to its events, by iteration modulo ring; of recorded tasks only.
@@ -88,6 +99,7 @@ class InFlightIterations:
         self.depth = engine.program.depth
         self.ring = engine.program.ring
         self.slots: list[Any] = [None] * self.depth
+        self.check = None if engine.check is None else engine.check()
         self.generators = GeneratorAccess(engine.seeds, engine.host.counter())
         self.caller_stream = engine.device.current_stream()
         self.events: dict[str, list[Event]] = {

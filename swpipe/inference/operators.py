@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -71,7 +72,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.accesses = OperatorAccesses()
         self._storages = storages
-        self._modes: dict[Any, Mapping[str, str]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,11 +85,15 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 aliased.extend(_tensors(value))
         if func.namespace in COLLECTIVES:
             self.accesses.collectives.add(str(func))
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         self._record(result, CREATED)
         if aliased:  # what the result does not view was read and copied
             self.accesses.reads |= self._of(aliased) - self._of(_tensors(result))
         return result
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        return func(*args, **kwargs)
 
     def _of(self, tensors: Iterable[Tensor]) -> set[StorageId]:
         return {number for tensor in tensors for number in self._storages.of(tensor)}
@@ -111,9 +115,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[Any, str]]:
         """Each argument and its mode: "r", "w", "rw", ALIASED, CREATED, or "" (shape only)."""
-        modes = self._modes.get(func)
-        if modes is None:
-            modes = self._modes[func] = _modes(func)
+        modes = _modes(func)
         given = dict(zip(modes, args, strict=False)) | kwargs
         training = bool(given.get("training", given.get("train", False)))
         for name, value in given.items():
@@ -139,7 +141,8 @@ _AROUND_MODES = ("torch._compile", "torch._dynamo.eval_frame")
 """Modules whose wrappers disable torch's compiler around dispatch modes."""
 
 
-def _modes(func: Any) -> dict[str, str]:
+@cache
+def _modes(func: Any) -> Mapping[str, str]:
     """Argument to mode, in order; empty for an operator without a schema."""
     schema = getattr(func, "_schema", None)
     if schema is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from threading import get_ident
 from typing import Any
 
 from swpipe.core.context import IterContext, TypedContext
@@ -40,12 +41,12 @@ class RecordedContext(IterContext):
     itself does; methods and properties are no attributes.
     """
 
-    __slots__ = ("_swpipe_log",)
+    __slots__ = ("_swpipe_logs",)
 
-    _swpipe_log: AttributeLog | None
+    _swpipe_logs: dict[int, AttributeLog | None]  # by thread: tasks may run at the same time
 
     def __init__(self, batch: Any, iter_idx: int) -> None:
-        set_log(self, None)
+        object.__setattr__(self, "_swpipe_logs", {})
         super().__init__(batch, iter_idx)
 
     def __getattribute__(self, name: str) -> Any:
@@ -95,13 +96,13 @@ def _is_computed(context: type[RecordedContext], name: str) -> bool:
 
 
 def _log(ctx: RecordedContext) -> AttributeLog | None:
-    log: AttributeLog | None = object.__getattribute__(ctx, "_swpipe_log")
-    return log
+    logs: dict[int, AttributeLog | None] = object.__getattribute__(ctx, "_swpipe_logs")
+    return logs.get(get_ident())
 
 
 def set_log(ctx: RecordedContext, log: AttributeLog | None) -> None:
-    """Record into ``log`` from now on; with None, record nothing."""
-    object.__setattr__(ctx, "_swpipe_log", log)
+    """Record into ``log`` what this thread does from now on; with None, record nothing."""
+    object.__getattribute__(ctx, "_swpipe_logs")[get_ident()] = log
 
 
 def attributes(ctx: RecordedContext) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _has_storage as has_storage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swpipe._tensors.pytree import parts_of
@@ -54,13 +55,21 @@ class Storages:
         """Whether the storage still exists."""
         return not self._references[number].expired()  # type: ignore[no-untyped-call]
 
+    def reference(self, number: StorageId) -> StorageWeakRef:
+        """What keeps the number from being used again, and tells whether it ``expired()``."""
+        return self._references[number]
+
     def description(self, number: StorageId) -> str:
         """Data type and shape of the tensor first seen with the storage: "float32 [3, 4]"."""
         return self._descriptions[number]
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    return (part for part in parts_of(tensor) if torch._C._has_storage(part))
+def _parts(tensor: Tensor) -> list[Tensor]:
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided  # nearly all are
+    return [part for part in ((tensor,) if plain else parts_of(tensor)) if has_storage(part)]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def unsharded(tensor: Any) -> Iterator[Tensor]:

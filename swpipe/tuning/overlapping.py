@@ -179,6 +179,7 @@ def overlap(
     seed: int | None = None,
     iterations: int | None = 2,
     context: type[C] | None = None,
+    check_effects: bool = False,
 ) -> OverlappedLoop[C]:
     """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
 
@@ -192,6 +193,8 @@ def overlap(
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         iterations: How many to record; None for as many as bring something new.
         context: The class of the contexts; as for ``SWPipeline``.
+        check_effects: As for ``SWPipeline``: whether the tasks do what was recorded. The body of
+            the loop is not watched.
 
     Raises:
         ValueError: The loader has no batch, or it draws random numbers between two draws of a task.
@@ -222,7 +225,14 @@ def overlap(
     verify(found.plan, found.recording.tasks, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
-    pipe = SWPipeline(found.plan, found.recording.tasks, device=where, seed=seed, context=context)
+    pipe = SWPipeline(
+        found.plan,
+        found.recording.tasks,
+        device=where,
+        seed=seed,
+        context=context,
+        check_effects=check_effects,
+    )
     draws = frozenset(_KEYS[name] for name in drawn)
     return OverlappedLoop(loader, (begun, head), draws, found, pipe)
 

@@ -82,11 +82,11 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def run_pipelined(case: Case) -> tuple[list[dict[str, Any]], TorchMachine]:
+def run_pipelined(case: Case, **options: Any) -> tuple[list[dict[str, Any]], TorchMachine]:
     """Outputs, and the parameters in the end, under the plan."""
     machine, caller = TorchMachine(case.workload, random_pauses(case.seed)), Caller(case)
     tasks = caller.watch(tasks_of(machine, case.workload, draws=True))
-    with SWPipeline(case.plan, tasks, device="cpu", seed=SEED) as pipe:
+    with SWPipeline(case.plan, tasks, device="cpu", seed=SEED, **options) as pipe:
         iterator = caller.batches()
         if case.seed % 3 == 0:
             pipe.fill_pipeline(iterator)
@@ -141,6 +141,16 @@ def test_every_plan_gives_the_bits_of_the_serial_run(case: Case) -> None:
     assert_same_bits(found, wanted)
     assert_same_bits(machine.states, serial.states)
     assert_same_bits(serial_at_once.states, serial.states)
+
+
+@settings(max_examples=100, derandomize=True)
+@given(cases())
+def test_a_check_of_effects_complains_of_none(case: Case) -> None:
+    """States with several slots among them, which are used in turn."""
+    found, machine = run_pipelined(case, check_effects=True)
+    wanted, serial = run_serially(case, one_by_one=True)
+    assert_same_bits(found, wanted)
+    assert_same_bits(machine.states, serial.states)
 
 
 @settings(max_examples=100, derandomize=True)

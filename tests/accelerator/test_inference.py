@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline
+from swpipe.analysis import verify
 from swpipe.inference import Recording, record
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED, spin
@@ -182,3 +183,29 @@ def test_recording_leaves_no_trace_on_the_device() -> None:
     assert len(after) == len(before)
     assert all(map(torch.equal, before, after))
     assert torch.equal(generator, torch.get_device_module(DEVICE.type).get_rng_state())
+
+
+def is_stopped(plan: PipelinePlan, seed: int) -> bool:
+    """Whether a run that is checked is stopped."""
+    tasks = Training(DEVICE, random.Random(seed)).tasks()
+    with SWPipeline(plan, tasks, device=DEVICE, check_effects=True) as pipe:
+        try:
+            pipe.run(batches())
+        except PlanError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_check_of_effects_knows_the_order_of_streams(recording: Recording, seed: int) -> None:
+    """It stops a run exactly if some stream may do the work of two tasks out of order."""
+    found = recording.plan()
+    assert not is_stopped(on_streams(found, seed), seed)
+    kept = [one for one in found.cross_iter_deps if one[0] != "count"]
+    bare = on_streams(replace(found, cross_iter_deps=kept), seed)
+    try:
+        verify(bare, recording.tasks, recording.effects, streams=True)
+    except PlanError:
+        assert is_stopped(bare, seed)
+    else:
+        assert not is_stopped(bare, seed)

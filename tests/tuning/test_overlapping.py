@@ -57,9 +57,9 @@ def run_plain(loop: Loop) -> list[Any]:
     return run(loop, (plain(loop) for _ in range(loop.epochs)))
 
 
-def run_overlapped(loop: Loop) -> list[Any]:
+def run_overlapped(loop: Loop, **options: Any) -> list[Any]:
     """With one call more."""
-    with swpipe.overlap(loop.loader, loop.functions, device="cpu") as overlapped:
+    with swpipe.overlap(loop.loader, loop.functions, device="cpu", **options) as overlapped:
         return run(loop, (iter(overlapped) for _ in range(loop.epochs)))
 
 
@@ -76,6 +76,14 @@ def test_the_numbers_are_those_of_the_plain_loop(name: str) -> None:
     assert [str(one.message).startswith("nothing runs ahead") for one in caught] == [True] * (
         name in SERIAL
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LOOPS if name not in {*REFUSED, *SERIAL}])
+def test_a_check_finds_nothing_that_the_recording_did_not(name: str) -> None:
+    """Whatever the loop does later; and the numbers are the same again."""
+    found = run_overlapped(made(name), check_effects=True)
+    torch.testing.assert_close(found, run_plain(made(name)), rtol=0, atol=0, equal_nan=True)
 
 
 def test_there_are_forty_loops() -> None:

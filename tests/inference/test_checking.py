@@ -1,0 +1,416 @@
+"""``SWPipeline(check_effects=True)``: a run stops where the plan lets tasks touch out of order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from swpipe import (
+    DeclaredIO,
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    PlanError,
+    SWPipeline,
+    TaskSchedule,
+    TypedContext,
+)
+from swpipe.analysis.races import race_problems
+from swpipe.core.resolved import resolve_plan
+from tests.support.machines import TorchMachine, tasks_of
+from tests.support.safety import effects_of, random_pair
+
+BATCHES = 13
+
+
+def batches(count: int = BATCHES) -> list[torch.Tensor]:
+    """Small ones, the same each time."""
+    draws = torch.Generator().manual_seed(1)
+    return [torch.rand(3, 4, generator=draws) for _ in range(count)]
+
+
+def on_threads(*names: str, stages: Sequence[int] = (), **order: Any) -> PipelinePlan:
+    """Each task on a thread of its own, and the last one on the caller's."""
+    stages = stages or [0] * len(names)
+    groups = {name: name for name in names[:-1]}
+    return PipelinePlan(
+        {
+            name: TaskSchedule(stage, thread_group=groups.get(name, "default"))
+            for name, stage in zip(names, stages, strict=True)
+        },
+        **order,
+    )
+
+
+def checked(plan: PipelinePlan, functions: Iterable[Callable[[Any], None]], **options: Any) -> Any:
+    """A pipeline that checks; a function is a task of its name."""
+    tasks = [
+        f if isinstance(f, PipelineTask) else PipelineTask(f.__name__, f)  # type: ignore[attr-defined]
+        for f in functions
+    ]
+    return SWPipeline(plan, tasks, device="cpu", check_effects=True, **options)
+
+
+def stopped(pipe: SWPipeline, count: int = BATCHES) -> tuple[int, PlanError]:
+    """How many iterations the pipeline handed out until it was stopped, and the error."""
+    done: list[int] = []
+    with pipe, pytest.raises(PlanError, match="check_effects") as caught:
+        done.extend(ctx.iter_idx for ctx in pipe.iterate(batches(count)))
+    return len(done), caught.value
+
+
+def finished(pipe: SWPipeline, count: int = BATCHES) -> int:
+    """How many iterations the pipeline ran without a complaint."""
+    with pipe:
+        return sum(1 for _ in pipe.iterate(batches(count)))
+
+
+class Training:
+    """A model whose optimizer steps on every ``every``-th iteration."""
+
+    def __init__(self, every: int = 4) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.every = every
+
+    def forward(self, ctx: IterContext) -> None:
+        """Reads the parameters."""
+        ctx.loss = self.model(ctx.batch).square().mean()
+
+    def backward(self, ctx: IterContext) -> None:
+        """Writes the gradients."""
+        ctx.loss.backward()
+
+    def step(self, ctx: IterContext) -> None:
+        """Writes the parameters, now and then."""
+        if (ctx.iter_idx + 1) % self.every == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def tasks(self) -> list[PipelineTask]:
+        """In serial order."""
+        return [PipelineTask(f.__name__, f) for f in (self.forward, self.backward, self.step)]
+
+
+RIGHT = {
+    "deps": [("backward", "forward"), ("step", "backward")],
+    "cross_iter_deps": [("forward", "step")],
+}
+
+
+# ------------------------------------------------------------------------- what tasks really do
+
+
+def test_a_step_that_acts_every_fourth_iteration_stops_the_run_there() -> None:
+    """The plan was made for a step that touches nothing, as it does in the first three."""
+    order = {"deps": RIGHT["deps"][:1]}
+    plan = on_threads("forward", "step", "backward", stages=(0, 1, 0), **order)
+    _, error = stopped(checked(plan, Training().tasks))
+    message = str(error)
+    assert "check_effects: task" in message
+    assert "'step'" in message
+    assert "on iteration 3" in message
+    assert "touched state 'model." in message
+    assert any("iteration" in note for note in error.__notes__)
+
+
+def test_a_plan_that_orders_all_that_is_touched_runs_with_the_same_bits() -> None:
+    """On threads of their own, and checked, as serially and not checked."""
+    serial, threads = Training(), Training()
+    with SWPipeline(PipelinePlan.serial(serial.tasks), device="cpu") as pipe:
+        wanted = [ctx.loss.detach() for ctx in pipe.iterate(batches())]
+    with checked(on_threads("forward", "step", "backward", **RIGHT), threads.tasks) as pipe:
+        found = [ctx.loss.detach() for ctx in pipe.iterate(batches())]
+    for one, other in ((found, wanted), (threads.model.state_dict(), serial.model.state_dict())):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_it_does_not_depend_on_the_order_in_which_the_two_just_ran() -> None:
+    """Here they always run in serial order: the reader waits, which the plan does not know."""
+    state = torch.zeros(3)
+    written = [threading.Event() for _ in range(BATCHES)]
+
+    def write(ctx: IterContext) -> None:
+        state.add_(ctx.batch.sum())
+        written[ctx.iter_idx].set()
+
+    def read(ctx: IterContext) -> None:
+        assert written[ctx.iter_idx].wait(30)
+        ctx.copy = state.clone()
+
+    _, error = stopped(checked(on_threads("write", "read"), [write, read]))
+    assert "'read'" in str(error)
+    assert "'write'" in str(error)
+
+
+def test_two_touch_one_place_at_the_same_time() -> None:
+    """A before and an after would blame the reader of the other's state as well."""
+    states = {"left": torch.zeros(3), "right": torch.zeros(3)}
+    meeting = threading.Barrier(2, timeout=30)
+
+    def left(ctx: IterContext) -> None:
+        meeting.wait()
+        states["left"].add_(1)
+        meeting.wait()
+
+    def right(ctx: IterContext) -> None:
+        meeting.wait()
+        states["right"].add_(1)
+        meeting.wait()
+
+    assert finished(checked(on_threads("left", "right"), [left, right])) == BATCHES
+
+
+def test_an_attribute_that_is_read_now_and_then() -> None:
+    """By a task that the plan does not put behind the one that sets it."""
+    ready = [threading.Event() for _ in range(BATCHES)]
+
+    def decode(ctx: IterContext) -> None:
+        ctx.decoded = ctx.batch.tolist()
+        ready[ctx.iter_idx].set()
+
+    def look(ctx: IterContext) -> None:
+        if ctx.iter_idx == 5:
+            assert ready[5].wait(30)
+            assert ctx.decoded
+
+    done, error = stopped(checked(on_threads("decode", "look"), [decode, look]))
+    assert done == 5
+    assert "ctx.decoded" in str(error)
+    assert "iteration 5" in str(error)
+
+
+def test_each_thread_has_its_own_record_of_one_context() -> None:
+    """Two tasks use the same iteration's context at the same time."""
+    meeting = threading.Barrier(2, timeout=30)
+
+    def one(ctx: IterContext) -> None:
+        meeting.wait()
+        ctx.one = ctx.batch
+        meeting.wait()
+
+    def other(ctx: IterContext) -> None:
+        meeting.wait()
+        ctx.other = ctx.batch
+        meeting.wait()
+
+    assert finished(checked(on_threads("one", "other"), [one, other])) == BATCHES
+
+
+def test_gradients_that_another_task_clears() -> None:
+    """Clearing them is no operator, and the next gradients are in other memory."""
+    training = Training(every=1)
+    cleared = [threading.Event() for _ in range(BATCHES)]
+
+    def train(ctx: IterContext) -> None:
+        assert not ctx.iter_idx or cleared[ctx.iter_idx - 1].wait(30)
+        training.forward(ctx)
+        training.backward(ctx)
+        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+
+    def clear(ctx: IterContext) -> None:
+        training.optimizer.zero_grad()
+        cleared[ctx.iter_idx].set()
+
+    plan = on_threads("clear", "train", stages=(1, 0), deps=[("clear", "train")])
+    _, error = stopped(checked(plan, [train, clear]))
+    assert ".weight.grad'" in str(error)
+    assert '("train", "clear", 1)' in str(error)
+    plan = replace(plan, cross_iter_deps=[("train", "clear")])
+    cleared = [threading.Event() for _ in range(BATCHES)]
+    assert finished(checked(plan, [train, clear])) == BATCHES
+
+
+def test_two_tasks_that_draw_from_torchs_generator_now_and_then() -> None:
+    """Not where both are random tasks, nor where a dropout has nothing to drop."""
+
+    def noise(ctx: IterContext) -> None:
+        if ctx.iter_idx == 4:
+            ctx.noise = torch.rand(3)
+
+    def drop(ctx: IterContext) -> None:
+        ctx.dropped = nn.functional.dropout(ctx.batch, 0.5)
+
+    def keep(ctx: IterContext) -> None:
+        ctx.dropped = torch.rand(0)
+
+    _, error = stopped(checked(on_threads("noise", "drop"), [noise, drop]))
+    assert "torch's default generators" in str(error)
+    assert "iteration 4" in str(error)
+    random = [PipelineTask("noise", noise, random=True), PipelineTask("drop", drop, random=True)]
+    assert finished(checked(on_threads("noise", "drop"), random)) == BATCHES
+    assert finished(checked(on_threads("noise", "keep"), [noise, keep])) == BATCHES
+    half = [PipelineTask("noise", noise, random=True), PipelineTask("drop", drop)]
+    stopped(checked(on_threads("noise", "drop"), half))
+
+
+def test_memory_that_tasks_keep_from_one_iteration_to_the_next() -> None:
+    """It belongs to no model and no optimizer, and a task makes it in the first iteration."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def average(ctx: IterContext) -> None:
+        if "mean" in kept:
+            kept["mean"].lerp_(ctx.batch.mean(0), 0.1)
+        else:
+            kept["mean"] = ctx.batch.mean(0)
+
+    def use(ctx: IterContext) -> None:
+        if ctx.iter_idx > 6:
+            ctx.centred = ctx.batch - kept["mean"]
+
+    _, error = stopped(checked(on_threads("average", "use", stages=(0, 1)), [average, use]))
+    assert "'average'" in str(error)
+
+
+# ---------------------------------------------------------------------------- no false alarms
+
+
+def test_buffers_that_are_used_in_turn() -> None:
+    """Two are enough for a plan in which a copy is one iteration ahead, and one is not."""
+    for count in (2, 1):
+        buffers = [torch.zeros(3, 4) for _ in range(count)]
+
+        def copy(ctx: IterContext, buffers: list[torch.Tensor] = buffers) -> None:
+            buffers[ctx.iter_idx % len(buffers)].copy_(ctx.batch)
+
+        def compute(ctx: IterContext, buffers: list[torch.Tensor] = buffers) -> None:
+            ctx.sum = buffers[ctx.iter_idx % len(buffers)].sum()
+
+        order = {"deps": [("compute", "copy")], "cross_iter_deps": [("copy", "compute", 2)]}
+        pipe = checked(on_threads("copy", "compute", stages=(0, 1), **order), [copy, compute])
+        if count == 2:
+            assert finished(pipe) == BATCHES
+        else:
+            stopped(pipe)
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "recorded"])
+def test_staleness_that_the_plan_allows(declared: bool) -> None:
+    """By the name that the state was declared with, or that a recording gives it."""
+    state, copied = torch.zeros(3), [threading.Event() for _ in range(BATCHES)]
+    io = [DeclaredIO(state="weights", mode="rw", memory=state)] if declared else []
+
+    def read(ctx: IterContext) -> None:
+        ctx.copy = state.clone()
+        copied[ctx.iter_idx].set()
+
+    def write(ctx: IterContext) -> None:
+        state.add_(ctx.copy.sum())
+
+    tasks = [PipelineTask("read", read), PipelineTask("write", write, io=io)]
+    plan = on_threads(
+        "read",
+        "write",
+        stages=(0, 1),
+        deps=[("write", "read")],
+        same_period_deps=[("write", "read")],
+    )
+    _, error = stopped(checked(plan, tasks))
+    name = "weights" if declared else "state"
+    assert f"say stale={{{name!r}: 1}}" in str(error)
+    assert finished(checked(replace(plan, stale={name: 1}), tasks)) == BATCHES
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touch(
+    seed: int,
+) -> None:
+    """Random tasks, and plans of which half keep the serial order; a read may come too soon."""
+    plan, workload = random_pair(seed)
+    wrong = race_problems(resolve_plan(plan), effects_of(workload), streams=False)
+    machine = TorchMachine(workload, lambda: None)
+    tasks = tasks_of(machine, workload, draws=True)
+    with SWPipeline(plan, tasks, device="cpu", check_effects=True) as pipe:
+        if wrong:
+            with pytest.raises((PlanError, AttributeError)):
+                pipe.run(range(8))
+        else:
+            assert pipe.run(range(8)).iterations == 8
+
+
+# -------------------------------------------------------------------------------- what is left
+
+
+def test_nothing_is_watched_without_it() -> None:
+    """Contexts are of the user's own class, and operators run as they do."""
+    seen: list[Any] = []
+
+    def look(ctx: IterContext) -> None:
+        seen.append((type(ctx), len(_get_current_dispatch_mode_stack())))
+
+    plan = PipelinePlan.serial([PipelineTask("look", look)])
+    for check in (False, True):
+        with SWPipeline(plan, check_effects=check, device="cpu") as pipe:
+            pipe.run(range(1))
+            pipe.run_serial(range(1))
+    assert seen[0] == seen[1] == seen[3] == (IterContext, 0)
+    assert seen[2][1] == 1
+
+
+def test_a_context_of_the_users_own_class() -> None:
+    """Is one of it."""
+
+    class Mine(TypedContext):
+        total: torch.Tensor
+
+        def doubled(self) -> torch.Tensor:
+            return 2 * self.total
+
+    def add(ctx: Mine) -> None:
+        ctx.total = ctx.batch.sum()
+
+    task = PipelineTask("add", add)
+    with checked(PipelinePlan.serial([task]), [task], context=Mine) as pipe:
+        for ctx, batch in zip(pipe.iterate(batches()), batches(), strict=True):
+            assert isinstance(ctx, Mine)
+            assert torch.equal(ctx.doubled(), 2 * batch.sum())
+
+
+def test_each_run_is_checked_for_itself() -> None:
+    """After a run that was stopped, iterations have the same numbers again."""
+    training = Training()
+    plan = on_threads("forward", "step", "backward", stages=(0, 1, 0), deps=RIGHT["deps"][:1])
+    with checked(plan, training.tasks) as pipe:
+        assert pipe.run(batches(3)).iterations == 3
+        for _ in range(2):
+            with pytest.raises(PlanError, match="check_effects"):
+                pipe.run(batches())
+    training = Training()
+    with checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks) as pipe:
+        for _ in range(3):
+            contexts = pipe.iterate(batches())
+            next(contexts)
+            pipe.drop()
+
+
+def test_what_a_task_raises_goes_first() -> None:
+    """The check says nothing of a task that failed."""
+
+    def fail(ctx: IterContext) -> None:
+        raise ValueError("its own")
+
+    with checked(PipelinePlan.serial([PipelineTask("fail", fail)]), [fail]) as pipe:
+        with pytest.raises(ValueError, match="its own"):
+            pipe.run(range(3))
+
+
+def test_what_is_noted_does_not_grow_with_the_iterations() -> None:
+    """Places whose memory or iteration is gone are dropped."""
+    training = Training()
+    pipe = checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks)
+    with pipe:
+        contexts = pipe.iterate(batches(1) * 3000)
+        for number, _ in enumerate(contexts):
+            if number == 2900:
+                check = pipe._driver.run.iterations.check
+                assert len(check._places) < 10_000
+                assert max(len(place.runs) for place in check._places.values()) < 100
