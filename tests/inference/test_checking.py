@@ -271,6 +271,23 @@ def test_memory_that_tasks_keep_from_one_iteration_to_the_next() -> None:
     assert "'average'" in str(error)
 
 
+def test_a_tensor_that_is_handed_on_outside_the_context() -> None:
+    """Each is in new memory, which one task makes and the other reads."""
+    box: dict[str, torch.Tensor] = {}
+    filled = [threading.Event() for _ in range(BATCHES)]
+
+    def fill(ctx: IterContext) -> None:
+        box["it"] = 2 * ctx.batch
+        filled[ctx.iter_idx].set()
+
+    def take(ctx: IterContext) -> None:
+        assert filled[ctx.iter_idx].wait(30)
+        ctx.taken = box["it"].sum()
+
+    _, error = stopped(checked(on_threads("fill", "take"), [fill, take]))
+    assert "unnamed memory (float32 [3, 4])" in str(error) or "box" in str(error)
+
+
 # ---------------------------------------------------------------------------- no false alarms
 
 
@@ -295,29 +312,24 @@ def test_buffers_that_are_used_in_turn() -> None:
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "recorded"])
 def test_staleness_that_the_plan_allows(declared: bool) -> None:
-    """By the name that the state was declared with, or that a recording gives it."""
-    state, copied = torch.zeros(3), [threading.Event() for _ in range(BATCHES)]
-    io = [DeclaredIO(state="weights", mode="rw", memory=state)] if declared else []
+    """By the name that the state was declared with, or that a recording gives all parameters."""
+    model = nn.Linear(4, 2).requires_grad_(False)
+    io = [DeclaredIO(state="weights", mode="rw", memory=model)] if declared else []
 
     def read(ctx: IterContext) -> None:
-        ctx.copy = state.clone()
-        copied[ctx.iter_idx].set()
+        ctx.out = model(ctx.batch)
 
     def write(ctx: IterContext) -> None:
-        state.add_(ctx.copy.sum())
+        for parameter in model.parameters():
+            parameter.add_(ctx.out.sum())
 
     tasks = [PipelineTask("read", read), PipelineTask("write", write, io=io)]
-    plan = on_threads(
-        "read",
-        "write",
-        stages=(0, 1),
-        deps=[("write", "read")],
-        same_period_deps=[("write", "read")],
-    )
+    order = {"deps": [("write", "read")], "same_period_deps": [("write", "read")]}
+    plan = on_threads("read", "write", stages=(0, 1), **order)
     _, error = stopped(checked(plan, tasks))
-    name = "weights" if declared else "state"
-    assert f"say stale={{{name!r}: 1}}" in str(error)
-    assert finished(checked(replace(plan, stale={name: 1}), tasks)) == BATCHES
+    assert ("say stale={'weights': 1}" if declared else "say stale={'model.") in str(error)
+    stale = {"weights" if declared else "model parameters": 1}
+    assert finished(checked(replace(plan, stale=stale), tasks)) == BATCHES
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -384,12 +396,26 @@ def test_each_run_is_checked_for_itself() -> None:
         for _ in range(2):
             with pytest.raises(PlanError, match="check_effects"):
                 pipe.run(batches())
-    training = Training()
-    with checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks) as pipe:
+
+
+def test_iterations_of_a_run_that_was_dropped_are_not_compared_with() -> None:
+    """The next run has their numbers again, and here uses the two buffers the other way round."""
+    buffers = [torch.zeros(3, 4), torch.zeros(3, 4)]
+
+    def copy(ctx: IterContext) -> None:
+        ctx.buffer = buffers[ctx.iter_idx % 2]
+        ctx.buffer.copy_(ctx.batch)
+
+    def compute(ctx: IterContext) -> None:
+        ctx.sum = ctx.buffer.sum()
+
+    order = {"deps": [("compute", "copy")], "cross_iter_deps": [("copy", "compute", 2)]}
+    with checked(on_threads("copy", "compute", stages=(0, 1), **order), [copy, compute]) as pipe:
         for _ in range(3):
-            contexts = pipe.iterate(batches())
-            next(contexts)
+            next(pipe.iterate(batches()))
             pipe.drop()
+            buffers.reverse()
+            assert pipe.run(batches()).iterations == BATCHES
 
 
 def test_what_a_task_raises_goes_first() -> None:
