@@ -60,7 +60,7 @@ class SWPipeline(Generic[C]):
             gradient and inference modes; compared with ``==``: ``lambda: model.training``.
         check_effects: Watch what the tasks touch, and raise PlanError at the first that touches
             what the plan does not keep in serial order. For debugging: every operator takes about
-            10 us longer, and compiled functions run eagerly. Serial runs are not watched.
+            15 us longer, and compiled functions run eagerly. Serial runs are not watched.
         host: Where threads come from; for tests.
 
     Raises:
