@@ -26,15 +26,13 @@ Assumptions
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import grad_or_none, tensors_in
+from swpipe._tensors.pytree import grad_or_none
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal
 from swpipe.core.effects import Effects, Location
@@ -43,51 +41,18 @@ from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
-from swpipe.inference.declared import DECLARED, assign_declared
-from swpipe.inference.generators import TORCH
-from swpipe.inference.operators import OperatorRecorder
+from swpipe.inference.generators import TORCH, DrawRecorder
 from swpipe.inference.reach import reach_of
-from swpipe.inference.recorded_context import AttributeLog, attributes, set_log
-from swpipe.inference.state_items import StateItem, reachable_items
+from swpipe.inference.recorded_context import AttributeLog, set_log
+from swpipe.inference.state_items import reachable_items
 from swpipe.inference.storages import StorageId, Storages
+from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
 
 _CLEARS = ("zero_grad", "grad")
 """Names in code that may clear gradients."""
 
 _MOST_DEAD = 4096
 """How many places are added before those are dropped whose memory or iteration is gone."""
-
-
-class Run(NamedTuple):
-    """One task on one iteration."""
-
-    iteration: int
-    task: str
-
-
-@dataclass(slots=True)
-class Place:
-    """Something that several tasks can touch.
-
-    Attributes:
-        kind: "memory", "gradient", "attribute" or "generator".
-        number: The storage's, an attribute's iteration, the id of a parameter or generator.
-        name: Of the attribute or generator; what the memory was first seen as.
-        reference: Weak, to the memory: its number is not used again.
-        runs: Who touched it in the last iterations, and how.
-        users: All who ever did, and how.
-        ordered: All of them are kept in order, however many iterations lie between two.
-        allowed: Pairs that the plan allows in either order.
-    """
-
-    kind: str
-    number: int
-    name: str = ""
-    reference: Any = None
-    runs: dict[Run, Access] = field(default_factory=dict)
-    users: set[tuple[str, Access]] = field(default_factory=set)
-    ordered: bool = True
-    allowed: set[tuple[str, str, int]] = field(default_factory=set)
 
 
 class EffectCheck:
@@ -118,7 +83,7 @@ class EffectCheck:
     def __call__(self) -> RunCheck:
         return RunCheck(self)
 
-    def keeps(self, place: Place, first: str, then: str, distance: int) -> bool:
+    def keeps(self, place: WatchedPlace, first: str, then: str, distance: int) -> bool:
         """Whether every interleaving has ``first`` before ``then``, ``distance`` iterations on."""
         if distance > self.depth or (first == then and not distance):
             return True  # only one of the two is in flight
@@ -129,7 +94,7 @@ class EffectCheck:
             self._kept[key] = self._guaranteed.keeps(*key)
         return self._kept[key]
 
-    def keeps_all(self, place: Place, task: str, access: Access) -> bool:
+    def keeps_all(self, place: WatchedPlace, task: str, access: Access) -> bool:
         """Whether a task is kept in serial order with all users of a place, on any iterations."""
         others = [other for other, how in place.users if access.writes or how.writes]
         pairs = [pair for other in others for pair in ((task, other), (other, task))]
@@ -140,12 +105,12 @@ class EffectCheck:
             if distance or self._serial[first] < self._serial[then]
         )
 
-    def serially(self, one: Run, other: Run) -> tuple[Run, Run]:
+    def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
         """The two in their serial order."""
         both = sorted((one, other), key=lambda run: (run.iteration, self._serial[run.task]))
         return both[0], both[1]
 
-    def problems(self, place: Place, location: Location) -> list[Problem]:
+    def problems(self, place: WatchedPlace, location: Location) -> list[Problem]:
         """Why the plan may not run the users of a place, if the place is called so."""
         users = {name: [how for task, how in place.users if task == name] for name in self._serial}
         effects = {
@@ -164,7 +129,7 @@ class RunCheck:
     def __init__(self, check: EffectCheck) -> None:
         self._check = check
         self._lock = threading.Lock()
-        self._places: dict[tuple[str, int, str], Place] = {}
+        self._places: dict[tuple[str, int, str], WatchedPlace] = {}
         self._most = _MOST_DEAD
         reached = reachable_items(check.tasks).tensors.values()
         self._parameters = [one for one in reached if one.requires_grad and one.is_leaf]
@@ -184,26 +149,28 @@ class RunCheck:
                 yield
         finally:
             set_log(ctx, None)
-        run = Run(ctx.iter_idx, task.name)
+        run = TaskRun(ctx.iter_idx, task.name)
         with self._lock:
             for place, access in self._touched(run, log, operators, before):
                 self._add(place, run, access, ctx)
             if len(self._places) > self._most:
-                self._forget(run.iteration)
+                self._forget(run)
 
     def _touched(
         self,
-        run: Run,
+        run: TaskRun,
         log: AttributeLog,
         operators: DrawRecorder,
         before: Sequence[Tensor | None],
-    ) -> Iterator[tuple[Place, Access]]:
+    ) -> Iterator[tuple[WatchedPlace, Access]]:
         """Each place that a task touched, and how."""
         for name in log.reads | log.sets | log.deletes:
             access = Access(name in log.reads, name in log.sets | log.deletes)
             yield self._place("attribute", run.iteration, name), access
-        for number, name in operators.draws.items():
-            yield self._place("generator", number, name), READ_WRITE
+        for number, generator in operators.draws.items():
+            place = self._place("generator", number, str(generator or TORCH))
+            place.reference = generator
+            yield place, READ_WRITE
         accesses, storages = operators.accesses, operators.storages
         reads, writes = accesses.all_reads, accesses.writes | accesses.created
         for number in reads | writes:
@@ -217,11 +184,11 @@ class RunCheck:
 
     def _gradients(
         self,
-        run: Run,
+        run: TaskRun,
         storages: Storages,
         used: tuple[set[StorageId], set[StorageId]],
         before: Sequence[Tensor | None],
-    ) -> Iterator[tuple[Place, Access]]:
+    ) -> Iterator[tuple[WatchedPlace, Access]]:
         """Parameters whose gradient a task used, whichever memory that is in; or cleared."""
         clears = run.task in self._check.clears
         for parameter, old in zip(self._parameters, before, strict=True):
@@ -234,13 +201,13 @@ class RunCheck:
             if any(access):
                 yield self._place("gradient", id(parameter)), access
 
-    def _place(self, kind: str, number: int, name: str = "") -> Place:
+    def _place(self, kind: str, number: int, name: str = "") -> WatchedPlace:
         key = kind, number, name
         if key not in self._places:
-            self._places[key] = Place(*key)
+            self._places[key] = WatchedPlace(*key)
         return self._places[key]
 
-    def _add(self, place: Place, run: Run, access: Access, ctx: Any) -> None:
+    def _add(self, place: WatchedPlace, run: TaskRun, access: Access, ctx: Any) -> None:
         """Note an access, and compare it with those of other tasks and iterations."""
         check = self._check
         if (run.task, access) not in place.users:
@@ -252,16 +219,17 @@ class RunCheck:
                     self._compare(place, run, other, ctx)
         place.runs[run] = access
         if len(place.runs) > 4 * check.depth * len(check.tasks):
-            place.runs = {r: a for r, a in place.runs.items() if self._is_near(r, run.iteration)}
+            place.runs = {r: a for r, a in place.runs.items() if self._is_near(r, run)}
 
-    def _compare(self, place: Place, run: Run, other: Run, ctx: Any) -> None:
+    def _compare(self, place: WatchedPlace, run: TaskRun, other: TaskRun, ctx: Any) -> None:
         """Raise if the plan does not keep two conflicting runs in serial order."""
         check = self._check
         first, then = check.serially(run, other)
         pair = first.task, then.task, then.iteration - first.iteration
         if pair in place.allowed or check.keeps(place, *pair):
             return
-        locations = self._called(place, {run.iteration, other.iteration}, ctx)
+        within = run.iteration == other.iteration
+        locations = locations_of(place, check.tasks, ctx, one_iteration=within)
         stale = [one for one in locations if one.name in check.plan.stale]
         location = (stale or locations)[0]
         found = [p for p in check.problems(place, location) if {*p.tasks} == {*pair[:2]}]
@@ -270,74 +238,20 @@ class RunCheck:
             raise refusal(check.plan, [_told(location, run, other, found[0])])
         place.allowed.add(pair)
 
-    def _called(self, place: Place, iterations: set[int], ctx: Any) -> list[Location]:
-        """What messages and ``PipelinePlan.stale`` call a place, the best name first."""
-        if place.kind == "attribute":
-            return [Location(place.name, False)]
-        if place.kind == "generator":
-            return [Location(place.name, True)]
-        for item, tensor in self._items():
-            if place.kind == "gradient" and id(tensor) == place.number:
-                gradient = StateItem(f"{item.name}.grad", item.owner, "gradients")
-                return _names(gradient)
-            if place.kind == "memory" and place.number in Storages().of(tensor):
-                return _names(item)
-        name = f"unnamed memory ({place.name})"
-        for attribute, value in attributes(ctx).items():
-            if any(place.number in Storages().of(tensor) for tensor in tensors_in(value)):
-                name = attribute if len(iterations) == 1 else f"memory of ctx.{attribute}"
-        return [Location(name, len(iterations) > 1)]
+    def _is_near(self, run: TaskRun, now: TaskRun) -> bool:
+        """Whether a task that runs now, or later, may have to be compared with a run."""
+        return run.iteration >= now.iteration - 2 * self._check.depth
 
-    def _items(self) -> Iterable[tuple[StateItem, Tensor]]:
-        tasks = self._check.tasks
-        return assign_declared(reachable_items(tasks).tensors, tasks).items()
-
-    def _is_near(self, run: Run, iteration: int) -> bool:
-        """Whether a task on ``iteration`` or later may have to be compared with a run."""
-        return run.iteration >= iteration - 2 * self._check.depth
-
-    def _forget(self, iteration: int) -> None:
-        """Drop the places that no task can touch any more."""
-        gone = [
-            key
-            for key, place in self._places.items()
-            if (place.reference is not None and place.reference.expired())
-            or (place.kind == "attribute" and not self._is_near(Run(place.number, ""), iteration))
-        ]
-        for key in gone:
-            del self._places[key]
+    def _forget(self, now: TaskRun) -> None:
+        """Drop the places that no task can touch any more, or has touched of late."""
+        for key, place in list(self._places.items()):
+            if place.kind == "memory":
+                gone = place.reference.expired()
+            else:
+                gone = not any(self._is_near(run, now) for run in place.runs)
+            if gone:
+                del self._places[key]
         self._most = 2 * len(self._places) + _MOST_DEAD
-
-
-class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """An operator recorder that also tells which generators the operators drew from.
-
-    Attributes:
-        storages: Those that the operators used.
-        draws: The generator's id to its name; 0 for torch's default generators.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.storages = Storages()
-        super().__init__(self.storages)
-        self.draws: dict[int, str] = {}
-        self._device = device
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and see whether it draws; dropout with a rate of 0 does not."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            self.draws[id(kwargs["generator"])] = "a torch.Generator"
-            return func(*args, **kwargs)
-        before = self._states()
-        result = func(*args, **kwargs)
-        if self._states() != before:
-            self.draws[0] = TORCH
-        return result
-
-    def _states(self) -> list[bytes]:
-        return [bytes(state.numpy()) for state in self._device.generator_states().values()]
 
 
 def _may_clear_gradients(task: PipelineTask) -> bool:
@@ -346,17 +260,7 @@ def _may_clear_gradients(task: PipelineTask) -> bool:
     return not taken.isdisjoint(_CLEARS)
 
 
-def _names(item: StateItem) -> list[Location]:
-    """What an item or a group with it is called in recordings."""
-    if item.kind == DECLARED:
-        return [Location(item.owner, True)]
-    parts = item.name.split(".")
-    prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
-    names = [item.name, *(f"{one} {item.kind}" for one in (item.owner, *prefixes))]
-    return [Location(name.strip(), True) for name in names]
-
-
-def _told(location: Location, run: Run, other: Run, problem: Problem) -> Problem:
+def _told(location: Location, run: TaskRun, other: TaskRun, problem: Problem) -> Problem:
     text = (
         f"check_effects: task {run.task!r} on iteration {run.iteration} touched {location}, which "
         f"{other.task!r} on iteration {other.iteration} touches as well, and the plan does not "

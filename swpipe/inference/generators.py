@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from swpipe.device import Device
+from swpipe.inference.operators import OperatorRecorder
+from swpipe.inference.storages import Storages
 
 TORCH = "torch's default generators"
 """Tasks with ``random=True`` need no order for these."""
@@ -43,3 +45,34 @@ def _state(generator: Any) -> object:
 
 def _bytes(state: torch.Tensor) -> bytes:
     return bytes(state.tolist())
+
+
+class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
+    """An operator recorder that also tells which generators the operators drew from.
+
+    Attributes:
+        storages: Those that the operators used.
+        draws: A generator's number to the generator; 0 to None for torch's default generators.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.storages = Storages()
+        super().__init__(self.storages)
+        self.draws: dict[int, torch.Generator | None] = {}
+        self._device = device
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and see whether it draws; dropout with a rate of 0 does not."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if (generator := kwargs.get("generator")) is not None:
+            self.draws[generator._cdata] = generator  # one may have several Python objects
+            return func(*args, **kwargs)
+        before = self._states()
+        result = func(*args, **kwargs)
+        if self._states() != before:
+            self.draws[0] = None
+        return result
+
+    def _states(self) -> list[bytes]:
+        return [bytes(state.numpy()) for state in self._device.generator_states().values()]

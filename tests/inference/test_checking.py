@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -251,6 +252,24 @@ def test_two_tasks_that_draw_from_torchs_generator_now_and_then() -> None:
     assert finished(checked(on_threads("noise", "keep"), [noise, keep])) == BATCHES
     half = [PipelineTask("noise", noise, random=True), PipelineTask("drop", drop)]
     stopped(checked(on_threads("noise", "drop"), half))
+
+
+def test_generators_of_the_users_own() -> None:
+    """One that two tasks share is a state; those that each iteration makes for itself are not."""
+    shared = torch.Generator().manual_seed(1)
+
+    def noise(ctx: IterContext, own: torch.Generator | None = None) -> None:
+        draws = own or torch.Generator().manual_seed(ctx.iter_idx)
+        ctx.noise = torch.rand(3, generator=draws)
+
+    def drop(ctx: IterContext, own: torch.Generator | None = None) -> None:
+        draws = own or torch.Generator().manual_seed(-1 - ctx.iter_idx)
+        ctx.dropped = torch.rand(3, generator=draws)
+
+    assert finished(checked(on_threads("noise", "drop"), [noise, drop]), 200) == 200
+    both = [PipelineTask(one.__name__, partial(one, own=shared)) for one in (noise, drop)]
+    _, error = stopped(checked(on_threads("noise", "drop"), both))
+    assert "touched state 'own'" in str(error)
 
 
 def test_memory_that_tasks_keep_from_one_iteration_to_the_next() -> None:

@@ -1,0 +1,84 @@
+"""Places that tasks touch while a pipeline runs, and what messages call them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from swpipe._tensors.pytree import tensors_in
+from swpipe.core.effects import Location
+from swpipe.core.task import PipelineTask
+from swpipe.inference.accesses import Access
+from swpipe.inference.declared import DECLARED, assign_declared
+from swpipe.inference.recorded_context import attributes
+from swpipe.inference.state_items import StateItem, reachable_items
+from swpipe.inference.storages import Storages
+
+
+class TaskRun(NamedTuple):
+    """One task on one iteration."""
+
+    iteration: int
+    task: str
+
+
+@dataclass(slots=True)
+class WatchedPlace:
+    """Something that several tasks can touch.
+
+    Attributes:
+        kind: "memory", "gradient", "attribute" or "generator".
+        number: The storage's or generator's, an attribute's iteration, the id of a parameter.
+        name: Of the attribute or generator; what the memory was first seen as.
+        reference: To the memory, a weak one, or the generator: its number is not used again.
+        runs: Who touched it in the last iterations, and how.
+        users: All who ever did, and how.
+        ordered: All of them are kept in order, however many iterations lie between two.
+        allowed: Pairs that the plan allows in either order.
+    """
+
+    kind: str
+    number: int
+    name: str = ""
+    reference: Any = None
+    runs: dict[TaskRun, Access] = field(default_factory=dict)
+    users: set[tuple[str, Access]] = field(default_factory=set)
+    ordered: bool = True
+    allowed: set[tuple[str, str, int]] = field(default_factory=set)
+
+
+def locations_of(
+    place: WatchedPlace, tasks: Sequence[PipelineTask], ctx: Any, *, one_iteration: bool
+) -> list[Location]:
+    """What messages and ``PipelinePlan.stale`` call a place, the best name first.
+
+    ``one_iteration`` says that it was touched in one iteration only, whose context is ``ctx``.
+    """
+    if place.kind == "attribute":
+        return [Location(place.name, False)]
+    reached = reachable_items(tasks)
+    if place.kind == "generator":
+        found = reached.generators.items()
+        names = [name for name, one in found if getattr(one, "_cdata", None) == place.number]
+        return [Location(name, True) for name in (*names, place.name)]
+    for item, tensor in assign_declared(reached.tensors, tasks).items():
+        if place.kind == "gradient" and id(tensor) == place.number:
+            return _names(StateItem(f"{item.name}.grad", item.owner, "gradients"))
+        if place.kind == "memory" and place.number in Storages().of(tensor):
+            return _names(item)
+    name = f"unnamed memory ({place.name})"
+    for attribute, value in attributes(ctx).items():
+        if any(place.number in Storages().of(tensor) for tensor in tensors_in(value)):
+            name = attribute if one_iteration else f"memory of ctx.{attribute}"
+    return [Location(name, not one_iteration)]
+
+
+def _names(item: StateItem) -> list[Location]:
+    """What an item or a group with it is called in recordings."""
+    if item.kind == DECLARED:
+        return [Location(item.owner, True)]
+    parts = item.name.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
+    names = [item.name, *(f"{one} {item.kind}" for one in (item.owner, *prefixes))]
+    return [Location(name.strip(), True) for name in names]
