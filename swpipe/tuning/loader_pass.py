@@ -57,6 +57,7 @@ class LoaderPass:
         self._at_start = default_generators(device)
         if saved is None:
             self.iterator = self._pull(iter(loader))
+            self._remember(0)
             return
         self.handed_out = self._first = saved["batches"]
         after_pull = saved["after_pull"]
@@ -79,17 +80,19 @@ class LoaderPass:
             self.iterator = self._pull(batches)
             after_pull = default_generators(device)
         if not self.handed_out:
+            if saved["after_pull"] is not None:  # the pass had begun; its first pull is made again
+                set_default_generators(device, saved["after_pull"])
             return
         kept = {name: after_pull[name] for name in loader_draws & after_pull.keys()}
         set_default_generators(device, {**saved["generators"], **kept})
 
     def _set_back(self, saved: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(saved["loader"])
-        if self.handed_out:
+        if saved["after_pull"] is not None:
             self._states[self._first] = saved["loader"], saved["after_pull"]
             return
-        # torchdata makes its old iterator again when it is first asked for a state or a batch, and
-        # draws a seed for it, which a process that was not stopped does not draw in this pass.
+        # The pass had ended. torchdata makes its old iterator again when it is first asked for a
+        # state or a batch, and draws a seed for it; a process that was not stopped does not.
         self._loader.state_dict()
         set_default_generators(self._device, saved["at_start"])
 
@@ -118,9 +121,12 @@ class LoaderPass:
         pulled = self._first
         for batch in batches:
             pulled += 1
-            if self._has_state:
-                state = copy.deepcopy(self._loader.state_dict())
-                self._states[pulled] = state, default_generators(self._device)
-                for old in [number for number in self._states if number < self.handed_out]:
-                    del self._states[old]
+            self._remember(pulled)
             yield batch
+
+    def _remember(self, pulled: int) -> None:
+        if self._has_state:
+            state = copy.deepcopy(self._loader.state_dict())
+            self._states[pulled] = state, default_generators(self._device)
+            for old in [number for number in self._states if number < self.handed_out]:
+                del self._states[old]

@@ -80,9 +80,9 @@ WORKERS = (WORKER, TORCHDATA_WORKER)
 class Job:
     """Everything of one process that trains."""
 
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(7)
-        random.seed(7)
+    def __init__(self, name: str, seed: int = 7) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
         self.parts, loader = LOOPS[name]()
         functions = self.parts.functions()
         noise = PipelineTask("noise", self.noise, random=True)
@@ -236,5 +236,20 @@ def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     second.load(saved)
     assert [ctx.loss.item() for ctx in second.loop] == expected
     assert len(expected) == 6
+    first.loop.close()
+    second.loop.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["augmented in the loader", "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED]
+)
+def test_a_state_from_before_the_first_iteration_leads_to_it(name: str) -> None:
+    """Whatever the new process has drawn, and pulled to record the tasks."""
+    first = Job(name)
+    saved = first.save()
+    expected = list(first.losses())
+    second = Job(name, seed=8)
+    second.load(saved)
+    assert list(second.losses()) == expected
     first.loop.close()
     second.loop.close()
