@@ -101,6 +101,16 @@ def test_a_dependency_that_goes_away_is_missed(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+def test_every_dependency_has_a_least_version() -> None:
+    """CI installs the least version of each, which without a bound is the first ever released."""
+    table = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    named = [table["dependencies"], *table["optional-dependencies"].values()]
+    asked = [one for some in named for one in some if not one.startswith("swpipe[")]
+    assert [one for one in asked if not re.match(r"[\w.-]+>=\d", one)] == []
+    assert len(asked) > 20
+
+
+@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
 def test_the_python_versions_that_are_claimed_are_those_that_are_pinned() -> None:
     """The metadata claimed 3.12 and 3.13, on which no check had run."""
     table = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]

@@ -213,7 +213,7 @@ def test_a_reader_may_stop_reading(plan: Path) -> None:
         (("profile", "--device", "meta"), "--device meta: "),
         (("plan", "infer", "--device", "meta"), "--device meta: "),
         (("train", "--device", "\x1b[31m"), "--device '\\x1b[31m': "),
-        (("train", "--data", "\x1b[31m"), "\\x1b[31m"),
+        pytest.param(("train", "--data", "\x1b[31m"), "\\x1b[31m", marks=needs_clicks),
         (("plan", "show", "\x1b[31m\n"), "plan '\\x1b[31m\\n': "),
         (("plan", "show", "recsys14", "--periods", 10**9), "'--periods': "),
         (("plan", "simulate", "recsys14", "--width", 10**9), "'--width': "),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -68,6 +69,26 @@ def test_feeding_runs_ahead_by_the_depth_and_no_further(depth: int) -> None:
         for _ in range(10):
             pipe.progress(batches)
     assert ahead == [depth] * 10
+
+
+@pytest.mark.parametrize("maxsize", [1, 2, 4])
+def test_it_is_as_far_ahead_as_a_thread_with_a_queue(maxsize: int) -> None:
+    """Beyond the iteration in the caller's hands: the queue, and what the thread waits to put."""
+    pulled: list[int] = []
+
+    def data() -> Iterator[int]:
+        for batch in range(20):
+            pulled.append(batch)
+            yield batch
+
+    batches = data()
+    tasks = [PipelineTask(name, lambda ctx: None) for name in ("feed", "use")]
+    plan = prefetch_plan(["feed"], ["use"], depth=maxsize + 1)
+    assert plan.depth == maxsize + 2
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        for number in range(5):
+            assert pipe.progress(batches).iter_idx == number
+            assert len(pulled) == number + 1 + maxsize + 1
 
 
 def test_both_lists_need_a_task() -> None:

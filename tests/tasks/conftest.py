@@ -10,7 +10,7 @@ import pytest
 from tests.tasks.rows import write_log
 
 if find_spec("torchrec") is None or find_spec("polars") is None:
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["test_*.py", "*/test_*.py"]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -145,6 +146,35 @@ def test_a_loop_may_be_closed_before_it_is_left() -> None:
     contexts.close()  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="closed"):
         next(iter(overlapped))
+
+
+class Told(swpipe.Observer):
+    """Which tasks of which iteration ended, and on which thread."""
+
+    def __init__(self) -> None:
+        self.threads: dict[int, dict[str, int]] = {}
+
+    def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
+        if exists:
+            self.threads.setdefault(iteration, {})[ins.task] = threading.get_ident()
+
+
+def test_an_observer_was_told_of_all_tasks_of_the_iteration_that_the_body_gets() -> None:
+    """By the context's number, also after a pass that was left; each on its own thread."""
+    told, numbers = Told(), []
+    here = {"<admit>", "forward", "backward", "step", "<retire>"}
+    loop = swpipe.overlap(batches(), Training().functions(), device="cpu")
+    with loop, loop.pipe.observe(told):
+        for last in (2, 8):
+            for ctx in loop:
+                threads = told.threads.pop(ctx.iter_idx)
+                numbers.append(ctx.iter_idx)
+                assert threads.keys() == {*here, "<pull>", "decode"}
+                mine = threading.get_ident()
+                assert {name for name, thread in threads.items() if thread == mine} == here
+                if ctx.iter_idx == last:
+                    break
+    assert numbers == list(range(9))
 
 
 def test_tasks_and_functions_may_be_mixed() -> None:

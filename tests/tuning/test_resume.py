@@ -18,6 +18,9 @@ from swpipe.plans import prefetch_plan
 from swpipe.tuning.overlapping import OverlappedLoop
 from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
 
+# torchdata, when a loader is made
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
 EPOCHS = 2
 
 
@@ -50,7 +53,16 @@ def _batch_norm() -> Training:
     return Training(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
 
 
+def _torchdata(rows: Rows | None = None, **options: Any) -> Any:
+    """Shuffled batches of a loader with a state."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    return torchdata.StatefulDataLoader(rows or Rows(), batch_size=4, shuffle=True, **options)
+
+
 WORKER = "with a worker"
+TORCHDATA = "torchdata"
+TORCHDATA_AUGMENTED = "torchdata, augmented in the loader"
+TORCHDATA_WORKER = "torchdata, with a worker"
 LOOPS: dict[str, Any] = {
     "a list": lambda: (Training(), Rows().rows.split(4)),
     "shuffled, with dropout": lambda: (_dropout(), batches(shuffle=True)),
@@ -58,15 +70,19 @@ LOOPS: dict[str, Any] = {
     "batch norm": lambda: (_batch_norm(), batches(shuffle=True, drop_last=True)),
     WORKER: lambda: (_dropout(), batches(NoisyRows(), shuffle=True, num_workers=1)),
     "a loader with a state": lambda: (_dropout(), StatefulRows()),
+    TORCHDATA: lambda: (_dropout(), _torchdata()),
+    TORCHDATA_AUGMENTED: lambda: (Training(), _torchdata(NoisyRows())),
+    TORCHDATA_WORKER: lambda: (_dropout(), _torchdata(num_workers=1)),
 }
+WORKERS = (WORKER, TORCHDATA_WORKER)
 
 
 class Job:
     """Everything of one process that trains."""
 
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(7)
-        random.seed(7)
+    def __init__(self, name: str, seed: int = 7) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
         self.parts, loader = LOOPS[name]()
         functions = self.parts.functions()
         noise = PipelineTask("noise", self.noise, random=True)
@@ -99,10 +115,10 @@ class Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "places"), [*((name, 40) for name in LOOPS if name != WORKER), (WORKER, 2)]
+    ("name", "places"), [(name, 2 if name in WORKERS else 40) for name in LOOPS]
 )
 def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
-    """200 random places: later losses and all parameters are bit-equal."""
+    """Random places: later losses and all parameters are bit-equal."""
     job = Job(name)
     losses, saved = [], []
     for loss in job.losses():
@@ -183,15 +199,13 @@ def test_a_loader_that_cannot_go_back_is_refused() -> None:
             other.load_state_dict(states[2])
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
-    """It is asked for its state after each batch, and none is pulled twice."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    """It is asked for its state after each batch, and what it draws goes on from there."""
 
     def loop() -> OverlappedLoop:
         torch.manual_seed(7)
-        loader = torchdata.StatefulDataLoader(Rows(), batch_size=4, shuffle=True)
-        return swpipe.overlap(loader, Training().functions(), device="cpu")
+        random.seed(7)
+        return swpipe.overlap(_torchdata(NoisyRows()), Training().functions(), device="cpu")
 
     with loop() as first:
         seen = [(ctx.batch, first.state_dict()) for ctx in first]
@@ -199,10 +213,14 @@ def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
         with loop() as other:
             other.load_state_dict(seen[place][1])
             rest = [ctx.batch for ctx in other]
-        torch.testing.assert_close(rest, [batch for batch, _ in seen[place + 1 :]])
+        expected = [batch for batch, _ in seen[place + 1 :]]
+        torch.testing.assert_close(rest, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["shuffled, with dropout", "a loader with a state"])
+@pytest.mark.parametrize(
+    "name",
+    ["shuffled, with dropout", "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED],
+)
 def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     """Not to the rest of the one that has ended, which has none."""
 
@@ -218,5 +236,20 @@ def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     second.load(saved)
     assert [ctx.loss.item() for ctx in second.loop] == expected
     assert len(expected) == 6
+    first.loop.close()
+    second.loop.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["augmented in the loader", "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED]
+)
+def test_a_state_from_before_the_first_iteration_leads_to_it(name: str) -> None:
+    """Whatever the new process has drawn, and pulled to record the tasks."""
+    first = Job(name)
+    saved = first.save()
+    expected = list(first.losses())
+    second = Job(name, seed=8)
+    second.load(saved)
+    assert list(second.losses()) == expected
     first.loop.close()
     second.loop.close()

@@ -1,0 +1,8 @@
+"""Without TorchRec there are no tests of its own to run."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+if find_spec("torchrec") is None:
+    collect_ignore_glob = ["test_*.py"]
