@@ -87,7 +87,6 @@ class SavedValues:
         for cell in function.__closure__ or ():
             content = content_of(cell, _NOTHING)
             self._restores.append(partial(_set_cell, cell, content))
-            self._save_class(content)
         names = set(names_in(function.__code__))
         self._save_names(function.__globals__, names)
         for name in names & function.__globals__.keys():
