@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from swpipe._state.snapshot import modules_in
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
@@ -25,6 +26,9 @@ from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 
 SAVED = frozenset({"tables", "dense", "buffers", "optimizer", "gradients"})
 """The declared states that a checkpoint has, or that the next step begins with."""
+
+WITHOUT_STATE = (type(None), IdentityShuffler, KarmarkarKarpShuffler)
+"""Shufflers that deal each batch by what it has alone."""
 
 
 def runs_early(plan: PipelinePlan, task: str) -> bool:
@@ -70,9 +74,7 @@ def _changed(task: PipelineTask) -> set[str]:
 def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
     """The parts that have run for batches in flight, and may have changed something by that."""
     shuffler = tasks.shuffler
-    if runs_early(plan, plans.COPY) and not isinstance(
-        shuffler, IdentityShuffler | KarmarkarKarpShuffler | None
-    ):
+    if runs_early(plan, plans.COPY) and type(shuffler) not in WITHOUT_STATE:
         yield f"a {type(shuffler).__name__} has shuffled them, and may draw or count"
     if not runs_early(plan, plans.START):
         return
@@ -90,5 +92,5 @@ def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
 
 def _counts(module: Any) -> bool:
     """Whether some tables of fbgemm below have counted look-ups, as for Adam."""
-    counts = (getattr(part, "iter", None) for part in module.modules())
+    counts = (getattr(part, "iter", None) for part in modules_in(module))
     return any(isinstance(count, Tensor) and bool(count.any()) for count in counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -20,11 +21,13 @@ from tests.tasks.sparse_dist.models import (
     Batch,
     Job,
     batches,
+    dense_optimizer,
     everything,
     in_backward_optimizer_filter,
+    put_back,
     sharded,
 )
-from tests.tasks.sparse_dist.trial import Outcome, to_the_end
+from tests.tasks.sparse_dist.trial import Outcome, by_torchrec, to_the_end
 from tests.tasks.torchrec_pipelines.test_interface import PIPELINES, refusal
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
@@ -269,3 +272,128 @@ def test_the_number_of_the_next_batch_is_kept_until_a_reset(one_rank: Ranks) -> 
     assert (wrong, stale, exact, plan) == (0, True, True, "exact")
     assert (number, kept, reset) == (3, 3, 0)
     assert bad.startswith("ValueError: the state's next_iteration is '2'")
+
+
+def _plain(**more: Any) -> ours.StagedTrainPipeline[Any, Any]:
+    stages = [ours.PipelineStage(name, lambda rows: rows + 1, None) for name in ("a", "b")]
+    return ours.StagedTrainPipeline(stages, **more)
+
+
+def test_a_staged_pipeline_is_saved_after_a_flush() -> None:
+    """In mid-flight its stages have run, of which nothing is known."""
+    states: list[Any] = []
+    pipeline = _plain(on_flush_end=lambda: states.append(pipeline.state_dict()))
+    data = iter(torch.arange(8.0).view(-1, 1))
+    pipeline.progress(data)
+    said = refusal(pipeline.state_dict)
+    assert said.startswith("RuntimeError: 2 batches are in flight, and stages have run for them")
+    assert "before loading a state" in refusal(lambda: pipeline.load_state_dict({}))
+    pipeline.set_flush(True)
+    outputs = [float(pipeline.progress(data)) for _ in range(4)]
+    assert outputs == [3.0, 4.0, 5.0, 6.0]
+    pipeline.pipe.close()
+    (state,) = states
+    assert (state["next_iteration"], state["in_flight"]) == (3, 0)
+    other = _plain()
+    other.load_state_dict(state)
+    rest = iter(torch.arange(3.0, 8.0).view(-1, 1))
+    assert float(other.progress(rest)) == 5.0
+    assert other.pipe.state_dict()["next_iteration"] == 4
+    other.pipe.close()
+
+
+def _staged() -> list[str]:
+    """A model that a user's loop trains, stopped in a flush, against TorchRec's base."""
+
+    def training(outputs: list[Tensor]) -> tuple[Any, Any, Any]:
+        job = Job()
+        model = sharded(job)
+        optimizer = dense_optimizer(job, model)
+        util = ours.SparseDataDistUtil(model, None)
+        stages = [
+            ours.PipelineStage("copy", lambda batch: batch.to(CPU), None),
+            util.start_sparse_data_dist_stage(),
+        ]
+
+        def train(batch: Batch) -> None:
+            optimizer.zero_grad()
+            losses, output = model(batch)
+            losses.backward()
+            optimizer.step()
+            outputs.append(output)
+
+        return ours.StagedTrainPipeline(stages), model, train
+
+    outputs: list[Tensor] = []
+    pipeline, model, train = training(outputs)
+    data = batches(6)
+    train(pipeline.progress(data))
+    pipeline.set_flush(True)
+    while pipeline.pipe.in_flight:
+        train(pipeline.progress(data))
+    state, parameters = pipeline.state_dict(), everything(model)
+    pipeline, model, train = training(outputs)
+    put_back(model, parameters)
+    pipeline.load_state_dict(state)
+    data = islice(batches(6), state["next_iteration"], None)
+    while batch := pipeline.progress(data):
+        train(batch)
+    return Outcome(outputs, everything(model)).differences(by_torchrec(Job(), batches(6)))
+
+
+def test_a_users_loop_over_a_staged_pipeline_is_resumed(one_rank: Ranks) -> None:
+    """After a flush, with a new model that has the saved parameters."""
+    assert one_rank.run(_staged) == [[]]
+
+
+# ---------------------------------------------------------------------------------- accumulation
+
+
+def _wrapped(folder: str) -> list[Any]:
+    """Three batches a step, by TorchRec's GradientAccumulationWrapper; saved after the first."""
+    warnings.simplefilter("ignore")
+    case = Case("TrainPipelineSparseDist", ())
+    wrapper = importlib.import_module("torchrec.distributed.train_pipeline")
+    config = wrapper.GradientAccumulationConfig(is_enabled=True, num_steps=3)
+
+    def training() -> tuple[Training, Any]:
+        one = Training(case)
+        parts = one.pipeline, one.optimizer, one.model
+        return one, wrapper.GradientAccumulationWrapper(*parts, config)
+
+    first, wrapped = training()
+    data = batches(STEPS)
+    outputs, said = [], []
+    for _ in range(3):
+        said.append(refusal(first.pipeline.state_dict))
+        outputs.append(wrapped.progress(data))
+    state = first.save(Path(folder))
+    whole = first.outcome(outputs + to_the_end(wrapped, data))
+    other, wrapped = training()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        other.load(Path(folder), state)
+    rest = to_the_end(wrapped, islice(batches(STEPS), 3, None))
+    rounded = [str(one.message) for one in warned if one.category is RuntimeWarning]
+    return [said, other.outcome(outputs + rest).differences(whole), rounded]
+
+
+def test_an_unfinished_step_of_torchrecs_wrapper_is_not_saved(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    """Its gradients are in no state; after a step a run is resumed bit for bit, on one rank."""
+    ((said, where, warned),) = one_rank.run(_wrapped, str(tmp_path))
+    assert said[0] == "nothing raised"
+    assert said[1].startswith("RuntimeError: 1 batches have added to gradients")
+    assert said[2].startswith("RuntimeError: 2 batches have added to gradients")
+    assert (where, warned) == ([], [])
+
+
+def test_on_several_ranks_the_first_step_is_rounded_otherwise(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """DDP reduces the first batch of a process by itself; loading a state says so."""
+    for _, where, warned in two_ranks.run(_wrapped, str(tmp_path)):
+        assert where
+        assert len(warned) == 1
+        assert warned[0].startswith("DDP reduces the first batch of a process by itself")
