@@ -43,6 +43,8 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
     Raises:
         RuntimeError: It says why, and what to do.
     """
+    if pipe.closed:
+        raise RuntimeError("a closed pipeline has dropped its batches: save before close()")
     if pipe.in_flight and (why := [*_by_plan(pipe), *_by_parts(pipe.plan, tasks)]):
         raise RuntimeError(
             f"{pipe.in_flight} batches are in flight, and a run resumed from here would give other "

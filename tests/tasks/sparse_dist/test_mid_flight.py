@@ -275,11 +275,16 @@ def _misused() -> list[str]:
             except (RuntimeError, ValueError) as error:
                 found.append(f"{type(error).__name__}: {error}")
             pipeline.drain()
+    try:
+        pipeline.state_dict()
+    except RuntimeError as error:
+        found.append(str(error))
     return found
 
 
 def test_a_state_is_not_loaded_in_mid_flight(one_rank: Ranks) -> None:
-    """Nor one that is none."""
-    ((flying, bad),) = one_rank.run(_misused)
+    """Nor one that is none; a closed pipeline has none."""
+    ((flying, bad, closed),) = one_rank.run(_misused)
+    assert closed == "a closed pipeline has dropped its batches: save before close()"
     assert "before loading a state" in flying
     assert bad.startswith("ValueError: the state's next_iteration is None")
