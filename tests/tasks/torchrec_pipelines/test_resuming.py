@@ -145,8 +145,24 @@ def test_any_place_is_good_for_a_checkpoint(one_rank: Ranks, tmp_path: Path, cas
 def test_a_batch_that_was_read_ahead_is_pulled_again(
     two_ranks: Ranks, tmp_path: Path, case: Case
 ) -> None:
-    """Several ranks read one ahead, and two are kept back to be dropped at the end."""
+    """Several ranks read one ahead, and two are kept back, to be dropped at the end."""
     assert two_ranks.run(_stopped, case, str(tmp_path)) == [[], []]
+
+
+def _kept() -> list[int]:
+    case = Case("TrainPipelineSparseDist", (), {"execute_all_batches": False})
+    pipeline = Training(case).pipeline
+    early = pipeline.state_dict()
+    pipeline.progress(batches(STEPS))
+    pipeline.drain()
+    drained = pipeline.state_dict()
+    pipeline.load_state_dict(early)
+    return [drained["in_flight"], pipeline.state_dict()["in_flight"]]
+
+
+def test_a_loaded_state_lets_go_of_what_was_kept_back(one_rank: Ranks) -> None:
+    """Two batches are, also after a drain; they come again."""
+    assert one_rank.run(_kept) == [[2, 0]]
 
 
 class _Rows(torch.utils.data.Dataset[Batch]):
