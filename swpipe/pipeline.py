@@ -12,7 +12,7 @@ from typing import Any, Generic, Self
 import torch
 
 from swpipe._distributed.rank_checks import ShortcutAct, check_same_shortcuts
-from swpipe._engine.driver import Driver, Place
+from swpipe._engine.driver import Driver, Place, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
@@ -50,6 +50,8 @@ class SWPipeline(Generic[C]):
             ``IterContext``. A context is made as ``context(batch, iter_idx)``.
         seed: What the seeds of tasks with ``random=True`` derive from; None for
             ``torch.initial_seed()``.
+        start_iteration: The number of the first iteration, as if a state with this
+            ``next_iteration`` were loaded.
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
             None to wait for ever. Must be longer than the longest task and, where tasks are random,
             than the longest random task of any pipeline in the process: they take turns to draw.
@@ -67,7 +69,8 @@ class SWPipeline(Generic[C]):
         PlanError: The plan cannot run, or tasks could access a state that they declare in another
             order than serially; lists everything that is wrong with it.
         TypeError: ``context`` cannot be used; the message says why.
-        ValueError: The device is not on this machine, or ``stall_timeout_s`` is no time.
+        ValueError: The device is not on this machine, ``stall_timeout_s`` is no time, or
+            ``start_iteration`` is no number of an iteration.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class SWPipeline(Generic[C]):
         device: Device | torch.device | str | None = None,
         context: type[C] | None = None,
         seed: int | None = None,
+        start_iteration: int = 0,
         stall_timeout_s: float | None = 600.0,
         record_all_events: bool = False,
         check_ranks: bool = True,
@@ -119,6 +123,7 @@ class SWPipeline(Generic[C]):
             check_ranks=check_ranks,
             made_at=Place.of(sys._getframe(1)),
         )
+        self._driver.next_iteration = checked_start(start_iteration)
 
     @property
     def in_flight(self) -> int:

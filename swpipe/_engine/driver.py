@@ -80,6 +80,16 @@ def end_dropped(run: Run, watchdog: Watchdog, made_at: Place) -> None:
     warnings.warn_explicit(text, ResourceWarning, *made_at)
 
 
+def checked_start(number: object) -> int:
+    """``number``; ValueError if no iteration can have it."""
+    if type(number) is int and number >= 0:
+        return number
+    raise ValueError(
+        f"start_iteration is {shown(number)}: give the number of the first iteration, an integer "
+        "from 0"
+    )
+
+
 class Driver(Generic[C]):
     """Runs the iterations of one pipeline, whose contexts are of class ``C``.
 

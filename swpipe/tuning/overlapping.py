@@ -177,6 +177,7 @@ def overlap(
     *,
     device: Device | torch.device | str | None = None,
     seed: int | None = None,
+    start_iteration: int = 0,
     iterations: int | None = 2,
     context: type[C] | None = None,
     check_effects: bool = False,
@@ -191,13 +192,15 @@ def overlap(
         tasks: In the order of the plain loop. A function is a task of the function's name.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
+        start_iteration: The number of the first iteration, that of the loader's first batch.
         iterations: How many to record; None for as many as bring something new.
         context: The class of the contexts; as for ``SWPipeline``.
         check_effects: As for ``SWPipeline``: whether the tasks do what was recorded. The body of
             the loop is not watched.
 
     Raises:
-        ValueError: The loader has no batch, or it draws random numbers between two draws of a task.
+        ValueError: The loader has no batch, or it draws random numbers between two draws of a
+            task, or ``start_iteration`` is no number of an iteration.
         PlanError: There are no tasks, or two have the same name.
         TypeError: One of the tasks is neither a task nor a function with a name.
         BaseException: Whatever the loader or a task raised.
@@ -230,6 +233,7 @@ def overlap(
         found.recording.tasks,
         device=where,
         seed=seed,
+        start_iteration=start_iteration,
         context=context,
         check_effects=check_effects,
     )

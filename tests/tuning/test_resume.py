@@ -170,6 +170,48 @@ def test_a_pipeline_knows_its_next_iteration_and_what_it_has_pulled(name: str) -
         assert torch.equal(torch.stack([*expected[:stop], *rest]), torch.stack(expected))
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_may_begin_with_any_number(name: str) -> None:
+    """As if a state with that number were loaded, also serially."""
+
+    def made(start: int = 0) -> SWPipeline[Any]:
+        return SWPipeline(PLANS[name], TASKS, device="cpu", seed=5, start_iteration=start)
+
+    with made() as loaded, made(6) as given, made(6) as serial:
+        loaded.load_state_dict({"next_iteration": 6, "seed": 5})
+        assert given.state_dict() == loaded.state_dict()
+        results = [
+            [(ctx.iter_idx, ctx.y) for ctx in pipe.iterate(range(3))] for pipe in (loaded, given)
+        ]
+        one_by_one = [serial.run_one_serial_iter(batch) for batch in range(3)]
+    results.append([(ctx.iter_idx, ctx.y) for ctx in one_by_one])
+    torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=0)
+    assert [number for number, _ in results[1]] == [6, 7, 8]
+
+
+def test_an_overlapped_loop_may_begin_with_any_number() -> None:
+    """Random tasks draw what they would have drawn for these batches."""
+
+    def drawn(start: int) -> list[tuple[int, torch.Tensor]]:
+        data = range(start, 9)
+        with swpipe.overlap(data, TASKS, device="cpu", seed=5, start_iteration=start) as loop:
+            return [(ctx.iter_idx, ctx.y) for ctx in loop]
+
+    torch.testing.assert_close(drawn(4), drawn(0)[4:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, True, None])
+def test_a_number_that_no_iteration_has_is_refused(number: Any) -> None:
+    """With the rule."""
+    said = f"start_iteration is {number}: give the number of the first iteration, an integer from 0"
+    with pytest.raises(ValueError, match=said):
+        SWPipeline(SERIAL, TASKS, device="cpu", start_iteration=number)
+    with pytest.raises(ValueError, match=said):
+        swpipe.overlap(
+            Rows().rows.split(4), Training().functions(), device="cpu", start_iteration=number
+        )
+
+
 def test_a_state_is_not_loaded_in_mid_flight() -> None:
     """Nor one that is none."""
     with SWPipeline(PLANS["prefetched"], TASKS, device="cpu") as pipe:

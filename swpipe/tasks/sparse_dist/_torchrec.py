@@ -59,6 +59,8 @@ try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         from torchrec.distributed import comm_ops
+        from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
         from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
         from torchrec.distributed.train_pipeline import train_pipelines as torchrec_pipelines
         from torchrec.distributed.train_pipeline.pipeline_context import (
@@ -109,6 +111,9 @@ EXCHANGES = (
 )  # fmt: skip
 """Autograd functions that start an exchange of embeddings; backward waits for the gradients'."""
 
+PLAIN_TABLES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+"""Sharded modules that an exchange of ids and a look-up leave as they were."""
+
 
 def describe() -> str:
     """The installed versions, in one line."""
@@ -118,8 +123,8 @@ def describe() -> str:
 
 
 __all__ = [
-    "EXCHANGES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward", "CallArgs",
-    "DMPCollection", "FusedOptimizer",
+    "EXCHANGES", "PLAIN_TABLES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward",
+    "CallArgs", "DMPCollection", "FusedOptimizer",
     "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
     "NodeArgsHelper", "PipelineStage", "PipelinedForward", "PrefetchPipelinedForward",
     "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer",

@@ -14,6 +14,9 @@ its static graph.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,17 +53,47 @@ class Accumulation:
         for module in self._ddp:  # as DDP's no_sync(), for one forward
             module.require_backward_grad_sync = self.ends(iteration) or iteration == self._first
 
+    def rest(self, next_iteration: int) -> int:
+        """How many batches a last, unfinished step has accumulated."""
+        return (next_iteration - self._origin) % self.batches
+
+    def restart(self, next_iteration: int) -> None:
+        """Begin a step with this batch, without gradients of others.
+
+        Warns:
+            RuntimeWarning: As ``warn_of_rounding``.
+        """
+        self._origin = next_iteration
+        if next_iteration and self._first is None:
+            warn_of_rounding(self._ddp, self.batches)
+
     def take_rest(self, next_iteration: int) -> bool:
         """Reduce what a last, unfinished step has accumulated; False if there is none.
 
         A collective of the model's ranks. The next batch begins a new step.
         """
-        rest = (next_iteration - self._origin) % self.batches
+        rest = self.rest(next_iteration)
         self._origin += rest
         if rest:
             for module in self._ddp:
                 _reduce(module)
         return rest > 0
+
+
+def warn_of_rounding(modules: Iterable[DistributedDataParallel], batches: int) -> None:
+    """Warn of the first step with an accumulation after a resume.
+
+    Warns:
+        RuntimeWarning: Its sums are rounded otherwise than without a stop.
+    """
+    if any(dist.get_world_size(module.process_group) > 1 for module in modules):
+        warnings.warn(
+            "DDP reduces the first batch of a process by itself, so the first step that "
+            f"accumulates the gradients of {batches} batches after a resume may differ in the last "
+            "bits from that of a run that was not stopped",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _reduce(module: DistributedDataParallel) -> None:

@@ -23,7 +23,7 @@ batch, raises StopIteration at the end, and treats None as the end of the data. 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
@@ -36,6 +36,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans import sparse_dist as plans
+from swpipe.tasks.sparse_dist.mid_flight import check_saving, runs_early
 from swpipe.tasks.sparse_dist.rewrite import RewriteReport
 from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
@@ -75,6 +76,12 @@ class _Feed(Iterator[Any]):
         except UnevenDataError as error:
             self.uneven = error
             raise StopIteration from None
+
+    @property
+    def waiting(self) -> int:
+        """How many batches were pulled for later steps of all ranks."""
+        even = self._agreed or self.source
+        return even.waiting if isinstance(even, EvenIterator) else 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -221,6 +228,37 @@ class SparseDistPipeline:
         self.pipe.check_idle("flushing an accumulation")
         self.tasks.flush(self.pipe.next_iteration)
 
+    def state_dict(self) -> dict[str, int]:
+        """What to save beside models and optimizers, so that a later run can go on from here.
+
+        Call it between two calls of ``progress``, together with the states of model and optimizers.
+
+        Returns:
+            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early.
+
+        Raises:
+            RuntimeError: A run that is resumed from here would give other numbers; it says why.
+                Batches in flight have read stale rows, for example: call ``drain`` first.
+        """
+        check_saving(self.pipe, self.tasks)
+        state = self.pipe.state_dict()
+        early = 0 if self._feed is None else self._feed.waiting
+        return {**state, "in_flight": state["in_flight"] + early}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a saved state; the model, the optimizers and the data are yours to set back.
+
+        Raises:
+            RuntimeError: Batches are in flight.
+            ValueError: ``state`` is not what ``state_dict`` returns.
+
+        Warns:
+            RuntimeWarning: DDP on several ranks reduces an accumulation's first batch by itself.
+        """
+        self.pipe.load_state_dict(state)
+        self._feed = None
+        self.tasks.resume(self.pipe.next_iteration)
+
     @property
     def _optimizer(self) -> Any:
         """What TorchRec's ``GradientAccumulationWrapper`` replaces, which has no effect here."""
@@ -261,12 +299,6 @@ class SparseDistPipeline:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-
-def runs_early(plan: PipelinePlan, task: str) -> bool:
-    """Whether a task runs before the period that returns its batch."""
-    last = max(schedule.stage for schedule in plan.schedule.values())
-    return plan.schedule[task].stage < last
 
 
 def _refuse_loading(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> list[Any]:

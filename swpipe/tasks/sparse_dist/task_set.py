@@ -133,7 +133,7 @@ class SparseDistTasks:
         table_state = TableState(self.rewrite.sharded, tables_state)
         self.table_state = table_state if table_state.needed else None
         self._target = _torch_device(self.device)
-        self._shuffler = shuffler
+        self.shuffler = shuffler
         self._random = random
         self._replicas: Any = model if isinstance(model, DMPCollection) else None
         self._accumulation = Accumulation(model, step.accumulate)
@@ -173,8 +173,8 @@ class SparseDistTasks:
                 "give it to(device, non_blocking) and record_stream(stream), as "
                 "torchrec.streamable.Pipelineable asks"
             )
-        if self._shuffler is not None:
-            ctx.shuffle_ticket = self._shuffler.start(batch)
+        if self.shuffler is not None:
+            ctx.shuffle_ticket = self.shuffler.start(batch)
         ctx.batch = batch.to(device=self._target, non_blocking=True)
 
     def postprocess_input(self, ctx: IterContext) -> None:
@@ -270,6 +270,14 @@ class SparseDistTasks:
         if self._accumulation.take_rest(next_iteration):
             self._finalize()
             self.step.update()
+
+    def accumulated(self, next_iteration: int) -> int:
+        """How many batches have added to gradients that wait for their optimizer step."""
+        return self._accumulation.rest(next_iteration)
+
+    def resume(self, next_iteration: int) -> None:
+        """Begin with this batch; none may be in flight."""
+        self._accumulation.restart(next_iteration)
 
     def mode(self) -> ModuleModes:
         """Which modules are in training mode: what batches in flight depend on."""
@@ -389,8 +397,8 @@ class SparseDistTasks:
             postproc.check_unchanged(in_flight)
 
     def _finish_shuffle(self, ctx: IterContext) -> None:
-        if self._shuffler is not None:
-            ctx.batch = self._shuffler.finish(ctx.batch, ctx.shuffle_ticket)
+        if self.shuffler is not None:
+            ctx.batch = self.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
             del ctx.shuffle_ticket
 
     def _results(self, ctx: IterContext) -> PostprocResults | None:

@@ -222,6 +222,11 @@ class EvenIterator:
         self.padded += pull.status == _ENDED
         return pull.batch
 
+    @property
+    def waiting(self) -> int:
+        """How many batches were pulled for later steps."""
+        return sum(pull.status == _HAS for pull in self._ahead)
+
     def rest(self) -> Iterator[Any]:
         """This rank's unused batches, after the end.
 

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from swpipe.tasks.sparse_dist.uneven import EvenIterator
+
 
 class Pass(Iterator[Any]):
     """The batches of an iterator up to StopIteration or None.
@@ -34,6 +36,11 @@ class Pass(Iterator[Any]):
     def kept(self) -> int:
         """Batches that were read and not handed out."""
         return len(self._kept)
+
+    @property
+    def waiting(self) -> int:
+        """The same, and batches that an ``EvenIterator`` has pulled for later steps."""
+        return self.kept + (self.source.waiting if isinstance(self.source, EvenIterator) else 0)
 
     def stop(self) -> None:
         """Read no further; batches that were read are still handed out."""

@@ -7,7 +7,8 @@ plan         prefetch                   semi_sync         semi_sync
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,6 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         self._check_interval(model, start_batch, dmp_collection_sync_interval_batches)
         self._start_batch = start_batch
         self._stash = _Stash() if stash_gradients else None
-        self._done = 0
         self._stale = False
         # TorchRec's trains on all batches here, whatever execute_all_batches says.
         Translated.__init__(
@@ -77,26 +77,36 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         if not self._stale and self._done >= self._start_batch:
             self._go_stale()
         try:
-            output = super().progress(dataloader_iter)
+            return super().progress(dataloader_iter)
         except BaseException:
             if not self.drop_in.pipe.in_flight:
                 self._pass = None  # a failure dropped batches that its limit has counted
             raise
-        self._done += 1
-        return output
-
-    def drain(self) -> list[Out]:
-        """Finish the batches in flight and return their outputs, oldest first."""
-        outputs = super().drain()
-        self._done += len(outputs)
-        return outputs
 
     def reset(self) -> None:
         """Drop the batches in flight, and count from 0 again."""
-        self._done, self._stale = 0, False
-        if self._stash is not None:
-            self._stash.clear()
+        self._go_exact()
         super().reset()
+
+    def state_dict(self) -> dict[str, int]:
+        """As for the other pipelines; from ``start_batch`` on, only after ``drain``.
+
+        Raises:
+            RuntimeError: With batches in flight from ``start_batch`` on, or gradients stashed.
+        """
+        if self._stash is not None and self._stash.begun:
+            raise RuntimeError(
+                "the gradients of the last batch are stashed for the next batch's step, and no "
+                "state_dict has them: save before start_batch, or train with stash_gradients=False"
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """As for the other pipelines; stale from ``start_batch`` on, as the run that saved."""
+        super().load_state_dict(state)
+        if self._stale:
+            self._go_exact()
+            self._restart(partial(self._start, self._plan_now))
 
     def is_semi_sync(self) -> bool:
         """Whether the next output is that of a batch from ``start_batch`` on."""
@@ -115,7 +125,17 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         self._stale = True
         if self._stash is not None:
             self._stash.begin(self._model)
-        super().reset()
+        self._restart(partial(self._start, self._plan_now))
+
+    def _go_exact(self) -> None:
+        self._stale = False
+        if self._stash is not None:
+            self._stash.clear()
+
+    @property
+    def _done(self) -> int:
+        """How many batches were returned, or dropped by a failure."""
+        return self.drop_in.pipe.state_dict()["next_iteration"]
 
     def _plan_now(self, tasks: SparseDistTasks) -> PipelinePlan:
         stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start
@@ -137,6 +157,11 @@ class _Stash:
         self._model: nn.Module | None = None
         self._gradients: dict[str, Tensor] = {}
         self._first = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients are exchanged by now."""
+        return self._model is not None
 
     def begin(self, model: nn.Module) -> None:
         self._model = model

@@ -12,7 +12,7 @@ when the model is called, by hooks of the model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic
@@ -227,6 +227,34 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         self._flushing = flush
         if flush and self._pass is not None:
             self._pass.stop()
+
+    def state_dict(self) -> dict[str, int]:
+        """What to save beside model and optimizer, once the last batch was trained on.
+
+        Returns:
+            As ``SWPipeline.state_dict``.
+
+        Raises:
+            RuntimeError: Batches are in flight. ``on_flush_end`` is a place to save.
+        """
+        if in_flight := self.pipe.in_flight:
+            raise RuntimeError(
+                f"{in_flight} batches are in flight, and stages have run for them that may draw, "
+                "count or read the model, so a run resumed from here could give other numbers: "
+                "call set_flush(True), train on the batches in flight, and save in on_flush_end"
+            )
+        state = self.pipe.state_dict()
+        return {**state, "in_flight": 0 if self._pass is None else self._pass.waiting}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a saved state; the model, the optimizer and the data are yours to set back.
+
+        Raises:
+            RuntimeError: Batches are in flight.
+            ValueError: ``state`` is not what ``state_dict`` returns.
+        """
+        self.pipe.load_state_dict(state)
+        self._pass = None
 
     def flush_end(self) -> None:
         """End the flush."""

@@ -13,7 +13,7 @@ the mode of the model                     as for SparseDistPipeline
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
@@ -21,12 +21,13 @@ from torch import nn
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
+from swpipe.tasks.sparse_dist.accumulation import warn_of_rounding
 from swpipe.tasks.sparse_dist.drop_in import SparseDistPipeline
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.inputs import sharded_modules
 from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
-from swpipe.tasks.sparse_dist.wrappers import unwrapped
+from swpipe.tasks.sparse_dist.wrappers import ddp_modules, unwrapped
 from swpipe.tasks.torchrec_pipelines.passes import Pass
 from swpipe.tasks.torchrec_pipelines.refused import no_internal, refuse_overrides
 
@@ -155,6 +156,31 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         """Finish the batches in flight and return their outputs, oldest first."""
         return self.drop_in.drain()
 
+    def state_dict(self) -> dict[str, int]:
+        """As ``SparseDistPipeline.state_dict``.
+
+        ``next_iteration`` counts from 0 again after ``reset``, and ``in_flight`` has the batches
+        that ``execute_all_batches=False`` keeps back.
+        """
+        optimizer: Any = self._optimizer_given
+        every = _batches_per_step(optimizer)
+        if every > 1 and (rest := optimizer._current_step % every):
+            raise RuntimeError(
+                f"{rest} batches have added to gradients that wait for their step, and no "
+                "state_dict has these: save after a step of TorchRec's GradientAccumulationWrapper"
+            )
+        state = self.drop_in.state_dict()
+        kept = 0 if self._pass is None else self._pass.waiting
+        return {**state, "in_flight": state["in_flight"] + kept}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """As ``SparseDistPipeline.load_state_dict``."""
+        self.drop_in.load_state_dict(state)
+        self._pass = None
+        every = _batches_per_step(self._optimizer_given)
+        if every > 1 and state["next_iteration"]:
+            warn_of_rounding(ddp_modules(self._model), every)
+
     def close(self) -> None:
         """Drop the batches in flight and restore the model."""
         self.drop_in.close()
@@ -222,9 +248,15 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         self.drop_in = SparseDistPipeline(self._tasks, plan(self._tasks))
 
     def _rebuild(self) -> None:
+        self._restart(self._build)
+
+    def _restart(self, begin: Callable[[], None]) -> None:
+        """Begin anew, with the number of the next batch; none is in flight."""
+        state = self.drop_in.pipe.state_dict()
         self.drop_in.close()
         self._pass = None
-        self._build()
+        begin()
+        self.drop_in.load_state_dict(state)
 
     def _check_idle(self, what: str) -> None:
         if in_flight := self.drop_in.pipe.in_flight:
@@ -232,3 +264,9 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
                 f"{in_flight} batches in flight, and they cannot go on with {what}: call drain() "
                 "or reset() first"
             )
+
+
+def _batches_per_step(optimizer: Any) -> int:
+    """1, unless TorchRec's ``GradientAccumulationWrapper`` has put its optimizer here."""
+    every: int = getattr(getattr(optimizer, "_config", None), "num_steps", 1)
+    return every

@@ -218,11 +218,21 @@ def dense_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
     """This rank's share of all parameters and buffers, copied."""
+    return {name: value.clone() for name, value in _own(model).items()}
+
+
+def put_back(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Restore what ``everything`` returned."""
+    for name, value in _own(model).items():
+        value.copy_(values[name])
+
+
+def _own(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, value in model.state_dict().items():
         shards = value.local_shards() if hasattr(value, "local_shards") else None
         if shards is None:
-            found[name] = value.detach().clone()
+            found[name] = value.detach()
         else:
-            found |= {f"{name}[{k}]": s.tensor.detach().clone() for k, s in enumerate(shards)}
+            found |= {f"{name}[{k}]": s.tensor.detach() for k, s in enumerate(shards)}
     return found

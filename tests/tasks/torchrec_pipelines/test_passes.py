@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from swpipe.tasks.sparse_dist import EvenData
 from swpipe.tasks.torchrec_pipelines.passes import Pass
 
 
@@ -36,3 +37,12 @@ def test_a_limit_leaves_the_other_batches_in_the_iterator() -> None:
     assert list(Pass(data, limit=1)) == [0]
     assert list(Pass(data, limit=0)) == []
     assert list(data) == [1, 2, 3]
+
+
+def test_batches_that_are_read_ahead_below_a_pass_are_waiting_too() -> None:
+    """An ``EvenIterator`` pulls some for later steps."""
+    one = Pass(EvenData("stop", ahead=3).over(range(9)), keep_back=2)
+    assert next(one) == 0
+    assert (one.kept, one.waiting) == (2, 5)
+    assert list(one)[-1] == 6
+    assert one.waiting == 0
