@@ -114,10 +114,8 @@ class SWPipeline(Generic[C]):
             observers=self._observers,
             mode=mode,
         )
-        if check_effects:
-            engine = _checked(engine, resolved, self.tasks)
         self._driver: Driver[C] = Driver(
-            engine,
+            _checked(engine, resolved, self.tasks) if check_effects else engine,
             plan,
             self._stall_timeout_s,
             check_ranks=check_ranks,

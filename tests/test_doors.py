@@ -25,8 +25,8 @@ OF_OTHERS = {
     "_saved_tensors_hooks_get_disabled_error_message", "_top_saved_tensors_default_hooks",
     "_values", "_version",
     # TorchRec's
-    "_dist", "_get_leaf_module_names", "_module", "_optimizer", "_override_input_dist_forwards",
-    "_start_data_dist",
+    "_current_step", "_dist", "_get_leaf_module_names", "_module", "_optimizer",
+    "_override_input_dist_forwards", "_start_data_dist",
     # dynamicemb's
     "_prefetch_outstanding_keys", "_prefetch_states",
 }  # fmt: skip

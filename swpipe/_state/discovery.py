@@ -222,7 +222,7 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
         yield from (step.to(name, arg) for name, arg in value.keywords.items())
     elif isinstance(value, dict):
         if len(value) <= MAX_ITEMS:
-            yield from (step.to(str(key), item) for key, item in value.items())
+            yield from (step.to(key_name(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple | set | frozenset | deque):
         if len(value) <= MAX_ITEMS:
             yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
@@ -230,6 +230,11 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
         yield from (step.to(name, item, hops=1) for name, item in _attributes(value))
         if not is_foreign(type(value).__module__):
             yield step.to("", vars(type(value)).get("__call__"))
+
+
+def key_name(key: Any) -> str:
+    """What paths call a key; for one that is no plain value its class, since no code is run."""
+    return str(key) if type(key) in PLAIN else type(key).__name__
 
 
 def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:

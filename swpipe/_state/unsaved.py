@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe._state.copies import SavedTensors
-from swpipe._state.discovery import FOREIGN, MAX_ITEMS, PLAIN, WHOLE
+from swpipe._state.discovery import FOREIGN, MAX_ITEMS, PLAIN, WHOLE, key_name
 
 MAX_DEPTH = 4
 """How many objects and containers deep a module's attribute is searched."""
@@ -80,8 +80,12 @@ def _children(value: Any) -> list[tuple[str, Any]]:
         if len(value) > MAX_ITEMS:
             return []
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(f"[{key!r}]", child) for key, child in items]
+        return [(_index(key, number), child) for number, (key, child) in enumerate(items)]
     return [(f".{name}", child) for name, child in dict(getattr(value, "__dict__", {})).items()]
+
+
+def _index(key: Any, number: int) -> str:
+    return f"[{key!r}]" if type(key) in PLAIN else f"[{key_name(key)} {number}]"
 
 
 def _same(tensor: Tensor, before: Tensor, version: int) -> bool:

@@ -406,6 +406,22 @@ def test_a_replaced_tensor_in_a_plain_object_is_told() -> None:
         snapshot.restore()
 
 
+def test_keys_in_a_plain_object_are_not_asked_what_they_are_called() -> None:
+    """To print one may take long; two of a class are told apart."""
+
+    class Key:
+        def __repr__(self) -> str:
+            raise AssertionError("asked")
+
+    module = Lookup("object")
+    module.store.rows = {Key(): torch.zeros(2), Key(): torch.zeros(2)}
+    snapshot = snapshot_of(module)
+    snapshot.restore()
+    list(module.store.rows.values())[1].add_(1)
+    with pytest.warns(RuntimeWarning, match=r"^Lookup\.store\.rows\[Key 1\] changed"):
+        snapshot.restore()
+
+
 def test_what_shares_memory_with_saved_tensors_is_restored_with_them() -> None:
     """A plain object that refers to a parameter's memory is no reason to warn."""
     module = Lookup("object")
