@@ -19,12 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swpipe._engine.program import OWN
+from swpipe._engine.program import OWN, RETIRE
 from swpipe.core.errors import PlanError
 from swpipe.core.files import read_text, replacing, write_atomically
 from swpipe.core.messages import shorten, shown
 from swpipe.core.plain_data import parse_json
-from swpipe.core.plan import MOST_ITERATIONS
+from swpipe.core.plan import MOST_ITERATIONS, PULL
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import is_label, is_name
 from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
@@ -58,8 +58,11 @@ class Document(NamedTuple):
 
 
 def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
-    """The dependences of a plan."""
-    return tuple(Arrow(dep.producer, dep.consumer, dep.distance) for dep in resolved.dependences)
+    """The dependences of a plan; and ``<retire>`` waits for the pull of the same period."""
+    found = [Arrow(dep.producer, dep.consumer, dep.distance) for dep in resolved.dependences]
+    if resolved.plan.pull_group is not None:
+        found.append(Arrow(PULL, RETIRE, 1 - resolved.plan.depth))
+    return tuple(found)
 
 
 def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow], origin_ns: int) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swpipe import SWPipeline, Trace
+from swpipe import PipelineTask, SWPipeline, Trace
+from swpipe.plans.prefetch import prefetch_plan
 from swpipe.trace import Lane, Row, Span
 from swpipe.trace.causes import Cause, Causes
 from swpipe.trace.lanes import ELSE, lanes
@@ -44,6 +49,27 @@ def test_a_wait_that_nothing_explains_is_told_too() -> None:
     assert lanes((READ_0, late), ARROWS)[1].waiting_ns == {"read": 2, ELSE: 1}
     alone = Span("train", 5, DEFAULT, 3, 6, wait_ns=3)
     assert lanes((READ_0, alone), ARROWS)[1].waiting_ns == {ELSE: 3}
+
+
+def test_the_caller_waits_for_a_slow_loader(tmp_path: Path) -> None:
+    """Where another thread pulls, ``<retire>`` waits for the batch of the same period."""
+
+    def loader() -> Iterator[int]:
+        for batch in range(20):
+            time.sleep(0.005)
+            yield batch
+
+    plan = prefetch_plan(["read"], ["train"])
+    assert plan.pull_group is not None
+    both = [PipelineTask(name, lambda ctx: None) for name in ("read", "train")]
+    with SWPipeline(plan, both, device="cpu") as pipe, pipe.trace() as trace:
+        pipe.run(loader())
+    trace.save(tmp_path / "trace.json")
+    for found in (trace, Trace.load(tmp_path / "trace.json")):
+        (caller,) = (lane for lane in found.lanes() if lane.row == DEFAULT)
+        assert caller.waiting_ns["<pull>"] > 0.5 * sum(caller.waiting_ns.values())
+        path = {link.span.task for link in found.critical_path().links}
+        assert "<pull>" in path
 
 
 def test_an_empty_trace_has_no_lanes() -> None:
