@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from swpipe.tasks import torchrec_pipelines as ours
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,
@@ -40,6 +41,19 @@ EXACT = (
     "TrainPipelineFusedSparseDist",
 )
 """Pipelines whose numbers are those of a plain loop."""
+
+
+STAGED = {"PipelineStage", "SparseDataDistUtil", "StagedTrainPipeline"}
+PIPELINES = tuple(name for name in ours.__all__ if name not in STAGED)
+
+
+def refusal(fn: Callable[[], Any]) -> str:
+    """The message of the exception that a call raises, after its type."""
+    try:
+        fn()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
 
 
 def theirs(name: str) -> Any:

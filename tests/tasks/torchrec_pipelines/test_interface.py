@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,21 +15,18 @@ from swpipe.tasks.torchrec_pipelines.refused import REASONS
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, everything, sharded
 from tests.tasks.sparse_dist.trial import Outcome, to_the_end
-from tests.tasks.torchrec_pipelines.loops import arguments, made, theirs, train_pipelines, trained
+from tests.tasks.torchrec_pipelines.loops import (
+    PIPELINES,
+    arguments,
+    made,
+    refusal,
+    theirs,
+    train_pipelines,
+    trained,
+)
 
 SPARSE = "TrainPipelineSparseDist"
-STAGED = {"PipelineStage", "SparseDataDistUtil", "StagedTrainPipeline"}
-PIPELINES = tuple(name for name in ours.__all__ if name not in STAGED)
 UNUSED = nn.Linear(1, 1)
-
-
-def refusal(fn: Callable[[], Any]) -> str:
-    """The message of the exception that a call raises, after its type."""
-    try:
-        fn()
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
 
 
 # -------------------------------------------------------------------------- names and arguments

@@ -29,7 +29,7 @@ from tests.tasks.sparse_dist.models import (
     sharded,
 )
 from tests.tasks.sparse_dist.trial import Outcome, by_torchrec, to_the_end
-from tests.tasks.torchrec_pipelines.test_interface import PIPELINES, refusal
+from tests.tasks.torchrec_pipelines.loops import PIPELINES, refusal
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 

@@ -14,8 +14,7 @@ from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Batch, Job, batches, dense_optimizer, sharded
 from tests.tasks.sparse_dist.models import everything as state_of
 from tests.tasks.sparse_dist.trial import Outcome, by_torchrec
-from tests.tasks.torchrec_pipelines.loops import arguments, theirs, train_pipelines
-from tests.tasks.torchrec_pipelines.test_interface import refusal
+from tests.tasks.torchrec_pipelines.loops import arguments, refusal, theirs, train_pipelines
 
 
 def _stages(model: Any, prefetch: bool, **more: Any) -> tuple[Any, StagedTrainPipeline]:
