@@ -29,7 +29,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
-from swpipe.report import RunReport, run_to_end
+from swpipe.report import RunReport, TimedPulls, run_to_end
 from swpipe.shortcut import Shortcuts
 from swpipe.trace import Trace
 from swpipe.trace.perfetto import arrows_of
@@ -231,9 +231,20 @@ class SWPipeline(Generic[C]):
             del ctx  # this frame must not keep what the user drops
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
-        """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
-        contexts = self.iterate(loader)
-        return run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
+        """Run all of ``loader`` under the plan, with a progress bar where ``verbose``.
+
+        Warns:
+            RuntimeWarning: Most of the time went into pulling batches, under a plan of several
+                iterations in flight whose pulls run on the caller's thread.
+        """
+        batches = iter(loader)
+        pulls = TimedPulls(batches)
+        # An iterator of the caller's stays what it is: some of its batches may be in flight.
+        contexts = self.iterate(batches if batches is loader else pulls)
+        report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
+        if self.plan.depth > 1 and self.plan.pull_group is None:
+            pulls.warn_if_most(report)
+        return report
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:
         """Run every task on one batch, one by one, on this thread and the caller's stream.

@@ -26,6 +26,7 @@ from typing import Any
 
 from swpipe._engine.waiting import Host
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.device_times import device_times_s
@@ -34,6 +35,7 @@ from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.profiler import TaskProfiler
+from swpipe.profiler.pulls import pull_all
 from swpipe.profiler.rounds import Counts
 
 _US = 1e6
@@ -54,7 +56,9 @@ def measure_costs(
 
     Args:
         pipe: The pipeline; idle. Under torch.distributed, call this on all ranks.
-        batches: At least one. Each is fed repeatedly, and all have the same weight.
+        batches: At least one. Each is fed repeatedly, and all have the same weight. A list has
+            them already; of a loader or an iterator all are pulled, and what that costs on
+            average is the cost of ``PULL``.
         num_warmup: Iterations on each batch that are not timed.
         num_measure: Iterations on each batch that are timed.
         pipelined: Measure while the plan runs, instead of one task at a time.
@@ -74,7 +78,7 @@ def measure_costs(
         RuntimeError: The pipeline is closed, or iterations are in flight.
         BaseException: Whatever a task raised.
     """
-    batches = list(batches)
+    batches, pull = pull_all(batches)
     if not batches:
         raise ValueError("batches is empty: give at least one batch to measure on")
     Counts(num_warmup, num_measure, num_rounds=2)
@@ -90,8 +94,11 @@ def measure_costs(
                 found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
         finally:
             saved.restore()
-    handover_us = _US * measure_handover_s(Host())
-    return replace(CostModel.mean(found), handover_us=handover_us)
+    costs = CostModel.mean(found)
+    if pull is not None:
+        known = pull if lock and not pipelined else replace(pull, gil_us=0.0)
+        costs = CostModel({**costs.tasks, PULL: known})
+    return replace(costs, handover_us=_US * measure_handover_s(Host()))
 
 
 def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[str]]) -> CostModel:

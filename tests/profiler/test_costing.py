@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import UserList
+from collections.abc import Iterator
 from typing import TypedDict
 
 import pytest
@@ -257,3 +258,22 @@ def test_a_resource_for_a_task_without_costs_is_refused() -> None:
     """The error lists the known tasks."""
     with pytest.raises(PlanError, match="task 'dits' has no cost"):
         with_resources(CostModel({"dist": TaskCost(1)}), {"dits": "nccl"})
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_loader_has_a_cost_too(pipelined: bool) -> None:
+    """What its pulls take, without the first, in which it starts; a list has none."""
+
+    def loader() -> Iterator[int]:
+        time.sleep(0.3)
+        for batch in range(4):
+            yield batch
+            time.sleep(0.005)
+
+    task = PipelineTask("use", lambda ctx: None)
+    with SWPipeline(PipelinePlan.serial([task]), [task], device="cpu") as pipe:
+        pull = measure_costs(pipe, loader(), pipelined=pipelined, **COUNTS).tasks["<pull>"]
+        assert 5e3 <= pull.host_us < 1e5
+        assert pull.gil_us < 5e3
+        assert bool(pull.gil_us) is not pipelined
+        assert "<pull>" not in measure_costs(pipe, [1, 2], pipelined=pipelined, **COUNTS).tasks

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swpipe.analysis import verify
-from swpipe.core.costs import CostModel
+from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import EffectTable
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
 from swpipe.planning.modulo.search import Found, Search
 from swpipe.planning.simulation.bounds import Bounds, lower_bounds
+
+PULL_GROUP = "loader"
+"""The thread group that pulls batches, where a planner adds one."""
 
 MOST_TASKS = 1_000
 """The most tasks that are planned."""
@@ -66,7 +69,8 @@ def auto_plan(
 
     Stages, thread groups, order and depth are chosen. Dependences, streams, global order and meant
     staleness stay as they are. A pair of ``same_period_deps`` keeps the distance that the stages of
-    ``plan`` give it.
+    ``plan`` give it. Where ``costs`` has a cost of ``PULL`` and it makes iterations shorter, a
+    thread group of its own pulls the batches: the loader must use nothing that the tasks change.
 
     Args:
         plan: Carries the tasks' names, dependences, streams and global order. Its own stages,
@@ -90,22 +94,52 @@ def auto_plan(
         rule = f"at most {MOST_TASKS} are planned: join some of them"
         raise PlanError([Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")])
     limits = limits if limits is not None else Limits()
-    bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
     limits.check(plan)
+    best = _choice(plan, costs, limits, streams, effort)
+    pull = costs.tasks.get(PULL, TaskCost())
+    if plan.pull_group is None and pull.host_us and min(limits.threads, limits.in_flight) > 1:
+        other = replace(plan, pull_group=PULL_GROUP, pipeline_depth=None)
+        apart = _choice(other, costs, limits, streams, effort)
+        saved_us = best.ii_us - apart.ii_us
+        if saved_us > TOLERANCE * best.ii_us:
+            words = f"Batches are pulled on a thread of their own, which earns {_ms(saved_us)}."
+            best = replace(apart, why=(*apart.why, words))
+    if effects is not None:
+        verify(best.plan, effects=effects, streams=streams)
+    return best
+
+
+def _choice(
+    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float
+) -> Choice:
+    """The plan found, with the pull on the thread group that ``plan`` gives it."""
+    pulls_apart = plan.pull_group is not None
+    if pulls_apart:
+        limits = _without_the_loaders(limits, plan)
+    bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
     graph = schedule_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)
     search = Search(plan, costs, graph, effort)
     best = _least(search, limits)
-    if effects is not None:
-        verify(best.plan, effects=effects, streams=streams)
     return Choice(
         plan=best.plan,
         ii_us=best.ii_us,
         bounds=bounds,
         in_flight=best.plan.depth,
-        threads=best.schedule.threads,
+        threads=best.schedule.threads + pulls_apart,
         why=tuple(_why(best, bounds, search)),
     )
+
+
+def _without_the_loaders(limits: Limits, plan: PipelinePlan) -> Limits:
+    """What is left for the tasks beside the thread that pulls, one iteration ahead of them."""
+    if min(limits.threads, limits.in_flight) == 1:
+        text = (
+            f"pull_group {plan.pull_group!r} is a second thread group, and pulls a second "
+            "iteration: set the limits on threads and in_flight to 2 or more, or leave it out"
+        )
+        raise PlanError([Problem(text)])
+    return Limits(limits.in_flight - 1, limits.threads - 1, limits.frozen)
 
 
 def _least(search: Search, limits: Limits) -> Found:
@@ -115,8 +149,8 @@ def _least(search: Search, limits: Limits) -> Found:
 
 
 def _shallower(search: Search, best: Found, threads: int) -> Found:
-    while best.plan.depth > 1:
-        depth = best.plan.depth - 1
+    while best.depth > 1:
+        depth = best.depth - 1
         if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
             break
         found = search.reach(best.ii_us, threads, depth, share=0.5)
@@ -128,8 +162,8 @@ def _shallower(search: Search, best: Found, threads: int) -> Found:
 
 def _with_fewer_threads(search: Search, best: Found) -> Found:
     for threads in range(1, best.schedule.threads):
-        if search.bound_us(threads, best.plan.depth) <= best.ii_us * (1 + TOLERANCE):
-            found = search.reach(best.ii_us, threads, best.plan.depth, share=0.5)
+        if search.bound_us(threads, best.depth) <= best.ii_us * (1 + TOLERANCE):
+            found = search.reach(best.ii_us, threads, best.depth, share=0.5)
             if found is not None and found.beats(best):
                 return found
     return best
@@ -164,8 +198,8 @@ def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
     if best.schedule.threads == 1:
         words.append("The caller's thread is enough.")
     for threads in range(2, best.schedule.threads + 1):
-        fewer_us = search.bound_us(threads - 1, best.plan.depth)
-        saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.plan.depth))
+        fewer_us = search.bound_us(threads - 1, best.depth)
+        saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.depth))
         words.append(
             f"Thread {threads} earns {_ms(saved_us)}: without it no plan of this depth is below "
             f"{_ms(fewer_us)}."

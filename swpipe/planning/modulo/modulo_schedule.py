@@ -94,7 +94,7 @@ def plan_of(
         cross_iter_deps=across,
         same_period_deps=same,
         order=[graph.names[v] for v in schedule.order],
-        pipeline_depth=depth,
+        pipeline_depth=depth + (base.pull_group is not None),
     )
 
 
@@ -104,6 +104,6 @@ def _group_names(base: PipelinePlan, threads: Sequence[int]) -> Mapping[int, str
     for thread in sorted(set(threads) - {0}):
         had = [e.thread_group for v, e in enumerate(base.schedule.values()) if threads[v] == thread]
         numbered = (f"worker {k}" for k in range(1, len(names) + 2))
-        taken = set(names.values())
+        taken = {*names.values(), base.pull_group}
         names[thread] = next(name for name in (*had, *numbered) if name not in taken)
     return names

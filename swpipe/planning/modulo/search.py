@@ -47,6 +47,11 @@ class Found:
     plan: PipelinePlan
     ii_us: float
 
+    @property
+    def depth(self) -> int:
+        """Iterations in flight, not counting the one that a thread of its own pulls ahead."""
+        return self.plan.depth - (self.plan.pull_group is not None)
+
     def beats(self, other: Found | None) -> bool:
         """Whether it is better: less interval, then depth, then threads, then stages parted."""
         if other is None or self.ii_us < other.ii_us * (1 - TOLERANCE):
@@ -165,7 +170,7 @@ class Search:
                 ]
                 schedule = replace(found.schedule, thread=tuple(moved))
                 if schedule.parts < found.schedule.parts and self._fits(schedule, found.ii_us):
-                    tidy = self.simulated(schedule, found.plan.depth)
+                    tidy = self.simulated(schedule, found.depth)
                     if tidy is not None and tidy.beats(found):
                         found = tidy
         return found

@@ -4,7 +4,8 @@
 shorter than the sum of their times. Resources are
 
 - threads: each thread group of the plan; or, if threads can be chosen freely, the sum over all
-  tasks divided by the number of threads, and the longest task;
+  tasks divided by the number of threads, and the longest task. The pull of a batch, where its cost
+  is known, counts as a task of the caller's thread or of ``pull_group``;
 - streams, named resources, the interpreter lock;
 - submission: tasks on the same named stream, and globally ordered tasks, are submitted one at a
   time, also from different threads.
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
 from swpipe.planning.simulation.timed_graph import LOCK, host_time
@@ -89,7 +90,8 @@ def lower_bounds(
         raise ValueError(f"threads is {threads}: give 1 or more, since the caller's thread counts")
     resolved = validate(plan)
     known = costs.of(plan.schedule)
-    load = _load(plan, known, streams, threads)
+    pull = {PULL: costs.tasks[PULL]} if PULL in costs.tasks else {}
+    load = _load(plan, known | pull, streams, threads)
     busiest = max(load, key=lambda what: load[what])
     rec_mii_us, cycle = _heaviest(resolved, known, streams)
     return Bounds(load[busiest] / TICKS_PER_US, rec_mii_us, busiest, cycle)
@@ -110,6 +112,8 @@ def _load(
     }
     if threads is not None:
         host = {name: host_time(cost, streams) for name, cost in costs.items()}
+        if plan.pull_group is not None and PULL in host:  # beside the threads
+            load[f"thread {plan.pull_group!r}: {PULL}"] = host.pop(PULL)
         count = "the one thread" if threads == 1 else f"{threads} threads"
         load[f"{count}: all tasks"] = sum(host.values()) / threads
         longest = max(host, key=lambda name: host[name])
@@ -137,6 +141,12 @@ def _uses(
             yield name, f"resource {resource!r}", ticks(cost.device_us) if on_device else host
         if cost.gil_us:
             yield name, f"the {LOCK}", ticks(cost.gil_us)
+    if PULL in costs:
+        if threads is None:
+            group = plan.pull_group or DEFAULT_GROUP
+            yield PULL, f"thread {group!r}", host_time(costs[PULL], streams)
+        if costs[PULL].gil_us:
+            yield PULL, f"the {LOCK}", ticks(costs[PULL].gil_us)
 
 
 # ------------------------------------------------------------------------------------- RecMII

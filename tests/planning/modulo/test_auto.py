@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
+from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, auto_plan, lower_bounds, simulate
 from tests.planning.instances import Instance, instance
@@ -162,3 +165,67 @@ def test_effects_that_the_plan_would_not_keep_refuse_it() -> None:
         auto_plan(loop(), COSTS, streams=False, effects=effects)
     kept = loop(cross_iter_deps=[("read", "work")])
     assert auto_plan(kept, COSTS, streams=False, effects=effects).ii_us == 1_000
+
+
+FROZEN = PipelinePlan(
+    {name: TaskSchedule() for name in ("read", "train", "step")},
+    deps=[("train", "read"), ("step", "train")],
+    cross_iter_deps=[("train", "step")],
+)
+
+
+def with_pull(pull_us: float) -> CostModel:
+    """A step of 1 ms to read and 4 ms that stay on the caller's thread."""
+    tasks = {"read": 1_000.0, "train": 3_000.0, "step": 1_000.0, PULL: pull_us}
+    return CostModel({name: TaskCost(us) for name, us in tasks.items()}, handover_us=20.0)
+
+
+def test_a_slow_loader_earns_a_thread() -> None:
+    """Where the caller's thread has enough to do; it counts as one of the threads."""
+    limits = Limits(frozen=["train", "step"])
+    found = auto_plan(FROZEN, with_pull(3_000), limits=limits, streams=False)
+    assert found.plan.pull_group == "loader"
+    assert found.ii_us == simulate(found.plan, with_pull(3_000), streams=False).ii_us < 4_100
+    assert found.threads == len(found.plan.thread_groups) <= 3
+    assert "Batches are pulled on a thread of their own, which earns" in found.why[-1]
+    quick = auto_plan(FROZEN, with_pull(0), limits=limits, streams=False)
+    assert quick.plan.pull_group is None
+
+
+def test_a_thread_for_the_loader_is_within_the_limit() -> None:
+    """With a limit of two it is one of the two, and with a limit of one there is none."""
+    for threads, group in ((2, "loader"), (1, None)):
+        limits = Limits(threads=threads, frozen=["train", "step"])
+        found = auto_plan(FROZEN, with_pull(3_000), limits=limits, streams=False)
+        assert found.plan.pull_group == group
+        assert len(found.plan.thread_groups) == found.threads <= threads
+    mine = replace(FROZEN, pull_group="mine")
+    for limits in (Limits(threads=1), Limits(in_flight=1)):
+        with pytest.raises(PlanError, match="to 2 or more, or leave it out"):
+            auto_plan(mine, with_pull(3_000), limits=limits, streams=False)
+
+
+@pytest.mark.parametrize("in_flight", [2, 3, 4, 5])
+@pytest.mark.parametrize("group", [None, "mine", "io"])
+def test_a_plan_whose_loader_has_a_thread_can_run(group: str | None, in_flight: int) -> None:
+    """It has room for the batch that is pulled ahead, within the limit, and a name of its own."""
+    schedule = {name: TaskSchedule(thread_group="io") for name in FROZEN.schedule}
+    plan = replace(FROZEN, schedule=schedule, pull_group=group)
+    limits = Limits(in_flight, frozen=["train", "step"])
+    found = auto_plan(plan, with_pull(3_000), limits=limits, streams=False)
+    validate(found.plan)
+    assert found.in_flight == found.plan.depth <= in_flight
+    assert found.plan.pull_group == (group or "loader")
+    assert found.plan.pull_group not in {e.thread_group for e in found.plan.schedule.values()}
+
+
+@pytest.mark.parametrize("group", [None, "mine"])
+def test_a_loader_that_takes_longest_bounds_the_interval(group: str | None) -> None:
+    """Whichever thread pulls; with tasks that share its thread it takes longer."""
+    plan, costs = replace(FROZEN, pull_group=group), with_pull(9_000)
+    alone = lower_bounds(plan, costs, streams=False, threads=3)
+    assert alone.res_mii_us == 9_000
+    assert "<pull>" in alone.busiest
+    fixed = lower_bounds(plan, costs, streams=False)
+    assert fixed.res_mii_us == (9_000 if group else 14_000)
+    assert simulate(plan, costs, streams=False).ii_us >= fixed.res_mii_us
