@@ -86,6 +86,7 @@ def test_every_other_rank_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_that_catches_the_stall_exits_with_its_own_code(tmp_path: Path) -> None:
     """A worker is still inside the collective then."""
-    for job, ended in run_jobs(tmp_path, ["2:stopped+catch:io", "2:stopped-first+catch:io"]).items():
+    jobs = ("2:stopped+catch:io", "2:stopped-first+catch:io")
+    for job, ended in run_jobs(tmp_path, jobs).items():
         for code, error in ended:
             assert code == CATCHES, (job, error)
