@@ -96,3 +96,10 @@ def scripts() -> Iterator[Scripts]:
     """Scripts in processes of their own, that find torch and swpipe imported."""
     with Scripts("torch.distributed", "swpipe") as scripts:
         yield scripts
+
+
+@pytest.fixture(scope="session")
+def click_scripts() -> Iterator[Scripts]:
+    """The same; they find the click job of several ranks imported, too."""
+    with Scripts("torch.distributed", "swpipe", "swpipe.tasks.clicks.sharded") as scripts:
+        yield scripts

@@ -41,8 +41,9 @@ class Script:
     """What runs as ``__main__``.
 
     Attributes:
-        code: Python source; or, where it is empty:
-        module: A module, as of ``python -m``.
+        code: Python source; or else
+        path: a file; or else
+        module: a module, as of ``python -m``.
         args: ``sys.argv`` without the first.
         environment: Variables besides those of the server.
         folder: Where it runs.
@@ -50,6 +51,7 @@ class Script:
     """
 
     code: str = ""
+    path: str = ""
     module: str = ""
     args: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -116,7 +118,6 @@ class Scripts:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.scripts", *self._imports],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
@@ -177,13 +178,17 @@ def become(job: dict[str, Any]) -> None:
     os.chdir(job["folder"])
     for name in job["errors"]:
         warnings.simplefilter("error", getattr(builtins, name))
-    sys.argv[:] = ["-c", *job["args"]]
+    sys.argv[:] = [job["path"] or "-c", *job["args"]]
     if job["module"]:
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    exec(compile(job["code"], "<string>", "exec"), vars(main))
+    code = job["code"]
+    if job["path"]:
+        main.__file__ = job["path"]
+        code = Path(job["path"]).read_text("utf-8")
+    exec(compile(code, job["path"] or "<string>", "exec"), vars(main))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from tests.device.virtual.guards import GUARDS, Guard, break_random, run_early_end, run_random
 from tests.device.virtual.harness import Finding
 
-PLANS = 2000
+PLANS = 1000
 """How many random plans run in one go; seeded, so that a failure names what to run again."""
 
 SEEDS_TO_TRY = 200
