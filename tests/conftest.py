@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.ranks import Ranks
+from tests.support.scripts import Scripts
 
 if find_spec("hypothesis"):  # a GPU machine's own packages may lack it; its tests do without
     from hypothesis import HealthCheck, settings
@@ -29,6 +31,16 @@ torch.set_num_threads(1)
 
 # A shell has its background jobs ignore Ctrl-C, and tests send themselves one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not search all that was imported again and again.
+
+    That takes a quarter of a second, and each iteration that is recorded collects.
+    """
+    gc.collect()
+    gc.freeze()
+
 
 GRACE_S = 20.0
 """Seconds that a thread which is on its way out has to get there."""
@@ -77,3 +89,17 @@ def four_ranks() -> Iterator[Ranks]:
     """Four ranks that all tests share."""
     with Ranks(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Iterator[Scripts]:
+    """Scripts in processes of their own, that find torch and swpipe imported."""
+    with Scripts("torch.distributed", "swpipe") as scripts:
+        yield scripts
+
+
+@pytest.fixture(scope="session")
+def click_scripts() -> Iterator[Scripts]:
+    """The same; they find the click job of several ranks imported, too."""
+    with Scripts("torch.distributed", "swpipe", "swpipe.tasks.clicks.sharded") as scripts:
+        yield scripts

@@ -1,7 +1,8 @@
-"""Ranks of which one stops communicating.
+"""Jobs of several ranks, of which one stops communicating.
 
-python -m tests._distributed.stall_job SIZE HOW GROUP FOLDER
+python -m tests._distributed.stall_job FOLDER SIZE:HOW:GROUP ...
 
+    FOLDER   where each rank's standard error goes: ``FOLDER/SIZE:HOW:GROUP/stderr0``, ...
     SIZE     how many ranks
     HOW      what the last rank does at iteration ``AT``; "first" has rank 0, which holds the store,
              do it instead:
@@ -10,12 +11,11 @@ python -m tests._distributed.stall_job SIZE HOW GROUP FOLDER
              uneven, uneven-first       its data ends, and it waits for the others elsewhere
              stopped+catch, ...         the scripts of the others catch ``StallError``
     GROUP    the thread group of the collective; "default" is the caller's thread
-    FOLDER   where each rank's standard error goes: ``stderr0``, ...
 
-Torch is imported once; the ranks are forked from that process and end as scripts end, through the
-interpreter's shutdown. Prints a line of JSON with each rank's exit code, None for one that is
-stopped, and how many seconds after the beginning of its collective of iteration ``AT`` it ended,
-None for one that has not come to that.
+Torch is imported once; the ranks of all jobs are forked from that process, run at the same time,
+since they wait most of it, and end as scripts end, through the interpreter's shutdown. Prints JSON:
+for each job, each rank's exit code, None for one that is stopped, and how many seconds after the
+beginning of its collective of iteration ``AT`` it ended, None for one that has not come to that.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -83,42 +84,53 @@ class Rank:
         dist.barrier()
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
 def main() -> None:
-    """Fork the ranks, wait for all but one that is stopped, and report."""
-    size, how, group, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
+    """Fork the ranks of each job, wait for all but those that are stopped, and report."""
+    root, jobs = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children: dict[int, int] = {}
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            error = os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
-            os.dup2(error, 2)
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            dist.init_process_group("gloo")
-            Rank(rank, size, how, folder).run(group)
-            return  # to the interpreter's shutdown
-        children[child] = rank
-    codes: list[int | None] = [None] * size
-    took_s: list[float | None] = [None] * size
-    stopped = 0
-    while len(children) > (stopped > 0):
+    children: dict[int, tuple[str, int]] = {}
+    report: dict[str, dict[str, list[float | None]]] = {}
+    for job, port in zip(jobs, free_ports(len(jobs)), strict=True):
+        size, how, group = job.split(":")
+        report[job] = {"codes": [None] * int(size), "took_s": [None] * int(size)}
+        folder = root / job
+        folder.mkdir()
+        for rank in range(int(size)):
+            child = os.fork()
+            if child == 0:
+                error = os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
+                os.dup2(error, 2)
+                os.environ.update(RANK=str(rank), WORLD_SIZE=size)
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                dist.init_process_group("gloo")
+                Rank(rank, int(size), how, folder).run(group)
+                return  # to the interpreter's shutdown
+            children[child] = (job, rank)
+    stopped = set()
+    while len(children) > len(stopped):
         child, status = os.waitpid(-1, os.WUNTRACED)
         if os.WIFSTOPPED(status):
-            stopped = child
+            stopped.add(child)
             continue
-        rank = children.pop(child)
-        codes[rank] = os.waitstatus_to_exitcode(status)
-        began = folder / f"began{rank}"
+        job, rank = children.pop(child)
+        report[job]["codes"][rank] = os.waitstatus_to_exitcode(status)
+        began = root / job / f"began{rank}"
         if began.exists():
-            took_s[rank] = round(time.monotonic() - float(began.read_text()), 1)
-    if stopped:
-        os.kill(stopped, signal.SIGKILL)
-        os.waitpid(stopped, 0)
-    print(json.dumps({"codes": codes, "took_s": took_s}))
+            took_s = time.monotonic() - float(began.read_text())
+            report[job]["took_s"][rank] = round(took_s, 1)
+    for child in stopped:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -153,9 +153,9 @@ def test_collectives_are_issued_in_one_order_on_four_ranks(four_ranks: Ranks) ->
 
 
 @pytest.mark.slow
-def test_two_hundred_runs_do_not_hang(two_ranks: Ranks) -> None:
+def test_many_runs_do_not_hang(two_ranks: Ranks) -> None:
     """Delays drawn anew in each."""
-    check_orders(two_ranks, 200, first_seed=1000)
+    check_orders(two_ranks, 60, first_seed=1000)
 
 
 def test_without_global_order_ranks_drift_apart(two_ranks: Ranks) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,6 +17,7 @@ import swpipe._engine.run
 from swpipe import IterContext, Observer, PipelinePlan, StallError, SWPipeline
 from tests.support.hang import Hang, has_come_to
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
+from tests.support.scripts import Script, Scripts
 from tests.support.sequencer import PATIENCE_S, await_event
 from tests.support.virtual_clock import TimedHost
 
@@ -479,13 +478,9 @@ else:
 
 
 @pytest.mark.parametrize("which", ["never closed", "failed"])
-def test_a_script_may_end_while_a_worker_is_inside_torch(which: str) -> None:
+def test_a_script_may_end_while_a_worker_is_inside_torch(scripts: Scripts, which: str) -> None:
     """Cut off there, a thread takes the whole process down with it (exit code 134)."""
-    script = f"WHICH = {which!r}\n{UNCLOSED}"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert scripts.run(Script(f"WHICH = {which!r}\n{UNCLOSED}")) == (0, "", "")
 
 
 def test_a_failing_serial_run_names_the_task() -> None:

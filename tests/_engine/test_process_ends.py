@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
-
-
-def run_python(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the repository, with warnings as errors; fail rather than hang."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
+from tests.support.scripts import Script, Scripts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [5])
 @pytest.mark.parametrize("how", ["refused", "exit", "inside", "process", "loader"])
-def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(how: str, rounds: int) -> None:
+def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(
+    scripts: Scripts, how: str, rounds: int
+) -> None:
     """With iterations in flight in the parent; see ``fork_trials`` for each way."""
-    done = run_python("-m", "tests._engine.fork_trials", how, str(rounds))
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{rounds} rounds\n", "")
+    trials = Script(
+        module="tests._engine.fork_trials", args=(how, str(rounds)), errors=("Warning",)
+    )
+    assert scripts.run(trials) == (0, f"{rounds} rounds\n", "")
 
 
 BUSY = """
@@ -94,17 +81,11 @@ LEFT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", CODES)
 @pytest.mark.parametrize("worker", ["loops", "computes", "returns", "waits"])
-def test_a_script_keeps_its_exit_code_whatever_a_worker_does(worker: str, ending: str) -> None:
+def test_a_script_keeps_its_exit_code_whatever_a_worker_does(
+    scripts: Scripts, worker: str, ending: str
+) -> None:
     """It does not wait for the worker; what could not be ended is named."""
-    script = f"WORKER = {worker!r}\nENDING = {ending!r}\n{BUSY}"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
+    done = scripts.run(Script(f"WORKER = {worker!r}\nENDING = {ending!r}\n{BUSY}"))
     assert done.returncode == CODES[ending], done.stderr
     if worker != "returns":  # that one may or may not, while the interpreter exits
         assert (LEFT in done.stderr) == (worker != "loops"), done.stderr

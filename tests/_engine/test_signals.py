@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from tests._engine.test_process_ends import run_python
+from tests.support.scripts import Script, Scripts
 
 
-def survives(how: str, call: str, trials: int) -> None:
+def survives(scripts: Scripts, how: str, call: str, trials: int) -> None:
     """Every trial went well; see ``signal_trials``."""
-    done = run_python(
-        "-X", "faulthandler", "-m", "tests._engine.signal_trials", how, call, str(trials), "1"
-    )
+    args = (how, call, str(trials), "1")
+    done = scripts.run(Script(module="tests._engine.signal_trials", args=args, errors=("Warning",)))
     said = (done.returncode, done.stdout, "" if how == "storm" else done.stderr)
     # Python may have ignored a signal of a storm, and says so.
     assert said == (0, f"{trials} trials\n", ""), done.stderr
 
 
 @pytest.mark.parametrize(("how", "call"), [("close", "progress"), ("storm", "drain")])
-def test_a_few_signals_at_random_moments_do_no_harm(how: str, call: str) -> None:
+def test_a_few_signals_at_random_moments_do_no_harm(scripts: Scripts, how: str, call: str) -> None:
     """The handler's own exception comes out, no thread is left, the pipeline runs or is closed."""
-    survives(how, call, 10)
+    survives(scripts, how, call, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trials", [30])
 @pytest.mark.parametrize("call", ["progress", "drain"])
 @pytest.mark.parametrize("how", ["close", "closing", "one", "storm"])
-def test_signals_at_random_moments_do_no_harm(how: str, call: str, trials: int) -> None:
+def test_signals_at_random_moments_do_no_harm(
+    scripts: Scripts, how: str, call: str, trials: int
+) -> None:
     """The same, for every handler and every call."""
-    survives(how, call, trials)
+    survives(scripts, how, call, trials)

@@ -5,10 +5,7 @@ Work is held by gates and ordered by events; nothing here depends on how long an
 
 from __future__ import annotations
 
-import os
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests import backend
 from tests.backend import build
+from tests.support.scripts import Script, Scripts
 
 REASON = backend.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -590,16 +588,9 @@ assert (x + 1).sum().item() == 6
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_process_ends_at_once(name: str) -> None:
+def test_a_process_ends_at_once(scripts: Scripts, name: str) -> None:
     """Whatever its streams are at, without a crash; a forked child is told what it may not do."""
-    done = subprocess.run(
-        [sys.executable, "-c", START + ENDINGS[name]],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert scripts.run(Script(START + ENDINGS[name])) == (0, "", "")
 
 
 def test_where_it_cannot_be_built_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,27 +601,21 @@ def test_where_it_cannot_be_built_it_says_why(monkeypatch: pytest.MonkeyPatch) -
     assert backend.why_not() == "there is no C++ compiler: neither $CXX nor g++ nor clang++"
 
 
-def test_several_processes_build_it_once(tmp_path: Path) -> None:
+def test_several_processes_build_it_once(scripts: Scripts, tmp_path: Path) -> None:
     """One builds and says how long it took; the others wait for it. The compiler is a stand-in."""
     compiler, calls = tmp_path / "compiler", tmp_path / "calls"
     compiler.write_text(
         f'#!/bin/sh\necho called >> {calls}\nfor last; do :; done\ncp {build.library()} "$last"\n'
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", START + "print(torch.ones(2, device='sim').sum().item())"],
-            env={**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    outputs = [worker.communicate(timeout=120) for worker in workers]
-    assert [out for out, _ in outputs] == ["2.0\n"] * 3
+    worker = Script(
+        START + "print(torch.ones(2, device='sim').sum().item())",
+        environment={"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    ended = scripts.run_together([worker] * 3)
+    assert [one.stdout for one in ended] == ["2.0\n"] * 3
     assert calls.read_text() == "called\n"
-    assert sum("built the test backend in" in err for _, err in outputs) == 1
+    assert sum("built the test backend in" in one.stderr for one in ended) == 1
 
 
 def test_a_pipeline_runs_on_it() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -21,10 +18,11 @@ from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from tests.core.test_fuzz import COSTS, MODEL, PLANS
 from tests.support.hostile import MOST_IN_ONE_LINE, edited, mostly, replaced
 from tests.support.plans_for_tests import piped
+from tests.support.scripts import Script, Scripts
 from tests.trace.test_fuzz import SAVED
 
 QUICK = 10
-SLOW = 200
+SLOW = 60
 ADDRESS_SPACE = 4 * 2**30
 CPU_S = 60  # ends a command that would never end; how long one takes is no verdict here
 
@@ -140,27 +138,24 @@ def unknown_names() -> dict[str, Any]:
     return {"schedule": {"a": {}}, "deps": [["a", f"{k}" * 9] for k in range(50_000)]}
 
 
-def limit() -> None:
-    """Bounds on this process, whose file descriptors and signals are as they were."""
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+LIMITED = f"""
+import resource
+from swpipe.cli import main
+resource.setrlimit(resource.RLIMIT_AS, ({ADDRESS_SPACE}, {ADDRESS_SPACE}))
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
+main()
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [most_tasks, most_work, most_distance, unknown_names])
 def test_the_hardest_plans_stay_within_memory(
-    make: Callable[[], dict[str, Any]], tmp_path: Path
+    scripts: Scripts, make: Callable[[], dict[str, Any]], tmp_path: Path
 ) -> None:
     """Success or one line, in an address space of 4 GiB."""
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(make()))
-    ended = subprocess.run(
-        [sys.executable, "-m", "swpipe", "plan", "show", str(plan)],
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = scripts.run(Script(LIMITED, args=("plan", "show", str(plan))))
     assert ended.returncode in (0, 2)
     assert ended.stderr.count("\n") == (ended.returncode == 2)
     assert len(ended.stderr) <= MOST_IN_ONE_LINE

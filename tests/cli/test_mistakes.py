@@ -13,6 +13,7 @@ import pytest
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.cli import launched
 from tests.cli.test_cli import log, needs_clicks, needs_matplotlib, refused, run
+from tests.support.scripts import Script, Scripts
 from tests.tasks.rows import lines, row, write_log
 
 __all__ = ["log"]  # the fixture
@@ -46,18 +47,14 @@ def test_what_needs_no_ranks_waits_for_none(args: tuple[str, ...], plan: Path) -
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_that_do_not_come_are_told_and_not_waited_for(rank: str) -> None:
+def test_ranks_that_do_not_come_are_told_and_not_waited_for(scripts: Scripts, rank: str) -> None:
     """Whether this rank holds the store or has to find it."""
     script = (
         "import swpipe.cli.launched as launched; launched.JOIN_S = 0.2; "
         "from swpipe.cli import main; main(['plan', 'infer'])"
     )
-    environment = {**os.environ, **RANKS, "RANK": rank, "MASTER_PORT": "9"}
-    if rank == "0":
-        environment["MASTER_PORT"] = "0"
-    ended = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
+    environment = {**RANKS, "RANK": rank, "MASTER_PORT": "0" if rank == "0" else "9"}
+    ended = scripts.run(Script(script, environment=environment))
     first, second = ended.stderr.splitlines()
     assert f"RANK is set: rank {rank} of 2" in first
     assert "waits at most 0.2 s for the others" in first

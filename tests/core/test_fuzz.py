@@ -21,7 +21,7 @@ from tests.support.hostile import NAMES, check_message, edited, mostly, table
 from tests.support.plans_for_tests import piped
 
 QUICK = 150
-SLOW = 5000
+SLOW = 1500
 
 NAME = mostly(st.sampled_from(["a", "b", "c", "d e", "f.g"]))
 KEY = st.integers(0, 29).flatmap(

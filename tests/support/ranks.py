@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime as dt
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -255,6 +256,7 @@ def _serve(pipe: Connection[Any, Any], rank: int, size: int, folder: str) -> Non
     stacks = os.open(Path(folder, f"stacks{rank}"), os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # all that is imported by now need not be searched for garbage again
     torch.set_num_threads(1)
     # What torchrun would say.
     os.environ.update(

@@ -62,7 +62,7 @@ def test_each_task_alone(config: ClickConfig, plan: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["serial", "pipelined"])
-def test_each_pair(config: ClickConfig, plan: str) -> None:
-    """All 36."""
-    assert differing(config, plan, list(combinations(TASKS, 2))) == []
+@pytest.mark.parametrize(("plan", "first"), [("serial", 0), ("pipelined", 1)])
+def test_each_pair(config: ClickConfig, plan: str, first: int) -> None:
+    """All 36, each under one of the plans."""
+    assert differing(config, plan, list(combinations(TASKS, 2))[first::2]) == []

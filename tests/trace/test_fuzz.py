@@ -12,7 +12,7 @@ from swpipe import Trace
 from tests.support.hostile import check_message, edited, replaced
 
 QUICK = 150
-SLOW = 3000
+SLOW = 1000
 
 TASK = {"ph": "X", "cat": "task", "pid": 1, "tid": 1}
 ROW = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "default"}}

@@ -115,7 +115,7 @@ class Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "places"), [(name, 2 if name in WORKERS else 40) for name in LOOPS]
+    ("name", "places"), [(name, 2 if name in WORKERS else 12) for name in LOOPS]
 )
 def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
     """Random places: later losses and all parameters are bit-equal."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from tests.device.virtual.guards import GUARDS, Guard, break_random, run_early_end, run_random
 from tests.device.virtual.harness import Finding
 
-PLANS = 2000
+PLANS = 1000
 """How many random plans run in one go; seeded, so that a failure names what to run again."""
 
 SEEDS_TO_TRY = 200
 """Among how many random plans the loss of a guard must show; most show within ten."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _torch_out_of_the_collectors_way() -> Iterator[None]:
-    """The garbage collector need not search all of torch again and again: a quarter of the time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def complain(seed: int, finding: Finding) -> None:

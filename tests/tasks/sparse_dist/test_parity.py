@@ -42,6 +42,10 @@ MATRIX = (
 )
 
 
+STEPS = 15
+"""Three times as many as the deepest pipeline has iterations in flight."""
+
+
 def _id(job: Job) -> str:
     kind = "bags" if job.pooled else "collections"
     return f"{job.sharding}-{kind}-{job.optimizer.__name__}"
@@ -111,27 +115,27 @@ def test_torchrecs_own_prefetch_pipeline_fails_on_a_cpu(two_ranks: Ranks) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", MATRIX, ids=_id)
-def test_thirty_steps_on_two_ranks(two_ranks: Ranks, job: Job) -> None:
-    """Every sharding, pooled and not, SGD and Adam."""
-    assert two_ranks.run(differences, job, 30, EXACT, deadline_s=170) == [{}] * 2
+@pytest.mark.parametrize("job", [job for job in MATRIX if job not in QUICK], ids=_id)
+def test_all_shardings_on_two_ranks(two_ranks: Ranks, job: Job) -> None:
+    """Every sharding, pooled and not, SGD and Adam: what the quick jobs leave out."""
+    assert two_ranks.run(differences, job, STEPS, EXACT) == [{}] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", QUICK, ids=_id)
 def test_shuffled_steps_on_two_ranks(two_ranks: Ranks, job: Job) -> None:
     """A shuffler knows nothing of tables: one job of each kind stands for the others."""
-    assert two_ranks.run(differences, job, 15, EXACT, True, deadline_s=170) == [{}] * 2
+    assert two_ranks.run(differences, job, STEPS, EXACT, True) == [{}] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", MATRIX, ids=_id)
+@pytest.mark.parametrize("job", [job for k, job in enumerate(MATRIX) if k % 4 in (0, 3)], ids=_id)
 def test_steps_on_four_ranks(four_ranks: Ranks, job: Job) -> None:
-    """The same on four: three times the deepest pipeline's iterations."""
-    assert four_ranks.run(differences, job, 15, EXACT, deadline_s=170) == [{}] * 4
+    """The same on four: every sharding, pooled and not, with the optimizers in turn."""
+    assert four_ranks.run(differences, job, STEPS, EXACT, deadline_s=170) == [{}] * 4
 
 
 @pytest.mark.slow
 def test_shuffled_steps_on_four_ranks(four_ranks: Ranks) -> None:
     """Rows also move to ranks other than the neighbours."""
-    assert four_ranks.run(differences, Job(), 15, EXACT, True, deadline_s=170) == [{}] * 4
+    assert four_ranks.run(differences, Job(), STEPS, EXACT, True, deadline_s=170) == [{}] * 4

@@ -113,18 +113,22 @@ def inferred_differences(
 ) -> dict[int, list[str]]:
     """For each random plan, with the inferred dependences alone, that differs, where it does."""
     wanted = by_torchrec(job, batches(steps))
+    inferred = _inferred(_tasks(job, forward)[0])
     found = {}
     for seed in seeds:
-        model = sharded(job)
-        step = TrainStep([dense_optimizer(job, model)])
-        tasks = SparseDistTasks(model, step, device=CPU, forward=forward)
-        plan = scattered(_inferred(tasks), seed)
-        with SWPipeline(plan, tasks.tasks(), device=CPU) as pipe:
+        tasks, model = _tasks(job, forward)
+        with SWPipeline(scattered(inferred, seed), tasks.tasks(), device=CPU) as pipe:
             outputs = [ctx.output.detach() for ctx in pipe.iterate(batches(steps))]
         tasks.rewrite.detach()
         if where := Outcome(outputs, everything(model)).differences(wanted):
             found[seed] = where
     return found
+
+
+def _tasks(job: Job, forward: Kind) -> tuple[SparseDistTasks, nn.Module]:
+    model = sharded(job)
+    step = TrainStep([dense_optimizer(job, model)])
+    return SparseDistTasks(model, step, device=CPU, forward=forward), model
 
 
 def _inferred(tasks: SparseDistTasks) -> PipelinePlan:
