@@ -412,6 +412,15 @@ def test_the_batches_of_a_workload_may_come_from_a_generator(
     assert "gives 0 batches, where 8 are needed; it may return a loader" in told
 
 
+def test_the_workload_that_the_guide_shows_is_traced(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gives as many batches as are asked for by default."""
+    shown = Path(__file__).parents[2] / "docs" / "examples" / "my_loop.py"
+    (here / "shown_loop.py").write_text(shown.read_text())
+    assert run("trace", "--workload", "shown_loop:loop", "--timeline", "shown.json") == 0
+
+
 def test_costs_that_are_missing_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With those that there are."""
     CostModel({"load": TaskCost()}).save(here / "few.json")
