@@ -263,6 +263,7 @@ class OpenWorkload:
             "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
             "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
             "over_ranks": self.job.over_ranks,
+            "loader": loader_of(self.job),
             "progress": lambda line: echo(f"{self.workload.name}: {line}", err=True),
         }
 
