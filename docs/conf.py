@@ -1,10 +1,5 @@
 """Sphinx: pages in Markdown (MyST), API pages from the docstrings."""
 
-import os
-
-# A compiled function shows neither its signature nor its docstring.
-os.environ["NUMBA_DISABLE_JIT"] = "1"
-
 import swpipe
 import swpipe.tasks.clicks.model  # TorchRec logs what it loads; from here it is not shown
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank
 from swpipe.cli.user_errors import UserError, about_plan, echo, reason, told
 from swpipe.core.context import TypedContext, context_class
+from swpipe.core.errors import add_note
 from swpipe.core.files import check_writable
 from swpipe.core.messages import plain, shown
 from swpipe.core.plan import PipelinePlan
@@ -119,7 +121,8 @@ class _OwnJob:
         for task in self._tasks:
             if not isinstance(task, PipelineTask):
                 raise UserError(
-                    f"workload {name}: {shown(task)} among its tasks is no PipelineTask"
+                    f"workload {name}: {shown(task)} among its tasks is no PipelineTask; "
+                    "@swpipe.task makes one of a function"
                 )
 
     def tasks(self) -> tuple[PipelineTask, ...]:
@@ -160,7 +163,25 @@ def _call(name: str) -> Any:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"workload {name}: {module_name} has no function {function_name!r}")
-    return function()
+    _check_arguments(name, function)
+    try:
+        return function()
+    except BaseException as error:
+        add_note(error, f"swpipe: while {name} was called for its tasks and batches")
+        raise
+
+
+def _check_arguments(name: str, function: Callable[..., Any]) -> None:
+    try:
+        expected = signature(function)
+    except ValueError:  # written in C, without a signature
+        return
+    try:
+        expected.bind()
+    except TypeError as error:
+        raise UserError(
+            f"workload {name}: {error}; name a function that is called without arguments"
+        ) from error
 
 
 def _check_device(device: str) -> None:
@@ -212,7 +233,7 @@ class OpenWorkload:
         if len(taken) < count:
             raise UserError(
                 f"workload {self.workload.name}: it gives {len(taken)} batches, where {count} are "
-                "needed"
+                "needed; it may return a loader or a generator in place of a list"
             )
         return taken
 

@@ -67,6 +67,19 @@ def strange():
     return [load], [1]
 
 
+def asking(path):
+    return loop()
+
+
+def raising():
+    raise OSError("no such data")
+
+
+def lazy():
+    tasks, batches = loop()
+    return tasks, iter(batches)
+
+
 def short():
     return [PipelineTask("load", load), PipelineTask("learn", learn)], []
 
@@ -361,7 +374,8 @@ def test_too_few_batches_are_told(
         ("my_loop:gone", "no function 'gone'"),
         ("not_there:loop", "not_there"),
         ("my_loop:nothing", "return (tasks, batches)"),
-        ("my_loop:strange", "no PipelineTask"),
+        ("my_loop:strange", "no PipelineTask; @swpipe.task makes one"),
+        ("my_loop:asking", "missing a required argument: 'path'; name a function that is called"),
         ("my_loop:mistyped", "give a subclass of TypedContext"),
         ("my_loop:short", "gives 0 batches"),
     ],
@@ -379,6 +393,32 @@ def test_a_recorded_iteration_that_fails_is_told(
     """As itself: it is the user's own error, with its traceback."""
     with pytest.raises(OSError, match="the disk is gone"):
         run("plan", "infer", "--workload", "my_loop:failing")
+
+
+def test_a_workloads_own_error_is_told(here: Path) -> None:
+    """As itself, with its traceback, and with the workload that raised it."""
+    with pytest.raises(OSError, match="no such data") as caught:
+        run("plan", "infer", "--workload", "my_loop:raising")
+    assert "while my_loop:raising was called" in caught.value.__notes__[0]
+
+
+def test_the_batches_of_a_workload_may_come_from_a_generator(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or any loader; the refusal of too few says so."""
+    args = ("--steps", 5, "--output", "new.png")
+    assert run("trace", "--workload", "my_loop:lazy", *args) == 0
+    told = refused_last(capsys, "trace", "--workload", "my_loop:short", *args)
+    assert "gives 0 batches, where 8 are needed; it may return a loader" in told
+
+
+def test_the_workload_that_the_guide_shows_is_traced(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gives as many batches as are asked for by default."""
+    shown = Path(__file__).parents[2] / "docs" / "examples" / "my_loop.py"
+    (here / "shown_loop.py").write_text(shown.read_text())
+    assert run("trace", "--workload", "shown_loop:loop", "--timeline", "shown.json") == 0
 
 
 def test_costs_that_are_missing_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,17 +16,62 @@ PAGES = sorted(
     if "_build" not in page.relative_to(ROOT).parts
 )
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
+
+_INCLUDED = re.compile(r"\{literalinclude\} *\.\./examples/([\w.]+)")
 
 
 class Block(NamedTuple):
-    """A fenced piece of Python: the line it starts on (from 1) and its text."""
+    """A fenced block of a page.
+
+    Attributes:
+        line: The line it starts on, from 1.
+        kind: What follows the fence: the language, or a directive with its argument.
+        code: Its text; for an included example, that of the file.
+        before: The text between the block before it and this one.
+    """
 
     line: int
+    kind: str
     code: str
+    before: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether the tests run it; a ``{code-block} python`` is a fragment."""
+        return self.kind == "python" or self.kind.endswith(".py")
+
+    @property
+    def is_output(self) -> bool:
+        """Whether it shows what something printed."""
+        shows = self.kind in ("console", "text") and not self.code.startswith("$ ")
+        return shows or self.kind.endswith(".txt")
+
+
+def blocks(page: Path) -> list[Block]:
+    """All fenced blocks of a page, in order; included examples with their text."""
+    text = page.read_text(encoding="utf-8")
+    found, end = [], 0
+    for match in _FENCE.finditer(text):
+        kind, code = match[2].strip(), match[3]
+        if included := _INCLUDED.match(kind):
+            code = (DOCS / "examples" / included[1]).read_text(encoding="utf-8")
+        line = text.count("\n", 0, match.start(3)) + 1
+        found.append(Block(line, kind, code, text[end : match.start()]))
+        end = match.end()
+    return found
 
 
 def python_blocks(page: Path) -> list[Block]:
     """All ```` ```python ```` blocks of a page, in order."""
-    text = page.read_text(encoding="utf-8")
-    return [Block(text.count("\n", 0, m.start(1)) + 1, m[1]) for m in _BLOCK.finditer(text)]
+    return [block for block in blocks(page) if block.kind == "python"]
+
+
+def printed_by(page: Path) -> list[tuple[Block, Block | None]]:
+    """Each block that runs and prints, with the output that the page shows after it."""
+    some = [block for block in blocks(page) if block.runs or block.is_output]
+    return [
+        (block, after if after is not None and after.is_output else None)
+        for block, after in zip_longest(some, some[1:])
+        if block.runs and re.search(r"\bprint(_report)?\(", block.code)
+    ]

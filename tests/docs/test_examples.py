@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, PAGES, ROOT, python_blocks
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, printed_by, python_blocks
 from tests.support.scripts import Script, Scripts
 
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 WITH_CODE = [page for page in PAGES if python_blocks(page)]
+END = "(end of a block)"
+
+KINDS = re.compile(
+    r"python|console|text|toml|\{code-block\} (python|text|toml)|"
+    r"\{literalinclude\} \.\./examples/\w+\.(py|txt)|\{toctree\}|\{eval-rst\}"
+)
+"""What a fence may say: another one could be Python that no test runs."""
 
 
 def run(scripts: Scripts, script: Path, where: Path) -> str:
@@ -38,13 +47,51 @@ def test_an_example_runs_and_prints_what_its_page_shows(
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_python_on_a_page_runs(scripts: Scripts, page: Path, tmp_path: Path) -> None:
-    """The Python blocks of a page run one after the other, as a reader would paste them."""
+    """One block after the other, as a reader would paste them; "It prints:" is taken literally."""
     script = tmp_path / "page.py"
-    script.write_text("\n".join(block.code for block in python_blocks(page)), encoding="utf-8")
-    run(scripts, script, tmp_path)
+    pieces = [f"{block.code}\nprint({END!r})" for block in python_blocks(page)]
+    script.write_text("\n".join(pieces), encoding="utf-8")
+    printed = run(scripts, script, tmp_path).split(f"{END}\n")
+    outputs = dict(zip(python_blocks(page), printed, strict=False))
+    for block, shown in printed_by(page):
+        if block in outputs and shown is not None and shown.before.endswith("prints:\n\n"):
+            assert outputs[block] == shown.code, f"line {shown.line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_shows_what_its_code_prints(page: Path) -> None:
+    """Before more code. What is not compared, since it varies, stands after "It printed:"."""
+    shown = [(block.line, after) for block, after in printed_by(page) if block.kind != "python"]
+    assert [block.line for block, after in printed_by(page) if after is None] == []
+    copied = [(line, after) for line, after in shown if after and not after.kind.endswith(".txt")]
+    assert [line for line, after in copied if after.before.endswith("prints:\n\n")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_block_is_of_a_known_kind(page: Path) -> None:
+    """Python that the tests run, a fragment of it, commands, text, or a directive."""
+    assert [b.kind for b in blocks(page) if not KINDS.fullmatch(b.kind)] == []
 
 
 def test_the_readme_has_its_example() -> None:
     """The README's first example has some thirty lines without the blank ones; others go on."""
     first, *_ = python_blocks(ROOT / "README.md")
     assert 20 <= len([line for line in first.code.splitlines() if line.strip()]) <= 35
+
+
+def test_the_lines_that_overlap_changes_are_few_and_marked() -> None:
+    """From the plain loop to the overlapped one: the guide marks all lines that are not moved."""
+    text = (DOCS / "guide" / "loops.md").read_text(encoding="utf-8")
+    options = re.search(r"overlapped_loop\.py\n(?:.*\n)*?:emphasize-lines: ([\d, ]+)\n", text)
+    assert options
+    marked = {int(number) for number in options[1].split(",")}
+    plain, overlapped = (
+        [line.strip() for line in (DOCS / "examples" / name).read_text().splitlines()]
+        for name in ("plain_loop.py", "overlapped_loop.py")
+    )
+    new = list((Counter(overlapped[1:]) - Counter(plain[1:])).elements())
+    shown = overlapped[next(k for k, li in enumerate(overlapped) if li.startswith("loader =")) :]
+    assert sorted(line for line in new if line) == sorted(
+        ["import swpipe", *(shown[number - 1] for number in marked)]
+    )
+    assert len(marked) + 1 == 7

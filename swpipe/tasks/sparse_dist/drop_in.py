@@ -337,8 +337,8 @@ def build(
     """A ``SparseDistPipeline``.
 
     ``plan`` is the plan, or a function that makes one for the tasks. ``optimizer``, one or several,
-    stands for ``TrainStep(optimizer)``; give either that or ``step``. The other arguments are those
-    of ``SparseDistTasks`` and ``SparseDistPipeline``.
+    stands for ``TrainStep([optimizer])``; give either that or ``step``. The other arguments are
+    those of ``SparseDistTasks`` and ``SparseDistPipeline``.
 
     Raises:
         ValueError: Both an optimizer and a step, or neither.
