@@ -114,8 +114,9 @@ class ResumableLoop(Generic[Out]):
             if current is None or (self._left and not rest):
                 self._check_new_pass()
                 return state_between_passes(self._loader, self._device) | state
-            if isinstance(current, _MeasuredPass) and not (current.ended or self._dropped):
-                current.count(state["pipeline"]["in_flight"])
+            if isinstance(current, _MeasuredPass) and not current.ended:
+                if not self._dropped:
+                    current.count(state["pipeline"]["in_flight"])
                 current.check_draws()
             if self.counted and self._is_complete(current):
                 current.end()
