@@ -22,12 +22,15 @@ from swpipe.trace import Trace
 
 if TYPE_CHECKING:
     from swpipe.profiler import ProfileResult, TaskProfiler
+    from swpipe.tuning.accelerate_loader import AccelerateLoader
     from swpipe.tuning.autotuning import autotune
     from swpipe.tuning.overlapping import overlap
+    from swpipe.tuning.resumable import ResumableLoop
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccelerateLoader",
     "DeclaredIO",
     "InternalError",
     "IterContext",
@@ -36,6 +39,7 @@ __all__ = [
     "PipelineTask",
     "PlanError",
     "ProfileResult",
+    "ResumableLoop",
     "RunReport",
     "SWPipeline",
     "ShortcutError",
@@ -52,7 +56,9 @@ __all__ = [
 ]
 
 _LATE = {
+    "AccelerateLoader": "swpipe.tuning.accelerate_loader",
     "ProfileResult": "swpipe.profiler",
+    "ResumableLoop": "swpipe.tuning.resumable",
     "TaskProfiler": "swpipe.profiler",
     "autotune": "swpipe.tuning.autotuning",
     "overlap": "swpipe.tuning.overlapping",

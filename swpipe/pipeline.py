@@ -26,7 +26,6 @@ from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
 from swpipe.report import RunReport, TimedPulls, run_to_end
@@ -50,8 +49,7 @@ class SWPipeline(Generic[C]):
             ``IterContext``. A context is made as ``context(batch, iter_idx)``.
         seed: What the seeds of tasks with ``random=True`` derive from; None for
             ``torch.initial_seed()``.
-        start_iteration: The number of the first iteration, as if a state with this
-            ``next_iteration`` were loaded.
+        start_iteration: The number of the first iteration, as if it were loaded from a state.
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
             None to wait for ever. Must be longer than the longest task and, where tasks are random,
             than the longest random task of any pipeline in the process: they take turns to draw.
@@ -91,18 +89,15 @@ class SWPipeline(Generic[C]):
         host: Host | None = None,
     ) -> None:
         given = tasks_given(plan, tasks)
-        self.plan = plan
-        self.device = resolve(device)
+        self.plan, self.device = plan, resolve(device)
         self.context = context_class(context)
         streams = self.device.has_streams
         resolved = resolve_for_run(plan, given, device=self.device.name, streams=streams)
-        self._resolved = resolved
+        self._resolved, self._alike = resolved, check_ranks
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in resolved.serial_order)
-        self._serial = SerialLane(self.tasks)
-        self._alike = check_ranks
+        self._serial, self._observers = SerialLane(self.tasks), Observers(self.device)
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
-        self._observers = Observers(self.device)
         engine = Engine(
             program=compile_plan(resolved, streams=streams, record_all=record_all_events),
             tasks=by_name,
@@ -115,8 +110,12 @@ class SWPipeline(Generic[C]):
             observers=self._observers,
             mode=mode,
         )
+        if check_effects is not False:
+            from swpipe.inference.checking import checked
+
+            engine = checked(engine, resolved, self.tasks, check_effects)
         self._driver: Driver[C] = Driver(
-            engine if check_effects is False else _checked(engine, resolved, self, check_effects),
+            engine,
             plan,
             self._stall_timeout_s,
             check_ranks=check_ranks,
@@ -134,20 +133,29 @@ class SWPipeline(Generic[C]):
         """The number of the next iteration, where none is in flight."""
         return self._driver.next_iteration
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self, *, check: bool = True) -> dict[str, int]:
         """What to save beside models and optimizers, so that a later run can go on from here.
 
+        Args:
+            check: Refuse if iterations in flight, or dropped by a failure or ``close``, may have
+                changed what is saved; False if you know that they have not.
+
         Returns:
-            ``next_iteration``: the number after the last iteration that was handed out;
-            ``in_flight``: how many batches were pulled beyond it, which the later run has to pull
-            again; ``seed``: of tasks with ``random=True``. Iterations in flight may have changed
-            state already, unless all tasks that do are on the caller's thread and in the last
-            stage: else call ``drain`` before you save.
+            ``next_iteration``, after the last one that was handed out; ``in_flight``, the batches
+            pulled beyond it, to be pulled again; ``seed``, of tasks with ``random=True``.
+
+        Raises:
+            RuntimeError: The state would not lead back to the same numbers, or a call is under way.
         """
-        return self._driver.state_dict()
+        from swpipe.inference.early_changes import refuse_early_changes
+
+        state = self._driver.state_dict(check)
+        if check and state["in_flight"]:
+            refuse_early_changes(state["in_flight"], self.plan, self.tasks)
+        return state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a saved state: with its number and seed; the loader is yours to set back.
+        """Go on with a saved state's number and seed; ``swpipe.ResumableLoop`` sets back a loader.
 
         Raises:
             RuntimeError: Iterations are in flight.
@@ -257,7 +265,8 @@ class SWPipeline(Generic[C]):
         with driver:
             driver.refuse_in_flight("running serially")
             number = driver.next_iteration if iter_idx is None else iter_idx
-            ctx = self._serial.run(driver.engine, self.context(batch, number))
+            driver.lost = f"iteration {number} was run serially, and has failed"
+            ctx, driver.lost = self._serial.run(driver.engine, self.context(batch, number)), ""
             if iter_idx is None:
                 driver.next_iteration += 1
             return ctx
@@ -423,8 +432,8 @@ class SWPipeline(Generic[C]):
     def close(self) -> None:
         """Stop the threads and drop what is in flight. The pipeline cannot be used any more.
 
-        Safe in a signal handler and in a task. While another call is under way, on this thread or
-        another, that call does the work when it returns, and raises RuntimeError.
+        Safe in a signal handler and in a task. A call that is under way, on any thread, does the
+        work when it returns, and raises RuntimeError.
 
         Warns:
             RuntimeWarning: A task on a worker thread has not returned; its thread ends when it
@@ -437,11 +446,3 @@ class SWPipeline(Generic[C]):
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-
-def _checked(engine: Engine, resolved: ResolvedPlan, pipe: SWPipeline[Any], share: float) -> Engine:
-    from swpipe.inference.checking import EffectCheck
-    from swpipe.inference.recorded_context import recorded_class
-
-    check = EffectCheck(resolved, pipe.tasks, engine.device, share)
-    return replace(engine, check=check, context=recorded_class(engine.context))

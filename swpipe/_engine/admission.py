@@ -23,6 +23,7 @@ from typing import Any
 
 from swpipe._engine.bind import Step
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
+from swpipe._engine.prepared import PreparedCheck
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled
@@ -58,6 +59,7 @@ class Admission:
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         has_group = PULL in engine.program.instructions
         self._pulls_there = has_group and not isinstance(iterator, PushedBatches)
+        self._check = PreparedCheck(iterator) if iterations.depth > 1 else None
 
     def step(self, task: str) -> Step:
         """What the lane does at ``<admit>`` or ``<pull>``."""
@@ -91,6 +93,9 @@ class Admission:
             self.data_ended = True
             iterations.total = i
             return
+        if self._check is not None:
+            self._check.after_pull()
+            self._check = None
         iteration: InFlight = iterations.slots[i % iterations.depth]
         iteration.ctx = iterations.engine.context(batch, iterations.first + i)
         if device.holds_work(vars(iteration.ctx)):  # the batch, and what the class may add

@@ -67,6 +67,9 @@ class Place(NamedTuple):
         return cls(frame.f_code.co_filename, frame.f_lineno)
 
 
+INTERRUPTED = "the last call was interrupted, which drops the iterations in flight"
+
+
 def end_dropped(run: Run, watchdog: Watchdog, made_at: Place) -> None:
     """End a run whose pipeline nobody refers to any more, and say so."""
     if run.ended:  # and the call that ended it was cut short before it told this finalizer
@@ -98,6 +101,7 @@ class Driver(Generic[C]):
         run: The one in flight; None if nothing is.
         drained: Contexts that were complete when ``drain`` failed; the next ``drain`` returns them.
         next_iteration: The number of the next run's first iteration.
+        lost: Why no state leads back to what was in flight last; empty if nothing was lost.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Driver(Generic[C]):
         self.run: Run | None = None
         self.drained: list[C] = []
         self.next_iteration = 0
+        self.lost = ""
         self.ranks = RankProgress()
         self.access = ExclusiveAccess()
         self._plan = plan
@@ -197,9 +202,24 @@ class Driver(Generic[C]):
             contexts, self.drained = self.drained, []
             return contexts
 
-    def state_dict(self) -> dict[str, int]:
-        """Number of the next iteration to hand out, batches pulled beyond it, and the seed."""
+    def state_dict(self, check: bool) -> dict[str, int]:
+        """Number of the next iteration to hand out, batches pulled beyond it, and the seed.
+
+        Raises:
+            RuntimeError: A call is under way; or, where ``check``, what was in flight last is lost.
+        """
         run, number = self.run, self.next_iteration
+        if self.access.holder() is not None:
+            raise RuntimeError(
+                "state_dict() was called within a call of the pipeline, by a task, the loader or "
+                "another thread: tasks of the iteration may still change what you save. Save "
+                "between two calls, as in the body of the loop"
+            )
+        if check and (self.lost or (run is not None and run.interrupted)):
+            raise RuntimeError(
+                f"{self.lost or INTERRUPTED}, and their tasks may have changed what you save: go "
+                "on from the last state that was saved"
+            )
         if run is not None:
             number = run.iterations.first + run.retired
         number -= len(self.drained)
@@ -214,7 +234,7 @@ class Driver(Generic[C]):
                 raise ValueError(
                     f"the state's {name} is {shown(value)}: give what state_dict() returned"
                 )
-        self.next_iteration = state["next_iteration"]
+        self.next_iteration, self.lost = state["next_iteration"], ""
         self.engine.seeds.seed = state["seed"]
 
     def drop(self) -> int:
@@ -226,7 +246,7 @@ class Driver(Generic[C]):
             self.drained.clear()
             if run is not None:
                 self._end(run)
-                self.next_iteration = run.iterations.first + run.retired
+                self.next_iteration, self.lost = run.iterations.first + run.retired, ""
             return dropped
 
     def refuse_in_flight(self, purpose: str) -> None:
@@ -295,6 +315,7 @@ class Driver(Generic[C]):
             self.ranks.number = check_same_plan(self._plan, *seeds[:1])
             self._check_ranks = False
         run = self.run = Run(self.engine, iterator, self.next_iteration)
+        self.lost = ""
         if self.access.closed:  # by now, when there was no run to stop
             run.stop()
         try:
@@ -350,7 +371,11 @@ class Driver(Generic[C]):
             self._watchdog = None
         if self._dropped is not None:
             self._dropped.detach()
-        self.next_iteration = run.iterations.first + run.admission.admitted
+        first = run.iterations.first
+        if run.in_flight:
+            numbers = f"{first + run.retired} to {first + run.admission.admitted - 1}"
+            self.lost = f"iterations {numbers} were dropped by a failure or by close()"
+        self.next_iteration = first + run.admission.admitted
         self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None
         self.run = None
         return [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]

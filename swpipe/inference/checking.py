@@ -32,10 +32,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from swpipe._engine.iterations import Engine
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal
@@ -47,7 +49,7 @@ from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
 from swpipe.inference.generators import TORCH, DrawRecorder
 from swpipe.inference.reach import reach_of
-from swpipe.inference.recorded_context import AttributeLog, set_log
+from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import reachable_items
 from swpipe.inference.storages import StorageId, Storages
 from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
@@ -63,6 +65,14 @@ _SCATTER = 2_654_435_761
 
 _MOST_DEAD = 4096
 """How many places are added before those are dropped whose memory or iteration is gone."""
+
+
+def checked(
+    engine: Engine, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], share: float
+) -> Engine:
+    """The engine, with a check of what tasks touch in a share of the iterations."""
+    check = EffectCheck(resolved, tasks, engine.device, share)
+    return replace(engine, check=check, context=recorded_class(engine.context))
 
 
 class EffectCheck:

@@ -54,6 +54,10 @@ _IMPLICIT = {
 _BY_STRING = {
     "getattr", "setattr", "delattr", "hasattr", "vars", "__dict__", "attrgetter",
 }  # fmt: skip
+_USES = ("LOAD_FAST", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_AND_CLEAR", "STORE_FAST_LOAD_FAST")
+_UNNAMED = {"super", "locals", "eval", "exec"}
+"""Names of what takes local variables without naming them."""
+
 _NO_CODE = (lambda: None).__code__
 
 
@@ -75,6 +79,7 @@ class Reach:
         uses: Name to the attributes that the code takes of what is called so; None among them if
             it does anything else with it. What has no name is called "".
         stores: Names that the code assigns to.
+        assigns: The same, without attributes that are assigned to the context alone.
         modifies: Whether the code modifies some list, dict or set.
         wholes: Modules, optimizers, tensors and generators by id, with the names they are called.
         places: Places of Python values, with their paths.
@@ -84,6 +89,7 @@ class Reach:
 
     uses: dict[str, set[str | None]] = field(default_factory=lambda: {"": set()})
     stores: set[str] = field(default_factory=set)
+    assigns: set[str] = field(default_factory=set)
     modifies: bool = False
     wholes: dict[int, set[str]] = field(default_factory=dict)
     places: dict[PlaceId, str] = field(default_factory=dict)
@@ -164,10 +170,7 @@ class _Search:
             if isinstance(value, torch.nn.Module):
                 self._enter_object(step)
         elif isinstance(value, MethodType):
-            self._ahead.append(step._replace(value=value.__func__))
-            variables = getattr(value.__func__, "__code__", _NO_CODE).co_varnames
-            called = SELF if variables[:1] == (SELF,) else ""
-            self._ahead.append(step._replace(value=value.__self__, called=called))
+            self._enter_method(step)
         elif isinstance(value, FunctionType):
             self._enter_function(step)
         elif isinstance(value, partial):
@@ -201,6 +204,14 @@ class _Search:
         if len(value) <= MAX_ITEMS:
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._ahead.append(step._replace(value=item, called=""))
+
+    def _enter_method(self, step: _Step) -> None:
+        method: MethodType = step.value
+        self._ahead.append(step._replace(value=method.__func__))
+        code = getattr(method.__func__, "__code__", _NO_CODE)
+        if _takes_first(code):
+            called = SELF if code.co_varnames[:1] == (SELF,) else ""
+            self._ahead.append(step._replace(value=method.__self__, called=called))
 
     def _enter_function(self, step: _Step) -> None:
         function: FunctionType = step.value
@@ -249,6 +260,7 @@ class _Search:
             if isinstance(one.argval, tuple):  # two variables at once, since Python 3.13
                 for name in one.argval:
                     reach.uses.setdefault(name, set()).add(None)
+            owner = called
             attribute = one.opname in ("LOAD_ATTR", "LOAD_METHOD")
             if attribute or called:
                 reach.uses.setdefault(called, set()).add(one.argval if attribute else None)
@@ -258,6 +270,8 @@ class _Search:
                 called = one.argval if first or one.argval == reach.context else ""
             if one.opname in _STORES:
                 reach.stores.add(one.argval)
+                if not owner or owner != reach.context:
+                    reach.assigns.add(one.argval)
                 if one.opname.endswith("ATTR"):  # it leads to the object, too
                     reach.uses[""].add(one.argval)
             reach.modifies |= one.opname in _SUBSCRIPT
@@ -305,6 +319,15 @@ class _Search:
             if name and isinstance(vars(cls)[name], PLAIN):
                 for holder in (cls, owner):
                     self._place(holder, name, f"{path or cls.__name__}.{name}")
+
+
+def _takes_first(code: CodeType) -> bool:
+    """Whether a method's code may use the object that it is bound to."""
+    first = code.co_varnames[:1]
+    if not first or first[0] in code.co_cellvars or not _UNNAMED.isdisjoint(code.co_names):
+        return True
+    used = (one.argval for one in dis.get_instructions(code) if one.opname in _USES)
+    return any(first[0] in (one if isinstance(one, tuple) else (one,)) for one in used)
 
 
 def _parts_of(iterator: Any) -> tuple[Any, ...]:

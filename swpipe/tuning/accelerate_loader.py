@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.inference.reach import reach_of
 
+__all__ = ["AccelerateLoader"]
+
 STATE = "Accelerate's GradientState"
 
 
@@ -36,20 +38,34 @@ class PulledBatch(NamedTuple):
 class AccelerateLoader:
     """A prepared loader whose flags go with its batches.
 
+    ``swpipe.overlap`` makes it itself. For a plan of your own give it to ``swpipe.ResumableLoop``,
+    and ``tasks`` to the plan.
+
+    Attributes:
+        in_loop: Whether such a loop iterates over it.
+
     Args:
         loader: What ``Accelerator.prepare`` returned for a ``DataLoader``.
 
     Raises:
+        TypeError: Accelerate did not prepare the loader.
         ValueError: The loader sends batches from one process to the others.
     """
 
     def __init__(self, loader: Any) -> None:
-        if isinstance(loader, sys.modules["accelerate.data_loader"].DataLoaderDispatcher):
+        dispatcher = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", ())
+        if isinstance(loader, dispatcher):
             raise ValueError(
                 "the loader is Accelerate's DataLoaderDispatcher, which sends batches to the other "
                 "processes: a batch that is pulled ahead would exchange them while tasks do. Let "
                 "each process read its own: DataLoaderConfiguration(dispatch_batches=False)"
             )
+        if not is_prepared(loader):
+            raise TypeError(
+                f"AccelerateLoader takes a loader that Accelerator.prepare returned, not a "
+                f"{type(loader).__name__}, which SWPipeline takes as it is"
+            )
+        self.in_loop = False
         self._loader = loader
         self._gradient_state = loader.gradient_state
         self._shown = _ShownLoader(loader)
@@ -58,6 +74,19 @@ class AccelerateLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[PulledBatch]:
+        """The batches, for the pipeline's tasks to take apart.
+
+        Raises:
+            RuntimeError: No loop would let Accelerate forget the pass at its end.
+        """
+        if not self.in_loop:
+            raise RuntimeError(
+                "an AccelerateLoader is iterated over by a loop that lets Accelerate forget the "
+                "pass at its end: for ctx in swpipe.ResumableLoop(pipe, loader)"
+            )
+        return self._pulled_batches()
+
+    def _pulled_batches(self) -> Iterator[PulledBatch]:
         loader = self._loader
         loader.gradient_state = _Apart()
         try:

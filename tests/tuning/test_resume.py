@@ -17,31 +17,9 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans import prefetch_plan
 from swpipe.tuning.overlapping import OverlappedLoop
 from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
-
-# torchdata, when a loader is made
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+from tests.tuning.resumable_jobs import StatefulRows, torchdata
 
 EPOCHS = 2
-
-
-class StatefulRows:
-    """A loader that knows where it is, and shuffles by numbers of its own."""
-
-    def __init__(self) -> None:
-        self.at, self.epoch = 0, 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.at < 6:
-            order = random.Random(self.epoch).sample(range(6), 6)
-            self.at += 1
-            yield Rows().rows.split(4)[order[self.at - 1]]
-        self.at, self.epoch = 0, self.epoch + 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at, self.epoch = state["at"], state["epoch"]
 
 
 def _dropout() -> Training:
@@ -51,12 +29,6 @@ def _dropout() -> Training:
 
 def _batch_norm() -> Training:
     return Training(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
-
-
-def _torchdata(rows: Rows | None = None, **options: Any) -> Any:
-    """Shuffled batches of a loader with a state."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    return torchdata.StatefulDataLoader(rows or Rows(), batch_size=4, shuffle=True, **options)
 
 
 WORKER = "with a worker"
@@ -70,9 +42,9 @@ LOOPS: dict[str, Any] = {
     "batch norm": lambda: (_batch_norm(), batches(shuffle=True, drop_last=True)),
     WORKER: lambda: (_dropout(), batches(NoisyRows(), shuffle=True, num_workers=1)),
     "a loader with a state": lambda: (_dropout(), StatefulRows()),
-    TORCHDATA: lambda: (_dropout(), _torchdata()),
-    TORCHDATA_AUGMENTED: lambda: (Training(), _torchdata(NoisyRows())),
-    TORCHDATA_WORKER: lambda: (_dropout(), _torchdata(num_workers=1)),
+    TORCHDATA: lambda: (_dropout(), torchdata()),
+    TORCHDATA_AUGMENTED: lambda: (Training(), torchdata(NoisyRows())),
+    TORCHDATA_WORKER: lambda: (_dropout(), torchdata(num_workers=1)),
 }
 WORKERS = (WORKER, TORCHDATA_WORKER)
 
@@ -247,7 +219,7 @@ def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
     def loop() -> OverlappedLoop:
         torch.manual_seed(7)
         random.seed(7)
-        return swpipe.overlap(_torchdata(NoisyRows()), Training().functions(), device="cpu")
+        return swpipe.overlap(torchdata(NoisyRows()), Training().functions(), device="cpu")
 
     with loop() as first:
         seen = [(ctx.batch, first.state_dict()) for ctx in first]

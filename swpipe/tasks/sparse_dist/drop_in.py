@@ -241,7 +241,7 @@ class SparseDistPipeline:
                 Batches in flight have read stale rows, for example: call ``drain`` first.
         """
         check_saving(self.pipe, self.tasks)
-        state = self.pipe.state_dict()
+        state = self.pipe.state_dict(check=False)
         early = 0 if self._feed is None else self._feed.waiting
         return {**state, "in_flight": state["in_flight"] + early}
 

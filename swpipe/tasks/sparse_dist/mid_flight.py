@@ -50,7 +50,9 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
             f"{pipe.in_flight} batches are in flight, and a run resumed from here would give other "
             f"numbers, as far as is known: {'; '.join(why)}. Call drain() before you save"
         )
-    if rest := tasks.accumulated(pipe.state_dict()["next_iteration"]):
+    if not pipe.in_flight:
+        pipe.state_dict()  # refuses if a failure has dropped some
+    if rest := tasks.accumulated(pipe.state_dict(check=False)["next_iteration"]):
         raise RuntimeError(
             f"{rest} batches have added to gradients of TrainStep(accumulate="
             f"{tasks.step.accumulate}) that wait for their step, and no state_dict has these: save "

@@ -135,7 +135,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     @property
     def _done(self) -> int:
         """How many batches were returned, or dropped by a failure."""
-        return self.drop_in.pipe.state_dict()["next_iteration"]
+        return self.drop_in.pipe.state_dict(check=False)["next_iteration"]
 
     def _plan_now(self, tasks: SparseDistTasks) -> PipelinePlan:
         stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start

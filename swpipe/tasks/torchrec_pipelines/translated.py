@@ -252,7 +252,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
 
     def _restart(self, begin: Callable[[], None]) -> None:
         """Begin anew, with the number of the next batch; none is in flight."""
-        state = self.drop_in.pipe.state_dict()
+        state = self.drop_in.pipe.state_dict(check=False)
         self.drop_in.close()
         self._pass = None
         begin()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import pytest
 from torch import nn
 
 from swpipe._state.snapshot import modules_in
@@ -265,7 +266,7 @@ def test_batches_that_were_pulled_early_are_in_flight(two_ranks: Ranks) -> None:
 
 
 def _rolled_back() -> list[int]:
-    """Batches that were pulled early, after a failure, and after a state was loaded."""
+    """Batches that were pulled early, after a failure, which is not saved, and after loading."""
     model = sharded(Job())
 
     def fails(batch: Batch) -> Any:
@@ -281,10 +282,13 @@ def _rolled_back() -> list[int]:
         with suppress(ValueError):
             while True:
                 outputs.append(pipeline.progress(data))
-        failed = pipeline.state_dict()
+        assert pipeline._feed is not None
+        early = pipeline._feed.waiting
+        with pytest.raises(RuntimeError, match="iterations 2 to 5 were dropped by a failure"):
+            pipeline.state_dict()
         pipeline.load_state_dict(state)
         loaded = pipeline.state_dict()
-        return [failed["in_flight"], loaded["in_flight"], loaded["next_iteration"]]
+        return [early, loaded["in_flight"], loaded["next_iteration"]]
 
 
 def test_a_loaded_state_lets_go_of_what_was_pulled_early(two_ranks: Ranks) -> None:
