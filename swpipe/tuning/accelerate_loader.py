@@ -36,6 +36,9 @@ class PulledBatch(NamedTuple):
 class AccelerateLoader:
     """A prepared loader whose flags go with its batches.
 
+    Attributes:
+        prepared: The loader.
+
     Args:
         loader: What ``Accelerator.prepare`` returned for a ``DataLoader``.
 
@@ -50,15 +53,15 @@ class AccelerateLoader:
                 "processes: a batch that is pulled ahead would exchange them while tasks do. Let "
                 "each process read its own: DataLoaderConfiguration(dispatch_batches=False)"
             )
-        self._loader = loader
+        self.prepared = loader
         self._gradient_state = loader.gradient_state
         self._shown = _ShownLoader(loader)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.prepared)
 
     def __iter__(self) -> Iterator[PulledBatch]:
-        loader = self._loader
+        loader = self.prepared
         loader.gradient_state = _Apart()
         try:
             for batch in loader:

@@ -12,63 +12,40 @@ leaves the loop, is as in a plain loop, bit for bit. For plans that overlap more
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, Generic, Self
 
 import torch
 
+from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, this_thread
+from swpipe._engine.waiting import ProgressCounter
+from swpipe._tensors.pytree import tensors_in
 from swpipe.analysis import verify
 from swpipe.core.context import C
-from swpipe.core.effects import Effects, EffectTable, Location, conflicts
+from swpipe.core.effects import EffectTable, Location
 from swpipe.core.messages import listed
-from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
-from swpipe.inference import Recording
 from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
 from swpipe.inference.reach import reach_of
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.prefetch import prefetch_plan
+from swpipe.shortcut.contents import Content, same_bits
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
+from swpipe.tuning.ahead_tasks import AheadTasks
+from swpipe.tuning.choice import Overlap, choose, runs_beside, serial
+from swpipe.tuning.loader_parts import reaching
 from swpipe.tuning.loader_pass import LoaderPass
+from swpipe.tuning.pulled_values import Beside
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
 
-LOADER = "the loader"
 _KEYS = {TORCH: "torch", PYTHON: "python", NUMPY: "numpy"}
 """The generators' names in effects, and in saved states."""
-
-_GROUP = "loader"
-
-_HAND_OVER = PipelineTask("hand over", lambda ctx: None)
-"""On the caller's thread, where all other tasks run ahead."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What runs ahead, and why the rest does not.
-
-    Attributes:
-        plan: The plan.
-        ahead: Names of the tasks that run ahead of the others.
-        loader_ahead: Whether the loader does.
-        why: Sentences on what does not.
-        recording: What the tasks touch.
-    """
-
-    plan: PipelinePlan
-    ahead: tuple[str, ...]
-    loader_ahead: bool
-    why: tuple[str, ...]
-    recording: Recording
-
-    def __str__(self) -> str:
-        names = [*([LOADER] if self.loader_ahead else []), *self.ahead]
-        return "\n".join([f"ahead: {listed(names) if names else 'nothing'}", *self.why])
 
 
 class OverlappedLoop(Generic[C]):
@@ -85,16 +62,19 @@ class OverlappedLoop(Generic[C]):
     def __init__(
         self,
         loader: Iterable[Any],
-        begun: tuple[LoaderPass, Sequence[Any]],
+        begun: LoaderPass,
         loader_draws: frozenset[str],
         overlap: Overlap,
         pipe: SWPipeline[C],
+        ahead: AheadTasks,
     ) -> None:
         self.overlap = overlap
         self.pipe = pipe
         self._loader = loader
         self._loader_draws = loader_draws
-        self._pass, self._head = begun
+        self._pass = begun
+        self._beside = begun.values.beside if overlap.loader_ahead else None
+        self._ahead = ahead
         self._fresh = True  # the pass was not iterated over yet
         self._running = False
 
@@ -120,8 +100,8 @@ class OverlappedLoop(Generic[C]):
         """
         self._refuse_running()
         self.pipe.load_state_dict(state["pipeline"])
-        self._pass = LoaderPass(self._loader, self.pipe.device, state, self._loader_draws)
-        self._head, self._fresh = (), True
+        self._pass = self._new_pass(state, self._loader_draws)
+        self._fresh = True
 
     def _refuse_running(self) -> None:
         if self._running:
@@ -129,32 +109,75 @@ class OverlappedLoop(Generic[C]):
                 "a pass over this loop has not ended: leave its for, or close() its iterator, first"
             )
 
+    def _new_pass(self, *resume: Any) -> LoaderPass:
+        return LoaderPass(self._loader, self.pipe.device, self._beside, *resume)
+
     def __iter__(self) -> Iterator[C]:
         """Yield the context of each iteration; all its tasks have run.
 
         Raises:
-            RuntimeError: Another pass has not ended.
+            RuntimeError: Another pass has not ended, or the body has changed what is used ahead.
         """
         self._refuse_running()
-        if not self._fresh:
-            self._pass, self._head = LoaderPass(self._loader, self.pipe.device), ()
-        self._fresh, self._running = False, True
-        iterator = chain(self._head, self._pass.iterator)
+        self._begin()
+        self._running, failed = True, False
         try:
             while True:
                 try:
-                    ctx = self.pipe.progress(iterator)
+                    ctx = self.pipe.progress(self._pass.iterator)
                 except StopIteration:
                     self._pass.ended = True
+                    if self._pass.failure is not None:
+                        raise self._pass.failure from None
                     return
-                self._pass.handed_out += 1
+                except BaseException:
+                    failed = True
+                    raise
+                with self._generators():
+                    self._pass.hand_out()
+                    self._ahead.values.show()
                 yield ctx
                 del ctx
+                self._take_back()
         finally:
             self._running = False
             if isinstance(self._loader, AccelerateLoader):
                 self._loader.leave()
             self.pipe.drop()  # no task of these iterations has changed any state
+            self._ahead.drop_later()
+            if not self._pass.ended:
+                self._pass.leave(failed=failed)
+
+    def _begin(self) -> None:
+        """Begin a pass, or go on with one."""
+        if self._fresh or self._pass.goes_on():
+            changed = self._pass.values.changed_since(used=self._pass.is_ahead)
+            if changed and self._pass.goes_on():
+                raise _changed(changed)
+            if not changed:
+                self._pass.values.hide()
+                if not self.overlap.loader_ahead and self._pass.pulled < 2:
+                    self._pass.values.stop()  # tasks may change them
+                self._fresh = False
+                return
+        self._pass, self._fresh = self._new_pass(), False
+
+    def _take_back(self) -> None:
+        """The body is done with its context."""
+        values, used = [self._pass.values, self._ahead.values], self._pass.is_ahead
+        with self._generators():
+            changed = set[str]().union(*(each.changed_since(used=used) for each in values))
+            if changed:
+                raise _changed(changed)
+            for each in values:
+                each.hide()
+
+    def _generators(self) -> AbstractContextManager[None]:
+        """A block in which no random task that runs ahead has put other states in place."""
+        if not self._pass.values.beside.seeded or this_thread.access is not None:
+            return nullcontext()
+        seeds = TaskSeeds(0, self.pipe.device)
+        return GeneratorAccess(seeds, ProgressCounter()).exclusive()
 
     def __len__(self) -> int:
         """The loader's length."""
@@ -210,27 +233,34 @@ def overlap(
     """
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in tasks)
     where = resolve(device)
-    reaching = _reaching(loader)
+    original = loader
     if is_prepared(loader):
         loader = AccelerateLoader(loader)
         given = loader.tasks(given)
-    begun = LoaderPass(loader, where)
-    try:
-        head = [next(begun.iterator)]
-    except StopIteration:
-        raise ValueError(
-            "the loader has no batch: overlap() records the tasks on the first one"
-        ) from None
-    recorded = record_beside([reaching], given, head[0], iterations, where, seed, context=context)
-    found = _choose(recorded, given)
-    drawn = _draws(where, begun.iterator, head) if found.loader_ahead else frozenset()
-    _check_draws(drawn, found.recording.effects)
+    begun = LoaderPass(loader, where, Beside())
+    head = list(islice(begun.iterator, 1))
+    if begun.failure is not None:
+        raise begun.failure
+    if not head:
+        raise ValueError("the loader has no batch: overlap() records the tasks on the first one")
+    reading = reaching(original, begun.batches)
+    recorded = record_beside([reading], given, head[0], iterations, where, seed, context=context)
+    begun.values.renew()
+    reaches = {each.name: reach_of(each) for each in given}
+    found = choose(recorded, given, reaches, begun.values, head[0])
+    drawn: frozenset[str] = frozenset()
+    if found.loader_ahead:
+        found, drawn = _pull_second(found, begun, where, head)
     verify(found.plan, found.recording.tasks, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
+    begun.values.show(0)
+    begun.values.run_beside(runs_beside(found, reaches) or Beside())
+    begun.put_back(head)
+    ahead = AheadTasks(found.recording.tasks, found.ahead, reaches)
     pipe = SWPipeline(
         found.plan,
-        found.recording.tasks,
+        ahead.tasks,
         device=where,
         seed=seed,
         start_iteration=start_iteration,
@@ -238,27 +268,40 @@ def overlap(
         check_effects=check_effects,
     )
     draws = frozenset(_KEYS[name] for name in drawn)
-    return OverlappedLoop(loader, (begun, head), draws, found, pipe)
+    return OverlappedLoop(loader, begun, draws, found, pipe, ahead)
 
 
-def _draws(device: Device, iterator: Iterator[Any], head: list[Any]) -> frozenset[str]:
-    """Pull the second batch; returns the generators that this draws from.
+def _pull_second(
+    found: Overlap, begun: LoaderPass, device: Device, head: list[Any]
+) -> tuple[Overlap, frozenset[str]]:
+    """Pull the second batch; returns what may run ahead after all, and the generators drawn from.
 
     The first pull is before all tasks, as in a plain loop: samplers draw their seed in it.
+
+    Raises:
+        ValueError: It draws from a generator that a task draws from.
     """
-    before = generator_states(device, {})
-    head.extend(islice(iterator, 1))
+    first, content, before = copy.deepcopy(head[0]), Content(head[0]), generator_states(device, {})
+    head.extend(islice(begun.iterator, 1))
     after = generator_states(device, {})
-    return frozenset(name for name in before if before[name] != after.get(name))
+    drawn = frozenset(name for name in before if before[name] != after.get(name))
+    _check_draws(drawn, found.recording.effects)
+    pairs = zip(tensors_in(head[0]), tensors_in(first), strict=False)
+    if content.modified() or not all(same_bits(*pair) for pair in pairs):
+        head[0] = first
+        why = (
+            "The loader uses the memory of a batch for the next one, so a batch is pulled after it."
+        )
+        return serial(found.recording, (why,)), drawn
+    return found, drawn
 
 
-def _reaching(loader: Iterable[Any]) -> PipelineTask:
-    """A task that does nothing, and whose code leads to the loader."""
-
-    def reach(ctx: Any, leads_to: object = loader) -> None:
-        """Nothing."""
-
-    return PipelineTask(LOADER, reach)
+def _changed(names: Iterable[str]) -> RuntimeError:
+    return RuntimeError(
+        f"the body of the loop changed {listed(sorted(names), most=3)}, which the loader or a task "
+        "that runs ahead can use: they have gone on without the change. Make it in a task, and the "
+        "loop runs serially, or between two passes"
+    )
 
 
 def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:
@@ -271,67 +314,6 @@ def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:
                 f"(DataLoader(num_workers=1)), or give {name!r} random numbers of its own "
                 "(PipelineTask(..., random=True))"
             )
-
-
-def _choose(recorded: Recording, tasks: Sequence[PipelineTask]) -> Overlap:
-    effects = {name: touched for name, touched in recorded.effects.items() if name != LOADER}
-    own = recorded.effects[LOADER]
-    places = own.reads | own.writes
-    why = [
-        f"The loader and {name!r} may both use {_listed(shared)}, so a batch is pulled after it."
-        for name, touched in effects.items()
-        if (shared := {p for p in touched.writes & places if p.persistent})
-    ]
-    recording = replace(recorded, tasks=tuple(tasks), effects=effects)
-    if why:
-        return Overlap(PipelinePlan.serial(tasks), (), False, tuple(why), recording)
-    ahead, reasons = _stateless(effects, tasks)
-    compute = [name for name in effects if name not in ahead]
-    if not compute:  # the body of the loop is what they run ahead of
-        compute = [_HAND_OVER.name]
-        effects = {**effects, _HAND_OVER.name: Effects()}
-        recording = replace(recording, tasks=(*tasks, _HAND_OVER), effects=effects)
-    if ahead:
-        plan = prefetch_plan(ahead, compute, pull_group=_GROUP)
-    else:
-        plan = replace(PipelinePlan.serial(tasks), pull_group=_GROUP, pipeline_depth=None)
-    return Overlap(plan, ahead, True, tuple(reasons), recording)
-
-
-def _stateless(
-    effects: EffectTable, tasks: Sequence[PipelineTask]
-) -> tuple[tuple[str, ...], list[str]]:
-    """The tasks that use no state that a task or the body of the loop changes, directly or not."""
-    changed = {place for each in effects.values() for place in each.writes if place.persistent}
-    behind: dict[str, str] = {}
-    for one in tasks:
-        touched = effects[one.name]
-        if shared := (touched.reads | touched.writes) & changed:
-            behind[one.name] = f"{one.name!r} uses {_listed(shared)}."
-        elif trained := _trained(one):
-            behind[one.name] = f"{one.name!r} can reach {trained}, which the loop's body may train."
-    orders = [conflict for conflict in conflicts(effects) if not conflict.place.persistent]
-    for _ in effects:
-        for edge in orders:
-            if edge.producer in behind and edge.consumer not in behind:
-                place = _listed({edge.place})
-                behind[edge.consumer] = (
-                    f"{edge.consumer!r} comes after {edge.producer!r} ({place})."
-                )
-    return tuple(name for name in effects if name not in behind), list(behind.values())
-
-
-def _trained(task: PipelineTask) -> str:
-    """What the task's code can reach of what training changes; empty if nothing."""
-    reach = reach_of(task)
-    for number, names in reach.wholes.items():
-        one = reach.holders[number]
-        tensors = one.parameters() if isinstance(one, torch.nn.Module) else [one]
-        if isinstance(one, torch.optim.Optimizer) or any(
-            isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-        ):
-            return min(names) or type(one).__name__
-    return ""
 
 
 def _listed(places: Iterable[Location]) -> str:
