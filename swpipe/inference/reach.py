@@ -10,6 +10,7 @@ that are computed (``setattr(self, prefix + "rate", 1)``) are not found.
 from __future__ import annotations
 
 import dis
+import gc
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -231,6 +232,9 @@ class _Search:
             for name, value in generator.gi_frame.f_locals.items():
                 self._ahead.append(_Step(name, name, value, step.hops))
             self._enter_code(generator.gi_code, generator.gi_frame.f_globals, step)
+            for one in gc.get_referents(generator):  # its function has the cells of its closure
+                if isinstance(one, FunctionType) and one.__code__ is generator.gi_code:
+                    self._enter_function(step._replace(value=one))
 
     def _enter_code(self, code: CodeType, namespace: dict[str, Any], step: _Step) -> None:
         names: set[str] = set()

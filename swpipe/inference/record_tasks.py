@@ -142,6 +142,7 @@ def record_beside(
     transfers = find_transfers(observed, effects, observer.storages)
     not_restored = list(_not_restored(before, reachable_items(tasks)))
     runs = [one for iteration in observed for one in iteration.tasks]
+    paths = {p: path for reach in observer.reaches.values() for p, path in reach.places.items()}
     return Recording(
         tasks=tasks,
         effects=add_transfers(effects, transfers),
@@ -151,6 +152,10 @@ def record_beside(
         notes=(
             *notes_on_assumptions(assumptions, effects),
             *notes_on(tasks, runs, accesses, transfers, not_restored),
+        ),
+        modified=frozenset((task, n) for task, one in accesses.items() for n in one.modified),
+        changed=frozenset(
+            (one.task, paths[place]) for one in runs for place in one.places if place in paths
         ),
     )
 

@@ -42,6 +42,7 @@ class AccelerateLoader:
     and ``tasks`` to the plan.
 
     Attributes:
+        prepared: The loader.
         in_loop: Whether such a loop iterates over it.
 
     Args:
@@ -66,12 +67,12 @@ class AccelerateLoader:
                 f"{type(loader).__name__}, which SWPipeline takes as it is"
             )
         self.in_loop = False
-        self._loader = loader
+        self.prepared = loader
         self._gradient_state = loader.gradient_state
         self._shown = _ShownLoader(loader)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.prepared)
 
     def __iter__(self) -> Iterator[PulledBatch]:
         """The batches, for the pipeline's tasks to take apart.
@@ -87,7 +88,7 @@ class AccelerateLoader:
         return self._pulled_batches()
 
     def _pulled_batches(self) -> Iterator[PulledBatch]:
-        loader = self._loader
+        loader = self.prepared
         loader.gradient_state = _Apart()
         try:
             for batch in loader:

@@ -1,4 +1,7 @@
-"""One pass over a loader: where it is, and how to get there again.
+"""One pass over a loader: what it pulls ahead, where it is, and how to get there again.
+
+An error of the loader, and the end of its batches, come when the caller has got the batches before.
+An iterator has no other pass: batches that were pulled and not handed out are given again.
 
 A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's, is asked for its state
 after each pull, and set back; the random generators that it draws from are, too. Any other is begun
@@ -9,13 +12,32 @@ handed out: it has to give the same batches then.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from swpipe._state.default_generators import default_generators, set_default_generators
 from swpipe._state.discovery import has_state_dict
+from swpipe._tensors.pytree import tensors_in
+from swpipe.core.errors import add_note
 from swpipe.device import Device
+from swpipe.tuning.loader_parts import goes_on
+from swpipe.tuning.pulled_values import Beside, PulledValues
+
+
+class _Kept(NamedTuple):
+    """A batch that was pulled and not handed out, and the version counters of its tensors."""
+
+    batch: Any
+    versions: list[int]
+
+    def modified(self) -> bool:
+        return _versions(self.batch) != self.versions
+
+
+def _versions(batch: Any) -> list[int]:
+    return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
 
 
 class LoaderPass:
@@ -23,12 +45,17 @@ class LoaderPass:
 
     Attributes:
         iterator: The rest of its batches.
-        handed_out: How many batches the caller got of this pass; the caller counts.
+        batches: The loader's iterator.
+        pulled: How many batches were pulled of this pass.
+        handed_out: How many batches the caller got of this pass.
         ended: There are no more; the caller says so.
+        values: What the loader can reach, by batch.
+        failure: What the loader raised; the caller raises it at the end of the iterator.
 
     Args:
         loader: The loader.
         device: Whose random generators count.
+        beside: What runs beside the loader; None if nothing does.
         saved: Where to go on, as ``state_dict`` returned it; None for a new pass.
         loader_draws: Names of the generators that the loader draws from: these go on from where
             the pull of the last batch handed out left them, others from where they were saved.
@@ -41,6 +68,7 @@ class LoaderPass:
         self,
         loader: Any,
         device: Device,
+        beside: Beside | None = None,
         saved: Mapping[str, Any] | None = None,
         loader_draws: frozenset[str] = frozenset(),
     ) -> None:
@@ -48,24 +76,32 @@ class LoaderPass:
         self._device = device
         # Of the loader and of the generators, by batches pulled.
         self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._first = 0  # batches of the pass before the iterator's own first one
         self._has_state = has_state_dict(loader)
-        self.handed_out = 0
+        self._again: deque[Any] = deque()
+        self._ahead: deque[_Kept] = deque()  # of an iterator
+        self._modified = False
+        self._latest: Any = None
+        self._goes_on = goes_on(loader)
+        self._at_end = False
+        self.failure: Exception | None = None
+        self.handed_out = self.pulled = 0
         self.ended = False
         if saved is not None:
             set_default_generators(device, saved["at_start"])
         self._at_start = default_generators(device)
+        self.values = PulledValues(loader, device, beside)
         if saved is None:
-            self.iterator = self._pull(iter(loader))
+            self.batches = iter(loader)
+            self.iterator = self._pull()
             self._remember(0)
             return
-        self.handed_out = self._first = saved["batches"]
+        self.handed_out = self.pulled = saved["batches"]
         after_pull = saved["after_pull"]
         if saved["loader"] is not None:
             self._set_back(saved)
-            self.iterator = self._pull(iter(loader))
+            self.batches = iter(loader)
         else:
-            batches = iter(loader)
+            self.batches = batches = iter(loader)
             if batches is loader:
                 raise ValueError(
                     f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
@@ -77,8 +113,8 @@ class LoaderPass:
                     f"the loader has {skipped} batches, but {self.handed_out} were handed out "
                     "before the state was saved: resume with the same data"
                 )
-            self.iterator = self._pull(batches)
             after_pull = default_generators(device)
+        self.iterator = self._pull()
         if not self.handed_out:
             if saved["after_pull"] is not None:  # the pass had begun; its first pull is made again
                 set_default_generators(device, saved["after_pull"])
@@ -89,7 +125,7 @@ class LoaderPass:
     def _set_back(self, saved: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(saved["loader"])
         if saved["after_pull"] is not None:
-            self._states[self._first] = saved["loader"], saved["after_pull"]
+            self._states[self.handed_out] = saved["loader"], saved["after_pull"]
             return
         # The pass had ended. torchdata makes its old iterator again when it is first asked for a
         # state or a batch, and draws a seed for it; a process that was not stopped does not.
@@ -120,13 +156,98 @@ class LoaderPass:
             for _ in self.iterator:
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True
+        if self.failure is not None:
+            raise self.failure
 
-    def _pull(self, batches: Iterator[Any]) -> Iterator[Any]:
-        pulled = self._first
-        for batch in batches:
-            pulled += 1
-            self._remember(pulled)
+    def _pull(self) -> Iterator[Any]:
+        while True:
+            if self._again:
+                batch = self._again.popleft()
+            elif self._at_end or not self._advance():
+                return
+            else:
+                batch = self._latest
+            if self._goes_on:
+                self._ahead.append(_Kept(batch, _versions(batch)))
             yield batch
+
+    def _advance(self) -> bool:
+        """Pull the next batch; whether there is one."""
+        number = self.pulled + 1
+        try:
+            if number > 1:  # else also what ``iter`` has changed counts
+                self.values.before()
+            try:
+                with self.values.watching_draws(number):
+                    self._latest = next(self.batches)
+            except StopIteration:
+                self._at_end = True
+            if not self._at_end:
+                self._remember(number)
+            if number == 1:
+                self.values.search(self.batches)
+            self.values.after(number)
+        except Exception as error:  # noqa: BLE001 - raised when the batches before are handed out
+            add_note(error, f"swpipe: raised by the pull of batch {number - 1} of the pass")
+            self.failure, self._at_end = error, True
+        if not self._at_end:
+            self.pulled = number
+        return not self._at_end
+
+    def put_back(self, batches: Iterable[Any]) -> None:
+        """Let the iterator give these batches, the last that were pulled, once more."""
+        again = list(batches)
+        self._ahead.clear()
+        self._again.extendleft(reversed(again))
+        self.iterator = self._pull()
+
+    def hand_out(self) -> None:
+        """The caller gets the next batch, and sees what goes with it.
+
+        Raises:
+            RuntimeError: A task has changed what the loader uses.
+        """
+        self.values.check()
+        self._show_next()
+
+    def _show_next(self) -> None:
+        self.handed_out += 1
+        if self._ahead:
+            self._ahead.popleft()
+        self.values.show(self.handed_out)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether more was pulled than was handed out, or the end was found."""
+        return self.pulled > self.handed_out or self._at_end
+
+    def leave(self, *, failed: bool) -> None:
+        """The caller leaves the pass before its end.
+
+        Args:
+            failed: In the middle of an iteration, whose batch is lost.
+        """
+        if failed and self.pulled > self.handed_out:
+            self._show_next()
+        kept = list(self._ahead)
+        self._modified = any(one.modified() for one in kept)
+        self.put_back(one.batch for one in kept)
+
+    def goes_on(self) -> bool:
+        """Whether a new pass is the rest of this one.
+
+        Raises:
+            RuntimeError: Tasks that ran ahead have modified its batches.
+        """
+        if not self._goes_on or self.ended:
+            return False
+        if self._modified:
+            raise RuntimeError(
+                "the loader is an iterator, and tasks that ran ahead have modified batches that "
+                "were dropped when the last pass was left: the loop cannot go on with them. Let "
+                "the tasks make new tensors, or give a loader that makes a new iterator"
+            )
+        return True
 
     def _remember(self, pulled: int) -> None:
         if self._has_state:

@@ -12,71 +12,49 @@ leaves the loop, is as in a plain loop, bit for bit. For plans that overlap more
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, Self
 
 import torch
 
+from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, this_thread
+from swpipe._engine.waiting import ProgressCounter
+from swpipe._tensors.pytree import tensors_in
 from swpipe.analysis import verify
 from swpipe.core.context import C
-from swpipe.core.effects import Effects, EffectTable, Location, conflicts
+from swpipe.core.effects import EffectTable, Location
 from swpipe.core.messages import listed
-from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
-from swpipe.inference import Recording
 from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
 from swpipe.inference.reach import reach_of
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.prefetch import prefetch_plan
+from swpipe.shortcut.contents import Content, same_bits
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
+from swpipe.tuning.ahead_tasks import AheadTasks
+from swpipe.tuning.choice import Overlap, choose, runs_beside, serial
+from swpipe.tuning.loader_parts import reaching
 from swpipe.tuning.loader_pass import LoaderPass
+from swpipe.tuning.pulled_values import Beside
 from swpipe.tuning.resumable import ResumableLoop
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
 
-LOADER = "the loader"
 _KEYS = {TORCH: "torch", PYTHON: "python", NUMPY: "numpy"}
 """The generators' names in effects, and in saved states."""
-
-_GROUP = "loader"
-
-_HAND_OVER = PipelineTask("hand over", lambda ctx: None)
-"""On the caller's thread, where all other tasks run ahead."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What runs ahead, and why the rest does not.
-
-    Attributes:
-        plan: The plan.
-        ahead: Names of the tasks that run ahead of the others.
-        loader_ahead: Whether the loader does.
-        why: Sentences on what does not.
-        recording: What the tasks touch.
-    """
-
-    plan: PipelinePlan
-    ahead: tuple[str, ...]
-    loader_ahead: bool
-    why: tuple[str, ...]
-    recording: Recording
-
-    def __str__(self) -> str:
-        names = [*([LOADER] if self.loader_ahead else []), *self.ahead]
-        return "\n".join([f"ahead: {listed(names) if names else 'nothing'}", *self.why])
 
 
 class OverlappedLoop(ResumableLoop[C]):
     """An iterable of contexts, one pass over the loader each time.
 
     Use it as a context manager, or call ``close``, to end its threads; they also end with each
-    pass. A pass that is left early drops the batches that were pulled ahead.
+    pass. A pass that is left early drops the batches that were pulled ahead; a loader that is an
+    iterator gives them again in the next one.
 
     Attributes:
         overlap: What runs ahead, and why the rest does not.
@@ -84,39 +62,83 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
+    _pass: LoaderPass
 
     def __init__(
         self,
         loader: Iterable[Any],
-        begun: tuple[LoaderPass, Sequence[Any]],
+        begun: LoaderPass,
         loader_draws: frozenset[str],
         overlap: Overlap,
         pipe: SWPipeline[C],
+        ahead: AheadTasks,
     ) -> None:
         super().__init__(pipe, loader)
         self.overlap = overlap
         self._loader_draws = loader_draws
-        self._first: LoaderPass | None
-        self._first, self._head = begun
-        self._pass = self._first
+        self._pass = begun
+        self._beside = begun.values.beside if overlap.loader_ahead else None
+        self._ahead = ahead
+        self._fresh = True  # the pass was not iterated over yet
 
     def _first_pass(self) -> LoaderPass | None:
-        first, self._first = self._first, None
-        return first
+        """The pass that was begun to record the tasks, or one over an iterator, which goes on.
+
+        Raises:
+            RuntimeError: The loop's caller has changed what was used ahead.
+        """
+        current, fresh = self._pass, self._fresh
+        self._fresh = False
+        if not (fresh or current.goes_on()):
+            return None
+        if changed := current.values.changed_since(used=current.is_ahead):
+            if current.goes_on():
+                raise _changed(changed)
+            return None
+        current.values.hide()
+        if not self.overlap.loader_ahead and current.pulled < 2:
+            current.values.stop()  # tasks may change them
+        return current
 
     def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
-        self._first, self._head = None, ()
-        return LoaderPass(self._loader, self.pipe.device, saved, self._loader_draws)
-
-    def _batches(self, current: LoaderPass) -> Iterator[Any]:
-        return chain(self._head, current.iterator)
+        self._fresh = False
+        return LoaderPass(
+            self._loader,
+            self.pipe.device,
+            self._beside,
+            saved,
+            self._loader_draws if saved else frozenset(),
+        )
 
     def _pipeline_state(self) -> dict[str, int]:
         # No task of an iteration in flight has changed any state.
         return self.pipe.state_dict(check=not self.pipe.in_flight)
 
-    def _leave(self, current: LoaderPass) -> None:
-        self.pipe.drop()
+    def _hand_out(self, current: LoaderPass) -> None:
+        with self._generators():
+            current.hand_out()
+            self._ahead.values.show()
+
+    def _take_back(self, current: LoaderPass) -> None:
+        values, used = [current.values, self._ahead.values], current.is_ahead
+        with self._generators():
+            changed = set[str]().union(*(each.changed_since(used=used) for each in values))
+            if changed:
+                raise _changed(changed)
+            for each in values:
+                each.hide()
+
+    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
+        self.pipe.drop()  # no task of these iterations has changed any state
+        self._ahead.drop_later()
+        current.leave(failed=failed)
+
+    def _generators(self) -> AbstractContextManager[None]:
+        """A block in which no random task that runs ahead has put other states in place."""
+        if not self._pass.values.beside.seeded or this_thread.access is not None:
+            return nullcontext()
+        seeds = TaskSeeds(0, self.pipe.device)
+        return GeneratorAccess(seeds, ProgressCounter()).exclusive()
 
     def close(self) -> None:
         """End the threads."""
@@ -168,28 +190,35 @@ def overlap(
     """
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in tasks)
     where = resolve(device)
-    reaching = _reaching(loader)
+    original = loader
     if is_prepared(loader):
         loader = AccelerateLoader(loader)
         loader.in_loop = True
         given = loader.tasks(given)
-    begun = LoaderPass(loader, where)
-    try:
-        head = [next(begun.iterator)]
-    except StopIteration:
-        raise ValueError(
-            "the loader has no batch: overlap() records the tasks on the first one"
-        ) from None
-    recorded = record_beside([reaching], given, head[0], iterations, where, seed, context=context)
-    found = _choose(recorded, given)
-    drawn = _draws(where, begun.iterator, head) if found.loader_ahead else frozenset()
-    _check_draws(drawn, found.recording.effects)
+    begun = LoaderPass(loader, where, Beside())
+    head = list(islice(begun.iterator, 1))
+    if begun.failure is not None:
+        raise begun.failure
+    if not head:
+        raise ValueError("the loader has no batch: overlap() records the tasks on the first one")
+    reading = reaching(original, begun.batches)
+    recorded = record_beside([reading], given, head[0], iterations, where, seed, context=context)
+    begun.values.renew()
+    reaches = {each.name: reach_of(each) for each in given}
+    found = choose(recorded, given, reaches, begun.values, head[0])
+    drawn: frozenset[str] = frozenset()
+    if found.loader_ahead:
+        found, drawn = _pull_second(found, begun, where, head)
     verify(found.plan, found.recording.tasks, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
+    begun.values.show(0)
+    begun.values.run_beside(runs_beside(found, reaches) or Beside())
+    begun.put_back(head)
+    ahead = AheadTasks(found.recording.tasks, found.ahead, reaches)
     pipe = SWPipeline(
         found.plan,
-        found.recording.tasks,
+        ahead.tasks,
         device=where,
         seed=seed,
         start_iteration=start_iteration,
@@ -197,27 +226,40 @@ def overlap(
         check_effects=check_effects,
     )
     draws = frozenset(_KEYS[name] for name in drawn)
-    return OverlappedLoop(loader, (begun, head), draws, found, pipe)
+    return OverlappedLoop(loader, begun, draws, found, pipe, ahead)
 
 
-def _draws(device: Device, iterator: Iterator[Any], head: list[Any]) -> frozenset[str]:
-    """Pull the second batch; returns the generators that this draws from.
+def _pull_second(
+    found: Overlap, begun: LoaderPass, device: Device, head: list[Any]
+) -> tuple[Overlap, frozenset[str]]:
+    """Pull the second batch; returns what may run ahead after all, and the generators drawn from.
 
     The first pull is before all tasks, as in a plain loop: samplers draw their seed in it.
+
+    Raises:
+        ValueError: It draws from a generator that a task draws from.
     """
-    before = generator_states(device, {})
-    head.extend(islice(iterator, 1))
+    first, content, before = copy.deepcopy(head[0]), Content(head[0]), generator_states(device, {})
+    head.extend(islice(begun.iterator, 1))
     after = generator_states(device, {})
-    return frozenset(name for name in before if before[name] != after.get(name))
+    drawn = frozenset(name for name in before if before[name] != after.get(name))
+    _check_draws(drawn, found.recording.effects)
+    pairs = zip(tensors_in(head[0]), tensors_in(first), strict=False)
+    if content.modified() or not all(same_bits(*pair) for pair in pairs):
+        head[0] = first
+        why = (
+            "The loader uses the memory of a batch for the next one, so a batch is pulled after it."
+        )
+        return serial(found.recording, (why,)), drawn
+    return found, drawn
 
 
-def _reaching(loader: Iterable[Any]) -> PipelineTask:
-    """A task that does nothing, and whose code leads to the loader."""
-
-    def reach(ctx: Any, leads_to: object = loader) -> None:
-        """Nothing."""
-
-    return PipelineTask(LOADER, reach)
+def _changed(names: Iterable[str]) -> RuntimeError:
+    return RuntimeError(
+        f"the body of the loop changed {listed(sorted(names), most=3)}, which the loader or a task "
+        "that runs ahead can use: they have gone on without the change. Make it in a task, and the "
+        "loop runs serially, or between two passes"
+    )
 
 
 def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:
@@ -230,67 +272,6 @@ def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:
                 f"(DataLoader(num_workers=1)), or give {name!r} random numbers of its own "
                 "(PipelineTask(..., random=True))"
             )
-
-
-def _choose(recorded: Recording, tasks: Sequence[PipelineTask]) -> Overlap:
-    effects = {name: touched for name, touched in recorded.effects.items() if name != LOADER}
-    own = recorded.effects[LOADER]
-    places = own.reads | own.writes
-    why = [
-        f"The loader and {name!r} may both use {_listed(shared)}, so a batch is pulled after it."
-        for name, touched in effects.items()
-        if (shared := {p for p in touched.writes & places if p.persistent})
-    ]
-    recording = replace(recorded, tasks=tuple(tasks), effects=effects)
-    if why:
-        return Overlap(PipelinePlan.serial(tasks), (), False, tuple(why), recording)
-    ahead, reasons = _stateless(effects, tasks)
-    compute = [name for name in effects if name not in ahead]
-    if not compute:  # the body of the loop is what they run ahead of
-        compute = [_HAND_OVER.name]
-        effects = {**effects, _HAND_OVER.name: Effects()}
-        recording = replace(recording, tasks=(*tasks, _HAND_OVER), effects=effects)
-    if ahead:
-        plan = prefetch_plan(ahead, compute, pull_group=_GROUP)
-    else:
-        plan = replace(PipelinePlan.serial(tasks), pull_group=_GROUP, pipeline_depth=None)
-    return Overlap(plan, ahead, True, tuple(reasons), recording)
-
-
-def _stateless(
-    effects: EffectTable, tasks: Sequence[PipelineTask]
-) -> tuple[tuple[str, ...], list[str]]:
-    """The tasks that use no state that a task or the body of the loop changes, directly or not."""
-    changed = {place for each in effects.values() for place in each.writes if place.persistent}
-    behind: dict[str, str] = {}
-    for one in tasks:
-        touched = effects[one.name]
-        if shared := (touched.reads | touched.writes) & changed:
-            behind[one.name] = f"{one.name!r} uses {_listed(shared)}."
-        elif trained := _trained(one):
-            behind[one.name] = f"{one.name!r} can reach {trained}, which the loop's body may train."
-    orders = [conflict for conflict in conflicts(effects) if not conflict.place.persistent]
-    for _ in effects:
-        for edge in orders:
-            if edge.producer in behind and edge.consumer not in behind:
-                place = _listed({edge.place})
-                behind[edge.consumer] = (
-                    f"{edge.consumer!r} comes after {edge.producer!r} ({place})."
-                )
-    return tuple(name for name in effects if name not in behind), list(behind.values())
-
-
-def _trained(task: PipelineTask) -> str:
-    """What the task's code can reach of what training changes; empty if nothing."""
-    reach = reach_of(task)
-    for number, names in reach.wholes.items():
-        one = reach.holders[number]
-        tensors = one.parameters() if isinstance(one, torch.nn.Module) else [one]
-        if isinstance(one, torch.optim.Optimizer) or any(
-            isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-        ):
-            return min(names) or type(one).__name__
-    return ""
 
 
 def _listed(places: Iterable[Location]) -> str:

@@ -152,30 +152,36 @@ class ResumableLoop(Generic[Out]):
     def _iterate(self, rest: LoaderPass | None) -> Iterator[Out]:
         self._refuse_running()
         current = self._pass = rest or self._first_pass() or self._begin(None)
-        iterator = self._batches(current)
+        iterator = current.iterator
         self._dropped = self._left = False
-        self._running = current
+        self._running, failed = current, False
         try:
             while True:
                 try:
                     out = self.pipe.progress(iterator)
                 except StopIteration:
                     current.ended = True
+                    if current.failure is not None:
+                        raise current.failure from None
                     return
-                current.handed_out += 1
+                except BaseException:
+                    failed = True
+                    raise
+                self._hand_out(current)
                 yield out
                 del out
+                self._take_back(current)
         finally:
             if self._running is current:
-                self._end(current)
+                self._end(current, failed=failed)
 
-    def _end(self, current: LoaderPass) -> None:
+    def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """The pass is over, or left."""
         self._running = None
         if isinstance(self._loader, AccelerateLoader):
             self._loader.leave()
         if not current.ended:
-            self._leave(current)
+            self._leave(current, failed=failed)
             if self._is_complete(current):
                 current.end()
         self._left = not current.ended
@@ -201,13 +207,17 @@ class ResumableLoop(Generic[Out]):
         """A pass that was begun already, once."""
         return None
 
-    def _batches(self, current: LoaderPass) -> Iterator[Any]:
-        return current.iterator
+    def _hand_out(self, current: LoaderPass) -> None:
+        """The body gets the next result."""
+        current.hand_out()
+
+    def _take_back(self, current: LoaderPass) -> None:
+        """The body is done with it."""
 
     def _pipeline_state(self) -> dict[str, int]:
         return self.pipe.state_dict()
 
-    def _leave(self, current: LoaderPass) -> None:
+    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
         """Drop what is in flight, if nothing can have changed by it."""
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or any(early_changes(pipe.plan, pipe.tasks)):
@@ -254,21 +264,20 @@ class _MeasuredPass(LoaderPass):
         draws: frozenset[str] | None,
         ahead: bool,
     ) -> None:
-        self._pulled = 0
+        self._after_pull: dict[str, Any] = {}
         if saved is not None and (known := saved.get("loader_draws")) is not None:
             draws = (draws or frozenset()) | frozenset(known)
         self.draws = draws
         ahead_then = saved is not None and saved.get("ahead", 0) > 0
-        super().__init__(loader, device, saved, (ahead_then and draws) or frozenset())
-        self.fed = self._pulled = self.handed_out
-        self._after_pull: dict[str, Any] = {}
+        super().__init__(loader, device, None, saved, (ahead_then and draws) or frozenset())
+        self.fed = self.handed_out
         pulls = self._measured(self.iterator) if ahead and draws is None else self.iterator
         self.iterator = self._feed(pulls)
 
     def state_dict(self) -> dict[str, Any]:
         """As ``LoaderPass.state_dict``, with what was pulled ahead and what the loader draws."""
         found = super().state_dict()
-        ahead = 0 if self.ended else self._pulled - self.handed_out
+        ahead = 0 if self.ended else self.pulled - self.handed_out
         draws = None if self.draws is None else sorted(self.draws)
         return found | {"ahead": ahead, "loader_draws": draws}
 
@@ -287,7 +296,7 @@ class _MeasuredPass(LoaderPass):
 
     def check_draws(self) -> None:
         """Refuse to save where the loader and others draw in turn, and it has drawn ahead."""
-        if not self.draws or self._pulled == self.handed_out:
+        if not self.draws or self.pulled == self.handed_out:
             return
         changed = _changed(self._after_pull, default_generators(self._device)) & self.draws
         if changed:
@@ -298,12 +307,11 @@ class _MeasuredPass(LoaderPass):
                 "(DataLoader(num_workers=1)), or give tasks random=True"
             )
 
-    def _pull(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in super()._pull(batches):
-            self._pulled += 1
-            if self.draws:
-                self._after_pull = default_generators(self._device)
-            yield batch
+    def _advance(self) -> bool:
+        found = super()._advance()
+        if found and self.draws:
+            self._after_pull = default_generators(self._device)
+        return found
 
     def _measured(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; the first two are pulled together."""

@@ -1,0 +1,117 @@
+"""What of a loader works in this process, and what it is made of."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from swpipe._state.discovery import is_foreign, is_installed
+from swpipe._tensors.pytree import nodes_in, tensors_in
+from swpipe.core.task import PipelineTask
+from swpipe.inference.reach import PlaceId, Reach
+from swpipe.tuning.accelerate_loader import AccelerateLoader
+from swpipe.tuning.reached_values import ReachedValue, attribute
+
+LOADER = "the loader"
+
+MAX_WRAPPERS = 4
+"""How many objects of installed libraries are looked into, one in the other."""
+
+_SAMPLING = ("batch_sampler", "sampler", "generator")
+_READING = ("dataset", "collate_fn", *_SAMPLING)
+_DATASETS = ("dataset", "data_source")
+
+
+def reaching(loader: Any, *iterators: Any) -> PipelineTask:
+    """A task that does nothing, and whose code leads to what the loader and its iterators use."""
+    if isinstance(loader, AccelerateLoader):
+        loader, iterators = loader.prepared, ()
+    parts = (*_parts(loader, MAX_WRAPPERS), *(() if _reads_elsewhere(loader) else iterators))
+
+    def reach(ctx: Any, leads_to: object = parts) -> None:
+        """Nothing."""
+
+    return PipelineTask(LOADER, reach)
+
+
+def _parts(loader: Any, wrappers: int, skipped: tuple[str, ...] = ()) -> Iterator[Any]:
+    """The loader, or what it is made of where its code is a library's.
+
+    A dataset whose items are read by worker processes is not used in this one.
+    """
+    if isinstance(loader, DataLoader):
+        for name in _SAMPLING if loader.num_workers else _READING:
+            skipped = _DATASETS if loader.num_workers else ()
+            yield from _parts(getattr(loader, name, None), wrappers - 1, skipped)
+    sampler = bool(skipped) and type(loader).__module__.startswith("torch.utils.data")
+    if not (_of_library(loader) or sampler):
+        yield loader
+    elif wrappers and not isinstance(loader, DataLoader):
+        for name, value in getattr(loader, "__dict__", {}).items():
+            if name not in skipped:
+                yield from _parts(value, wrappers - 1, skipped)
+
+
+def _of_library(value: Any) -> bool:
+    """Whether a search does not look into the code of the value's class, nor into the value."""
+    module = type(value).__module__
+    if is_foreign(module):  # all of it is searched, but for what only workers use
+        return isinstance(value, DataLoader)
+    return is_installed(getattr(sys.modules.get(module), "__file__", None))
+
+
+def _reads_elsewhere(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.num_workers > 0
+
+
+def counters_of(loader: Any) -> dict[PlaceId, ReachedValue]:
+    """Numbers that a library's wrapper of a loader keeps, such as those of a progress bar."""
+    if not _of_library(loader) or isinstance(loader, DataLoader | AccelerateLoader):
+        return {}
+    names = [n for n, v in getattr(loader, "__dict__", {}).items() if isinstance(v, int | float)]
+    return {PlaceId(id(loader), name): attribute(loader, name, name) for name in names}
+
+
+def bound_to_thread(reach: Reach) -> str:
+    """The type of something in reach that only the thread that made it can use; else empty."""
+    sqlite: Any = sys.modules.get("sqlite3")
+    types = (threading.local, *((sqlite.Connection, sqlite.Cursor) if sqlite else ()))
+    found = [type(one).__name__ for one in reach.holders.values() if isinstance(one, types)]
+    return found[0] if found else ""
+
+
+def goes_on(loader: Any) -> bool:
+    """Whether the loader is an iterator whose ``iter`` does nothing: a new pass goes on with it."""
+    begin = getattr(type(loader), "__iter__", None)
+    if begin is None or not hasattr(type(loader), "__next__"):
+        return False
+    code = getattr(begin, "__code__", None)
+    return code is None or not code.co_names  # written in C, or ``return self``
+
+
+def keeps(reach: Reach, batch: Any) -> bool:
+    """Whether the loader keeps the batch or its memory, in more than a generator's variable.
+
+    ``for batch in ...: yield batch`` holds a batch only until the next one.
+    """
+    tensors = {id(tensor): tensor for tensor in tensors_in(batch)}
+    holders = [one for one in reach.holders.values() if not isinstance(one, GeneratorType)]
+    held = [one for one in holders if isinstance(one, Tensor) and id(one) not in tensors]
+    if {_memory(one) for one in held} & {_memory(one) for one in tensors.values()} - {0}:
+        return True
+    known = {id(one) for one in holders} | {id(getattr(one, "__dict__", 0)) for one in holders}
+    parts = [*tensors.values(), *(node.value for node in nodes_in(batch))]
+    known -= {id(part) for part in parts}
+    return any(id(one) in known for one in gc.get_referrers(*parts))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
