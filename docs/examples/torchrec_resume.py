@@ -1,8 +1,6 @@
 """A sharded training that is stopped in mid-flight and goes on, bit for bit."""
 
-import copy
 import warnings
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from swpipe import ResumableLoop
 from swpipe.tasks.torchrec_pipelines import PrefetchTrainPipelineSparseDist
 
 with warnings.catch_warnings():
@@ -79,68 +78,38 @@ def job():
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])
     pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU)
     loader = StatefulDataLoader(Clicks(), batch_size=None, shuffle=True)
-    return model, optimizer, pipeline, loader
+    return model, optimizer, ResumableLoop(pipeline, loader)
 
 
-class Batches:
-    """One pass over a loader with a state, whose last states are kept."""
-
-    def __init__(self, loader):
-        self.loader, self.iterator = loader, iter(loader)
-        self.states = deque(maxlen=8)  # more than any pipeline has in flight
-        self.keep()
-
-    def keep(self):
-        self.states.append(copy.deepcopy(self.loader.state_dict()))
-
-    def __next__(self):
-        batch = next(self.iterator)
-        self.keep()
-        return batch
-
-
-def save(model, optimizer, pipeline, batches):
-    """A checkpoint between two calls of progress."""
-    state = pipeline.state_dict()
-    loader = batches.states[-1 - state["in_flight"]]  # from before the batches in flight
+def save(model, optimizer, loop):
+    """A checkpoint in the body of the loop."""
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id="at")
-    torch.save({"pipeline": state, "loader": loader}, f"place{dist.get_rank()}.pt")
-    return state
+    torch.save(loop.state_dict(), f"loop{dist.get_rank()}.pt")
 
 
-def load(model, optimizer, pipeline, loader):
+def load(model, optimizer, loop):
     """Go on from it, in a new process."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id="at")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    place = torch.load(f"place{dist.get_rank()}.pt", weights_only=False)
-    pipeline.load_state_dict(place["pipeline"])
-    loader.load_state_dict(place["loader"])
-
-
-def outputs_of(pipeline, batches):
-    """Train to the end of the data."""
-    outputs = []
-    while True:
-        try:
-            outputs.append(pipeline.progress(batches))
-        except StopIteration:
-            return outputs
+    loop.load_state_dict(torch.load(f"loop{dist.get_rank()}.pt", weights_only=False))
 
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model, optimizer, pipeline, loader = job()
-batches = Batches(loader)
-for _ in range(4):
-    pipeline.progress(batches)
-state = save(model, optimizer, pipeline, batches)
-print(f"saved after batch {state['next_iteration']}, with {state['in_flight']} in flight")
-wanted = outputs_of(pipeline, batches)
+model, optimizer, loop = job()
+outputs = []
+for output in loop:
+    outputs.append(output)
+    if len(outputs) == 4:
+        save(model, optimizer, loop)
+        in_flight = loop.pipe.state_dict()["in_flight"]
+        print(f"saved after batch 4, with {in_flight} in flight")
+wanted = outputs[4:]
 
-model, optimizer, pipeline, loader = job()
-load(model, optimizer, pipeline, loader)
-resumed = outputs_of(pipeline, Batches(loader))
+model, optimizer, loop = job()
+load(model, optimizer, loop)
+resumed = list(loop)
 print(f"{len(resumed)} more batches, bit-equal: {all(map(torch.equal, resumed, wanted))}")
 
 assert len(resumed) == len(wanted) == 6

@@ -35,7 +35,7 @@ Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines c
 
 
 class Resumable(Protocol[Out]):
-    """A pipeline: ``SWPipeline``, or one of ``swpipe.tasks.torchrec_pipelines``."""
+    """A pipeline: ``SWPipeline``, or one with TorchRec's names but ``StagedTrainPipeline``."""
 
     def progress(self, iterator: Iterator[Any], /) -> Out:
         """Return the next result; StopIteration at the end."""
@@ -151,6 +151,8 @@ class ResumableLoop(Generic[Out]):
 
     def _iterate(self, rest: LoaderPass | None) -> Iterator[Out]:
         self._refuse_running()
+        if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
+            self._refuse_left()
         current = self._pass = rest or self._first_pass() or self._begin(None)
         iterator = current.iterator
         self._dropped = self._left = False
@@ -232,6 +234,13 @@ class ResumableLoop(Generic[Out]):
             raise RuntimeError(
                 "the loader has a state of its own, which leads to the rest of the pass that was "
                 "left early: save in the body of the next pass"
+            )
+
+    def _refuse_left(self) -> None:
+        if in_flight := self.pipe.state_dict()["in_flight"]:
+            raise RuntimeError(
+                f"{in_flight} batches of the pass that was left early are in flight: call drain() "
+                "before the next pass"
             )
 
     def _refuse_running(self) -> None:
