@@ -103,7 +103,6 @@ KINDS: dict[str, tuple[Callable[[], OfAccelerate], list[int]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_each_kind_of_prepared_loader(kind: str) -> None:
     """As Accelerate is configured."""
     make, steps = KINDS[kind]

@@ -20,7 +20,6 @@ import torch
 from tests.tuning.resumable_jobs import LOOPS, PLANS, Job
 
 # torchdata, when a loader is made
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 KILLS = 14
 """In each of the loops and plans."""
