@@ -31,10 +31,11 @@ def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, obje
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         states[NUMPY] = pickle.dumps(numpy.get_state())
-    return states | {name: _state(generator) for name, generator in found.items()}
+    return states | {name: state_of(generator) for name, generator in found.items()}
 
 
-def _state(generator: Any) -> object:
+def state_of(generator: Any) -> object:
+    """The state of a generator of torch, Python or numpy, to be compared."""
     if isinstance(generator, torch.Generator):
         return _bytes(generator.get_state())
     if isinstance(generator, random.Random):
@@ -44,7 +45,7 @@ def _state(generator: Any) -> object:
 
 
 def _bytes(state: torch.Tensor) -> bytes:
-    return bytes(state.tolist())
+    return bytes(state.numpy())
 
 
 class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]

@@ -4,21 +4,18 @@
     caller                   body 1            body 2      forward 3: raises what decode 3 raised
 
 An exception of a task is raised when the iterations before are complete, by the first task on the
-caller's thread. What the body changes of what the tasks can reach is told: they have used it.
+caller's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
-from swpipe.inference.reach import Reach
-from swpipe.tuning.reached_values import is_threaded, values_in
-from swpipe.tuning.values_by_batch import ValuesByBatch
 
 
 class AheadTasks:
@@ -26,21 +23,13 @@ class AheadTasks:
 
     Attributes:
         tasks: All tasks, with functions that do this.
-        values: What the functions can reach.
 
     Args:
         tasks: All tasks, in serial order.
         names: Those that run ahead.
-        reaches: Task to what its code can reach.
     """
 
-    def __init__(
-        self, tasks: Sequence[PipelineTask], names: Sequence[str], reaches: Mapping[str, Reach]
-    ) -> None:
-        self.values = ValuesByBatch()
-        for name in names:
-            if not is_threaded(reaches[name]):
-                self.values.values |= values_in(reaches[name])
+    def __init__(self, tasks: Sequence[PipelineTask], names: Sequence[str]) -> None:
         self._failures: dict[int, Exception] = {}
         behind = [task.name for task in tasks if task.name not in names]
         self._raises = behind[0] if names else ""
@@ -72,7 +61,6 @@ class AheadTasks:
 
         return replace(task, fn=run)
 
-    def drop_later(self) -> None:
+    def drop(self) -> None:
         """The iterations in flight are dropped."""
         self._failures.clear()
-        self.values.drop_later()

@@ -1,12 +1,13 @@
 """What of a loop may run ahead of its body: the loader, and tasks.
 
 the loader    unless it uses what a task changes, or a task what it changes, or a task modifies
-              batches that it keeps, or only the thread that made it can use it
+              batches that it keeps, or only the thread that made it can use it, or both may draw
 a task        unless it uses what a task or the body may train, or comes after one that does
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +22,16 @@ from swpipe.inference import Recording
 from swpipe.inference.generators import NUMPY, PYTHON, TORCH
 from swpipe.inference.reach import Reach
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.tuning.loader_draws import names_random
 from swpipe.tuning.loader_parts import LOADER, bound_to_thread, keeps
-from swpipe.tuning.pulled_values import Beside, PulledValues
 
 _GROUP = "loader"
+
+_DRAWING = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
+    "multinomial", "bernoulli", "poisson", "normal_", "uniform_", "random_", "bernoulli_",
+    "exponential_", "cauchy_", "geometric_", "log_normal_", "dropout",
+}  # fmt: skip
+"""Functions of torch that draw from its default generators, unless they get another."""
 
 _HAND_OVER = PipelineTask("hand over", lambda ctx: None)
 """On the caller's thread, where all other tasks run ahead."""
@@ -58,7 +64,8 @@ def choose(
     recorded: Recording,
     tasks: Sequence[PipelineTask],
     reaches: Mapping[str, Reach],
-    values: PulledValues,
+    loader: Reach,
+    draws: Reach,
     batch: Any,
 ) -> Overlap:
     """What runs ahead.
@@ -67,22 +74,17 @@ def choose(
         recorded: What tasks and loader touch.
         tasks: The tasks, in serial order.
         reaches: Task to what its code can reach.
-        values: What the loader can reach, after the first pull.
+        loader: What the loader's code can reach.
+        draws: The same of the code that may draw random numbers with any batch.
         batch: The first batch.
     """
     effects = {name: touched for name, touched in recorded.effects.items() if name != LOADER}
     recording = replace(recorded, tasks=tuple(tasks), effects=effects)
-    undeclared = {
-        task.name: reaches[task.name] for task in tasks if not any(io.state for io in task.io)
-    }
-    shared = dict(_changed_by_tasks(recorded, effects))
-    others = {name: reach for name, reach in undeclared.items() if name not in shared}
     why = (
-        *shared.values(),
-        *_changed_by_loader(values, others),
-        *_modified_batches(recorded, values, batch),
-        *_draws(effects, values),
-        *_bound(values),
+        *_shared(recorded.effects[LOADER], effects),
+        *_modified_batches(recorded, loader, batch),
+        *_draws(effects, draws),
+        *_bound(loader),
     )
     if why:
         return serial(recording, why)
@@ -107,68 +109,25 @@ def serial(recording: Recording, why: tuple[str, ...]) -> Overlap:
     return Overlap(PipelinePlan.serial(tasks), (), False, why, recording)
 
 
-def runs_beside(found: Overlap, reaches: Mapping[str, Reach]) -> Beside | None:
-    """What runs beside the loader; None if nothing does."""
-    if not found.loader_ahead:
-        return None
-    tasks = found.recording.tasks
-    writes = [touched.writes for touched in found.recording.effects.values()]
-    names = {place.name for places in writes for place in places}
-    return Beside(
-        drawn=frozenset(names & {TORCH, PYTHON, NUMPY}),
-        reaches={
-            task.name: reaches[task.name]
-            for task in tasks
-            if task.name in reaches and not any(io.state for io in task.io)
-        },
-        seeded=any(task.random and task.name in found.ahead for task in tasks),
-    )
+def _shared(own: Effects, effects: EffectTable) -> Iterator[str]:
+    """What a task changes and the loader can use, or the loader's code changes and a task can use.
 
-
-def _changed_by_tasks(recorded: Recording, effects: EffectTable) -> Iterator[tuple[str, str]]:
-    """What a task changes, and the loader can use; by the task's name."""
-    own = recorded.effects[LOADER]
-    places = own.reads | own.writes
+    Of the loader it is assumed that it changes Python values that its code assigns to.
+    """
+    places, changed = own.reads | own.writes, own.writes - own.assumed
     for name, touched in effects.items():
-        if shared := {p for p in touched.writes & places if p.persistent}:
-            both = _listed(shared)
-            why = f"The loader and {name!r} may both use {both}, so a batch is pulled after it."
-            yield name, why
-
-
-def _changed_by_loader(values: PulledValues, reaches: Mapping[str, Reach]) -> Iterator[str]:
-    """What the code of the loader assigns to, or its first pull has changed, and a task can use."""
-    own, named = values.reach, dict[str, set[str]]()
-    changed = {place: values.values[place].name for place in values.changed}
-    for task, reach in reaches.items():
-        shared = {
-            path
-            for place, path in own.places.items()
-            if place in reach.places and place.name and place.name in own.stores
-        }
-        shared |= {
-            name
-            for place, name in changed.items()
-            if place in reach.places or (not place.name and place.holder in reach.holders)
-        }
-        if shared:
-            named[task] = shared
+        both = (touched.writes & places) | (touched.reads & changed)
+        if shared := {place for place in both if place.persistent}:
             yield (
-                f"The loader changes {listed(sorted(shared), most=3)}, which {task!r} may use, so "
-                "a batch is pulled after it."
+                f"The loader and {name!r} may both use {_listed(shared)}, so a batch is pulled "
+                "after it."
             )
-    known = set[str]().union(*named.values())
-    if modified := {name for name in values.modified if name not in known}:
-        yield (
-            f"The loader modifies {listed(sorted(modified), most=3)} in place with each batch, "
-            "which the loop's body may use."
-        )
 
 
-def _modified_batches(recorded: Recording, values: PulledValues, batch: Any) -> Iterator[str]:
+def _modified_batches(recorded: Recording, loader: Reach, batch: Any) -> Iterator[str]:
     """Tasks that modify a batch which the loader gives again, or makes others of."""
     names = [task for task, attribute in recorded.modified if attribute == "batch"]
-    if names and keeps(values.reach, batch):
+    if names and keeps(loader, batch):
         who = listed([repr(name) for name in sorted(names)])
         yield (
             f"{who} modifies the batch in place, and the loader keeps it, so a batch is pulled "
@@ -176,19 +135,27 @@ def _modified_batches(recorded: Recording, values: PulledValues, batch: Any) -> 
         )
 
 
-def _draws(effects: EffectTable, values: PulledValues) -> Iterator[str]:
+def _draws(effects: EffectTable, loader: Reach) -> Iterator[str]:
     """Tasks that draw from generators that the loader's code may draw from, now or later."""
-    default = {Location(PYTHON, True), Location(NUMPY, True)}
-    drawing = [name for name, touched in effects.items() if touched.writes & default]
-    if drawing and names_random(values.reach):
-        yield (
-            f"{listed([repr(name) for name in drawing])} draws random numbers of Python or numpy, "
-            "and so may the loader, so a batch is pulled after it."
-        )
+    taken = set[str | None](loader.uses).union(*loader.uses.values())
+    bound = (getattr(one, "__self__", None) for one in loader.holders.values())
+    python = "random" in taken or any(isinstance(one, random.Random) for one in bound)
+    for generator, may_draw in (
+        (TORCH, not taken.isdisjoint(_DRAWING)),
+        (PYTHON, python),
+        (NUMPY, python),
+    ):
+        place = Location(generator, True)
+        names = [repr(name) for name, touched in effects.items() if place in touched.writes]
+        if names and may_draw:
+            yield (
+                f"{listed(names)} draws from {generator}, and the loader's code may draw from "
+                "them, too, so a batch is pulled after it."
+            )
 
 
-def _bound(values: PulledValues) -> Iterator[str]:
-    if bound := bound_to_thread(values.reach):
+def _bound(loader: Reach) -> Iterator[str]:
+    if bound := bound_to_thread(loader):
         yield f"The loader uses a {bound}, which belongs to the thread that made it."
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from swpipe._state.discovery import is_foreign, is_installed
 from swpipe._tensors.pytree import nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
-from swpipe.inference.reach import PlaceId, Reach
+from swpipe.inference.reach import Reach
 from swpipe.tuning.accelerate_loader import AccelerateLoader
-from swpipe.tuning.reached_values import ReachedValue, attribute
 
 LOADER = "the loader"
 
@@ -35,11 +34,25 @@ def reaching(loader: Any, *iterators: Any) -> PipelineTask:
     if isinstance(loader, AccelerateLoader):
         loader, iterators = loader.prepared, ()
     parts = (*_parts(loader, MAX_WRAPPERS), *(() if _reads_elsewhere(loader) else iterators))
+    return _leading_to(parts)
 
+
+def drawing(loader: Any) -> PipelineTask:
+    """The same for what may draw with any batch: torch's samplers do so before the first one."""
+    if isinstance(loader, AccelerateLoader):
+        loader = loader.prepared
+    return _leading_to(tuple(one for one in _parts(loader, MAX_WRAPPERS) if not _samples(one)))
+
+
+def _leading_to(parts: tuple[Any, ...]) -> PipelineTask:
     def reach(ctx: Any, leads_to: object = parts) -> None:
         """Nothing."""
 
     return PipelineTask(LOADER, reach)
+
+
+def _samples(part: Any) -> bool:
+    return isinstance(part, Sampler) and is_foreign(type(part).__module__)
 
 
 def _parts(loader: Any, wrappers: int, skipped: tuple[str, ...] = ()) -> Iterator[Any]:
@@ -70,14 +83,6 @@ def _of_library(value: Any) -> bool:
 
 def _reads_elsewhere(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
-
-
-def counters_of(loader: Any) -> dict[PlaceId, ReachedValue]:
-    """Numbers that a library's wrapper of a loader keeps, such as those of a progress bar."""
-    if not _of_library(loader) or isinstance(loader, DataLoader | AccelerateLoader):
-        return {}
-    names = [n for n, v in getattr(loader, "__dict__", {}).items() if isinstance(v, int | float)]
-    return {PlaceId(id(loader), name): attribute(loader, name, name) for name in names}
 
 
 def bound_to_thread(reach: Reach) -> str:

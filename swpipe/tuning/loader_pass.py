@@ -23,7 +23,6 @@ from swpipe._tensors.pytree import tensors_in
 from swpipe.core.errors import add_note
 from swpipe.device import Device
 from swpipe.tuning.loader_parts import goes_on
-from swpipe.tuning.pulled_values import Beside, PulledValues
 
 
 class _Kept(NamedTuple):
@@ -49,13 +48,11 @@ class LoaderPass:
         pulled: How many batches were pulled of this pass.
         handed_out: How many batches the caller got of this pass.
         ended: There are no more; the caller says so.
-        values: What the loader can reach, by batch.
         failure: What the loader raised; the caller raises it at the end of the iterator.
 
     Args:
         loader: The loader.
         device: Whose random generators count.
-        beside: What runs beside the loader; None if nothing does.
         saved: Where to go on, as ``state_dict`` returned it; None for a new pass.
         loader_draws: Names of the generators that the loader draws from: these go on from where
             the pull of the last batch handed out left them, others from where they were saved.
@@ -68,7 +65,6 @@ class LoaderPass:
         self,
         loader: Any,
         device: Device,
-        beside: Beside | None = None,
         saved: Mapping[str, Any] | None = None,
         loader_draws: frozenset[str] = frozenset(),
     ) -> None:
@@ -89,7 +85,6 @@ class LoaderPass:
         if saved is not None:
             set_default_generators(device, saved["at_start"])
         self._at_start = default_generators(device)
-        self.values = PulledValues(loader, device, beside)
         if saved is None:
             self.batches = iter(loader)
             self.iterator = self._pull()
@@ -173,25 +168,16 @@ class LoaderPass:
 
     def _advance(self) -> bool:
         """Pull the next batch; whether there is one."""
-        number = self.pulled + 1
         try:
-            if number > 1:  # else also what ``iter`` has changed counts
-                self.values.before()
-            try:
-                with self.values.watching_draws(number):
-                    self._latest = next(self.batches)
-            except StopIteration:
-                self._at_end = True
-            if not self._at_end:
-                self._remember(number)
-            if number == 1:
-                self.values.search(self.batches)
-            self.values.after(number)
+            self._latest = next(self.batches)
+        except StopIteration:
+            self._at_end = True
         except Exception as error:  # noqa: BLE001 - raised when the batches before are handed out
-            add_note(error, f"swpipe: raised by the pull of batch {number - 1} of the pass")
+            add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             self.failure, self._at_end = error, True
-        if not self._at_end:
-            self.pulled = number
+        else:
+            self.pulled += 1
+            self._remember(self.pulled)
         return not self._at_end
 
     def put_back(self, batches: Iterable[Any]) -> None:
@@ -202,19 +188,10 @@ class LoaderPass:
         self.iterator = self._pull()
 
     def hand_out(self) -> None:
-        """The caller gets the next batch, and sees what goes with it.
-
-        Raises:
-            RuntimeError: A task has changed what the loader uses.
-        """
-        self.values.check()
-        self._show_next()
-
-    def _show_next(self) -> None:
+        """The caller gets the next batch."""
         self.handed_out += 1
         if self._ahead:
             self._ahead.popleft()
-        self.values.show(self.handed_out)
 
     @property
     def is_ahead(self) -> bool:
@@ -228,7 +205,7 @@ class LoaderPass:
             failed: In the middle of an iteration, whose batch is lost.
         """
         if failed and self.pulled > self.handed_out:
-            self._show_next()
+            self.hand_out()
         kept = list(self._ahead)
         self._modified = any(one.modified() for one in kept)
         self.put_back(one.batch for one in kept)

@@ -15,14 +15,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
 import torch
 
-from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, this_thread
-from swpipe._engine.waiting import ProgressCounter
 from swpipe._tensors.pytree import tensors_in
 from swpipe.analysis import verify
 from swpipe.core.context import C
@@ -31,16 +29,16 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
 from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
-from swpipe.inference.reach import reach_of
+from swpipe.inference.reach import PlaceId, Reach, reach_of
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
 from swpipe.shortcut.contents import Content, same_bits
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.ahead_tasks import AheadTasks
-from swpipe.tuning.choice import Overlap, choose, runs_beside, serial
-from swpipe.tuning.loader_parts import reaching
+from swpipe.tuning.choice import Overlap, choose, serial
+from swpipe.tuning.loader_parts import drawing, reaching
 from swpipe.tuning.loader_pass import LoaderPass
-from swpipe.tuning.pulled_values import Beside
+from swpipe.tuning.reached_values import ReachedValues
 from swpipe.tuning.resumable import ResumableLoop
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
@@ -72,73 +70,52 @@ class OverlappedLoop(ResumableLoop[C]):
         overlap: Overlap,
         pipe: SWPipeline[C],
         ahead: AheadTasks,
+        used_ahead: ReachedValues,
     ) -> None:
         super().__init__(pipe, loader)
         self.overlap = overlap
         self._loader_draws = loader_draws
         self._pass = begun
-        self._beside = begun.values.beside if overlap.loader_ahead else None
         self._ahead = ahead
+        self._used_ahead = used_ahead
+        self._shown: dict[Any, Any] = {}  # what the code ahead can use, when the body began
         self._fresh = True  # the pass was not iterated over yet
 
     def _first_pass(self) -> LoaderPass | None:
-        """The pass that was begun to record the tasks, or one over an iterator, which goes on.
-
-        Raises:
-            RuntimeError: The loop's caller has changed what was used ahead.
-        """
-        current, fresh = self._pass, self._fresh
-        self._fresh = False
-        if not (fresh or current.goes_on()):
-            return None
-        if changed := current.values.changed_since(used=current.is_ahead):
-            if current.goes_on():
-                raise _changed(changed)
-            return None
-        current.values.hide()
-        if not self.overlap.loader_ahead and current.pulled < 2:
-            current.values.stop()  # tasks may change them
-        return current
+        """The pass that was begun to record the tasks, or one over an iterator, which goes on."""
+        fresh, self._fresh = self._fresh, False
+        return self._pass if fresh or self._pass.goes_on() else None
 
     def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
         self._fresh = False
-        return LoaderPass(
-            self._loader,
-            self.pipe.device,
-            self._beside,
-            saved,
-            self._loader_draws if saved else frozenset(),
-        )
+        draws = self._loader_draws if saved else frozenset[str]()
+        return LoaderPass(self._loader, self.pipe.device, saved, draws)
 
     def _pipeline_state(self) -> dict[str, int]:
         # No task of an iteration in flight has changed any state.
         return self.pipe.state_dict(check=not self.pipe.in_flight)
 
     def _hand_out(self, current: LoaderPass) -> None:
-        with self._generators():
-            current.hand_out()
-            self._ahead.values.show()
+        super()._hand_out(current)
+        self._shown = self._used_ahead.read() if current.is_ahead else {}
 
     def _take_back(self, current: LoaderPass) -> None:
-        values, used = [current.values, self._ahead.values], current.is_ahead
-        with self._generators():
-            changed = set[str]().union(*(each.changed_since(used=used) for each in values))
-            if changed:
-                raise _changed(changed)
-            for each in values:
-                each.hide()
+        """The body is done.
+
+        Raises:
+            RuntimeError: It has changed what the loader or a task has used for later batches.
+        """
+        if changed := self._used_ahead.changed(self._shown):
+            raise RuntimeError(
+                f"the body of the loop changed {listed(sorted(changed.values()), most=3)}, which "
+                "the loader or a task that runs ahead can use: they have gone on without the "
+                "change. Make it in a task, and the loop runs serially, or between two passes"
+            )
 
     def _leave(self, current: LoaderPass, *, failed: bool) -> None:
         self.pipe.drop()  # no task of these iterations has changed any state
-        self._ahead.drop_later()
+        self._ahead.drop()
         current.leave(failed=failed)
-
-    def _generators(self) -> AbstractContextManager[None]:
-        """A block in which no random task that runs ahead has put other states in place."""
-        if not self._pass.values.beside.seeded or this_thread.access is not None:
-            return nullcontext()
-        seeds = TaskSeeds(0, self.pipe.device)
-        return GeneratorAccess(seeds, ProgressCounter()).exclusive()
 
     def close(self) -> None:
         """End the threads."""
@@ -195,7 +172,7 @@ def overlap(
         loader = AccelerateLoader(loader)
         loader.in_loop = True
         given = loader.tasks(given)
-    begun = LoaderPass(loader, where, Beside())
+    begun = LoaderPass(loader, where)
     head = list(islice(begun.iterator, 1))
     if begun.failure is not None:
         raise begun.failure
@@ -203,19 +180,19 @@ def overlap(
         raise ValueError("the loader has no batch: overlap() records the tasks on the first one")
     reading = reaching(original, begun.batches)
     recorded = record_beside([reading], given, head[0], iterations, where, seed, context=context)
-    begun.values.renew()
     reaches = {each.name: reach_of(each) for each in given}
-    found = choose(recorded, given, reaches, begun.values, head[0])
+    own = reach_of(reading)
+    found = choose(recorded, given, reaches, own, reach_of(drawing(original)), head[0])
     drawn: frozenset[str] = frozenset()
     if found.loader_ahead:
-        found, drawn = _pull_second(found, begun, where, head)
+        undeclared = [each.name for each in given if not any(io.state for io in each.io)]
+        using = {name: reaches[name] for name in undeclared}
+        found, drawn = _pull_second(found, begun, where, head, own, using)
     verify(found.plan, found.recording.tasks, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
-    begun.values.show(0)
-    begun.values.run_beside(runs_beside(found, reaches) or Beside())
     begun.put_back(head)
-    ahead = AheadTasks(found.recording.tasks, found.ahead, reaches)
+    ahead = AheadTasks(found.recording.tasks, found.ahead)
     pipe = SWPipeline(
         found.plan,
         ahead.tasks,
@@ -226,24 +203,34 @@ def overlap(
         check_effects=check_effects,
     )
     draws = frozenset(_KEYS[name] for name in drawn)
-    return OverlappedLoop(loader, begun, draws, found, pipe, ahead)
+    used = [own, *(reaches[name] for name in found.ahead)]
+    return OverlappedLoop(loader, begun, draws, found, pipe, ahead, ReachedValues(used))
 
 
 def _pull_second(
-    found: Overlap, begun: LoaderPass, device: Device, head: list[Any]
+    found: Overlap,
+    begun: LoaderPass,
+    device: Device,
+    head: list[Any],
+    own: Reach,
+    reaches: Mapping[str, Reach],
 ) -> tuple[Overlap, frozenset[str]]:
     """Pull the second batch; returns what may run ahead after all, and the generators drawn from.
 
     The first pull is before all tasks, as in a plain loop: samplers draw their seed in it.
 
     Raises:
-        ValueError: It draws from a generator that a task draws from.
+        ValueError: It draws from a generator that a task draws from, or changes what a task uses.
     """
-    first, content, before = copy.deepcopy(head[0]), Content(head[0]), generator_states(device, {})
+    first, content = copy.deepcopy(head[0]), Content(head[0])
+    generators, values = generator_states(device, {}), ReachedValues([own])
+    before = values.read()
     head.extend(islice(begun.iterator, 1))
     after = generator_states(device, {})
-    drawn = frozenset(name for name in before if before[name] != after.get(name))
+    drawn = frozenset(name for name in generators if generators[name] != after.get(name))
     _check_draws(drawn, found.recording.effects)
+    changed = values.changed(before)
+    _check_uses(changed, reaches)
     pairs = zip(tensors_in(head[0]), tensors_in(first), strict=False)
     if content.modified() or not all(same_bits(*pair) for pair in pairs):
         head[0] = first
@@ -251,15 +238,22 @@ def _pull_second(
             "The loader uses the memory of a batch for the next one, so a batch is pulled after it."
         )
         return serial(found.recording, (why,)), drawn
+    if changed:
+        names = listed(sorted(changed.values()), most=3)
+        why = f"The loader changes {names}: the body finds the value of a batch pulled ahead."
+        return replace(found, why=(*found.why, why)), drawn
     return found, drawn
 
 
-def _changed(names: Iterable[str]) -> RuntimeError:
-    return RuntimeError(
-        f"the body of the loop changed {listed(sorted(names), most=3)}, which the loader or a task "
-        "that runs ahead can use: they have gone on without the change. Make it in a task, and the "
-        "loop runs serially, or between two passes"
-    )
+def _check_uses(changed: Mapping[PlaceId, str], reaches: Mapping[str, Reach]) -> None:
+    for place, name in changed.items():
+        for user, reach in reaches.items():
+            if place in reach.places or (not place.name and place.holder in reach.holders):
+                raise ValueError(
+                    f"the loader changes {name!r} with each batch, and {user!r} can use it: the "
+                    "task would find the value of a batch that was pulled ahead. Let the loader "
+                    "give the value with its batch"
+                )
 
 
 def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:

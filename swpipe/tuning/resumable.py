@@ -278,7 +278,7 @@ class _MeasuredPass(LoaderPass):
             draws = (draws or frozenset()) | frozenset(known)
         self.draws = draws
         ahead_then = saved is not None and saved.get("ahead", 0) > 0
-        super().__init__(loader, device, None, saved, (ahead_then and draws) or frozenset())
+        super().__init__(loader, device, saved, (ahead_then and draws) or frozenset())
         self.fed = self.handed_out
         pulls = self._measured(self.iterator) if ahead and draws is None else self.iterator
         self.iterator = self._feed(pulls)

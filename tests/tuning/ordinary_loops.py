@@ -214,6 +214,13 @@ def augmentation_and_dropout() -> Loop:
 
 
 @ordinary
+def noise_in_a_map_and_dropout() -> Loop:
+    """No code of the loop's author says that the loader draws: it shows with the second batch."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 1))
+    return Training(model).loop(map(torch.rand_like, Rows().rows.split(4)))
+
+
+@ordinary
 def a_curriculum() -> Loop:
     """A task changes what the dataset returns from then on."""
     rows = HarderRows()

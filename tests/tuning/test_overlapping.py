@@ -17,8 +17,9 @@ import swpipe
 from swpipe import PipelineTask
 from tests.tuning.ordinary_loops import LOOPS, Loop, StopTraining, Training, batches
 
-SERIAL = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
-REFUSED = {"augmentation and dropout"}
+CURRICULA = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
+SERIAL = {*CURRICULA, "augmentation and dropout"}
+REFUSED = {"noise in a map and dropout"}
 
 
 def made(name: str) -> Loop:
@@ -103,7 +104,7 @@ def test_what_runs_ahead_is_told_and_why_the_rest_does_not() -> None:
         assert len(overlapped) == 6
 
 
-@pytest.mark.parametrize("name", sorted(SERIAL))
+@pytest.mark.parametrize("name", sorted(CURRICULA))
 def test_a_loader_that_shares_something_with_a_task_is_not_ahead(name: str) -> None:
     """A warning names what they share."""
     loop = made(name)
