@@ -55,3 +55,32 @@ def test_a_first_epoch_other_than_0_is_set_before_overlap() -> None:
     with swpipe.overlap(loader, [unpack], device="cpu") as loop:
         sampler.set_epoch(5)
         assert [ctx.x.tolist() for ctx in loop] == plain
+
+
+def test_a_resumed_epoch_is_set_before_the_state_is_loaded() -> None:
+    """The rest of the pass is that of its epoch then, and so are the passes after it."""
+
+    def unpack(ctx: Any) -> None:
+        (ctx.x,) = ctx.batch
+
+    loader, sampler = sharded(rank=1)
+    wanted = []
+    with swpipe.overlap(loader, [unpack], device="cpu") as loop:
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            for ctx in loop:
+                if ctx.iter_idx == 3:
+                    state = loop.state_dict()
+                if ctx.iter_idx > 3:
+                    wanted.append(ctx.x.tolist())
+
+    loader, sampler = sharded(rank=1)
+    with swpipe.overlap(loader, [unpack], device="cpu") as loop:
+        sampler.set_epoch(1)
+        loop.load_state_dict(state)
+        resumed = []
+        for epoch in range(1, EPOCHS):
+            sampler.set_epoch(epoch)
+            resumed += [ctx.x.tolist() for ctx in loop]
+    assert resumed == wanted
+    assert len(resumed) == 5
