@@ -54,7 +54,11 @@ from swpipe.shortcut.graft import find_sources, gradient_edges
 
 
 class Shortcuts:
-    """The tasks to run through ``run``, in ``names`` (always the same set), and their caches."""
+    """Which tasks are replayed, and their caches.
+
+    Attributes:
+        names: The tasks that have to go through ``run``; always the same set object.
+    """
 
     def __init__(self, device: Device | None = None) -> None:
         self.names: set[str] = set()

@@ -19,6 +19,7 @@ GUARANTEES = DOCS / "guide" / "guarantees.md"
 
 _AUTOMODULE = re.compile(r"automodule:: ([\w.]+)(?:\n +:exclude-members: (.*))?")
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
+_SECTION_LINK = re.compile(r"\]\((?!\w+:)([^)#]*)#([^)]+)\)")
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 NOT_OUR_WORDS = re.compile(
@@ -45,6 +46,12 @@ def rows_cut_off(text: str) -> list[str]:
         if begins and not fenced and not _RULE.match(after):
             found.append(f"{number}: {line}")
     return found
+
+
+def sections(page: Path) -> set[str]:
+    """The names that links use for the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def public_names() -> dict[str, list[str]]:
@@ -134,6 +141,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     """Relative links and pictures of a page exist."""
     links = _LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_sections_lead_to_one(page: Path) -> None:
+    """What stands behind the # is a heading of that page, as README's readers follow it too."""
+    links = _SECTION_LINK.findall(page.read_text(encoding="utf-8"))
+    targets = [(page.parent / (file or page), section) for file, section in links]
+    assert [target for target in targets if target[1] not in sections(target[0])] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
