@@ -179,7 +179,8 @@ class Averaged(Training):
         self.average.update_parameters(self.model)
         if ctx.iter_idx % 4 == 3:
             with torch.no_grad():
-                parts = [self.average(rows).sum() for rows in batches(batch_size=8)]
+                # Not by a DataLoader: it would draw a seed while "noise" may be drawing ahead.
+                parts = [self.average(rows).sum() for rows in Rows().rows.split(8)]
             ctx.loss = ctx.loss.detach() + torch.stack(parts).sum()
 
     def save(self) -> dict[str, Any]:
