@@ -98,9 +98,16 @@ class LoaderPass:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out; a new pass, once it has ended."""
-        if self.ended:
-            return state_between_passes(self._loader, self._device)
         now = default_generators(self._device)
+        if self.ended:
+            state = self._loader.state_dict() if self._has_state else None
+            return {
+                "batches": 0,
+                "at_start": now,
+                "generators": now,
+                "loader": state,
+                "after_pull": None,
+            }
         loader, after_pull = self._states.get(self.handed_out, (None, None))
         return {
             "batches": self.handed_out,
@@ -109,17 +116,6 @@ class LoaderPass:
             "loader": loader,
             "after_pull": after_pull,
         }
-
-    def end(self) -> None:
-        """The caller got the last batch, and asks for no more: the loader is asked, as a for would.
-
-        Raises:
-            ValueError: It has more.
-        """
-        if not self.ended:
-            for _ in self.iterator:
-                raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
-        self.ended = True
 
     def _pull(self, batches: Iterator[Any]) -> Iterator[Any]:
         pulled = self._first
@@ -134,15 +130,3 @@ class LoaderPass:
             self._states[pulled] = state, default_generators(self._device)
             for old in [number for number in self._states if number < self.handed_out]:
                 del self._states[old]
-
-
-def state_between_passes(loader: Any, device: Device) -> dict[str, Any]:
-    """A state that leads to a new pass."""
-    now = default_generators(device)
-    return {
-        "batches": 0,
-        "at_start": now,
-        "generators": now,
-        "loader": loader.state_dict() if has_state_dict(loader) else None,
-        "after_pull": None,
-    }

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 import torch
 
@@ -35,7 +35,6 @@ from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.loader_pass import LoaderPass
-from swpipe.tuning.resumable import ResumableLoop
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
 
@@ -72,7 +71,7 @@ class Overlap:
         return "\n".join([f"ahead: {listed(names) if names else 'nothing'}", *self.why])
 
 
-class OverlappedLoop(ResumableLoop[C]):
+class OverlappedLoop(Generic[C]):
     """An iterable of contexts, one pass over the loader each time.
 
     Use it as a context manager, or call ``close``, to end its threads; they also end with each
@@ -83,8 +82,6 @@ class OverlappedLoop(ResumableLoop[C]):
         pipe: The pipeline, to profile or trace.
     """
 
-    pipe: SWPipeline[C]
-
     def __init__(
         self,
         loader: Iterable[Any],
@@ -93,30 +90,77 @@ class OverlappedLoop(ResumableLoop[C]):
         overlap: Overlap,
         pipe: SWPipeline[C],
     ) -> None:
-        super().__init__(pipe, loader)
         self.overlap = overlap
+        self.pipe = pipe
+        self._loader = loader
         self._loader_draws = loader_draws
-        self._first: LoaderPass | None
-        self._first, self._head = begun
-        self._pass = self._first
+        self._pass, self._head = begun
+        self._fresh = True  # the pass was not iterated over yet
+        self._running = False
 
-    def _first_pass(self) -> LoaderPass | None:
-        first, self._first = self._first, None
-        return first
+    def state_dict(self) -> dict[str, Any]:
+        """What to save beside models and optimizers, in the body of the loop or between passes.
 
-    def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
-        self._first, self._head = None, ()
-        return LoaderPass(self._loader, self.pipe.device, saved, self._loader_draws)
-
-    def _batches(self, current: LoaderPass) -> Iterator[Any]:
-        return chain(self._head, current.iterator)
-
-    def _pipeline_state(self) -> dict[str, int]:
+        Between passes it leads to a new pass, in the body to the rest of this one. It has numbers,
+        strings and tensors: the number of the next iteration, the seed, how many batches of this
+        pass were handed out, the loader's state if it has one, and the random generators.
+        """
         # No task of an iteration in flight has changed any state.
-        return self.pipe.state_dict(check=not self.pipe.in_flight)
+        pipeline = self.pipe.state_dict(check=not self.pipe.in_flight)
+        return {**self._pass.state_dict(), "pipeline": pipeline}
 
-    def _leave(self, current: LoaderPass) -> None:
-        self.pipe.drop()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on where a state was saved, in this process or another.
+
+        Call it before the first pass, after models and optimizers are loaded. A loader without a
+        state of its own has to give the same batches again: those that were handed out are
+        skipped. Random generators are set as they were.
+
+        Raises:
+            RuntimeError: A pass has not ended.
+            ValueError: The loader has fewer batches than were handed out.
+        """
+        self._refuse_running()
+        self.pipe.load_state_dict(state["pipeline"])
+        self._pass = LoaderPass(self._loader, self.pipe.device, state, self._loader_draws)
+        self._head, self._fresh = (), True
+
+    def _refuse_running(self) -> None:
+        if self._running:
+            raise RuntimeError(
+                "a pass over this loop has not ended: leave its for, or close() its iterator, first"
+            )
+
+    def __iter__(self) -> Iterator[C]:
+        """Yield the context of each iteration; all its tasks have run.
+
+        Raises:
+            RuntimeError: Another pass has not ended.
+        """
+        self._refuse_running()
+        if not self._fresh:
+            self._pass, self._head = LoaderPass(self._loader, self.pipe.device), ()
+        self._fresh, self._running = False, True
+        iterator = chain(self._head, self._pass.iterator)
+        try:
+            while True:
+                try:
+                    ctx = self.pipe.progress(iterator)
+                except StopIteration:
+                    self._pass.ended = True
+                    return
+                self._pass.handed_out += 1
+                yield ctx
+                del ctx
+        finally:
+            self._running = False
+            if isinstance(self._loader, AccelerateLoader):
+                self._loader.leave()
+            self.pipe.drop()  # no task of these iterations has changed any state
+
+    def __len__(self) -> int:
+        """The loader's length."""
+        return len(self._loader)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """End the threads."""

@@ -4,30 +4,25 @@
     handed out       0  1  2  3                  the body of the loop is at 3: a state is saved
     resumed                      4  5  6 ...     the loader is set back; numbers and draws go on
 
-``LoaderPass`` knows how a loader is set back. ``_MeasuredPass`` adds how many batches the pipeline
-was given, and which random generators the loader draws from: what these were after the pull of the
-batch handed out last is where a resumed run goes on, and for others what they are when a state is
-saved. The second pull tells, before any task runs: samplers draw their seed in the first.
+``ResumablePass`` knows where a pass is and how to get there again; this loop tells it what the
+pipeline has in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.waiting import ProgressCounter
-from swpipe._state.default_generators import default_generators
 from swpipe._state.discovery import has_state_dict
-from swpipe.core.messages import listed
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.pipeline import SWPipeline
 from swpipe.tuning.accelerate_loader import AccelerateLoader
-from swpipe.tuning.loader_pass import LoaderPass, state_between_passes
+from swpipe.tuning.resumable_pass import ResumablePass, state_between_passes
 
 __all__ = ["Resumable", "ResumableLoop"]
 
@@ -81,9 +76,9 @@ class ResumableLoop(Generic[Out]):
         self._loader = loader
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
-        self._pass: LoaderPass | None = None
-        self._rest: LoaderPass | None = None  # of the pass of a state that was loaded
-        self._running: LoaderPass | None = None
+        self._pass: ResumablePass | None = None
+        self._rest: ResumablePass | None = None  # of the pass of a state that was loaded
+        self._running: ResumablePass | None = None
         self._left = False  # early
         self._dropped = False  # what was in flight then
 
@@ -101,7 +96,7 @@ class ResumableLoop(Generic[Out]):
             RuntimeError: A run that goes on from here would not surely have the numbers of one that
                 was never stopped; it says why, and what to do.
         """
-        state = {"pipeline": self._pipeline_state()}
+        state = {"pipeline": self.pipe.state_dict()}
         if self._left and rest is None:
             raise RuntimeError(
                 "the last pass was left early, and a state could lead to the rest of it or to a "
@@ -114,7 +109,7 @@ class ResumableLoop(Generic[Out]):
             if current is None or (self._left and not rest):
                 self._check_new_pass()
                 return state_between_passes(self._loader, self._device) | state
-            if isinstance(current, _MeasuredPass) and not current.ended:
+            if not current.ended:
                 if not self._dropped:
                     current.count(state["pipeline"]["in_flight"])
                 current.check_draws()
@@ -149,18 +144,17 @@ class ResumableLoop(Generic[Out]):
         rest, self._rest = self._rest, None
         return self._iterate(rest)
 
-    def _iterate(self, rest: LoaderPass | None) -> Iterator[Out]:
+    def _iterate(self, rest: ResumablePass | None) -> Iterator[Out]:
         self._refuse_running()
         if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
             self._refuse_left()
-        current = self._pass = rest or self._first_pass() or self._begin(None)
-        iterator = self._batches(current)
+        current = self._pass = rest or self._begin(None)
         self._dropped = self._left = False
         self._running = current
         try:
             while True:
                 try:
-                    out = self.pipe.progress(iterator)
+                    out = self.pipe.progress(current.iterator)
                 except StopIteration:
                     current.ended = True
                     return
@@ -171,7 +165,7 @@ class ResumableLoop(Generic[Out]):
             if self._running is current:
                 self._end(current)
 
-    def _end(self, current: LoaderPass) -> None:
+    def _end(self, current: ResumablePass) -> None:
         """The pass is over, or left."""
         self._running = None
         if isinstance(self._loader, AccelerateLoader):
@@ -182,7 +176,7 @@ class ResumableLoop(Generic[Out]):
                 current.end()
         self._left = not current.ended
 
-    def _is_complete(self, current: LoaderPass) -> bool:
+    def _is_complete(self, current: ResumablePass) -> bool:
         """Whether all was handed out, by the loader's length."""
         try:
             return current.handed_out == len(self)
@@ -193,29 +187,18 @@ class ResumableLoop(Generic[Out]):
         """The loader's length."""
         return len(self._loader)  # type: ignore[arg-type]
 
-    def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
-        before = self._pass.draws if isinstance(self._pass, _MeasuredPass) else None
+    def _begin(self, saved: Mapping[str, Any] | None) -> ResumablePass:
+        before = None if self._pass is None else self._pass.draws
         # What is not pulled ahead is drawn in the order of a plain loop.
         ahead = not isinstance(self.pipe, SWPipeline) or self.pipe.plan.depth > 1
-        return _MeasuredPass(self._loader, self._device, saved, before, ahead)
+        return ResumablePass(self._loader, self._device, saved, before, ahead)
 
-    def _first_pass(self) -> LoaderPass | None:
-        """A pass that was begun already, once."""
-        return None
-
-    def _batches(self, current: LoaderPass) -> Iterator[Any]:
-        return current.iterator
-
-    def _pipeline_state(self) -> dict[str, int]:
-        return self.pipe.state_dict()
-
-    def _leave(self, current: LoaderPass) -> None:
+    def _leave(self, current: ResumablePass) -> None:
         """Drop what is in flight, if nothing can have changed by it."""
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or any(early_changes(pipe.plan, pipe.tasks)):
             return
-        if isinstance(current, _MeasuredPass):
-            current.count(pipe.in_flight)
+        current.count(pipe.in_flight)
         pipe.drop()
         self._dropped = True
 
@@ -238,103 +221,3 @@ class ResumableLoop(Generic[Out]):
             raise RuntimeError(
                 "a pass over this loop has not ended: leave its for, or close() its iterator, first"
             )
-
-
-class _MeasuredPass(LoaderPass):
-    """A pass that knows what the pipeline was given, and which generators the loader draws from.
-
-    Attributes:
-        draws: Names of these generators; None where that is not known yet.
-        fed: How many batches the pipeline was given.
-
-    Args:
-        loader: As for ``LoaderPass``.
-        device: As for ``LoaderPass``.
-        saved: As for ``LoaderPass``.
-        draws: As found in an earlier pass.
-        ahead: Whether batches are pulled ahead of tasks.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        device: Device,
-        saved: Mapping[str, Any] | None,
-        draws: frozenset[str] | None,
-        ahead: bool,
-    ) -> None:
-        self._pulled = 0
-        if saved is not None and (known := saved.get("loader_draws")) is not None:
-            draws = (draws or frozenset()) | frozenset(known)
-        self.draws = draws
-        ahead_then = saved is not None and saved.get("ahead", 0) > 0
-        super().__init__(loader, device, saved, (ahead_then and draws) or frozenset())
-        self.fed = self._pulled = self.handed_out
-        self._after_pull: dict[str, Any] = {}
-        pulls = self._measured(self.iterator) if ahead and draws is None else self.iterator
-        self.iterator = self._feed(pulls)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As ``LoaderPass.state_dict``, with what was pulled ahead and what the loader draws."""
-        found = super().state_dict()
-        ahead = 0 if self.ended else self._pulled - self.handed_out
-        draws = None if self.draws is None else sorted(self.draws)
-        return found | {"ahead": ahead, "loader_draws": draws}
-
-    def count(self, in_flight: int) -> None:
-        """Set how many batches were handed out, ``drain`` included.
-
-        Raises:
-            RuntimeError: Iterations of another iterator are in flight.
-        """
-        if self.fed - in_flight < self.handed_out:
-            raise RuntimeError(
-                f"{in_flight} iterations are in flight, and some are not of this loop: drain() the "
-                "pipeline before you save or leave the loop"
-            )
-        self.handed_out = self.fed - in_flight
-
-    def check_draws(self) -> None:
-        """Refuse to save where the loader and others draw in turn, and it has drawn ahead."""
-        if not self.draws or self._pulled == self.handed_out:
-            return
-        changed = _changed(self._after_pull, default_generators(self._device)) & self.draws
-        if changed:
-            raise RuntimeError(
-                f"the loader and something else, a task or the body of the loop, draw from the "
-                f"default random generators of {listed(sorted(changed))}, and the loader has drawn "
-                "ahead: call drain() before you save, let the loader's workers draw "
-                "(DataLoader(num_workers=1)), or give tasks random=True"
-            )
-
-    def _pull(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in super()._pull(batches):
-            self._pulled += 1
-            if self.draws:
-                self._after_pull = default_generators(self._device)
-            yield batch
-
-    def _measured(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the first two are pulled together."""
-        head = [*islice(batches, 1)]
-        before = default_generators(self._device)
-        head += islice(batches, 1)
-        self._after_pull = default_generators(self._device)
-        self.draws = _changed(before, self._after_pull)
-        yield from chain(head, batches)
-
-    def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.fed += 1
-            yield batch
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the generators whose states differ."""
-    return frozenset(name for name in before if not _equal(before[name], after.get(name)))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):  # torch's, by device
-        return all(name in other and torch.equal(one[name], other[name]) for name in one)
-    return bool(one == other)
