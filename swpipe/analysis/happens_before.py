@@ -37,7 +37,7 @@ from typing import NamedTuple, Self
 
 from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program, compile_plan
 from swpipe.core.dependence import topological
-from swpipe.core.plan import StreamRef
+from swpipe.core.plan import PULL, StreamRef
 from swpipe.core.resolved import ResolvedPlan
 
 
@@ -103,6 +103,7 @@ class _Walk:
             # Of the iteration before that, all device work is done (back-pressure).
             if ins.task == ADMIT and i >= self._program.depth:
                 done |= self._through(RETIRE, i - self._program.depth)
+            self.device_before[ins.task, i] = done
             return _Known(host, done, ahead)
         before = ahead.get(ins.stream, 0) | done
         for wait in ins.event_waits:
@@ -139,7 +140,10 @@ class HappensBefore:
         return cls(compile_plan(resolved, streams=streams), streams=streams)
 
     def keeps(self, first: str, then: str, distance: int) -> bool:
-        """Whether this order is kept on the host and, with streams, on the device."""
+        """Whether this order is kept on the host and, with streams, on the device.
+
+        ``<pull>`` is the call of the loader, on whatever thread it is.
+        """
         on_host = self.host(first, then, distance)
         return on_host and (not self.streams or self.device(first, then, distance))
 
@@ -147,7 +151,7 @@ class HappensBefore:
         """Whether ``first`` on iteration i has returned before ``then`` on i + distance is called.
 
         Args:
-            first: A task, or ``<admit>`` or ``<retire>``.
+            first: A task, or ``<admit>``, ``<pull>`` or ``<retire>``.
             then: Another, or the same.
             distance: Iterations from the first to the other; may be negative.
 
@@ -155,18 +159,23 @@ class HappensBefore:
             True if it holds for every i, however many iterations there are.
         """
         walk, i = self._walk(distance)
+        first, then = self._source(first), self._source(then)
         return bool(walk.host_before[then, i + distance] & walk.bit(first, i))
 
     def device(self, first: str, then: str, distance: int) -> bool:
         """The same of their device work, on a device with streams.
 
-        Raises:
-            ValueError: ``<admit>`` or ``<pull>`` is asked for, which have none.
+        ``<admit>`` and ``<pull>`` have none: what they do is done when they return, and what comes
+        before them on the device has to be done when they are called.
         """
-        if no_work := {first, then}.intersection(SOURCES):
-            raise ValueError(f"{no_work.pop()} has no device work: ask for its host order")
+        if first in SOURCES:
+            return self.host(first, then, distance)
         walk, i = self._walk(distance)
-        return bool(walk.device_before[then, i + distance] & walk.bit(first, i))
+        return bool(walk.device_before[self._source(then), i + distance] & walk.bit(first, i))
+
+    def _source(self, task: str) -> str:
+        """The instruction: without a thread group that pulls, ``<admit>`` calls the loader."""
+        return ADMIT if task == PULL and PULL not in self._program.instructions else task
 
     def _walk(self, distance: int) -> tuple[_Walk, int]:
         """The walk that answers for a distance, and the first task's iteration in it."""

@@ -26,7 +26,7 @@ from swpipe.core.dependence import CycleError
 from swpipe.core.effects import Conflict, EffectTable, conflicts
 from swpipe.core.errors import Problem
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import PipelinePlan, StreamRef
+from swpipe.core.plan import PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 
 SHOWN_PLACES = 4
@@ -180,8 +180,9 @@ def _unseen(effects: EffectTable, violation: Violation) -> str:
 def _where(plan: PipelinePlan, violation: Violation) -> str:
     if True not in violation.devices:
         return "on a device without streams, such as the CPU: "
-    of = [plan.schedule[name].stream for name in (violation.producer, violation.consumer)]
-    return f"on a device with streams (here {_name(of[0])} and {_name(of[1])}): "
+    both = [plan.schedule.get(one) for one in (violation.producer, violation.consumer)]
+    of = " and ".join(_name(entry.stream) for entry in both if entry is not None)
+    return f"on a device with streams (here {of}): "
 
 
 def _name(stream: StreamRef) -> str:
@@ -191,6 +192,8 @@ def _name(stream: StreamRef) -> str:
 def _mend(plan: PipelinePlan, violation: Violation) -> str:
     """The edge to add or, where it could not be kept, what stands in its way."""
     consumer, producer, distance = violation.consumer, violation.producer, violation.distance
+    if PULL in (consumer, producer):
+        return "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
     stage = {name: plan.schedule[name].stage for name in (consumer, producer)}
     edge = f'deps=[("{consumer}", "{producer}")]'
     changed = replace(plan, deps=[*plan.deps, (consumer, producer)])
@@ -217,6 +220,8 @@ def _mend(plan: PipelinePlan, violation: Violation) -> str:
 def _mend_reversed(plan: PipelinePlan, violation: Violation) -> str:
     """How to make sure of the opposite order, where the two meet in one period."""
     reader, writer = violation.consumer, violation.producer
+    if PULL in (reader, writer):
+        return ""
     apart = plan.schedule[writer].stage - plan.schedule[reader].stage
     if violation.distance == 0 or apart != violation.distance:
         return ""

@@ -20,7 +20,7 @@ from swpipe.analysis.validation import refusal, validate
 from swpipe.core.effects import Effects, EffectTable, Location, declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 
@@ -60,7 +60,8 @@ def verify(
             ``effects`` are given, or the plan has the tasks themselves.
         effects: What each task touches, in serial order, which the plan must keep; joined with what
             the tasks declare. Without it, serial order is that of a pipeline: that of the tasks, as
-            far as the dependences within an iteration allow.
+            far as the dependences within an iteration allow. An entry ``"<pull>"``, the first, is
+            what the loader touches when it is called; without one it is not checked.
         streams: Whether the device has streams. None asks for both kinds of device: stream order
             keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
             that streams let go. A plan that is right on one kind only is refused then, which the
@@ -141,7 +142,7 @@ def _table(
 def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:
     rule = f"which the plan does not schedule (it has: {listed(plan.schedule)})"
     for name in table:
-        if name not in plan.schedule:
+        if name not in plan.schedule and name != PULL:
             yield Problem(f"effects name task {name!r}, {rule}: they belong to other tasks")
     for name in plan.schedule:
         if name not in table:

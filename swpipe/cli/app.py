@@ -25,6 +25,7 @@ from swpipe.cli.arguments import (
     find_workload,
     load_plan,
     load_timeline,
+    loader_of,
     save,
 )
 from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code, one_line_errors
@@ -380,6 +381,7 @@ def profile_job(
             verbose=True,
             seconds=seconds,
             labels=labels,
+            loader=loader_of(opened.job),
         )
 
 

@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -110,7 +110,7 @@ class _OwnJob:
                 f"workload {name}: it gave {shown(given)}; return (tasks, batches), both of which "
                 "can be iterated over, or (tasks, batches, context)"
             )
-        tasks, self._batches, *context = given
+        tasks, self.loader, *context = given
         try:
             self.context = context_class(context[0] if context else None)
         except TypeError as error:
@@ -126,7 +126,7 @@ class _OwnJob:
         return self._tasks
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
-        return islice(self._batches, steps)
+        return islice(self.loader, steps)
 
     def over_ranks(self, value: Any) -> list[Any]:
         return [value] if self._rank is None else gather(value)
@@ -138,6 +138,12 @@ class _OwnJob:
 def context_of(job: Job) -> type[TypedContext] | None:
     """The class of a job's contexts; None where the job names none."""
     return job.context if isinstance(job, _OwnJob) else None
+
+
+def loader_of(job: Job) -> Iterable[Any] | None:
+    """What the user's own job takes its batches from, if that can be begun again; else None."""
+    given = job.loader if isinstance(job, _OwnJob) else None
+    return None if isinstance(given, Sequence | Iterator) else given
 
 
 def _call(name: str) -> Any:
@@ -236,6 +242,7 @@ class OpenWorkload:
             "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
             "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
             "over_ranks": self.job.over_ranks,
+            "loader": loader_of(self.job),
             "progress": lambda line: echo(f"{self.workload.name}: {line}", err=True),
         }
 

@@ -16,6 +16,10 @@ Guarantees
     - What tasks do to the same place at the same time is told apart: operators and attributes are
       seen on the thread that runs the task, and not found by comparing a before with an after.
 
+    - With a share, the same holds for iterations that are watched: the first ones, and then windows
+      of ``depth`` + 1 iterations in a row, at places that depend on nothing but their number. So
+      ranks watch the same ones, and what comes every so many iterations is met in the end.
+
 Assumptions
     - What neither goes through torch's operators nor through the context is not seen: numpy,
       kernels launched directly, Python values, an optimizer's options, threads that a task starts.
@@ -53,13 +57,21 @@ from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
 _CLEARS = ("zero_grad", "grad")
 """Names in code that may clear gradients."""
 
+_FIRST = 16
+"""So many iterations are watched in any case: what comes every fourth or tenth time shows there."""
+
+_SCATTER = 2_654_435_761
+"""A prime, by which windows do not keep step with what comes every so many iterations."""
+
 _MOST_DEAD = 4096
 """How many places are added before those are dropped whose memory or iteration is gone."""
 
 
-def checked(engine: Engine, resolved: ResolvedPlan, tasks: Sequence[PipelineTask]) -> Engine:
-    """The engine, with a check of what tasks touch."""
-    check = EffectCheck(resolved, tasks, engine.device)
+def checked(
+    engine: Engine, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], share: float
+) -> Engine:
+    """The engine, with a check of what tasks touch in a share of the iterations."""
+    check = EffectCheck(resolved, tasks, engine.device, share)
     return replace(engine, check=check, context=recorded_class(engine.context))
 
 
@@ -70,15 +82,28 @@ class EffectCheck:
         resolved: The pipeline's plan.
         tasks: Its tasks, in serial order.
         device: Its device.
+        share: Of the iterations, how many are watched: above 0, up to 1.
 
     Attributes:
         clears: Tasks whose code may clear gradients.
         depth: How many iterations may be in flight.
+
+    Raises:
+        ValueError: ``share`` is no such number.
     """
 
     def __init__(
-        self, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], device: Device
+        self,
+        resolved: ResolvedPlan,
+        tasks: Sequence[PipelineTask],
+        device: Device,
+        share: float = 1.0,
     ) -> None:
+        if not (isinstance(share, int | float) and 0 < share <= 1):
+            raise ValueError(
+                f"check_effects is {share!r}: give True, False, or the share of the iterations "
+                "that are watched, above 0 and up to 1"
+            )
         self.tasks, self.device, self.plan = tuple(tasks), device, resolved.plan
         self.clears = frozenset(task.name for task in tasks if _may_clear_gradients(task))
         self.depth = resolved.plan.depth
@@ -87,9 +112,17 @@ class EffectCheck:
         self._resolved = resolved
         (self._guaranteed,) = guarantees(resolved, device.has_streams)
         self._kept: dict[tuple[str, str, int], bool] = {}
+        self._window = self.depth + 1
+        self._every = round(self._window / share)  # iterations, with one window among them
 
     def __call__(self) -> RunCheck:
         return RunCheck(self)
+
+    def watches(self, iteration: int) -> bool:
+        """Whether an iteration is watched; the same on all ranks."""
+        turn, place = divmod(iteration, self._every)
+        begin = turn * _SCATTER % (self._every - self._window + 1)
+        return iteration < _FIRST or begin <= place < begin + self._window
 
     def keeps(self, place: WatchedPlace, first: str, then: str, distance: int) -> bool:
         """Whether every interleaving has ``first`` before ``then``, ``distance`` iterations on."""
@@ -149,6 +182,9 @@ class RunCheck:
         Raises:
             PlanError: The plan does not order what it touched.
         """
+        if not self._check.watches(ctx.iter_idx):
+            yield
+            return
         log, operators = AttributeLog(), DrawRecorder(self._check.device)
         before = [grad_or_none(one) for one in self._parameters]
         set_log(ctx, log)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.effects import declared_effects
+from swpipe.core.effects import Effects, declared_effects
 from swpipe.core.errors import PlanError, Problem
+from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
@@ -28,6 +30,9 @@ from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
 
+LOADER = "the loader"
+"""The name of a task that leads to it."""
+
 MAX_ITERATIONS = 128
 """How many iterations are recorded at most, where their number is not given."""
 
@@ -41,6 +46,7 @@ def record(
     device: Any = None,
     seed: int | None = None,
     state: Any = None,
+    loader: Iterable[Any] | None = None,
 ) -> Recording:
     """Run a few iterations serially and record what each task reads and writes.
 
@@ -61,6 +67,8 @@ def record(
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         state: What to restore; by default, all state that the tasks can reach.
+        loader: What training takes its batches from. It is not called. What its code can reach, it
+            may read: that is the effect of ``"<pull>"``, the first entry of ``effects``.
 
     Raises:
         PlanError: There are no tasks, or two have the same name.
@@ -70,7 +78,29 @@ def record(
         BaseException: Whatever a task raised, with a note of where.
     """
     where = resolve_device(device)
-    return record_beside((), tasks, batch, iterations, where, seed, state, context)
+    others = () if loader is None else (reaching(loader),)
+    found = record_beside(others, tasks, batch, iterations, where, seed, state, context)
+    return found if loader is None else _with_loader(found)
+
+
+def reaching(loader: Iterable[Any]) -> PipelineTask:
+    """A task that does nothing, and whose code leads to the loader."""
+
+    def reach(ctx: Any, leads_to: object = loader) -> None:
+        """Nothing."""
+
+    return PipelineTask(LOADER, reach)
+
+
+def _with_loader(recorded: Recording) -> Recording:
+    """The recording with what the loader may read, in place of the task that leads to it."""
+    loader, *tasks = recorded.tasks
+    own = recorded.effects[loader.name]
+    places = frozenset(place for place in own.reads | own.writes if place.persistent)
+    effects = {task.name: recorded.effects[task.name] for task in tasks}
+    effects = {PULL: Effects(places, assumed=places), **effects}
+    notes = tuple(note for note in recorded.notes if not note.startswith(repr(loader.name)))
+    return replace(recorded, tasks=tuple(tasks), effects=effects, notes=notes)
 
 
 def record_beside(

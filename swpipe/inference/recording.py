@@ -11,7 +11,7 @@ from operator import or_
 from swpipe.analysis.validation import validate
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
-from swpipe.core.plan import DistantPair, Pair, PipelinePlan, TaskSchedule
+from swpipe.core.plan import PULL, DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
 
@@ -22,7 +22,8 @@ class Recording:
 
     Attributes:
         tasks: In serial order.
-        effects: Task to what it reads and writes, including declared states; in serial order.
+        effects: Task to what it reads and writes, including declared states; in serial order. The
+            first is ``PULL``, if what the loader may use is known.
         states: State to its members: names of parameters, gradients and so on.
         sizes: (task, attribute that it set) to bytes, 0 where it deleted it; the largest of the
             recorded iterations. Shared memory counts for each attribute.
@@ -69,7 +70,7 @@ class Recording:
 
     def dependences(self) -> Dependences:
         """The fewest dependences that keep conflicting tasks in their serial order."""
-        return Dependences(needed(self.effects))
+        return Dependences(needed(self._of_tasks))
 
     def plan(self) -> PipelinePlan:
         """All tasks in stage 0 on the caller's thread, with the inferred dependences.
@@ -92,7 +93,12 @@ class Recording:
         Raises:
             PlanError: The plan cannot run with these tasks at all.
         """
-        return compare(validate(plan, self.tasks), self.effects)
+        return compare(validate(plan, self.tasks), self._of_tasks)
+
+    @property
+    def _of_tasks(self) -> Mapping[str, Effects]:
+        """The effects without the loader's: a plan declares no dependences on it."""
+        return {name: touched for name, touched in self.effects.items() if name != PULL}
 
     def report(self, plan: PipelinePlan | None = None) -> InferenceReport:
         """A printable report; with a plan, it includes the comparison.

@@ -6,6 +6,7 @@ For each task that is worth it, these are tried on paper:
     beside    the task on a thread of its own, in the same period
     earlier   the task, and what it needs, one iteration ahead, on the threads they have
     faster    the task takes half as long
+    pulled    the loader is called on a thread of its own
 
 The planner's simulator predicts the iteration under each plan from the measured times, in
 proportion to what it says for the plan that was measured. The cores that there are limit it too.
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, Self
 
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.errors import PlanError
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, TaskSchedule
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.resolved import dependences_of
 from swpipe.profiler.diff import ms
 from swpipe.profiler.spread import Estimate
@@ -206,7 +207,14 @@ def _changes(paper: _Paper) -> Iterator[_Change]:
     """All changes; those that move a task come first, so that it is known what is in the way."""
     plan, costs = paper.plan, paper.costs
     for task in paper.seen.exposed_s:
-        if plan.cross_iter_deps:
+        if task == PULL:
+            if plan.pull_group is None:
+                own = _new_group(plan, "loader")
+                depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
+                place = partial(replace, plan, pull_group=own, pipeline_depth=depth)
+                words = "call the loader on a thread of its own"
+                yield _Change(task, (task,), words, place, costs)
+        elif plan.cross_iter_deps:
             needed = [name for name in plan.schedule if name in _needs(plan, task)]
             named = f"{task}, with {', '.join(needed)} before it," if needed else task
             together, own = (*needed, task), _new_group(plan, task)

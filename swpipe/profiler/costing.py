@@ -35,7 +35,7 @@ from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.profiler import TaskProfiler
-from swpipe.profiler.pulls import pull_all
+from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts
 
 _US = 1e6
@@ -51,14 +51,13 @@ def measure_costs(
     lock: bool = True,
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
+    loader: Iterable[Any] | None = None,
 ) -> CostModel:
     """Measure what each task of a pipeline costs, and restore all state afterwards.
 
     Args:
         pipe: The pipeline; idle. Under torch.distributed, call this on all ranks.
-        batches: At least one. Each is fed repeatedly, and all have the same weight. A list has
-            them already; of a loader or an iterator all are pulled, and what that costs on
-            average is the cost of ``PULL``.
+        batches: At least one. Each is fed repeatedly, and all have the same weight.
         num_warmup: Iterations on each batch that are not timed.
         num_measure: Iterations on each batch that are timed.
         pipelined: Measure while the plan runs, instead of one task at a time.
@@ -67,6 +66,9 @@ def measure_costs(
             compete for the interpreter lock.
         state: What to restore, as for ``TaskProfiler``; found automatically if None.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
+        loader: What training takes its batches from, as for ``TaskProfiler``: measure the cost of
+            its calls, ``"<pull>"``, too. Their ``gil_us`` is the thread's CPU time, for a part of
+            which Python may have released the lock.
 
     Returns:
         Costs in microseconds, without resources; ``with_resources`` adds them. ``handover_us`` is
@@ -78,7 +80,8 @@ def measure_costs(
         RuntimeError: The pipeline is closed, or iterations are in flight.
         BaseException: Whatever a task raised.
     """
-    batches, pull = pull_all(batches)
+    batches = list(batches)
+    pulls = None if loader is None else Pulls(loader)
     if not batches:
         raise ValueError("batches is empty: give at least one batch to measure on")
     Counts(num_warmup, num_measure, num_rounds=2)
@@ -87,18 +90,16 @@ def measure_costs(
     saved = profiler.save()
     found: list[CostModel] = []
     for batch in batches:
-        timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined)
+        timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined, pulls)
         try:
             with pipe.borrow():
                 timer.window()  # not used: the first iterations allocate and compile
+                if pulls is not None:
+                    pulls.begin()
                 found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
         finally:
             saved.restore()
-    costs = CostModel.mean(found)
-    if pull is not None:
-        known = pull if lock and not pipelined else replace(pull, gil_us=0.0)
-        costs = CostModel({**costs.tasks, PULL: known})
-    return replace(costs, handover_us=_US * measure_handover_s(Host()))
+    return replace(CostModel.mean(found), handover_us=_US * measure_handover_s(Host()))
 
 
 def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[str]]) -> CostModel:
@@ -119,10 +120,14 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
 def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     times = HostTimes(task.name for task in timer.pipe.tasks)
     timer.window(times)
+    pulled: dict[str, TaskCost] = {}
+    if timer.pulls is not None:
+        host_us, cpu_us = _US * timer.pulls.host_s, _US * timer.pulls.cpu_s
+        pulled[PULL] = TaskCost(host_us, gil_us=min(host_us, cpu_us) if lock else 0.0)
     gil_s = _gil_s(timer) if lock else {}
     device_s = device_times_s(timer)
     cpu_s = times.cpu_s
-    return {
+    return pulled | {
         name: TaskCost(
             host_us=_US * mean_s,
             gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean, median
 from typing import NamedTuple
 
+from swpipe.core.plan import PULL
 from swpipe.profiler.advice import Advice, Seen, advise
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.result import Joint, ProfileResult
@@ -31,9 +32,21 @@ class Measured(NamedTuple):
         """What the replays of each kind took, per iteration."""
         return {
             kind: fmean(self.rounds.in_backward_s[kind])
-            + sum(self.rounds.times[kind].host_s[name] for name in kind)
+            + sum(self.rounds.times[kind].host_s[name] for name in kind if name != PULL)
             for kind in self.rounds.saved_s
         }
+
+    @property
+    def host_s(self) -> dict[str, float]:
+        """Task to its time on its thread, the call of the loader first if it was measured."""
+        pulls, times = self.timer.pulls, self.rounds.times[BASE]
+        return ({PULL: pulls.host_s} if pulls else {}) | times.host_s
+
+    @property
+    def cpu_s(self) -> dict[str, float]:
+        """The same of the time on the CPU."""
+        pulls, times = self.timer.pulls, self.rounds.times[BASE]
+        return ({PULL: pulls.cpu_s} if pulls else {}) | times.cpu_s
 
     def saved(self) -> dict[Kind, Estimate]:
         """How much shorter an iteration is if the tasks of each kind cost nothing."""
@@ -51,14 +64,14 @@ class Measured(NamedTuple):
 
     def advice(self, step: Estimate, exposed: dict[str, Estimate]) -> tuple[Advice, ...]:
         """What to change next."""
-        times, pipe = self.rounds.times[BASE], self.timer.pipe
+        pipe = self.timer.pipe
         seen = Seen(
             plan=pipe.plan,
             pipelined=self.timer.pipelined,
             streams=pipe.device.has_streams,
             step_s=step,
-            host_s=times.host_s,
-            cpu_s=times.cpu_s,
+            host_s=self.host_s,
+            cpu_s=self.cpu_s,
             device_s=self.device_s,
             exposed_s=exposed,
         )
@@ -80,8 +93,7 @@ def result_of(
     step, saved, replays_s = mean_of(rounds.base_s), measured.saved(), measured.replays_s()
     exposed = {kind[0]: estimate for kind, estimate in saved.items() if len(kind) == 1}
     failed = {kind[0]: error for kind, error in rounds.failed.items() if len(kind) == 1}
-    times = rounds.times[BASE]
-    host_s, blocked_s, device_s = times.host_s, times.blocked_s, measured.device_s
+    host_s, cpu_s, device_s = measured.host_s, measured.cpu_s, measured.device_s
     names = [name for name in host_s if name in exposed or name in failed]
     return ProfileResult(
         batch=measured.label,
@@ -95,7 +107,7 @@ def result_of(
         replay_s={name: replays_s[name,] for name in exposed},
         in_others_s={name: measured.in_others_s(name) for name in exposed},
         host_s={name: host_s[name] for name in names},
-        blocked_s={name: blocked_s[name] for name in names},
+        blocked_s={name: max(0.0, host_s[name] - cpu_s[name]) for name in names},
         device_s={name: device_s[name] for name in names if name in device_s},
         busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
         joint=tuple(

@@ -25,6 +25,7 @@ from typing import Any
 
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
+from swpipe.profiler.pulls import Pulls
 from swpipe.trace.recorder import timed_event
 
 
@@ -37,6 +38,7 @@ class WindowTimer:
         copy: Makes the batches from ``batch``, before the iterations that get them.
         warmup: Iterations before those that are timed; at least 1, in which a shortcut task is
             cached.
+        pulls: Called where an iteration gets its batch; None for nothing.
     """
 
     pipe: SWPipeline[Any]
@@ -45,6 +47,7 @@ class WindowTimer:
     warmup: int
     measure: int
     pipelined: bool
+    pulls: Pulls | None = None
 
     @property
     def num_warmup(self) -> int:
@@ -72,7 +75,8 @@ class WindowTimer:
 
     def run(self) -> SerialRun | PlanRun:
         """Begin a run of iterations."""
-        return (PlanRun if self.pipelined else SerialRun)(self.pipe, _Feed(self.batch, self.copy))
+        feed = _Feed(self.batch, self.copy, self.pulls or _nothing)
+        return (PlanRun if self.pipelined else SerialRun)(self.pipe, feed)
 
     def spans(self, seconds: Sequence[float]) -> list[float]:
         """Means of as many neighbouring iterations as the pipeline is deep."""
@@ -85,11 +89,20 @@ def _nothing() -> None:
 
 
 class _Feed:
-    """The batches of a run: an iterator that has as many as were asked for ahead."""
+    """The batches of a run: an iterator that has as many as were asked for ahead.
 
-    def __init__(self, batch: Any, copy: Callable[[Any], Any] | None) -> None:
+    ``pull`` is called for each that is taken.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        copy: Callable[[Any], Any] | None,
+        pull: Callable[[], object] = _nothing,
+    ) -> None:
         self._batch = batch
         self._copy = copy
+        self._pull = pull
         self._ahead: deque[Any] = deque()
 
     def prepare(self, count: int) -> None:
@@ -103,6 +116,7 @@ class _Feed:
     def __next__(self) -> Any:
         if not self._ahead:
             raise StopIteration
+        self._pull()
         return self._ahead.popleft()
 
 
@@ -128,10 +142,10 @@ class SerialRun:
         for turn in range(warmup + measure):
             if turn == warmup:
                 begin_to_measure()
-            batch, number = next(self._feed), self._first + len(self._seconds)
+            number = self._first + len(self._seconds)
             wait()
             begin_s = time.perf_counter()
-            self._pipe.run_one_serial_iter(batch, number)
+            self._pipe.run_one_serial_iter(next(self._feed), number)
             wait()
             self._seconds.append(time.perf_counter() - begin_s)
         return slice(begin, begin + measure)

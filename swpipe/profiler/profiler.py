@@ -8,11 +8,13 @@ from typing import Any
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._state.discovery import given_state
 from swpipe._state.loop import LoopState
+from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.device_times import device_times_s
 from swpipe.profiler.evaluation import Measured, result_of
 from swpipe.profiler.measure import WindowTimer
+from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import Counts, Kind, Rounds
 from swpipe.profiler.together import joint_kinds
@@ -65,6 +67,7 @@ class TaskProfiler:
         target_spread_ms: float | None = None,
         label: str = "batch 0",
         copy: Callable[[Any], Any] | None = None,
+        loader: Iterable[Any] | None = None,
     ) -> ProfileResult:
         """Profile on one batch. For arguments and errors see ``profile_many``."""
         return self.profile_many(
@@ -73,6 +76,7 @@ class TaskProfiler:
             target_spread_ms=target_spread_ms,
             labels=[label],
             copy=copy,
+            loader=loader,
         )[0]
 
     def profile_many(
@@ -89,6 +93,7 @@ class TaskProfiler:
         target_spread_ms: float | None = None,
         labels: Sequence[str] | None = None,
         copy: Callable[[Any], Any] | None = None,
+        loader: Iterable[Any] | None = None,
     ) -> ProfileResults:
         """Profile on several batches, each from the same state.
 
@@ -111,6 +116,10 @@ class TaskProfiler:
             labels: A name for each batch; by default "batch 0", "batch 1" and so on.
             copy: Makes a batch that may be modified, for tasks that modify it in place. It is
                 called for all iterations of a visit before the visit starts.
+            loader: What training takes its batches from, such as a ``DataLoader``: measure what
+                its calls cost as well, in a row ``"<pull>"``. It is called once per iteration, in
+                which its batch is dropped, and begun again at its end; what it keeps in objects of
+                its own is not restored. Ranks take the same number of batches.
 
         Returns:
             One result per batch.
@@ -132,10 +141,14 @@ class TaskProfiler:
         names, left_out = self._names(tasks)
         saved = self.save()
         results = []
-        visits = len(batches) * num_rounds * len(names) if counts.fixed else None
+        alone = [(name,) for name in (*([] if loader is None else [PULL]), *names)]
+        visits = len(batches) * num_rounds * len(alone) if counts.fixed else None
         with _progress_bar(visits, show=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
-                timer = WindowTimer(self.pipe, batch, copy, num_warmup, num_measure, pipelined)
+                timer = WindowTimer(
+                    *(self.pipe, batch, copy, num_warmup, num_measure, pipelined),
+                    pulls=None if loader is None else Pulls(loader),
+                )
                 rounds = Rounds(timer, counts, saved.restore_training)
                 try:
                     with self.pipe.borrow(), saved.guard():
@@ -146,7 +159,7 @@ class TaskProfiler:
                             joint = joint_kinds(self.pipe.plan, names, times.host_s, step_s)
                             if not is_alone():  # times differ
                                 joint = gather(joint)[0]
-                        rounds.measure([*((name,) for name in names), *joint], bar.update)
+                        rounds.measure([*alone, *joint], bar.update)
                 finally:
                     saved.restore()
                 found = Measured(label, timer, rounds, joint, device_s)

@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from statistics import fmean
-from typing import Any, NamedTuple
-
-from swpipe.core.costs import TaskCost
+from typing import Any
 
 
-class Pulled(NamedTuple):
-    """Batches, and what pulling one cost.
+class Pulls:
+    """Calls a loader once per iteration, as training does, and drops what it returns.
 
-    Attributes:
-        batches: All of them.
-        cost: The mean; None for batches that are there already. ``gil_us`` is the thread's CPU
-            time, of which Python may have released the lock for a part.
+    It is begun again at its end. The iterations get the batch that is profiled.
     """
 
-    batches: list[Any]
-    cost: TaskCost | None
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+        self._on = True
+        self._times: list[tuple[float, float]] = []
 
+    def __call__(self) -> None:
+        """Pull a batch.
 
-def pull_all(batches: Iterable[Any]) -> Pulled:
-    """Pull all batches of a loader, one by one, and time it; a sequence has them already.
+        Raises:
+            ValueError: There is none.
+            BaseException: Whatever the loader raised.
+        """
+        if self._on:
+            wall_s, cpu_s = time.perf_counter(), time.thread_time()
+            self._next()
+            self._times.append((time.perf_counter() - wall_s, time.thread_time() - cpu_s))
 
-    The first pull does not count where there are more: a loader starts its workers in it.
-    """
-    if isinstance(batches, Sequence):
-        return Pulled(list(batches), None)
-    iterator, found = iter(batches), []
-    times: list[tuple[float, float]] = []
-    while True:
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+    def _next(self) -> None:
+        for _ in range(2):
+            if self._batches is None:
+                self._batches = iter(self._loader)
+            for _batch in self._batches:
+                return
+            self._batches = None
+        raise ValueError(
+            "the loader has no batch, or has ended and cannot be begun again: give a DataLoader "
+            "or another object that makes a new iterator"
+        )
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Pull nothing meanwhile."""
+        self._on = False
         try:
-            found.append(next(iterator))
-        except StopIteration:
-            break
-        times.append((time.perf_counter() - wall_s, time.thread_time() - cpu_s))
-    if not times:
-        return Pulled(found, None)
-    host_us, cpu_us = (1e6 * fmean(some) for some in zip(*(times[1:] or times), strict=True))
-    return Pulled(found, TaskCost(host_us, gil_us=min(host_us, cpu_us)))
+            yield
+        finally:
+            self._on = True
+
+    def begin(self) -> None:
+        """Forget the times so far: in the first call a loader starts its workers."""
+        self._times.clear()
+
+    @property
+    def host_s(self) -> float:
+        """The mean seconds of a call."""
+        return fmean(wall_s for wall_s, _ in self._times)
+
+    @property
+    def cpu_s(self) -> float:
+        """The mean seconds per call in which the thread was on the CPU."""
+        return fmean(cpu_s for _, cpu_s in self._times)

@@ -30,13 +30,14 @@ from typing import TypeAlias
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.errors import UnsavedStateError, add_note
+from swpipe.core.plan import PULL
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import PlanRun, SerialRun, WindowTimer
 from swpipe.profiler.run_queue import disturbed, waited_s
 from swpipe.profiler.spread import on_the_line, time_saved
 
 Kind: TypeAlias = tuple[str, ...]
-"""The tasks that are shortcut in a visit."""
+"""The tasks that are shortcut in a visit; ``PULL`` where the loader is not called."""
 
 Visit: TypeAlias = tuple[Kind, list[float]]
 """A kind, and the times of the iterations that were timed."""
@@ -110,7 +111,8 @@ class Rounds:
     Args:
         timer: Runs the iterations.
         restore: Called after each round.
-        enter: What is done to the tasks of a kind during its visits; None to shortcut them.
+        enter: What is done to the tasks of a kind during its visits; None to shortcut them, and
+            not to call the loader.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Rounds:
         enter: Callable[[Kind], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._timer = timer
-        self._enter = enter or (lambda kind: timer.pipe.shortcut(*kind))
+        self._enter = enter or self._shortcut
         self._counts = counts
         self._restore = restore
         self._rng = random.Random(0)
@@ -136,6 +138,11 @@ class Rounds:
         self.disturbed: int | None = None if waited_s() is None else 0
         self._shares: list[float | None] = []
 
+    def _shortcut(self, kind: Kind) -> AbstractContextManager[object]:
+        if kind == (PULL,) and self._timer.pulls is not None:
+            return self._timer.pulls.off()
+        return self._timer.pipe.shortcut(*kind)
+
     def warm_up(self) -> tuple[float, HostTimes]:
         """Iterations without shortcuts: the first ones allocate and compile.
 
@@ -145,6 +152,8 @@ class Rounds:
         _, (_, seconds) = self._run(visits(()))
         first = self.times[BASE]
         self.times[BASE] = self._new_times()
+        if self._timer.pulls is not None:
+            self._timer.pulls.begin()
         return fmean(seconds), first
 
     def measure(self, kinds: Sequence[Kind], tick: Callable[[], object]) -> None:
@@ -261,16 +270,17 @@ class Rounds:
         if length > 1:
             length += self._rng.choice((-1, 0, 1))
         extra_before_s = 0.0
+        replayed = () if kind == (PULL,) else kind
 
         def begin_to_measure() -> None:
             nonlocal extra_before_s
-            extra_before_s = timer.pipe.replay_in_backward_s(*kind)
+            extra_before_s = timer.pipe.replay_in_backward_s(*replayed)
 
         try:
             with self._enter(kind) if kind else nullcontext():
                 begin_s, waited_before_s = time.perf_counter(), waited_s()
                 measured = run.iterate(timer.num_warmup, length, begin_to_measure)
-                extra_s = timer.pipe.replay_in_backward_s(*kind) - extra_before_s
+                extra_s = timer.pipe.replay_in_backward_s(*replayed) - extra_before_s
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
                 took_s = time.perf_counter() - begin_s
                 self._shares.append(_share(waited_before_s, waited_s(), took_s))
@@ -279,7 +289,7 @@ class Rounds:
                 timer.pipe.check_shortcuts()
                 return measured
         except BaseException as error:
-            what = f"with {_named(kind)} shortcut" if kind else "without a shortcut"
+            what = f"with {_named(kind)}" if kind else "without a shortcut"
             add_note(error, f"swpipe: while profiling {what}")
             raise
 
@@ -320,4 +330,6 @@ def _share(before_s: float | None, after_s: float | None, took_s: float) -> floa
 
 
 def _named(kind: Kind) -> str:
-    return f"task{'s' * (len(kind) > 1)} {', '.join(map(repr, kind))}"
+    if kind == (PULL,):
+        return "the loader not called"
+    return f"task{'s' * (len(kind) > 1)} {', '.join(map(repr, kind))} shortcut"

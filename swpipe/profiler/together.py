@@ -11,15 +11,17 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 from swpipe.core.messages import listed
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 
 LIMITING = 0.9
 """A thread group that is busy for so much of an iteration may set its pace."""
 
 
 def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:
-    """Thread group to the seconds per iteration in which it runs tasks."""
+    """Thread group to the seconds per iteration in which it runs tasks, or calls the loader."""
     busy: dict[str, float] = defaultdict(float)
+    if PULL in host_s:
+        busy[plan.pull_group or DEFAULT_GROUP] += host_s[PULL]
     for name, schedule in plan.schedule.items():
         busy[schedule.thread_group] += host_s[name]
     return dict(busy)

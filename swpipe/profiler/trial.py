@@ -21,6 +21,7 @@ from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.profiler import TaskProfiler
+from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts
 
 
@@ -35,6 +36,7 @@ def try_plans(
     context: type[TypedContext] | None = None,
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
+    loader: Iterable[Any] | None = None,
 ) -> dict[str, float]:
     """Measure plans alternately, one round per batch, and restore all state afterwards.
 
@@ -48,6 +50,8 @@ def try_plans(
         context: As for ``SWPipeline``.
         state: What to restore, as for ``TaskProfiler``; found automatically if None.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
+        loader: What training takes its batches from: call it in each iteration, as
+            ``TaskProfiler`` does.
 
     Returns:
         Name to seconds per iteration in the steady state: the median over all windows.
@@ -62,6 +66,7 @@ def try_plans(
         raise ValueError("give at least one plan and one batch to try it on")
     Counts(num_warmup, num_measure, num_rounds=2)
     samples: dict[str, list[float]] = {name: [] for name in plans}
+    pulls = None if loader is None else Pulls(loader)
     with ExitStack() as stack:
         pipes = {
             name: stack.enter_context(SWPipeline(plan, tasks, device=device, context=context))
@@ -72,7 +77,9 @@ def try_plans(
         order = list(pipes)
         for turn, batch in enumerate(batches):
             for name in order if turn % 2 else reversed(order):
-                timer = WindowTimer(pipes[name], batch, copy, num_warmup, num_measure, True)
+                timer = WindowTimer(
+                    pipes[name], batch, copy, num_warmup, num_measure, pipelined=True, pulls=pulls
+                )
                 try:
                     with pipes[name].borrow():
                         samples[name] += timer.window()

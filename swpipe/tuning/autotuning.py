@@ -23,7 +23,9 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
-from swpipe.core.plan import PipelinePlan, StreamRef
+from swpipe.core.effects import Effects
+from swpipe.core.messages import listed
+from swpipe.core.plan import PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
@@ -144,6 +146,7 @@ class Loop:
     over_ranks: Callable[[Any], list[Any]] | None = None
     progress: Callable[[str], object] = lambda line: None
     context: type[TypedContext] | None = None
+    loader: Iterable[Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -163,14 +166,17 @@ class Loop:
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
         self.progress("recording what the tasks touch")
-        own = record(self.tasks, self.batches[0], device=self.device, context=self.context)
+        batch, device, context = self.batches[0], self.device, self.context
+        own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
         return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan) -> CostModel:
         """Measure what the tasks cost while ``plan`` runs."""
         self.progress("measuring what the tasks cost")
         with SWPipeline(plan, self.tasks, device=self.device, context=self.context) as pipe:
-            own = measure_costs(pipe, self.batches[:_BATCHES], pipelined=plan.depth > 1)
+            own = measure_costs(
+                pipe, self.batches[:_BATCHES], pipelined=plan.depth > 1, loader=self.loader
+            )
         return CostModel.mean(self.gather(own))
 
     def inferred_plan(self, recording: Recording) -> PipelinePlan:
@@ -202,6 +208,7 @@ def autotune(
     ordered: Iterable[str] = (),
     over_ranks: Callable[[Any], list[Any]] | None = None,
     progress: Callable[[str], object] = lambda line: None,
+    loader: Iterable[Any] | None = None,
 ) -> Tuned:
     """Choose a plan for a loop, by trial, and say why.
 
@@ -222,6 +229,10 @@ def autotune(
         over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
             torch.distributed's default group, where there is one.
         progress: Called with one line before each step.
+        loader: What training takes its batches from, such as a ``DataLoader``. Its calls are
+            measured and planned too, and each trial makes them. They come after the iteration
+            before, if the loader may use what a task changes. Otherwise a thread of their own may
+            make them, if that is faster.
 
     Raises:
         ValueError: There are no batches.
@@ -238,8 +249,10 @@ def autotune(
         over_ranks,
         progress,
         context,
+        loader,
     )
     recording = loop.record()
+    limits, in_turn = _for_the_loader(limits, recording)
     inferred = loop.inferred_plan(recording)
     alone = costs = loop.measure(inferred)
     planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
@@ -249,8 +262,19 @@ def autotune(
     simple, left_out = _simple(loop, recording, costs, limits, ready_made or {})
     candidates = _try(loop, (*simple, *planned))
     chosen = choose(candidates)
-    why = (*explain(candidates, chosen, alone), *left_out)
+    why = (*explain(candidates, chosen, alone), *in_turn, *left_out)
     return Tuned(chosen, candidates, why, recording, costs)
+
+
+def _for_the_loader(limits: Limits, recording: Recording) -> tuple[Limits, tuple[str, ...]]:
+    """The limits, with one iteration in flight if batches cannot be pulled ahead; and why."""
+    own = recording.effects.get(PULL, Effects())
+    for name, touched in recording.effects.items():
+        if shared := touched.writes & own.reads:
+            places = listed(sorted(map(str, shared)), most=3)
+            why = f"The loader and {name!r} may both use {places}, so batches are not pulled ahead."
+            return replace(limits, in_flight=1), (why,)
+    return limits, ()
 
 
 # ------------------------------------------------------------------------------------ candidates
@@ -365,6 +389,7 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
             [loop.batches[turn % len(loop.batches)]],
             device=loop.device,
             context=loop.context,
+            loader=loop.loader,
         )
         all_s = loop.gather(own_s)
         for name, rounds in rounds_us.items():

@@ -182,7 +182,7 @@ def overlap(
     start_iteration: int = 0,
     iterations: int | None = 2,
     context: type[C] | None = None,
-    check_effects: bool = False,
+    check_effects: bool | float = False,
 ) -> OverlappedLoop[C]:
     """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
 

@@ -13,6 +13,7 @@ import pytest
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.program import ADMIT, RETIRE, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
+from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from tests.device.virtual import VirtualDevice
 from tests.device.virtual.clocks import Clock, Stamp
@@ -175,10 +176,15 @@ def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
         assert before.device(name, RETIRE, 0)
 
 
-def test_admission_has_no_device_work() -> None:
-    """To ask for it is a mistake."""
-    with pytest.raises(ValueError, match="no device work"):
-        HappensBefore.of(resolve_plan(piped()), streams=True).device(ADMIT, "h2d", 0)
+@pytest.mark.parametrize("group", [None, "loader"])
+def test_a_call_of_the_loader_comes_after_device_work_that_is_done(group: str | None) -> None:
+    """That of the iteration whose place it takes; its own is done when it returns."""
+    plan = replace(piped(), pull_group=group, pipeline_depth=5)
+    before = HappensBefore.of(resolve_plan(plan), streams=True)
+    assert before.keeps(PULL, "h2d", 0)
+    assert before.keeps("step", PULL, 5)
+    assert not before.device("step", PULL, 4)
+    assert not before.keeps("step", PULL, 1)
 
 
 def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:

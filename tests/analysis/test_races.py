@@ -17,7 +17,7 @@ from swpipe.analysis.validation import validate
 from swpipe.core.dependence import CycleError
 from swpipe.core.effects import Effects, Location
 from swpipe.core.errors import Problem
-from swpipe.core.plan import DEFAULT_GROUP
+from swpipe.core.plan import DEFAULT_GROUP, PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import Mode
 from tests.device.virtual import VirtualDevice
@@ -31,6 +31,7 @@ from tests.support.safety import (
     is_as_stale_as_allowed,
     random_pair,
     small_workload,
+    with_loader,
     without,
 )
 from tests.support.strategies import random_plan
@@ -83,6 +84,28 @@ def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None
     assert too_large < SAFE_PLANS // 5
     assert unsafe > SAFE_PLANS // 5
     assert threaded > SAFE_PLANS // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
+def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
+    """Refused is what some interleaving breaks, also for what the loader uses."""
+    refused = allowed = groups = 0
+    for seed in range(600):
+        plan, workload = random_pair(seed, most_tasks=3)
+        effects = with_loader(random.Random(seed), effects_of(workload))
+        try:
+            broken = fights(plan, effects, streams=streams)
+        except TooManyError:
+            continue
+        assert named(order_problems(plan, effects, streams=streams)) == broken, f"seed {seed}"
+        own = any(PULL in pair for pair in broken)
+        refused += own
+        allowed += not own and any(place.persistent for place in effects[PULL].reads)
+        groups += plan.pull_group is not None
+    assert refused > 50
+    assert allowed > 20
+    assert groups > 50
 
 
 @pytest.mark.slow

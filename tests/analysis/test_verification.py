@@ -10,6 +10,7 @@ import pytest
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.effects import Effects, Location
+from swpipe.core.plan import PULL
 from swpipe.planning import recsys14
 from swpipe.plans import clicks, sparse_dist
 from tests.support.plans_for_tests import piped
@@ -269,3 +270,19 @@ def test_a_call_without_anything_to_check_is_a_mistake() -> None:
         verify(unconnected())
     with pytest.raises(TypeError, match="a budget needs sizes"):
         verify(unconnected(), effects=dict.fromkeys("ab", touching()), budget_bytes=1)
+
+
+@pytest.mark.parametrize("group", [None, "loader"])
+def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead(group: str | None) -> None:
+    """Whichever thread pulls: a serial loop pulls a batch after the step before it."""
+    plan = replace(piped(), pull_group=group, pipeline_depth=None)
+    effects = {PULL: touching("model", "batch"), **CHAIN}
+    said = (
+        r"'<pull>' on iteration i must come after 'step' on iteration i - 1, but .* state 'model' "
+        r"\(read after write\): pull each batch after the iteration before it: pipeline_depth=1, "
+        "and no pull_group"
+    )
+    with pytest.raises(PlanError, match=said):
+        verify(plan, effects=effects)
+    assert verify(PipelinePlan.serial(list(CHAIN)), effects=effects)
+    assert verify(plan, effects={**effects, PULL: touching("", "batch")})

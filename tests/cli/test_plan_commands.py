@@ -32,6 +32,15 @@ def loop():
     return [PipelineTask("load", load), PipelineTask("learn", learn)], [torch.ones(4)] * 60
 
 
+class Loader:
+    def __iter__(self):
+        return iter([torch.ones(4)] * 60)
+
+
+def loaded():
+    return loop()[0], Loader()
+
+
 class Ctx(TypedContext):
     def more(self):
         return self.batch + 1
@@ -291,6 +300,14 @@ def test_the_users_own_tasks_are_profiled(here: Path, capsys: pytest.CaptureFixt
         assert "\nlearn " in out
         (result,) = json.loads((here / "profile.json").read_text())
         assert set(result["exposed_s"]) == {"load", "learn"}
+
+
+def test_a_loader_of_the_users_own_is_profiled(here: Path) -> None:
+    """It is a row; a list, as above, has no calls."""
+    args = ("--rounds", 2, "--output", "profile.json")
+    assert run("profile", "--workload", "my_loop:loaded", *args) == 0
+    (result,) = json.loads((here / "profile.json").read_text())
+    assert set(result["exposed_s"]) == {"<pull>", "load", "learn"}
 
 
 def test_the_users_own_tasks_are_traced(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

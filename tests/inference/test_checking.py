@@ -50,13 +50,18 @@ def on_threads(*names: str, stages: Sequence[int] = (), **order: Any) -> Pipelin
     )
 
 
-def checked(plan: PipelinePlan, functions: Iterable[Callable[[Any], None]], **options: Any) -> Any:
+def checked(
+    plan: PipelinePlan,
+    functions: Iterable[Callable[[Any], None]],
+    share: float = True,
+    **options: Any,
+) -> Any:
     """A pipeline that checks; a function is a task of its name."""
     tasks = [
         f if isinstance(f, PipelineTask) else PipelineTask(f.__name__, f)  # type: ignore[attr-defined]
         for f in functions
     ]
-    return SWPipeline(plan, tasks, device="cpu", check_effects=True, **options)
+    return SWPipeline(plan, tasks, device="cpu", check_effects=share, **options)
 
 
 def stopped(pipe: SWPipeline, count: int = BATCHES) -> tuple[int, PlanError]:
@@ -366,6 +371,49 @@ def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touc
                 pipe.run(range(8))
         else:
             assert pipe.run(range(8)).iterations == 8
+
+
+# ------------------------------------------------------------------------ a share of iterations
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1, True])
+def test_windows_of_iterations_are_watched_and_the_first_ones(share: float) -> None:
+    """So many of them, each as long as two tasks may be apart; the rest runs as without."""
+    seen: list[bool] = []
+    mode = PipelineTask("mode", lambda ctx: seen.append(bool(_get_current_dispatch_mode_stack())))
+    plan = PipelinePlan({"mode": TaskSchedule()}, pipeline_depth=3)
+    with checked(plan, [mode], share) as pipe:
+        pipe.run(range(2_000))
+    assert all(seen[:16])
+    assert share * 0.8 < sum(seen[16:]) / len(seen[16:]) <= min(1, share * 1.2)
+    lengths = [len(run) for run in "".join(".x"[one] for one in seen[16:-4]).split(".")]
+    assert all(length >= 4 for length in lengths[1:] if length)
+
+
+@pytest.mark.parametrize("every", [20, 50, 64])
+def test_what_a_task_does_now_and_then_is_met_in_the_end(every: int) -> None:
+    """At the same iteration each time."""
+    total = torch.zeros(4)
+
+    def add(ctx: IterContext) -> None:
+        if (ctx.iter_idx + 1) % every == 0:
+            total.add_(1)
+
+    def use(ctx: IterContext) -> None:
+        ctx.x = total + 1
+
+    plan = on_threads("add", "use")
+    counts = {stopped(checked(plan, [add, use], 0.2), count=1_000)[0] for _ in range(2)}
+    (count,) = counts
+    assert 16 <= count < 1_000
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, "all", None])
+def test_a_share_that_is_none_is_refused(share: Any) -> None:
+    """With the rule."""
+    task = PipelineTask("a", lambda ctx: None)
+    with pytest.raises(ValueError, match="give True, False, or the share of the iterations"):
+        checked(PipelinePlan.serial([task]), [task], share)
 
 
 # -------------------------------------------------------------------------------- what is left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
@@ -137,3 +139,48 @@ def test_a_plan_that_is_too_large_to_simulate_has_no_advice(
     result = profiled(ONE_THREAD, tasks, pipelined=False)
     assert result.advice == ()
     assert result.exposed_s["read"] == pytest.approx(6e-3)
+
+
+class Loader:
+    """Batches that take 6 ms each on a virtual clock; five in a pass."""
+
+    def __init__(self, host: TimedHost) -> None:
+        self.host = host
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in range(5):
+            self.host.sleep(6e-3)
+            yield batch
+
+
+def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
+    """Serially it costs what it takes; on a thread of its own nothing, as was promised."""
+    tasks = sleepers(host, train=7, step=2)
+    plan = PipelinePlan.serial(tasks)
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        result = TaskProfiler(pipe).profile(None, loader=Loader(host))
+    assert result.tasks == ("<pull>", "train", "step")
+    assert result.baseline_s == pytest.approx(15e-3)
+    assert result.exposed_s["<pull>"] == pytest.approx(6e-3)
+    assert result.host_s["<pull>"] == result.blocked_s["<pull>"] == pytest.approx(6e-3)
+    first = result.advice[0]
+    assert first.change == "call the loader on a thread of its own"
+    assert first.saved_s == pytest.approx(6e-3)
+    with SWPipeline(PipelinePlan.from_json(first.plan), tasks, device="cpu") as pipe:
+        tried = TaskProfiler(pipe).profile(None, pipelined=True, loader=Loader(host))
+    assert tried.baseline_s == pytest.approx(9e-3)
+    assert tried.exposed_s["<pull>"] == pytest.approx(0, abs=1e-6)
+    assert tried.busy_s == pytest.approx({"default": 9e-3, "loader": 6e-3})
+    assert all(advice.task != "<pull>" for advice in tried.advice)
+
+
+def test_a_loader_on_the_callers_thread_is_part_of_its_load(host: TimedHost) -> None:
+    """Under a plan that pulls there."""
+    tasks = sleepers(host, train=7, step=2)
+    with SWPipeline(
+        overlapped({"default": ["train"], "io": ["step"]}), tasks, device="cpu"
+    ) as pipe:
+        result = TaskProfiler(pipe).profile(None, pipelined=True, loader=Loader(host))
+    assert result.busy_s == pytest.approx({"default": 13e-3, "io": 2e-3})
+    assert result.exposed_s["<pull>"] == pytest.approx(6e-3)
+    assert result.advice[0].change == "call the loader on a thread of its own"

@@ -260,20 +260,39 @@ def test_a_resource_for_a_task_without_costs_is_refused() -> None:
         with_resources(CostModel({"dist": TaskCost(1)}), {"dits": "nccl"})
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_loader_has_a_cost_too(pipelined: bool) -> None:
-    """What its pulls take, without the first, in which it starts; a list has none."""
+class Loader:
+    """Three batches in a pass: each computes for 2 ms and waits for 3; a pass begins slowly."""
 
-    def loader() -> Iterator[int]:
-        time.sleep(0.3)
-        for batch in range(4):
+    def __init__(self, host: TimedHost) -> None:
+        self.host = host
+
+    def __iter__(self) -> Iterator[int]:
+        self.host.sleep(0.0 if self.host.now_ns else 1.0)
+        for batch in range(3):
+            self.host.compute(2e-3)
+            self.host.sleep(3e-3)
             yield batch
-            time.sleep(0.005)
 
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_loader_has_a_cost_too(host: TimedHost, pipelined: bool) -> None:
+    """What a call takes, without the first, in which it starts."""
+    (task,) = sleepers(host, use=1)
+    plan = PipelinePlan({"use": TaskSchedule()}, pull_group="loader")
+    counts = {**COUNTS, "pipelined": pipelined}
+    with SWPipeline(plan, [task], device="cpu") as pipe:
+        with_loader = measure_costs(pipe, [1, 2], loader=Loader(host), **counts).tasks
+        assert with_loader["<pull>"].host_us == pytest.approx(5e3)
+        assert with_loader["<pull>"].gil_us == pytest.approx(0 if pipelined else 2e3)
+        assert with_loader["use"].host_us == pytest.approx(1e3)
+        assert "<pull>" not in measure_costs(pipe, [1, 2], **counts).tasks
+
+
+def test_a_loader_that_has_ended_is_refused() -> None:
+    """One that cannot be begun again, and one without a batch."""
     task = PipelineTask("use", lambda ctx: None)
     with SWPipeline(PipelinePlan.serial([task]), [task], device="cpu") as pipe:
-        pull = measure_costs(pipe, loader(), pipelined=pipelined, **COUNTS).tasks["<pull>"]
-        assert 5e3 <= pull.host_us < 1e5
-        assert pull.gil_us < 5e3
-        assert bool(pull.gil_us) is not pipelined
-        assert "<pull>" not in measure_costs(pipe, [1, 2], pipelined=pipelined, **COUNTS).tasks
+        for loader in (iter([1, 2]), []):
+            with pytest.raises(ValueError, match="has ended and cannot be begun again"):
+                measure_costs(pipe, [1], loader=loader, **COUNTS)
+        assert pipe.in_flight == 0

@@ -47,6 +47,7 @@ class Machine:
     num_warmup = 2
     measure = 3
     tasks = ()
+    pulls = None
 
     def __init__(
         self,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +27,20 @@ def test_the_result_is_the_iteration_time_under_each_plan(host: TimedHost) -> No
     took_s = try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 2, 6, device="cpu")
     assert list(took_s) == ["serial", "beside"]
     assert took_s == pytest.approx({"serial": 7e-3, "beside": 4e-3})
+
+
+def test_a_loader_is_called_in_each_iteration(host: TimedHost) -> None:
+    """It takes 5 ms, on the caller's thread or beside the tasks."""
+
+    class Loader:
+        def __iter__(self) -> Iterator[int]:
+            host.sleep(5e-3)
+            yield 0
+
+    tasks = sleepers(host, read=4, work=3)
+    plans = {"serial": SERIAL, "pulled ahead": replace(SERIAL, pull_group="loader")}
+    took_s = try_plans(tasks, plans, [1, 2], 2, 6, device="cpu", loader=Loader())
+    assert took_s == pytest.approx({"serial": 12e-3, "pulled ahead": 7e-3})
 
 
 def test_trials_restore_trained_state() -> None:

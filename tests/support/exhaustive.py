@@ -15,7 +15,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.plan import StreamRef
 
 Run = tuple[str, int]
@@ -128,15 +128,19 @@ class Exhaustive:
                 return None
         _strike(self._host_before, (ins.task, i), state.called)
         called = state.called | self._bits[ins.task, i]
-        return State(passed, self._queued(state, ins, i), called, state.done)
+        done = state.done
+        if ins.task in SOURCES:  # a call of the loader is done when it returns
+            _strike(self._device_before, (ins.task, i), done)
+            done |= self._bits[ins.task, i]
+        return State(passed, self._queued(state, ins, i), called, done)
 
     def _queued(self, state: State, ins: Instruction, i: int) -> tuple[tuple[Item, ...], ...]:
         """The queues, once the instruction has submitted its work."""
-        if not self._has_streams or ins.task == ADMIT:
+        if not self._has_streams or ins.task in SOURCES:
             return state.queues
         awaited = 0
         for wait in ins.event_waits:
-            if wait.producer != ADMIT:
+            if wait.producer not in SOURCES:
                 awaited |= self._bits.get((wait.producer, i - wait.distance), 0)
         # To wait for an event that was never recorded is to wait for nothing.
         item = Item((ins.task, i), awaited & state.called)

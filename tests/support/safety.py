@@ -12,8 +12,9 @@ from dataclasses import replace
 from itertools import combinations
 
 from swpipe import PipelinePlan
-from swpipe._engine.program import compile_plan
+from swpipe._engine.program import ADMIT, compile_plan
 from swpipe.core.effects import Effects, EffectTable, Location
+from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from tests.support.exhaustive import Exhaustive, Run
 from tests.support.strategies import Workload, random_plan, random_workload
@@ -41,6 +42,15 @@ def effects_of(workload: Workload) -> dict[str, Effects]:
             ),
         )
     return table
+
+
+def with_loader(rng: random.Random, effects: EffectTable) -> dict[str, Effects]:
+    """The same tasks, and a loader that makes the batch and uses some of their states."""
+    states = {place for e in effects.values() for place in e.reads | e.writes if place.persistent}
+    used = frozenset(place for place in sorted(states) if rng.random() < 0.3)
+    changed = frozenset(place for place in sorted(used) if rng.random() < 0.5)
+    batch = Location("batch", persistent=False)
+    return {PULL: Effects(used, changed | {batch}), **effects}
 
 
 def without(plan: PipelinePlan, edge: tuple[str, tuple[object, ...]]) -> PipelinePlan:
@@ -76,9 +86,16 @@ def orders(
     """Each run of a task to those that always come before it, on the host and on the device."""
     program = compile_plan(resolve_plan(plan), streams=streams)
     found = Exhaustive(program, iterations, streams=streams, most=most)
-    if not streams:
-        return found.host_before
-    return {run: found.host_before[run] & found.device_before[run] for run in found.device_before}
+    before = found.host_before
+    if streams:
+        before = {run: before[run] & found.device_before[run] for run in found.device_before}
+    if plan.pull_group is None:  # <admit> calls the loader
+
+        def puller(run: Run) -> Run:
+            return (PULL, run[1]) if run[0] == ADMIT else run
+
+        before = {puller(run): frozenset(map(puller, of)) for run, of in before.items()}
+    return before
 
 
 def meetings(effects: EffectTable, iterations: int) -> Iterator[tuple[Run, Run, Location]]:

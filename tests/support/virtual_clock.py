@@ -25,6 +25,7 @@ import swpipe._engine.admission
 import swpipe.pipeline
 import swpipe.profiler.host
 import swpipe.profiler.measure
+import swpipe.profiler.pulls
 import swpipe.profiler.slopes
 import swpipe.report
 import swpipe.trace.recorder
@@ -178,8 +179,8 @@ def tell_time(
 ) -> None:
     """Let swpipe take its threads, and the time, from the host, and wait for the device there."""
     monkeypatch.setattr(swpipe.pipeline, "Host", lambda: host)
-    profiler = (swpipe.profiler.host, swpipe.profiler.measure, swpipe.profiler.slopes)
-    for module in (*profiler, swpipe.report):
+    profiler = swpipe.profiler
+    for module in (profiler.host, profiler.measure, profiler.pulls, profiler.slopes, swpipe.report):
         monkeypatch.setattr(module, "time", host)
     monkeypatch.setattr(swpipe.trace.recorder, "time", host)
     if device is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -271,6 +271,46 @@ def test_what_cannot_be_tuned_is_refused() -> None:
         autotune(TASKS, [], device="cpu")
     with pytest.raises(PlanError, match="'gone'"):
         autotune(TASKS, BATCHES, device="cpu", limits=Limits(frozen=["gone"]))
+
+
+# ------------------------------------------------------------------------------------ the loader
+
+
+class Loader:
+    """Batches that a task may make harder."""
+
+    level = 1.0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (batch * self.level for batch in BATCHES)
+
+
+def test_a_slow_loader_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the planner finds that faster; it counts in each measurement and trial."""
+    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    costs = CostModel({**COSTS.tasks, "<pull>": TaskCost(host_us=3000)})
+    monkeypatch.setattr(Loop, "measure", lambda loop, plan: costs)
+    limits = Limits(frozen=["train"])
+    tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, loader=Loader())
+    assert tuned.plan.pull_group == "loader"
+    assert tuned.recording.effects["<pull>"].writes == frozenset()
+    assert any("pulled on a thread of their own" in sentence for sentence in tuned.why)
+    assert list(tuned.recording.effects) == ["<pull>", "read", "train"]
+
+
+def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead() -> None:
+    """A batch is made after the step before; the reasons say so, and the costs have its calls."""
+    loader = Loader()
+
+    def harder(ctx: IterContext) -> None:
+        loader.level *= 1.5
+
+    tasks = (*TASKS, PipelineTask("harder", harder))
+    tuned = autotune(tasks, BATCHES, device="cpu", loader=loader)
+    assert {candidate.plan.depth for candidate in tuned.candidates} == {1}
+    assert any("'harder' may both use state" in one for one in tuned.why)
+    assert tuned.costs.tasks["<pull>"].host_us > 0
+    assert loader.level == 1.0
 
 
 # ---------------------------------------------------------------------------------- several ranks
