@@ -371,19 +371,34 @@ def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None
             other.load_state_dict(state)
 
 
-def test_a_loader_and_a_task_that_draw_in_turn_are_not_saved_in_mid_flight() -> None:
-    """What the loader has drawn ahead, the task would draw in a resumed run."""
+def test_a_loader_and_a_task_that_draw_in_turn_are_saved_after_a_drain() -> None:
+    """In mid-flight the loader has drawn ahead what the task would draw in a resumed run."""
 
     def draw(ctx: Any) -> None:
         ctx.noise = torch.rand(1)
 
-    tasks = tasks_of(read, draw)
-    plan = prefetch_plan(["read"], ["draw"], pull_group=None)
-    with SWPipeline(plan, tasks, device="cpu") as pipe:
-        loop = ResumableLoop(pipe, batches(NoisyRows()))
-        next(iter(loop))
-        with pytest.raises(RuntimeError, match=r"draw from the.*generators of torch.*random=True"):
-            loop.state_dict(rest=True)
+    def made(seed: int) -> ResumableLoop[Any]:
+        torch.manual_seed(seed)
+        tasks = tasks_of(read, draw)
+        plan = prefetch_plan(["read"], ["draw"], depth=2, pull_group=None)
+        return ResumableLoop(SWPipeline(plan, tasks, device="cpu"), batches(NoisyRows()))
+
+    first, second = made(0), made(1)
+    contexts = iter(first)
+    next(contexts)
+    with pytest.raises(RuntimeError, match=r"draw from the.*generators of torch.*random=True"):
+        first.state_dict()
+    first.pipe.drain()  # type: ignore[attr-defined]
+    torch.rand(3)  # by the body
+    state = copy.deepcopy(first.state_dict())
+    expected = [(ctx.batch, ctx.noise) for ctx in contexts]
+    random.seed(5)
+    second.load_state_dict(state)
+    found = [(ctx.batch, ctx.noise) for ctx in second]
+    assert len(found) == 4
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for loop in (first, second):
+        loop.pipe.close()  # type: ignore[attr-defined]
 
 
 def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
