@@ -25,7 +25,7 @@ from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.messages import listed
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
 from swpipe.report import RunReport, TimedPulls, run_to_end
@@ -251,7 +251,8 @@ class SWPipeline(Generic[C]):
         # An iterator of the caller's stays what it is: some of its batches may be in flight.
         contexts = self.iterate(batches if batches is loader else pulls)
         report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
-        if self.plan.depth > 1 and self.plan.pull_group is None:
+        groups = {entry.thread_group for entry in self.plan.schedule.values()}
+        if self.plan.depth > 1 and self.plan.pull_group is None and DEFAULT_GROUP in groups:
             pulls.warn_if_most(report)
         return report
 

@@ -364,7 +364,7 @@ def _cause(own: _Word, error: BaseException) -> str:
     if silent:
         may_be = "one of them may be" if len(silent) > 1 else "which may be"
         return (
-            f"{name_ranks(silent)} left no word of a failure, {may_be} the cause: killed, stopped, "
+            f"{name_ranks(silent)} reported no failure, {may_be} the cause: killed, stopped, "
             "or ended outside the pipeline"
         )
     stalled = [word for word in recent if word.before(own) and word.error.startswith("StallError")]

@@ -85,6 +85,17 @@ def _reads_elsewhere(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
+def epochs_of(loader: Any) -> tuple[Any, ...]:
+    """What a ``set_epoch`` of the loader or of its sampler or dataset has set."""
+    loader = loader.prepared if isinstance(loader, AccelerateLoader) else loader
+    parts = [loader]
+    for name in ("sampler", "batch_sampler", "dataset"):
+        part = getattr(loader, name, None)
+        parts += [part, getattr(part, "sampler", None)]
+    found = [getattr(part, "__dict__", {}) for part in parts]
+    return tuple((names.get("epoch"), names.get("iteration")) for names in found)
+
+
 def bound_to_thread(reach: Reach) -> str:
     """The type of something in reach that only the thread that made it can use; else empty."""
     sqlite: Any = sys.modules.get("sqlite3")

@@ -22,7 +22,7 @@ from swpipe._state.discovery import has_state_dict
 from swpipe._tensors.pytree import tensors_in
 from swpipe.core.errors import add_note
 from swpipe.device import Device
-from swpipe.tuning.loader_parts import goes_on
+from swpipe.tuning.loader_parts import epochs_of, goes_on
 
 
 class _Kept(NamedTuple):
@@ -49,6 +49,8 @@ class LoaderPass:
         handed_out: How many batches the caller got of this pass.
         ended: There are no more; the caller says so.
         failure: What the loader raised; the caller raises it at the end of the iterator.
+        at_start: The random generators before the pass.
+        saved: Where it began, as given.
 
     Args:
         loader: The loader.
@@ -70,6 +72,8 @@ class LoaderPass:
     ) -> None:
         self._loader = loader
         self._device = device
+        self._epochs = epochs_of(loader)
+        self.saved = saved
         # Of the loader and of the generators, by batches pulled.
         self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._has_state = has_state_dict(loader)
@@ -84,7 +88,7 @@ class LoaderPass:
         self.ended = False
         if saved is not None:
             set_default_generators(device, saved["at_start"])
-        self._at_start = default_generators(device)
+        self.at_start = default_generators(device)
         if saved is None:
             self.batches = iter(loader)
             self.iterator = self._pull()
@@ -135,11 +139,16 @@ class LoaderPass:
         loader, after_pull = self._states.get(self.handed_out, (None, None))
         return {
             "batches": self.handed_out,
-            "at_start": self._at_start,
+            "at_start": self.at_start,
             "generators": now,
             "loader": loader,
             "after_pull": after_pull,
         }
+
+    @property
+    def is_of_another_epoch(self) -> bool:
+        """Whether ``set_epoch`` was called since the pass began."""
+        return epochs_of(self._loader) != self._epochs
 
     def end(self) -> None:
         """The caller got the last batch, and asks for no more: the loader is asked, as a for would.

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import torch
 
+from swpipe._state.default_generators import default_generators, set_default_generators
 from swpipe._tensors.pytree import tensors_in
 from swpipe.analysis import verify
 from swpipe.core.context import C
@@ -39,7 +40,7 @@ from swpipe.tuning.choice import Overlap, choose, serial
 from swpipe.tuning.loader_parts import drawing, reaching
 from swpipe.tuning.loader_pass import LoaderPass
 from swpipe.tuning.reached_values import ReachedValues
-from swpipe.tuning.resumable import ResumableLoop
+from swpipe.tuning.resumable import ResumableLoop, changed_generators
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
 
@@ -76,15 +77,34 @@ class OverlappedLoop(ResumableLoop[C]):
         self.overlap = overlap
         self._loader_draws = loader_draws
         self._pass = begun
+        # A plain loop begins at its for: draws in between come first, and may change the pass.
+        self._after_begun = default_generators(pipe.device)
+        set_default_generators(pipe.device, begun.at_start)
         self._ahead = ahead
         self._used_ahead = used_ahead
-        self._shown: dict[Any, Any] = {}  # what the code ahead can use, when the body began
+        self._shown = used_ahead.read()  # what the code ahead can use; then, when the body began
         self._fresh = True  # the pass was not iterated over yet
 
     def _first_pass(self) -> LoaderPass | None:
-        """The pass that was begun to record the tasks, or one over an iterator, which goes on."""
-        fresh, self._fresh = self._fresh, False
-        return self._pass if fresh or self._pass.goes_on() else None
+        """The pass that was begun to record the tasks, or one over an iterator, which goes on.
+
+        Raises:
+            RuntimeError: The loader cannot be begun again, and its batches would be others now.
+        """
+        begun, fresh, device = self._pass, self._fresh, self.pipe.device
+        self._fresh = False
+        if not fresh:
+            return begun if begun.goes_on() else None
+        drawn = changed_generators(begun.at_start, default_generators(device))
+        if not (drawn or begun.is_of_another_epoch or self._used_ahead.changed(self._shown)):
+            set_default_generators(device, self._after_begun)
+            return begun
+        if begun.goes_on() and self._loader_draws:
+            raise RuntimeError(
+                "random numbers were drawn between overlap() and the for, and the loader is an "
+                "iterator that draws, too, and has begun: call overlap() just before the for"
+            )
+        return begun if begun.goes_on() else None
 
     def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
         self._fresh = False

@@ -153,6 +153,8 @@ class ResumableLoop(Generic[Out]):
         self._refuse_running()
         if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
             self._refuse_left()
+        if rest is not None and rest.is_of_another_epoch:
+            rest = self._begin(rest.saved)
         current = self._pass = rest or self._first_pass() or self._begin(None)
         iterator = current.iterator
         self._dropped = self._left = False
@@ -307,7 +309,9 @@ class _MeasuredPass(LoaderPass):
         """Refuse to save where the loader and others draw in turn, and it has drawn ahead."""
         if not self.draws or self.pulled == self.handed_out:
             return
-        changed = _changed(self._after_pull, default_generators(self._device)) & self.draws
+        changed = (
+            changed_generators(self._after_pull, default_generators(self._device)) & self.draws
+        )
         if changed:
             raise RuntimeError(
                 f"the loader and something else, a task or the body of the loop, draw from the "
@@ -328,7 +332,7 @@ class _MeasuredPass(LoaderPass):
         before = default_generators(self._device)
         head += islice(batches, 1)
         self._after_pull = default_generators(self._device)
-        self.draws = _changed(before, self._after_pull)
+        self.draws = changed_generators(before, self._after_pull)
         yield from chain(head, batches)
 
     def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -337,7 +341,7 @@ class _MeasuredPass(LoaderPass):
             yield batch
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
+def changed_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
     """Names of the generators whose states differ."""
     return frozenset(name for name in before if not _equal(before[name], after.get(name)))
 

@@ -307,7 +307,7 @@ LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:39055"
 
 
 SILENT = (
-    "swpipe: rank 3 left no word of a failure, which may be the cause: killed, stopped, or ended "
+    "swpipe: rank 3 reported no failure, which may be the cause: killed, stopped, or ended "
     "outside the pipeline"
 )
 

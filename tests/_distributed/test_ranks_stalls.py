@@ -62,7 +62,7 @@ def check_others_end(folder: Path, *jobs: str) -> None:
             if how == "left":
                 # On the last rank to fail only this one is without a word; others still waited
                 # before.
-                without = rf"swpipe: ranks? ([0-9, ]* )?{int(size) - 1} left no word"
+                without = rf"swpipe: ranks? ([0-9, ]* )?{int(size) - 1} reported no failure"
                 assert re.search(without, error), (job, error)
 
 

@@ -59,7 +59,8 @@ class TrainStep:
     finalize: Callable[[nn.Module], object] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "optimizers", tuple(self.optimizers))
+        one = isinstance(self.optimizers, torch.optim.Optimizer)
+        object.__setattr__(self, "optimizers", (self.optimizers,) if one else (*self.optimizers,))
         object.__setattr__(self, "schedules", tuple(self.schedules))
         if not self.optimizers:
             raise ValueError("a TrainStep without an optimizer trains nothing: give one")
