@@ -336,10 +336,7 @@ def _takes_first(code: CodeType) -> bool:
 
 def _parts_of(iterator: Any) -> tuple[Any, ...]:
     """What an iterator of Python's own, such as a ``map``, is made of."""
-    try:
-        return tuple(iterator.__reduce__()[1])
-    except TypeError:  # it does not tell
-        return ()
+    return tuple(gc.get_referents(iterator))
 
 
 def _function(member: Any) -> Any:

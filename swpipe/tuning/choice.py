@@ -7,7 +7,7 @@ a task        unless it uses what a task or the body may train, or comes after o
 
 from __future__ import annotations
 
-import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,19 +19,13 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.inference import Recording
-from swpipe.inference.generators import NUMPY, PYTHON, TORCH
+from swpipe.inference.generators import TORCH
 from swpipe.inference.reach import Reach
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.tuning.loader_parts import LOADER, bound_to_thread, keeps
+from swpipe.tuning.loader_changes import LoaderChanges
+from swpipe.tuning.loader_parts import LOADER, bound_to_thread, keeps, may_draw, names_random
 
 _GROUP = "loader"
-
-_DRAWING = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
-    "multinomial", "bernoulli", "poisson", "normal_", "uniform_", "random_", "bernoulli_",
-    "exponential_", "cauchy_", "geometric_", "log_normal_", "dropout",
-}  # fmt: skip
-"""Functions of torch that draw from its default generators, unless they get another."""
 
 _HAND_OVER = PipelineTask("hand over", lambda ctx: None)
 """On the caller's thread, where all other tasks run ahead."""
@@ -64,8 +58,7 @@ def choose(
     recorded: Recording,
     tasks: Sequence[PipelineTask],
     reaches: Mapping[str, Reach],
-    loader: Reach,
-    draws: Reach,
+    loader: LoaderChanges,
     batch: Any,
 ) -> Overlap:
     """What runs ahead.
@@ -74,17 +67,18 @@ def choose(
         recorded: What tasks and loader touch.
         tasks: The tasks, in serial order.
         reaches: Task to what its code can reach.
-        loader: What the loader's code can reach.
-        draws: The same of the code that may draw random numbers with any batch.
+        loader: What the first batch has shown of the loader.
         batch: The first batch.
     """
     effects = {name: touched for name, touched in recorded.effects.items() if name != LOADER}
     recording = replace(recorded, tasks=tuple(tasks), effects=effects)
     why = (
         *_shared(recorded.effects[LOADER], effects),
-        *_modified_batches(recorded, loader, batch),
-        *_draws(effects, draws),
-        *_bound(loader),
+        *_changed(loader, reaches_of_undeclared(tasks, reaches)),
+        *_shared_arrays(loader.reach, reaches),
+        *_modified_batches(recorded, loader.reach, batch),
+        *_draws(effects, loader.draws, reaches),
+        *_bound(loader.reach),
     )
     if why:
         return serial(recording, why)
@@ -124,6 +118,37 @@ def _shared(own: Effects, effects: EffectTable) -> Iterator[str]:
             )
 
 
+def reaches_of_undeclared(
+    tasks: Sequence[PipelineTask], reaches: Mapping[str, Reach]
+) -> dict[str, Reach]:
+    """Those of tasks that declare no state: the others are taken at their word."""
+    return {one.name: reaches[one.name] for one in tasks if not any(io.state for io in one.io)}
+
+
+def _changed(loader: LoaderChanges, reaches: Mapping[str, Reach]) -> Iterator[str]:
+    """What the first pull has changed, and a task can use or nobody can set back for the body."""
+    for task, name in loader.used_by(reaches).items():
+        yield f"The loader changes {name}, which {task!r} may use, so a batch is pulled after it."
+    if modified := loader.modified:
+        yield (
+            f"The loader modifies {listed(sorted(modified), most=3)} in place with each batch, "
+            "which the loop's body may use."
+        )
+
+
+def _shared_arrays(loader: Reach, reaches: Mapping[str, Reach]) -> Iterator[str]:
+    """Arrays that the loader may read and a task may modify."""
+    numpy = sys.modules.get("numpy")
+    arrays = {
+        number
+        for number, one in loader.holders.items()
+        if numpy is not None and isinstance(one, numpy.ndarray)
+    }
+    for task, reach in reaches.items():
+        if reach.modifies and arrays & reach.holders.keys():
+            yield f"The loader and {task!r} may both use an array, so a batch is pulled after it."
+
+
 def _modified_batches(recorded: Recording, loader: Reach, batch: Any) -> Iterator[str]:
     """Tasks that modify a batch which the loader gives again, or makes others of."""
     names = [task for task, attribute in recorded.modified if attribute == "batch"]
@@ -135,22 +160,16 @@ def _modified_batches(recorded: Recording, loader: Reach, batch: Any) -> Iterato
         )
 
 
-def _draws(effects: EffectTable, loader: Reach) -> Iterator[str]:
+def _draws(effects: EffectTable, loader: Reach, reaches: Mapping[str, Reach]) -> Iterator[str]:
     """Tasks that draw from generators that the loader's code may draw from, now or later."""
-    taken = set[str | None](loader.uses).union(*loader.uses.values())
-    bound = (getattr(one, "__self__", None) for one in loader.holders.values())
-    python = "random" in taken or any(isinstance(one, random.Random) for one in bound)
-    for generator, may_draw in (
-        (TORCH, not taken.isdisjoint(_DRAWING)),
-        (PYTHON, python),
-        (NUMPY, python),
-    ):
+    for generator in may_draw(loader):
         place = Location(generator, True)
-        names = [repr(name) for name, touched in effects.items() if place in touched.writes]
-        if names and may_draw:
+        names = [name for name, touched in effects.items() if place in touched.writes]
+        names += [n for n, reach in reaches.items() if generator != TORCH and names_random(reach)]
+        if names:
             yield (
-                f"{listed(names)} draws from {generator}, and the loader's code may draw from "
-                "them, too, so a batch is pulled after it."
+                f"{listed([repr(name) for name in dict.fromkeys(names)])} draws from {generator}, "
+                "and the loader's code may draw from them, too, so a batch is pulled after it."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from swpipe._state.discovery import is_foreign, is_installed
 from swpipe._tensors.pytree import nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
+from swpipe.inference.generators import NUMPY, PYTHON, TORCH
 from swpipe.inference.reach import Reach
 from swpipe.tuning.accelerate_loader import AccelerateLoader
 
@@ -27,6 +29,17 @@ MAX_WRAPPERS = 4
 _SAMPLING = ("batch_sampler", "sampler", "generator")
 _READING = ("dataset", "collate_fn", *_SAMPLING)
 _DATASETS = ("dataset", "data_source")
+
+
+_DRAWING = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
+    "multinomial", "bernoulli", "poisson", "normal_", "uniform_", "random_", "bernoulli_",
+    "exponential_", "cauchy_", "geometric_", "log_normal_", "dropout", "DataLoader",
+}  # fmt: skip
+"""Functions of torch that draw from its default generators, unless they get another.
+
+A DataLoader draws its seed whenever it is begun.
+"""
 
 
 def reaching(loader: Any, *iterators: Any) -> PipelineTask:
@@ -85,6 +98,20 @@ def _reads_elsewhere(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
+def may_draw(code: Reach) -> list[str]:
+    """The default generators that a loader's code may draw from, as effects name them."""
+    taken = set[str | None](code.uses).union(*code.uses.values())
+    inner = any(isinstance(one, DataLoader) for one in code.holders.values())
+    found = [TORCH] if inner or not taken.isdisjoint(_DRAWING) else []
+    return [*found, PYTHON, NUMPY] if names_random(code) else found
+
+
+def names_random(code: Reach) -> bool:
+    """Whether code takes something of a module ``random``, of Python or numpy."""
+    bound = (getattr(one, "__self__", None) for one in code.holders.values())
+    return "random" in code.uses or any(isinstance(one, random.Random) for one in bound)
+
+
 def epochs_of(loader: Any) -> tuple[Any, ...]:
     """What a ``set_epoch`` of the loader or of its sampler or dataset has set."""
     loader = loader.prepared if isinstance(loader, AccelerateLoader) else loader
@@ -124,9 +151,21 @@ def keeps(reach: Reach, batch: Any) -> bool:
     if {_memory(one) for one in held} & {_memory(one) for one in tensors.values()} - {0}:
         return True
     known = {id(one) for one in holders} | {id(getattr(one, "__dict__", 0)) for one in holders}
-    parts = [*tensors.values(), *(node.value for node in nodes_in(batch))]
+    parts = _parts_of(batch)
     known -= {id(part) for part in parts}
     return any(id(one) in known for one in gc.get_referrers(*parts))
+
+
+def keeps_in_variable(reach: Reach, batch: Any) -> bool:
+    """Whether a variable of a generator has the batch, or something of it."""
+    parts = {id(part) for part in _parts_of(batch)}
+    frames = [getattr(one, "gi_frame", None) for one in reach.holders.values()]
+    names = [frame.f_locals for frame in frames if frame is not None]
+    return any(id(value) in parts for of_frame in names for value in of_frame.values())
+
+
+def _parts_of(batch: Any) -> list[Any]:
+    return [*tensors_in(batch), *(node.value for node in nodes_in(batch))]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -17,12 +17,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from swpipe._state.default_generators import default_generators, set_default_generators
 from swpipe._state.discovery import has_state_dict
 from swpipe._tensors.pytree import tensors_in
 from swpipe.core.errors import add_note
 from swpipe.device import Device
 from swpipe.tuning.loader_parts import epochs_of, goes_on
+from swpipe.tuning.shown_values import ShownValues
 
 
 class _Kept(NamedTuple):
@@ -39,6 +43,21 @@ def _versions(batch: Any) -> list[int]:
     return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
 
 
+class _Memory(NamedTuple):
+    """A tensor of a batch that may still be used, and its version counter when it was pulled."""
+
+    tensor: Tensor
+    version: int
+
+
+def _memory_of(batch: Any) -> dict[int, _Memory]:
+    """Address to the tensor there."""
+    found = [one for one in tensors_in(batch) if one.layout is torch.strided and one.numel()]
+    return {
+        one.data_ptr(): _Memory(one, 0 if one.is_inference() else one._version) for one in found
+    }
+
+
 class LoaderPass:
     """A pass that has begun.
 
@@ -51,6 +70,8 @@ class LoaderPass:
         failure: What the loader raised; the caller raises it at the end of the iterator.
         at_start: The random generators before the pass.
         saved: Where it began, as given.
+        shown: What the loader changes with each batch.
+        is_used_ahead: Whether batches are pulled while earlier ones are in use.
 
     Args:
         loader: The loader.
@@ -58,6 +79,7 @@ class LoaderPass:
         saved: Where to go on, as ``state_dict`` returned it; None for a new pass.
         loader_draws: Names of the generators that the loader draws from: these go on from where
             the pull of the last batch handed out left them, others from where they were saved.
+        shown: What the loader changes with each batch; None for nothing.
 
     Raises:
         ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
@@ -69,23 +91,27 @@ class LoaderPass:
         device: Device,
         saved: Mapping[str, Any] | None = None,
         loader_draws: frozenset[str] = frozenset(),
+        shown: ShownValues | None = None,
     ) -> None:
         self._loader = loader
         self._device = device
         self._epochs = epochs_of(loader)
+        self.shown = shown or ShownValues({}, {})
+        self.shown.begin()
         self.saved = saved
         # Of the loader and of the generators, by batches pulled.
         self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._has_state = has_state_dict(loader)
         self._again: deque[Any] = deque()
         self._ahead: deque[_Kept] = deque()  # of an iterator
+        self._in_use: deque[dict[int, _Memory]] = deque()  # of the body's batch and those ahead
         self._modified = False
         self._latest: Any = None
         self._goes_on = goes_on(loader)
         self._at_end = False
         self.failure: Exception | None = None
         self.handed_out = self.pulled = 0
-        self.ended = False
+        self.ended = self.is_used_ahead = False
         if saved is not None:
             set_default_generators(device, saved["at_start"])
         self.at_start = default_generators(device)
@@ -179,6 +205,7 @@ class LoaderPass:
         """Pull the next batch; whether there is one."""
         try:
             self._latest = next(self.batches)
+            self._check_memory()
         except StopIteration:
             self._at_end = True
         except Exception as error:  # noqa: BLE001 - raised when the batches before are handed out
@@ -187,7 +214,27 @@ class LoaderPass:
         else:
             self.pulled += 1
             self._remember(self.pulled)
+            self.shown.remember(self.pulled)
         return not self._at_end
+
+    def _check_memory(self) -> None:
+        """Refuse a batch in the memory of an earlier one that tasks or the body may still use.
+
+        Raises:
+            RuntimeError: It is.
+        """
+        if not self.is_used_ahead:
+            return
+        own = _memory_of(self._latest)
+        for earlier in self._in_use:
+            for address in own.keys() & earlier.keys():
+                now, then = own[address], earlier[address]
+                if now.tensor is not then.tensor or now.version != then.version:
+                    raise RuntimeError(
+                        "the loader has made a batch in the memory of an earlier one, which was "
+                        "pulled ahead and is still in use: let it make a new tensor for each batch"
+                    )
+        self._in_use.append(own)
 
     def put_back(self, batches: Iterable[Any]) -> None:
         """Let the iterator give these batches, the last that were pulled, once more."""
@@ -197,10 +244,13 @@ class LoaderPass:
         self.iterator = self._pull()
 
     def hand_out(self) -> None:
-        """The caller gets the next batch."""
+        """The caller gets the next batch, and finds what the loader had changed by then."""
         self.handed_out += 1
         if self._ahead:
             self._ahead.popleft()
+        while len(self._in_use) > self.pulled - self.handed_out + 1:
+            self._in_use.popleft()
+        self.shown.show(self.handed_out)
 
     @property
     def is_ahead(self) -> bool:

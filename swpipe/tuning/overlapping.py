@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
@@ -29,15 +28,17 @@ from swpipe.core.effects import EffectTable, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
+from swpipe.inference import Recording
 from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
-from swpipe.inference.reach import PlaceId, Reach, reach_of
+from swpipe.inference.reach import Reach, reach_of
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
 from swpipe.shortcut.contents import Content, same_bits
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.ahead_tasks import AheadTasks
-from swpipe.tuning.choice import Overlap, choose, serial
-from swpipe.tuning.loader_parts import drawing, reaching
+from swpipe.tuning.choice import Overlap, choose, reaches_of_undeclared, serial
+from swpipe.tuning.loader_changes import LoaderChanges
+from swpipe.tuning.loader_parts import keeps_in_variable, reaching
 from swpipe.tuning.loader_pass import LoaderPass
 from swpipe.tuning.reached_values import ReachedValues
 from swpipe.tuning.resumable import ResumableLoop, changed_generators
@@ -77,8 +78,9 @@ class OverlappedLoop(ResumableLoop[C]):
         self.overlap = overlap
         self._loader_draws = loader_draws
         self._pass = begun
-        # A plain loop begins at its for: draws in between come first, and may change the pass.
+        # A plain loop begins at its for: what comes before it finds nothing begun, and may count.
         self._after_begun = default_generators(pipe.device)
+        begun.shown.show(0)
         set_default_generators(pipe.device, begun.at_start)
         self._ahead = ahead
         self._used_ahead = used_ahead
@@ -94,9 +96,10 @@ class OverlappedLoop(ResumableLoop[C]):
         begun, fresh, device = self._pass, self._fresh, self.pipe.device
         self._fresh = False
         if not fresh:
-            return begun if begun.goes_on() else None
+            return self._rest_of(begun)
         drawn = changed_generators(begun.at_start, default_generators(device))
         if not (drawn or begun.is_of_another_epoch or self._used_ahead.changed(self._shown)):
+            begun.shown.hide()
             set_default_generators(device, self._after_begun)
             return begun
         if begun.goes_on() and self._loader_draws:
@@ -104,12 +107,20 @@ class OverlappedLoop(ResumableLoop[C]):
                 "random numbers were drawn between overlap() and the for, and the loader is an "
                 "iterator that draws, too, and has begun: call overlap() just before the for"
             )
-        return begun if begun.goes_on() else None
+        return self._rest_of(begun)
+
+    def _rest_of(self, begun: LoaderPass) -> LoaderPass | None:
+        if not begun.goes_on():
+            return None
+        begun.shown.hide()
+        return begun
 
     def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
         self._fresh = False
         draws = self._loader_draws if saved else frozenset[str]()
-        return LoaderPass(self._loader, self.pipe.device, saved, draws)
+        begun = LoaderPass(self._loader, self.pipe.device, saved, draws, self._pass.shown)
+        begun.is_used_ahead = self.overlap.loader_ahead
+        return begun
 
     def _pipeline_state(self) -> dict[str, int]:
         # No task of an iteration in flight has changed any state.
@@ -131,6 +142,7 @@ class OverlappedLoop(ResumableLoop[C]):
                 "the loader or a task that runs ahead can use: they have gone on without the "
                 "change. Make it in a task, and the loop runs serially, or between two passes"
             )
+        current.shown.hide()
 
     def _leave(self, current: LoaderPass, *, failed: bool) -> None:
         self.pipe.drop()  # no task of these iterations has changed any state
@@ -192,26 +204,29 @@ def overlap(
         loader = AccelerateLoader(loader)
         loader.in_loop = True
         given = loader.tasks(given)
+    looked = LoaderChanges(original, where)
     begun = LoaderPass(loader, where)
     head = list(islice(begun.iterator, 1))
     if begun.failure is not None:
         raise begun.failure
     if not head:
         raise ValueError("the loader has no batch: overlap() records the tasks on the first one")
+    looked.note_batch(begun.batches)
     reading = reaching(original, begun.batches)
     recorded = record_beside([reading], given, head[0], iterations, where, seed, context=context)
+    looked.renew()
     reaches = {each.name: reach_of(each) for each in given}
-    own = reach_of(reading)
-    found = choose(recorded, given, reaches, own, reach_of(drawing(original)), head[0])
-    drawn: frozenset[str] = frozenset()
+    found = choose(recorded, given, reaches, looked, head[0])
+    drawn = frozenset[str]()
     if found.loader_ahead:
-        undeclared = [each.name for each in given if not any(io.state for io in each.io)]
-        using = {name: reaches[name] for name in undeclared}
-        found, drawn = _pull_second(found, begun, where, head, own, using)
+        found, drawn = _pull_second(found, begun, where, head, looked)
+        _check_tasks(reaches_of_undeclared(given, reaches), recorded, looked, head[0])
     verify(found.plan, found.recording.tasks, found.recording.effects, streams=where.has_streams)
     if not (found.ahead or found.loader_ahead):
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
     begun.put_back(head)
+    if found.loader_ahead:
+        begun.shown, begun.is_used_ahead = looked.shown(), True
     ahead = AheadTasks(found.recording.tasks, found.ahead)
     pipe = SWPipeline(
         found.plan,
@@ -223,34 +238,28 @@ def overlap(
         check_effects=check_effects,
     )
     draws = frozenset(_KEYS[name] for name in drawn)
-    used = [own, *(reaches[name] for name in found.ahead)]
-    return OverlappedLoop(loader, begun, draws, found, pipe, ahead, ReachedValues(used))
+    reached = [looked.reach, *(reaches[name] for name in found.ahead)]
+    used = ReachedValues(reached, looked.generators)
+    return OverlappedLoop(loader, begun, draws, found, pipe, ahead, used)
 
 
 def _pull_second(
-    found: Overlap,
-    begun: LoaderPass,
-    device: Device,
-    head: list[Any],
-    own: Reach,
-    reaches: Mapping[str, Reach],
+    found: Overlap, begun: LoaderPass, device: Device, head: list[Any], looked: LoaderChanges
 ) -> tuple[Overlap, frozenset[str]]:
     """Pull the second batch; returns what may run ahead after all, and the generators drawn from.
 
     The first pull is before all tasks, as in a plain loop: samplers draw their seed in it.
 
     Raises:
-        ValueError: It draws from a generator that a task draws from, or changes what a task uses.
+        ValueError: It draws from a generator that a task draws from.
     """
     first, content = copy.deepcopy(head[0]), Content(head[0])
-    generators, values = generator_states(device, {}), ReachedValues([own])
-    before = values.read()
+    before = generator_states(device, {})
     head.extend(islice(begun.iterator, 1))
     after = generator_states(device, {})
-    drawn = frozenset(name for name in generators if generators[name] != after.get(name))
+    looked.note_batch(begun.batches)
+    drawn = frozenset(name for name in before if before[name] != after.get(name))
     _check_draws(drawn, found.recording.effects)
-    changed = values.changed(before)
-    _check_uses(changed, reaches)
     pairs = zip(tensors_in(head[0]), tensors_in(first), strict=False)
     if content.modified() or not all(same_bits(*pair) for pair in pairs):
         head[0] = first
@@ -258,22 +267,25 @@ def _pull_second(
             "The loader uses the memory of a batch for the next one, so a batch is pulled after it."
         )
         return serial(found.recording, (why,)), drawn
-    if changed:
-        names = listed(sorted(changed.values()), most=3)
-        why = f"The loader changes {names}: the body finds the value of a batch pulled ahead."
-        return replace(found, why=(*found.why, why)), drawn
     return found, drawn
 
 
-def _check_uses(changed: Mapping[PlaceId, str], reaches: Mapping[str, Reach]) -> None:
-    for place, name in changed.items():
-        for user, reach in reaches.items():
-            if place in reach.places or (not place.name and place.holder in reach.holders):
-                raise ValueError(
-                    f"the loader changes {name!r} with each batch, and {user!r} can use it: the "
-                    "task would find the value of a batch that was pulled ahead. Let the loader "
-                    "give the value with its batch"
-                )
+def _check_tasks(
+    reaches: Mapping[str, Reach], recorded: Recording, looked: LoaderChanges, batch: Any
+) -> None:
+    """Refuse what shows only when the second batch has been pulled, before any task."""
+    for user, name in looked.used_by(reaches).items():
+        raise ValueError(
+            f"the loader changes {name!r} with each batch, and {user!r} can use it: the task would "
+            "find the value of a batch that was pulled ahead. Let the loader give the value with "
+            "its batch"
+        )
+    modifying = [name for name, attribute in recorded.modified if attribute == "batch"]
+    if modifying and keeps_in_variable(looked.reach, batch):
+        raise ValueError(
+            f"{modifying[0]!r} modifies the batch in place, and the loader keeps it while it makes "
+            "the next one, before the task has run: let the task make a new tensor"
+        )
 
 
 def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:

@@ -1,22 +1,23 @@
-"""Values that code can reach outside the context, read to see whether somebody has changed them.
+"""Values that code can reach outside the context: read to see whether they change, and set back.
 
     names in closures, globals and objects   which object each has
     lists, dicts, sets, deques               their items; of large ones the length and the ends
     generators of random numbers             their states
-    events of ``threading``                  whether they are set
-    arrays                                   their bytes
-    tensors and modules                      version counters
+    events of ``threading``                  whether they are set; a change is not undone
+    arrays                                   their bytes, likewise
+    tensors and modules                      version counters, likewise
 
 Of each kind the nearest ``MOST`` are read. Code of the objects is not run.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from swpipe._state.discovery import content_of, is_generator
-from swpipe.inference.generators import state_of
+from swpipe.device import Device
+from swpipe.inference.generators import NUMPY, PYTHON, TORCH, state_of
 from swpipe.inference.reach import PlaceId, Reach
 
 MOST = 32
@@ -42,28 +44,41 @@ class ReachedValue(NamedTuple):
     Attributes:
         name: What messages call it.
         read: Returns what it is now, as something that does not change.
+        write: Makes it what ``read`` returned; None where this is not possible.
     """
 
     name: str
     read: Callable[[], Any]
+    write: Callable[[Any], object] | None = None
 
 
 class ReachedValues:
-    """The values that some code can reach."""
+    """The values that some code can reach.
 
-    def __init__(self, reaches: Iterable[Reach]) -> None:
-        self._values = {place: one for reach in reaches for place, one in _values_in(reach)}
+    Attributes:
+        values: By place.
+
+    Args:
+        reaches: What the code can reach.
+        others: More values.
+    """
+
+    def __init__(
+        self, reaches: Iterable[Reach], others: Mapping[PlaceId, ReachedValue] | None = None
+    ) -> None:
+        self.values = {place: one for reach in reaches for place, one in _values_in(reach)}
+        self.values |= others or {}
 
     def read(self) -> dict[PlaceId, Any]:
         """What they are now."""
-        return {place: one.read() for place, one in self._values.items()}
+        return {place: one.read() for place, one in self.values.items()}
 
     def changed(self, before: dict[PlaceId, Any]) -> dict[PlaceId, str]:
         """Places of those that are not what they were, with their names."""
         return {
-            place: self._values[place].name
+            place: self.values[place].name
             for place, then in before.items()
-            if not _same(then, self._values[place].read())
+            if place in self.values and not _same(then, self.values[place].read())
         }
 
 
@@ -72,10 +87,12 @@ def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
     containers = [place for place in reach.places if not place.name]
     for place in named[:MOST]:
         holder = reach.holders[place.holder]
-        yield place, ReachedValue(reach.places[place], partial(_named, holder, place.name))
+        read = partial(_named, holder, place.name)
+        yield place, ReachedValue(reach.places[place], read, partial(_set, holder, place.name))
     for place in containers[:MOST]:
         holder = reach.holders[place.holder]
-        yield place, ReachedValue(reach.places[place], partial(_items, holder))
+        write = partial(_fill, holder) if isinstance(holder, list | dict | set) else None
+        yield place, ReachedValue(reach.places[place], partial(_items, holder), write)
     for number, one in list(reach.holders.items()):
         if isinstance(one, threading.Event):
             yield PlaceId(number, ""), ReachedValue("a threading.Event", one.is_set)
@@ -85,7 +102,7 @@ def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
         one = reach.holders[number]
         name = min(names) or type(one).__name__
         if is_generator(one) or isinstance(one, random.Random):
-            yield PlaceId(number, ""), ReachedValue(name, partial(state_of, one))
+            yield PlaceId(number, ""), ReachedValue(name, partial(state_of, one), _setter(one))
         elif isinstance(one, Tensor | torch.nn.Module):
             yield PlaceId(number, ""), ReachedValue(name, partial(_versions, one))
 
@@ -104,6 +121,68 @@ def _items(container: Any) -> tuple[Any, ...]:
         values = container.values() if isinstance(container, dict) else ()
         return (size, *container, *values)
     return (size, container[0], container[-1]) if isinstance(container, list | deque) else (size,)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, CellType):
+        if value is _ABSENT:
+            del holder.cell_contents
+        else:
+            holder.cell_contents = value
+    elif isinstance(holder, type):  # its names are read-only
+        delattr(holder, name) if value is _ABSENT else setattr(holder, name, value)
+    else:
+        names = holder if isinstance(holder, dict) else vars(holder)
+        names.pop(name, None) if value is _ABSENT else names.__setitem__(name, value)
+
+
+def _fill(container: Any, items: tuple[Any, ...]) -> None:
+    size, *rest = items
+    if size > MAX_ITEMS:  # not all items are known
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(rest[:size], rest[size:], strict=True))
+    else:
+        (container.update if isinstance(container, set) else container.extend)(rest)
+
+
+def _setter(generator: Any) -> Callable[[Any], object]:
+    if isinstance(generator, torch.Generator):
+        return lambda state: generator.set_state(_tensor(state))
+    if isinstance(generator, random.Random):
+        return generator.setstate
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return lambda state: setattr(bits, "state", pickle.loads(state))
+
+
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def default_generators_of(device: Device, names: Collection[str]) -> dict[PlaceId, ReachedValue]:
+    """The default random generators of these names, as effects name them."""
+
+    def read_torch() -> tuple[bytes, ...]:
+        return tuple(state.numpy().tobytes() for state in device.generator_states().values())
+
+    def write_torch(states: tuple[bytes, ...]) -> None:
+        names = device.generator_states()
+        device.set_generator_states(dict(zip(names, map(_tensor, states), strict=True)))
+
+    known: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        TORCH: (read_torch, write_torch),
+        PYTHON: (
+            lambda: pickle.dumps(random.getstate()),
+            lambda state: random.setstate(pickle.loads(state)),
+        ),
+    }
+    if numpy := sys.modules.get("numpy.random"):
+        known[NUMPY] = (
+            lambda: pickle.dumps(numpy.get_state()),
+            lambda state: numpy.set_state(pickle.loads(state)),
+        )
+    return {PlaceId(0, name): ReachedValue(name, *known[name]) for name in names if name in known}
 
 
 def _is_small_array(value: Any) -> bool:

@@ -1,0 +1,81 @@
+"""What the first two batches of a loader show: what it can reach, changes, and draws from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swpipe.device import Device
+from swpipe.inference.generators import NUMPY, PYTHON, TORCH
+from swpipe.inference.reach import PlaceId, Reach, reach_of
+from swpipe.tuning.loader_parts import drawing, may_draw, reaching
+from swpipe.tuning.reached_values import ReachedValue, ReachedValues, default_generators_of
+from swpipe.tuning.shown_values import ShownValues
+
+
+class LoaderChanges:
+    """Made before the loader is begun.
+
+    Attributes:
+        reach: What the loader's code can reach; an iterator leads to its local variables.
+        draws: The same of the code that may draw random numbers with any batch.
+        changed: Places of what it has changed, with their names.
+        values: What it can reach, and the default generators.
+    """
+
+    def __init__(self, loader: Any, device: Device) -> None:
+        self._loader, self._device = loader, device
+        self.reach = reach_of(reaching(loader))
+        self.draws = reach_of(drawing(loader))
+        self._generators = default_generators_of(device, (TORCH, PYTHON, NUMPY))
+        self.values = ReachedValues([self.reach], self._generators)
+        self._by_batch = {0: self.values.read()}
+        self.changed: dict[PlaceId, str] = {}
+
+    def note_batch(self, iterator: Any) -> None:
+        """One more batch was pulled, by an iterator that the loader has made."""
+        number = len(self._by_batch)
+        self.changed |= self.values.changed(self._by_batch[number - 1])
+        if number == 1:  # before it samplers draw their seed
+            self.changed = {
+                p: name for p, name in self.changed.items() if p not in self._generators
+            }
+            self.reach = reach_of(reaching(self._loader, iterator))
+            self.values = ReachedValues([self.reach], self._generators)
+        self._by_batch[number] = self.values.read()
+
+    def renew(self) -> None:
+        """The values were restored after a recording: version counters have moved."""
+        self._by_batch[len(self._by_batch) - 1] = self.values.read()
+
+    @property
+    def generators(self) -> dict[PlaceId, ReachedValue]:
+        """The default generators that it draws from, or may draw from, with any batch."""
+        may = may_draw(self.draws)
+        return {
+            p: one for p, one in self._generators.items() if one.name in may or p in self.changed
+        }
+
+    @property
+    def modified(self) -> set[str]:
+        """Names of tensors and arrays that it has modified in place, and the like."""
+        values = self.values.values
+        return {n for p, n in self.changed.items() if p in values and values[p].write is None}
+
+    def used_by(self, reaches: Mapping[str, Reach]) -> dict[str, str]:
+        """Task to the name of something that the loader has changed and the task can use."""
+        return {
+            task: name
+            for task, reach in reaches.items()
+            for place, name in self.changed.items()
+            if place in reach.places or (not place.name and place.holder in reach.holders)
+        }
+
+    def shown(self) -> ShownValues:
+        """What it has changed, or its code assigns to, to be shown with its batches."""
+        values = {
+            place: one
+            for place, one in self.values.values.items()
+            if place in self.changed or place.name in self.reach.stores
+        }
+        return ShownValues(values, self._by_batch)
