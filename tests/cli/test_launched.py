@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from swpipe.plans.clicks import PLANS
 from swpipe.tasks.clicks_workload import open_sharded_job
 from swpipe.tasks.workload import InputError
 from swpipe.trace import Trace
-from tests.support.scripts import Script, Scripts
+from tests.support.scripts import Script, Scripts, as_torchrun
 from tests.tasks.rows import lines, row, write_log
 
 pytestmark = pytest.mark.skipif(
@@ -64,14 +63,7 @@ QUICKLY = f"import swpipe.tuning.autotuning; swpipe.tuning.autotuning.EFFORT = 0
 
 def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN) -> Done:
     """Run the command line on two ranks, which are told what torchrun tells them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "here", **store}
-    ranks = [
-        Script(code, args=[*map(str, args)], environment={**told, "RANK": k, "LOCAL_RANK": k})
-        for k in ("0", "1")
-    ]
+    ranks = [Script(code, args=[*map(str, args)], environment=told) for told in as_torchrun(2)]
     ended = scripts.run_together(ranks)
     codes = {rank: one.returncode for rank, one in enumerate(ended) if one.returncode}
     return Done("".join(one.stdout for one in ended), "".join(one.stderr for one in ended), codes)
