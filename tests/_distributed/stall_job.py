@@ -20,6 +20,7 @@ beginning of its collective of iteration ``AT`` it ended, None for one that has 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,9 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, StallError, SWPipeli
 AT = 3
 
 STALL_S = 2.0
+
+DEADLINE_S = 100
+"""After so long all ranks are killed."""
 
 CATCHES = 7
 """With what a script exits that catches ``StallError``."""
@@ -97,6 +101,7 @@ def main() -> None:
     """Fork the ranks of each job, wait for all but those that are stopped, and report."""
     root, jobs = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
+    gc.freeze()  # else the shutdown of every rank searches all that was imported
     children: dict[int, tuple[str, int]] = {}
     report: dict[str, dict[str, list[float | None]]] = {}
     for job, port in zip(jobs, free_ports(len(jobs)), strict=True):
@@ -115,12 +120,20 @@ def main() -> None:
                 Rank(rank, int(size), how, folder).run(group)
                 return  # to the interpreter's shutdown
             children[child] = (job, rank)
-    stopped = set()
+    stopped: set[int] = set()
+
+    def end_all(*_: object) -> None:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, end_all)
+    signal.alarm(DEADLINE_S)
     while len(children) > len(stopped):
         child, status = os.waitpid(-1, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             stopped.add(child)
             continue
+        stopped.discard(child)
         job, rank = children.pop(child)
         report[job]["codes"][rank] = os.waitstatus_to_exitcode(status)
         began = root / job / f"began{rank}"

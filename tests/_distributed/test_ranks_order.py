@@ -26,6 +26,7 @@ from swpipe import (
 )
 from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, tell_failure
 from tests.support.ranks import WELL_BEFORE_S, Ranks
+from tests.support.scripts import Script, Scripts, as_torchrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,15 +224,31 @@ _one_rank_raises(sys.argv[1])
 """
 
 
-@pytest.mark.slow
+CAUSE = "rank 1 had failed before, which may be the cause: Planted: on rank one"
+
+
 @pytest.mark.parametrize("group", ["own", "serially"])
-def test_torchrun_ends_within_seconds_and_names_the_cause(tmp_path: Path, group: str) -> None:
+def test_a_rank_that_is_let_down_says_who_failed_first_and_of_what(
+    scripts: Scripts, group: str
+) -> None:
+    """Whether a run's thread or the script itself was in the collective."""
+    zero, one = scripts.run_together(
+        [Script(JOB, args=(group,), environment=told) for told in as_torchrun(2)]
+    )
+    assert (zero.returncode, one.returncode) == (1, 1)
+    assert CAUSE in zero.stderr
+    assert CAUSE not in one.stderr
+    assert "Planted: on rank one" in one.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_ends_within_seconds_and_names_the_cause(tmp_path: Path) -> None:
     """The job fails at once; the rank that was let down says who failed first, and of what."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(script), group],
+         str(script), "own"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -245,7 +262,7 @@ def test_torchrun_ends_within_seconds_and_names_the_cause(tmp_path: Path, group:
     # Of ranks that have ended when it looks, torchrun calls the first one the root cause.
     blames_victim = "rank      : 1 " not in done.stderr.split("Root Cause")[1]
     if blames_victim or "Error: " in said:  # else torchrun ended it before it could say
-        assert "rank 1 had failed before, which may be the cause: Planted: on rank one" in said
+        assert CAUSE in said
 
 
 def _fail(ctx: IterContext) -> None:

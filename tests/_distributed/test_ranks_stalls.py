@@ -43,8 +43,8 @@ def run_jobs(folder: Path, jobs: Collection[str]) -> dict[str, list[tuple[int, s
         size = int(job.partition(":")[0])
         victim = 0 if "-first" in job else size - 1
         for rank in set(range(size)) - {victim}:
-            assert said[job]["took_s"][rank] < WITHIN_S, job
             error = (folder / job / f"stderr{rank}").read_text()
+            assert said[job]["took_s"][rank] < WITHIN_S, (job, error)
             assert f"rank {rank}: " in error or f"[rank{rank}]: " in error, (job, error)
             ended[job].append((said[job]["codes"][rank], error))
     return ended

@@ -18,6 +18,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,16 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str = str(ROOT)
     errors: Sequence[str] = ()
+
+
+def as_torchrun(size: int) -> list[dict[str, str]]:
+    """The variables of each rank of a job on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "here"}
+    sizes = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+    return [{**told, **sizes, "RANK": f"{k}", "LOCAL_RANK": f"{k}"} for k in range(size)]
 
 
 class Ended(NamedTuple):

@@ -1,0 +1,84 @@
+"""What tests on scripts stand on: a forked script is one like any other, up to its exit code."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import WELL_BEFORE_S
+from tests.support.scripts import LateError, Script, Scripts
+
+WHOLE = """
+import atexit, os, sys
+atexit.register(print, "torn down")
+print(__name__, sys.argv[1:], os.environ["TOLD"], os.getcwd(), sys.stdin.read())
+print("said", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_script_has_arguments_variables_and_a_folder_and_ends_in_good_order(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    """What runs at the interpreter's shutdown runs."""
+    script = Script(WHOLE, args=("a", "b"), environment={"TOLD": "yes"}, folder=str(tmp_path))
+    printed = f"__main__ ['a', 'b'] yes {tmp_path} \ntorn down\n"
+    assert scripts.run(script) == (3, printed, "said\n")
+    assert "TOLD" not in os.environ
+
+
+def test_a_script_may_be_a_file(scripts: Scripts, tmp_path: Path) -> None:
+    """Its tracebacks show its lines."""
+    path = tmp_path / "script.py"
+    path.write_text("print(__file__)\n1 / 0  # here\n")
+    ended = scripts.run(Script(path=str(path)))
+    assert (ended.returncode, ended.stdout) == (1, f"{path}\n")
+    assert "1 / 0  # here" in ended.stderr
+
+
+def test_scripts_know_nothing_of_each_other(scripts: Scripts) -> None:
+    """What one changes in a module is as before for the next."""
+    assert scripts.run(Script("import torch; torch.planted = 1")).returncode == 0
+    assert scripts.run(Script("import torch; print(hasattr(torch, 'planted'))")).stdout == "False\n"
+
+
+def test_warnings_are_errors_where_the_test_says_so(scripts: Scripts) -> None:
+    """And are said where it does not."""
+    code = "import warnings; warnings.warn('look', ResourceWarning)"
+    loud = scripts.run(Script(code, errors=("ResourceWarning",)))
+    assert (loud.returncode, "ResourceWarning: look" in loud.stderr) == (1, True)
+    assert scripts.run(Script(code)).returncode == 0
+
+
+def test_scripts_run_at_the_same_time(scripts: Scripts, tmp_path: Path) -> None:
+    """Each waits for a file of the other; they come back in order."""
+    code = (
+        "import pathlib, sys, time\n"
+        "mine, other = map(pathlib.Path, sys.argv[1:])\n"
+        "mine.touch()\n"
+        "while not other.exists():\n"
+        "    time.sleep(0.01)\n"
+        "print(mine.name)"
+    )
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    ended = scripts.run_together([Script(code, args=(a, b)), Script(code, args=(b, a))])
+    assert [one.stdout for one in ended] == ["a\n", "b\n"]
+
+
+def test_a_script_that_is_late_is_killed(scripts: Scripts) -> None:
+    """And the next one runs."""
+    code = "import sys, threading; print('stuck', file=sys.stderr, flush=True)"
+    begin_s = time.monotonic()
+    with pytest.raises(LateError, match=r"killed after 0\.5 s(?s:.*)"):
+        scripts.run(Script(f"{code}; threading.Event().wait()"), deadline_s=0.5)
+    assert time.monotonic() - begin_s < WELL_BEFORE_S
+    assert scripts.run(Script("print(1)")).stdout == "1\n"
+
+
+def test_a_script_that_a_signal_ends_has_its_code(scripts: Scripts) -> None:
+    """As with ``subprocess``."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    assert scripts.run(Script(code)).returncode == -15
