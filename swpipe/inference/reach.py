@@ -43,6 +43,7 @@ _MODIFIERS = {
     "clear", "sort", "reverse", "add", "discard", "update", "setdefault",
 }  # fmt: skip
 SELF = "self"
+LENGTH = "__len__"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")
 _IGNORED = ("CACHE", "PUSH_NULL", "PRECALL", "RESUME", "EXTENDED_ARG", "NOP")
@@ -162,7 +163,12 @@ class _Search:
             if not isinstance(step.value, PLAIN) and key not in self._seen:
                 self._seen.add(key)
                 self._reach.holders[id(step.value)] = step.value
-                self._enter(step)
+                if not (self._only_measured(step) and isinstance(step.value, (Tensor, tuple))):
+                    self._enter(step)
+
+    def _only_measured(self, step: _Step) -> bool:
+        """Whether the code takes nothing but the length of what is called so."""
+        return self._reach.uses.get(step.called) == {LENGTH}
 
     def _enter(self, step: _Step) -> None:
         value = step.value
@@ -202,7 +208,7 @@ class _Search:
             return
         if isinstance(value, CONTAINERS):
             self._place(value, "", step.path)
-        if len(value) <= MAX_ITEMS:
+        if len(value) <= MAX_ITEMS and not self._only_measured(step):
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._ahead.append(step._replace(value=item, called=""))
 
@@ -258,6 +264,7 @@ class _Search:
         if not _BY_STRING.isdisjoint(code.co_names):
             reach.uses[""] |= {one for one in code.co_consts if isinstance(one, str)}
         called = ""  # of what the last instruction has put onto the stack
+        measured = False  # it is the argument of ``len``, so far
         for one in dis.get_instructions(code):
             if one.opname in _IGNORED:
                 continue
@@ -267,7 +274,13 @@ class _Search:
             owner = called
             attribute = one.opname in ("LOAD_ATTR", "LOAD_METHOD")
             if attribute or called:
-                reach.uses.setdefault(called, set()).add(one.argval if attribute else None)
+                length = LENGTH if measured and one.opname == "CALL" and called != "len" else None
+                reach.uses.setdefault(called, set()).add(one.argval if attribute else length)
+            measured = (
+                one.argval == "len"
+                if one.opname in _GLOBALS
+                else measured and (attribute or one.opname in (*_LOADS, "LOAD_FAST"))
+            )
             called = one.argval if attribute or one.opname in _LOADS else ""
             if one.opname == "LOAD_FAST":
                 first = code.co_varnames[0] == one.argval and one.argval == SELF
@@ -293,17 +306,20 @@ class _Search:
         value, taken = step.value, self._reach.taken(step.called)
         if step.hops >= MAX_HOPS:
             return
-        module = isinstance(value, torch.nn.Module)
+        module, measured = isinstance(value, torch.nn.Module), self._only_measured(step)
+        # Of what is called so, only attributes are taken: nothing loops over it or calls it.
+        named = bool(step.called) and None not in self._reach.uses.get(step.called, {None})
         methods = [
             function
             for cls in type(value).__mro__
             if not is_foreign(cls.__module__)
             for name, member in vars(cls).items()
-            if (name in taken or name in _IMPLICIT) and (function := _function(member))
+            if (name in taken or (name in _IMPLICIT and not named) or name == "__getattr__")
+            and (function := _function(member))
         ]
         if methods:  # to them the object is ``self``, whatever others call it
             taken = taken | self._reach.uses.get(SELF, set())
-        every = is_foreign(type(value).__module__) and not module
+        every = is_foreign(type(value).__module__) and not module and not measured
         for name, item in list(getattr(value, "__dict__", {}).items()):
             if not (every or name in taken) or (module and name == "training"):
                 continue
@@ -311,6 +327,8 @@ class _Search:
             if not every:
                 self._place(value, name, path)
             self._ahead.append(_Step(path, name, item, step.hops + 1))
+            if every:  # and code that is not searched does anything with it
+                self._ahead.append(_Step(path, "", item, step.hops + 1))
         for cls in type(value).__mro__:
             self._enter_class(cls, value, taken, step.path)
         self._ahead += [step._replace(value=function, called="") for function in methods]

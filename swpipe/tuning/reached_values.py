@@ -7,17 +7,20 @@
     arrays                                   their bytes, likewise
     tensors and modules                      version counters, likewise
 
-Of each kind the nearest ``MOST`` are read. Code of the objects is not run.
+Of each kind the nearest ``MOST`` are read. Code of the objects is not run. What reaches a thread or
+a queue may change at any time, so nothing of it is read.
 """
 
 from __future__ import annotations
 
 import pickle
+import queue
 import random
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from functools import partial
 from types import CellType
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ MAX_ITEMS = 64
 MAX_BYTES = 2**14
 """Larger arrays are not read."""
 
+_THREADED = (threading.Thread, Executor, queue.Queue, queue.SimpleQueue)
 _ABSENT = object()
 
 
@@ -66,7 +70,12 @@ class ReachedValues:
     def __init__(
         self, reaches: Iterable[Reach], others: Mapping[PlaceId, ReachedValue] | None = None
     ) -> None:
-        self.values = {place: one for reach in reaches for place, one in _values_in(reach)}
+        self.values = {
+            place: one
+            for reach in reaches
+            if not any(isinstance(holder, _THREADED) for holder in reach.holders.values())
+            for place, one in _values_in(reach)
+        }
         self.values |= others or {}
 
     def read(self) -> dict[PlaceId, Any]:
