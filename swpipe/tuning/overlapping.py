@@ -20,6 +20,8 @@ from typing import Any, Generic, Self
 
 import torch
 
+from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.reach import reach_of
 from swpipe.analysis import verify
 from swpipe.core.context import C
 from swpipe.core.effects import Effects, EffectTable, Location, conflicts
@@ -28,8 +30,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording
-from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
-from swpipe.inference.reach import reach_of
+from swpipe.inference.generators import generator_states
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
