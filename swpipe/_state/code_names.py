@@ -75,6 +75,7 @@ class CodeNames:
         loaded: Names of globals.
         imported: Modules that are imported when it runs.
         names: All names of globals and attributes.
+        strings: Words that code with functions such as ``getattr`` may use as names.
         counts: Name to how many times it is loaded.
         with_generator: How many calls pass a generator by its keyword.
         changes_tensors: Whether it may modify tensors in place.
@@ -89,6 +90,7 @@ class CodeNames:
     loaded: set[str] = field(default_factory=set)
     imported: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
+    strings: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     with_generator: int = 0
     changes_tensors: bool = False
@@ -98,7 +100,7 @@ class CodeNames:
         """Add what other code does."""
         for name, taken in other.uses.items():
             self.uses.setdefault(name, set()).update(taken)
-        for each in ("stores", "sets", "modifies", "loaded", "imported", "names"):
+        for each in ("stores", "sets", "strings", "modifies", "loaded", "imported", "names"):
             getattr(self, each).update(getattr(other, each))
         self.stores_any |= other.stores_any
         self.changes_tensors |= other.changes_tensors
@@ -133,7 +135,9 @@ class _Reader:
         if not _MODIFY_ARGUMENTS.isdisjoint(names):
             found.modifies.add("")
         if not _BY_STRING.isdisjoint(names):
-            found.uses[""] |= {one for one in self._code.co_consts if isinstance(one, str)}
+            strings = {one for one in self._code.co_consts if isinstance(one, str)}
+            found.strings |= {one for one in strings if one.isidentifier()}
+            found.uses[""] |= strings
         found.changes_tensors |= any(map(_changes_tensors, names))
         found.ungraded |= not _UNGRADED.isdisjoint(names)
         called: str | None = None  # what the last instruction has put onto the stack is called so

@@ -9,7 +9,7 @@ import sys
 from abc import ABC
 from collections.abc import Iterator
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, Generic, Protocol
 
@@ -49,6 +49,8 @@ _OWN = ("swpipe.tasks", "swpipe.tuning")
 
 def is_of_user(value: Any) -> bool:
     """Whether a value is a function or an object of the user's, wherever it was found."""
+    while isinstance(value, partial):
+        value = value.func
     if isinstance(value, FunctionType):
         return not is_library_function(value)
     return not isinstance(value, type | MethodType) and not is_librarys(type(value))

@@ -4,12 +4,10 @@ The search follows what ``swpipe._state.discovery`` follows, but one task at a t
 object only the attributes and methods that the code names: ``self.config.model`` leads to an
 attribute ``model`` of what is called ``config``, and not to ``self.model``. What has no such name
 (a local variable, an argument, an item) may be any object. No code of the objects is run. Names
-that are computed (``getattr(self, prefix + "rate")``) are not found, except where the code assigns
-to them.
+that are computed are not found, except where the code assigns to them.
 
-Objects of installed libraries are searched, but their methods are not read: what these do is not
-known. So an object of which code calls a method, and any other object that cannot be searched (an
-iterator, a file, a connection), is *opaque*: whoever uses it may change it.
+Methods of installed libraries are not read. So a library's object, and any other that cannot be
+searched (an iterator, a file), is *opaque*: whoever calls a method of it may change it.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ MAX_HOPS = 4
 """How many times in a row the search may follow an attribute of a library's object."""
 
 _NO_CODE = (lambda: None).__code__
-_BACKWARD = {"backward", "grad", "vjp", "step"}
+_BACKWARD = {"backward", "grad", "vjp"}
 
 
 class PlaceId(NamedTuple):
@@ -115,10 +113,8 @@ class Reach(CodeNames):
     context: str = ""
 
     def taken(self, called: str) -> set[str | None]:
-        """The attributes that the code may take of what is called so.
-
-        What it only takes attributes of gets no other name, and is no object without a name.
-        """
+        """The attributes that the code may take of what is called so."""
+        # What it takes nothing but attributes of gets no other name.
         named = self.uses.get(called, {None})
         return named if called and None not in named else named | self.uses[""]
 
@@ -149,7 +145,10 @@ class Reach(CodeNames):
     def may_change(self, place: PlaceId) -> bool:
         """Whether the code may assign to the place, or modify the container that it is."""
         if place.name:
-            return self.stores_any or place.name in self.stores
+            variables = isinstance(self.holders[place.holder], CellType | dict)
+            return place.name in self.stores or (
+                self.stores_any and (not variables or "globals" in self.names)
+            )
         names = self.called.get(place.holder, {""})
         if place.holder in self.opaque:
             return any(self._calls(self.holders[place.holder], name) for name in names)
@@ -163,7 +162,7 @@ class Reach(CodeNames):
 
 
 def reach_of(task: PipelineTask, also: Sequence[Any] = ()) -> Reach:
-    """Everything that the task's function, and other functions that it calls, can reach now."""
+    """Everything that the task's function, and others that it calls, can reach now."""
     reach = Reach()
     while True:  # names of methods found lead to further attributes
         known = sum(map(len, reach.uses.values()))
@@ -286,14 +285,16 @@ class _Search:
                         self._place(step, module, name, f"{step.path}.{name}")
             for name, hooks in vars(module).items():
                 if name.endswith("_hooks") and isinstance(hooks, dict):
-                    self._add_hooks(hooks)
-                    self._ahead += [_Step(step.path, "", one) for one in hooks.values()]
+                    users = self._add_hooks(hooks)
+                    self._ahead += [_Step(step.path, "", one) for one in users]
             for tensor in module._parameters.values():
                 for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                     self._add_hooks(getattr(tensor, name, None) or {})
 
-    def _add_hooks(self, hooks: Mapping[Any, Any]) -> None:
-        self._reach.hooks |= {id(hook): hook for hook in hooks.values()}
+    def _add_hooks(self, hooks: Mapping[Any, Any]) -> list[Any]:
+        users = [hook for hook in hooks.values() if is_of_user(getattr(hook, "__func__", hook))]
+        self._reach.hooks |= {id(hook): hook for hook in users}
+        return users
 
     def _enter_method(self, step: _Step) -> None:
         function, owner = getattr(step.value, "__func__", None), step.value.__self__
@@ -341,8 +342,7 @@ class _Search:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._ahead.append(step._replace(value=value, called=""))
         reach = self._reach
-        by_string = not {"getattr", "setattr", "hasattr"}.isdisjoint(reach.names)
-        taken = self._taken(step) if by_string else reach.uses.get(step.called, set())
+        taken = reach.uses.get(step.called, set()) | reach.strings
         named = {str(name) for name in taken if name} if step.called else set()
         for name in vars(function).keys() | named:
             if not hasattr(FunctionType, name):

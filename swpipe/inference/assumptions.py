@@ -18,7 +18,7 @@ A task that declares a state (``DeclaredIO(state=...)``) is taken at its word: n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import getattr_static
 from typing import Any
@@ -50,7 +50,7 @@ class Assumption:
         reasons: Why, if it may touch all that it can reach.
         attributes: Attributes of the context.
         items: State items.
-        shared: Python values that it shares with other tasks; in ``items`` too.
+        shared: Python values that it shares with a task that was seen to change them; in ``items``.
     """
 
     reasons: list[str] = field(default_factory=list)
@@ -65,6 +65,7 @@ def find_assumptions(
     accesses: Mapping[str, TaskAccesses],
     reaches: Mapping[str, Reach],
     reached: ReachableItems,
+    own: Container[str],
 ) -> dict[str, Assumption]:
     """Task to what it may touch besides.
 
@@ -74,6 +75,7 @@ def find_assumptions(
         accesses: What follows from it.
         reaches: Task to what its code can reach.
         reached: All state items after the last iteration.
+        own: Tasks that run in this process, and so draw from its generators.
     """
     found = {task.name: Assumption() for task in tasks}
     items = _ItemsOf(reached, {item for of_task in accesses.values() for item in of_task.items})
@@ -91,7 +93,8 @@ def find_assumptions(
                 assumed.items |= dict.fromkeys(inside, WRITE if harmless else READ_WRITE)
             else:
                 assumed.items |= dict.fromkeys(items.changeable(one, seen, reach), READ_WRITE)
-        assumed.items |= dict.fromkeys(_draws(task, reach, bool(assumed.reasons)), READ_WRITE)
+        if task.name in own:
+            assumed.items |= dict.fromkeys(_draws(task, reach, bool(assumed.reasons)), READ_WRITE)
         named = reach.uses.get(reach.context, set())
         taken = reach.taken(reach.context) if assumed.reasons else named
         new = (taken & attributes) - seen.attributes.keys()
@@ -290,7 +293,8 @@ def _add_places(
         item = StateItem(f"Python value {path}", f"Python value {path}", "")
         for name in names:
             found[name].items[item] = Access(True, name in writers)
-            found[name].shared.add(item)
+            if any((other, place) in changed for other in names):
+                found[name].shared.add(item)
 
 
 def with_assumptions(
