@@ -421,7 +421,6 @@ class _Search:
         self._ahead += [step._replace(value=function, called="") for function in own]
 
     def _enter_opaque(self, step: _Step) -> None:
-        """An object of which nobody knows what its methods change."""
         self._reach.opaque.add(id(step.value))
         self._place(step, step.value, "", step.path)
 
@@ -429,6 +428,7 @@ class _Search:
         """What a class has that is no method: code may give the object one of its own."""
         if is_librarys(cls):
             return
+        taken = taken | (vars(cls).keys() if self._reach.stores_any else set())
         members = [vars(cls)[name] for name in taken & vars(cls).keys() if name]
         if owner is cls and any(True for one in members for _ in functions_of(one)):
             taken = taken | self._reach.uses[""]  # of ``cls``
