@@ -202,11 +202,24 @@ def _walk(
                 continue
             seen[id(step.value)] = step.value
             yield Found(step.path, step.value)
+            if isinstance(step.value, torch.nn.Module):
+                near.extend(_kept_by_modules(step))
             if isinstance(step.value, WHOLE) or not enters(step.value):
                 continue
             for child in _children(step, max_hops):
                 (far if child.hops > step.hops else near).append(child)
         start = far
+
+
+def _kept_by_modules(step: _Step) -> Iterator[_Step]:
+    """Optimizers, schedulers and generators that a user's module keeps, as a trainer does."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+    for module in step.value.modules():
+        defined = getattr(sys.modules.get(type(module).__module__), "__file__", None)
+        if not (is_foreign(type(module).__module__) or is_installed(defined)):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, kinds) or is_generator(value):
+                    yield step.to(name, value)
 
 
 def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
@@ -227,7 +240,7 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
         if len(value) <= MAX_ITEMS:
             yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
     elif not isinstance(value, ModuleType | type) and step.hops < max_hops:
-        yield from (step.to(name, item, hops=1) for name, item in _attributes(value))
+        yield from (step.to(name, item, hops=1) for name, item in attributes_of(value).items())
         if not is_foreign(type(value).__module__):
             yield step.to("", vars(type(value)).get("__call__"))
 
@@ -264,13 +277,33 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(inner)
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    if hasattr(value, "__dict__"):
-        yield from dict(vars(value)).items()
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object has itself, also those in slots; no code is run."""
+    return dict(dict_of(value) or {}) | {
+        name: slot.__get__(value) for name, slot in slots_of(value)
+    }
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes; None if it has none."""
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return held if isinstance(held, dict) else None
+
+
+def slots_of(value: Any, *, empty: bool = False) -> Iterator[tuple[str, MemberDescriptorType]]:
+    """The slots of an object that hold something, or all, by name."""
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
-            if isinstance(member, MemberDescriptorType) and hasattr(value, name):  # a slot
-                yield name, getattr(value, name)
+            if isinstance(member, MemberDescriptorType):
+                try:
+                    member.__get__(value)
+                except AttributeError:
+                    if not empty:
+                        continue
+                yield name, member
 
 
 def content_of(cell: CellType, default: Any = None) -> Any:

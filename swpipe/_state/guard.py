@@ -49,10 +49,12 @@ class TrainingGuard:
         self._tasks = tuple(tasks)
         self._snapshot = snapshot
         self._watched: list[_Watched] = []
+        self._existing: set[int] = set()  # ids of tensors and optimizers
         self._hook: Any = None
 
     def __enter__(self) -> TrainingGuard:
         self._watched = list(self._unsaved_tensors())
+        self._existing = {id(one) for one in _in_memory()}
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         return self
 
@@ -89,6 +91,11 @@ class TrainingGuard:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *given: object) -> None:
         unsaved = self._snapshot.unsaved_of(optimizer)
+        if unsaved == [optimizer] and id(optimizer) not in self._existing:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            unsaved = [one for one in parameters if not self._snapshot.saves(one)]
+        # What was made within the block is nobody else's.
+        unsaved = [one for one in unsaved if id(one) in self._existing]
         if unsaved == [optimizer]:
             name = _name_of(optimizer, find_all(self._tasks, MAX_HOPS))
             raise UnsavedStateError([name], "the tasks call the step of an optimizer")
@@ -109,6 +116,14 @@ class _Watched:
     def modified(self) -> bool:
         tensor = self._tensor()
         return tensor is not None and tensor._version != self._version
+
+
+def _in_memory() -> Iterator[Any]:
+    """All tensors and optimizers in the process."""
+    kinds = _watched_types()
+    for one in gc.get_objects():
+        if type(one) in kinds or issubclass(type(one), torch.optim.Optimizer):
+            yield one
 
 
 def _leaves_in_memory() -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state,
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe._state.values import SavedValues
+from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 
@@ -44,6 +45,8 @@ class LoopState:
 
     Raises:
         TypeError: Something in ``given`` has no state that can be restored.
+        UnsavedStateError: Nothing is given, and tasks can change what cannot be put back, such
+            as a generator.
     """
 
     def __init__(self, tasks: Iterable[PipelineTask], given: Any, device: Device) -> None:
@@ -53,6 +56,14 @@ class LoopState:
         self._snapshot = Snapshot(self.owners, device)
         self._restore_attributes = _save_tensor_attributes(self._tasks)
         self._values = SavedValues(self._tasks)
+        if self._searched and self._values.lost:
+            raise UnsavedStateError(
+                self._values.lost,
+                "the tasks can change what nobody can set back",
+                "Instead of a generator or another such iterator, use an object with __next__ that "
+                "keeps its position in an attribute; write to a database in the loop's body. Or "
+                "name all that has to be restored: record(state=[model, optimizer, ...])",
+            )
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""

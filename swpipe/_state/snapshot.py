@@ -164,7 +164,8 @@ def _save(found: Found, tensors: SavedTensors) -> Restore:
     if isinstance(owner, torch.nn.Module):
         return _save_module(owner, tensors)
     if isinstance(owner, torch.optim.Optimizer):
-        return _save_containers((owner.state, owner.param_groups), tensors)
+        others = {name: value for name, value in vars(owner).items() if _holds_tensors(value)}
+        return _save_containers((owner.state, owner.param_groups, others), tensors)
     if has_state_dict(owner):
         return _save_state_dict(found)
     return _save_generator(owner)

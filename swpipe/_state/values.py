@@ -1,166 +1,259 @@
 """Python values outside the context that tasks can change: saved, and put back.
 
     what                                                       saved
-    closures, and the globals that code names                  which object each name has
+    closures, functions, and the globals that code names       which object each name has
     objects of the user's classes, and these classes           which object each attribute has
-    lists, dicts, sets, deques and bytearrays                  their items
+    containers, arrays, files and others                       what ``put_back`` saves
     modules of the user's classes, and of ``torch.nn``         numbers, strings and containers
     hooks of modules                                           the user's
+    the environment (``os.environ``)                           its variables
 
 Each object is put back as it was, so that what leads from one to the other is, too. What belongs
 to an installed library is left alone: it may hold on to threads, files and other processes, and
-would be put back in part. ``PUT_BACK`` are those of which this is known not to matter.
+would be put back in part. ``PUT_BACK`` and ``_KNOWN`` are those of which this does not matter.
+
+Two searches find them: ``find_all``, which knows nothing of names, and ``reach_of``, which follows
+all that code names, also into libraries.
 """
 
 from __future__ import annotations
 
-import copy
+import collections
+import os
+import queue
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
+from swpipe._state.code_names import read_code
 from swpipe._state.discovery import (
     FOREIGN,
     PLAIN,
     WHOLE,
-    Found,
     content_of,
+    dict_of,
     find_all,
     is_installed,
-    names_in,
+    slots_of,
 )
+from swpipe._state.kinds import CONTAINERS, NAMESPACES, is_unchanging
+from swpipe._state.put_back import (
+    copied,
+    is_copyable_iterator,
+    is_lost,
+    position_of,
+    saving,
+)
+from swpipe._state.reach import reaches_of
+from swpipe._state.reached import Reach
 from swpipe._state.snapshot import modules_in
 from swpipe.core.task import PipelineTask
 
 MAX_ITEMS = 10**6
 """Larger containers are taken for data and not saved."""
 
-PUT_BACK = ("accelerate",)
+PUT_BACK = ("accelerate", "torchmetrics")
 """Installed libraries whose objects are counters and flags of a loop: put back as the user's."""
 
-MAX_HOPS = 4
+MAX_HOPS = 32
 """How many attributes in a row are followed."""
 
-CONTAINERS = (list, dict, set, deque, bytearray)
+_KNOWN = (
+    *NAMESPACES, collections.UserDict, collections.UserList, collections.UserString,
+    collections.ChainMap, queue.Queue, threading.Event, weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary, weakref.WeakSet,
+)  # fmt: skip
+"""Types of the standard library whose objects are put back as the user's."""
+
 _NOTHING = object()
 _LAZY = torch.nn.modules.lazy.LazyModuleMixin
 
 
 class SavedValues:
-    """The Python values that tasks can change, as they are now."""
+    """The Python values that tasks can change, as they are now.
 
-    def __init__(self, tasks: Iterable[PipelineTask]) -> None:
+    Attributes:
+        lost: What tasks may change and nobody can put back, such as generators; with the task.
+    """
+
+    def __init__(self, tasks: Sequence[PipelineTask]) -> None:
         self._restores: list[Callable[[], object]] = []
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[Any, Any] = {}
+        self._copies: dict[int, tuple[Any, Any, object]] = {}  # iterator, a copy, its position
+        self._new: dict[int, Any] = {}  # iterator's id to the copy that all its holders get
+        reaches = reaches_of(tasks)
         for found in find_all(tasks, MAX_HOPS, is_users):
-            self._save(found)
+            self._save(found.owner)
+        for reach in reaches.values():
+            for number in reach.owned:
+                self._save(reach.holders[number])
+        self._save(getattr(os.environ, "_data", None))
+        self.lost = tuple(one for name, reach in reaches.items() for one in _lost(name, reach))
 
     def restore(self) -> None:
         """Put everything back."""
+        self._new.clear()
         for restore in self._restores:
             restore()
 
-    def _save(self, found: Found) -> None:
-        value = found.owner
+    def _save(self, value: Any) -> None:
         if isinstance(value, MethodType):
             value = value.__func__
+        if id(value) in self._seen or isinstance(value, PLAIN) or is_unchanging(value):
+            return
+        self._seen[id(value)] = value
         if isinstance(value, FunctionType):
             self._save_function(value)
-        elif isinstance(value, CONTAINERS):
-            self._save_container(value)
+        elif isinstance(value, CellType):
+            self._save_cell(value)
         elif isinstance(value, torch.nn.Module):
             for module in modules_in(value):
                 self._save_module(module)
         elif isinstance(value, type):
             self._save_class(value)
-        elif is_users(value) and not isinstance(value, (*PLAIN, *WHOLE, tuple, frozenset, partial)):
-            self._save_attributes(vars(value) if hasattr(value, "__dict__") else {})
-            self._save_slots(value)
+        elif is_copyable_iterator(value):
+            self._copies[id(value)] = value, copied(value), position_of(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            if is_users(value):
+                self._save_attributes(value)
+        elif not isinstance(value, (*WHOLE, tuple, frozenset, partial)):
+            self._save_object(value)
+
+    def _save_object(self, value: Any) -> None:
+        if (put_back := saving(value, MAX_ITEMS)) is not None:
+            self._restores.append(partial(self._put_back, value, put_back))
+        if is_users(value):
+            self._save_attributes(value)
             self._save_class(type(value))
+
+    def _put_back(self, value: Any, put_back: Callable[[], object]) -> None:
+        put_back()
+        if isinstance(value, dict):
+            for key, item in list(value.items()):
+                if (new := self._now(item)) is not item:
+                    value[key] = new
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if (new := self._now(item)) is not item:
+                    value[index] = new
+
+    def _now(self, value: Any) -> Any:
+        """What holders get back: the object itself, or a copy of an iterator that was advanced."""
+        iterator, saved, position = self._copies.get(id(value), (value, None, None))
+        if saved is None or position_of(iterator) == position:
+            return value
+        return self._new.setdefault(id(value), copied(saved))
 
     def _save_function(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
-            content = content_of(cell, _NOTHING)
-            self._restores.append(partial(_set_cell, cell, content))
-        names = set(names_in(function.__code__))
-        self._save_names(function.__globals__, names)
-        for name in names & function.__globals__.keys():
+            self._save(cell)
+        code = read_code(function.__code__, "")
+        self._save_names(function.__globals__, code.names | code.loaded)
+        for name in code.names & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, ModuleType) and is_users(value):
-                self._save_names(vars(value), names)
+                self._save_names(vars(value), code.names)
+        if is_users(sys.modules.get(function.__module__ or "", sys)):
+            self._restores.append(
+                partial(_refill_dict, vars(function), dict(vars(function)), self._now)
+            )
+
+    def _save_cell(self, cell: CellType) -> None:
+        content = content_of(cell, _NOTHING)
+        self._save(content)
+        self._restores.append(lambda: _set_cell(cell, self._now(content)))
 
     def _save_names(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         saved = {name: namespace.get(name, _NOTHING) for name in names}
         for value in saved.values():
             self._save_class(value)
-        self._restores.append(partial(_set_names, namespace, saved))
+        self._restores.append(partial(_set_names, namespace, saved, self._now))
 
     def _save_class(self, value: Any) -> None:
         for cls in value.__mro__ if isinstance(value, type) else ():
-            if id(cls) not in self._seen and is_users(cls):
-                self._seen[id(cls)] = cls
-                values = {n: v for n, v in vars(cls).items() if isinstance(v, PLAIN)}
-                self._restores.append(partial(_set_attributes, cls, values))
-                for held in vars(cls).values():
+            if (id(cls), "class") not in self._seen and is_users(cls):
+                self._seen[id(cls), "class"] = cls
+                values = {n: v for n, v in vars(cls).items() if _is_attribute(n, v)}
+                self._restores.append(partial(_set_class, cls, values, self._now))
+                for held in values.values():
                     if isinstance(held, CONTAINERS):
-                        self._save_container(held)
+                        self._save(held)
 
-    def _save_container(self, value: Any) -> None:
-        if id(value) not in self._seen and len(value) <= MAX_ITEMS:
-            self._seen[id(value)] = value
-            self._restores.append(partial(_refill, value, _items(value)))
-
-    def _save_attributes(self, attributes: dict[str, Any]) -> None:
-        if id(attributes) not in self._seen:
-            self._seen[id(attributes)] = attributes
-            self._restores.append(partial(_refill, attributes, dict(attributes)))
-
-    def _save_slots(self, value: Any) -> None:
-        names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
-        saved = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        if saved:
-            self._restores.append(partial(_set_attributes, value, saved))
+    def _save_attributes(self, value: Any) -> None:
+        if (held := dict_of(value)) is not None:
+            self._restores.append(partial(_refill_dict, held, dict(held), self._now))
+        held_now = dict(slots_of(value))
+        slots = [
+            (slot, slot.__get__(value) if name in held_now else _NOTHING)
+            for name, slot in slots_of(value, empty=True)
+        ]
+        if slots and not isinstance(value, BaseException):
+            self._restores.append(partial(_set_slots, value, slots, self._now))
 
     def _save_module(self, module: torch.nn.Module) -> None:
         """Save the user's hooks, and what is no tensor and no module."""
         for name, hooks in vars(module).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):
                 self._restores.append(partial(_set_hooks, hooks, dict(hooks)))
-        of_torch = type(module).__module__.startswith("torch.nn.modules.")
+        of_torch = type(module).__module__.startswith(("torch.nn.modules.", "torch.nn.utils."))
         if isinstance(module, _LAZY) or not (of_torch or is_users(module)):
             return
-        known = set(vars(torch.nn.Module()))
-        attributes = {n: v for n, v in vars(module).items() if n not in known}
-        values = {n: v for n, v in attributes.items() if isinstance(v, PLAIN)}
-        self._restores.append(partial(_set_plain, module, values, known))
+        attributes = {n: v for n, v in vars(module).items() if n not in _OF_MODULE}
+        registered = [dict(vars(module)[name]) for name in _REGISTERED]
+        cls = type(module)
+        members = cls, {name: one for name, one in vars(cls).items() if isinstance(one, property)}
+        self._restores.append(partial(_set_module, module, members, attributes, registered))
         for value in attributes.values():
-            if isinstance(value, CONTAINERS):
-                self._save_container(value)
+            if isinstance(value, CONTAINERS) or (is_users(value) and not isinstance(value, WHOLE)):
+                self._save(value)
+
+
+_OF_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+def _lost(task: str, reach: Reach) -> list[str]:
+    """What a task's code leads to and nobody can put back."""
+    return [
+        f"{path or 'an object'} ({type(reach.holders[number]).__name__}) of task {task!r}"
+        for number, path in reach.owned.items()
+        if is_lost(reach.holders[number])
+    ]
 
 
 def is_users(value: Any) -> bool:
     """Whether an object, or a class or module itself, is of the user's own code."""
     name = value.__name__ if isinstance(value, ModuleType) else _class_of(value).__module__
     root = (name or "").partition(".")[0]
+    if isinstance(value, _KNOWN):
+        return True
     if root in FOREIGN or root == "swpipe":
         return isinstance(value, (FunctionType, MethodType, partial, *CONTAINERS, tuple))
     return root in PUT_BACK or not is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 
+def _is_attribute(name: str, value: Any) -> bool:
+    """Whether a member of a class is a value of the user's."""
+    return not (name.startswith("__") and name.endswith("__")) and not hasattr(
+        type(value), "__get__"
+    )
+
+
 def _set_hooks(hooks: dict[Any, Any], saved: dict[Any, Any]) -> None:
     """Put hooks back; a library's new ones stay, such as those that shard a module on first use."""
     new = {key: hook for key, hook in hooks.items() if key not in saved}
-    _refill(hooks, saved | {key: hook for key, hook in new.items() if not _is_users_hook(hook)})
+    kept = saved | {key: hook for key, hook in new.items() if not _is_users_hook(hook)}
+    _refill_dict(hooks, kept, lambda hook: hook)
 
 
 def _is_users_hook(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)
-    return is_users(sys.modules.get(getattr(function, "__module__", ""), sys))
+    name = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return name.startswith("torch.nn.utils") or is_users(sys.modules.get(name, sys))
 
 
 def _class_of(value: Any) -> type:
@@ -176,8 +269,9 @@ def _set_cell(cell: CellType, content: Any) -> None:
         cell.cell_contents = content
 
 
-def _set_names(namespace: dict[str, Any], saved: dict[str, Any]) -> None:
-    for name, value in saved.items():
+def _set_names(namespace: dict[str, Any], saved: dict[str, Any], now: Callable[[Any], Any]) -> None:
+    for name, before in saved.items():
+        value = now(before)
         if namespace.get(name, _NOTHING) is value:
             continue
         if value is _NOTHING:
@@ -186,39 +280,56 @@ def _set_names(namespace: dict[str, Any], saved: dict[str, Any]) -> None:
             namespace[name] = value
 
 
-def _set_attributes(owner: Any, saved: dict[str, Any]) -> None:
-    for name, value in saved.items():
-        if getattr(owner, name, _NOTHING) is not value:
-            setattr(owner, name, value)
+def _set_class(cls: Any, saved: dict[str, Any], now: Callable[[Any], Any]) -> None:
+    for name, value in list(vars(cls).items()):
+        if _is_attribute(name, value) and name not in saved:
+            delattr(cls, name)
+    for name, before in saved.items():
+        if vars(cls).get(name, _NOTHING) is not (value := now(before)):
+            setattr(cls, name, value)
 
 
-def _set_plain(module: torch.nn.Module, saved: dict[str, Any], known: set[str]) -> None:
+def _set_slots(owner: Any, saved: Sequence[tuple[Any, Any]], now: Callable[[Any], Any]) -> None:
+    filled = {slot for _, slot in slots_of(owner)}
+    for slot, before in saved:
+        content = slot.__get__(owner) if slot in filled else _NOTHING
+        if content is not (value := now(before)):
+            slot.__delete__(owner) if value is _NOTHING else slot.__set__(owner, value)
+
+
+def _set_module(
+    module: Any,
+    members: tuple[type, dict[str, Any]],
+    attributes: dict[str, Any],
+    registered: Sequence[dict[str, Any]],
+) -> None:
+    """Put back a module's class, attributes, parameters, buffers and modules.
+
+    What a library has added on first use stays, unless it is a value or a tensor.
+    """
+    cls, properties = members
+    if type(module) is not cls:
+        module.__class__ = cls
+    for name in properties.keys() - vars(cls).keys():  # torch has taken a parametrized one away
+        setattr(cls, name, properties[name])
     held = vars(module)
-    for name in [n for n, v in held.items() if isinstance(v, PLAIN)]:
-        if name not in known and name not in saved:
+    for name in [n for n in held if n not in _OF_MODULE and n not in attributes]:
+        if isinstance(held[name], (*PLAIN, *WHOLE, *CONTAINERS)) or is_users(held[name]):
             del held[name]
-    held.update(saved)
+    for name, value in attributes.items():
+        if held.get(name, _NOTHING) is not value:
+            held[name] = value
+    for name, items in zip(_REGISTERED, registered, strict=True):
+        _refill_dict(held[name], items, lambda item: item)
 
 
-def _items(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else copy.copy(container)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def _refill(container: Any, items: Any) -> None:
-    """Put the items back, if others are there now; an object's own comparison is not run."""
-    now, then = list(_flat(container)), list(_flat(items))
-    if len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True)):
-        return
-    container.clear()
-    if isinstance(container, dict | set):
-        container.update(items)
-    else:
-        container.extend(items)
-
-
-def _flat(container: Any) -> Iterator[Any]:
-    if not isinstance(container, dict):
-        yield from container
-        return
-    for key, item in container.items():
-        yield from (key, item)
+def _refill_dict(held: dict[Any, Any], saved: dict[Any, Any], now: Callable[[Any], Any]) -> None:
+    """Put the items back, in their order, if others are there now."""
+    items = {key: now(value) for key, value in saved.items()}
+    same = list(held) == list(items) and all(held[key] is items[key] for key in items)
+    if not same:
+        held.clear()
+        held.update(items)

@@ -98,23 +98,25 @@ class ShortcutError(RuntimeError):
 
 
 class UnsavedStateError(RuntimeError):
-    """Tasks train something that is not restored afterwards.
+    """Tasks change something that is not restored afterwards.
 
     Attributes:
         names: What it is, such as the paths that lead from the tasks to it.
+        mend: What to do about it.
     """
 
-    def __init__(self, names: Sequence[str], what: str) -> None:
-        super().__init__(tuple(names), what)
+    def __init__(self, names: Sequence[str], what: str, mend: str = "") -> None:
+        super().__init__(tuple(names), what, mend)
         self.names = tuple(names)
         self.what = what
+        self.mend = mend or (
+            "state= does not have it, or the search from the tasks' functions did not find it or "
+            "takes it for data. Name all that has to be restored: state=[model, optimizer, ...]"
+        )
 
     def __str__(self) -> str:
-        return (
-            f"{self.what}, which is not restored afterwards: {', '.join(self.names)}. state= does "
-            "not have it, or the search from the tasks' functions did not find it or takes it for "
-            "data. Name all that has to be restored: state=[model, optimizer, ...]"
-        )
+        names = ", ".join(self.names)
+        return f"{self.what}, which is not restored afterwards: {names}. {self.mend}"
 
 
 class InternalError(RuntimeError):

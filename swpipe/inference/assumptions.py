@@ -7,8 +7,10 @@ touches nothing in these, or something else. So a task *may touch all that its c
 - if its code takes ``iter_idx`` of the context, or it changes a Python value outside of it;
 
 and else may touch the modules, optimizers, tensors and generators within reach that it was not seen
-to touch at all. Python values that tasks share count as touched by every task that can reach them,
-if one of these tasks changes them or has code that assigns to them.
+to touch at all, attributes of the context that its code names, and default generators, if its code
+names functions that draw. It may modify tensors that it was seen to read, if its code modifies some
+in place. Python values that tasks share count as touched by every task that can reach them, if one
+of these tasks changes them or has code that may.
 
 A task that declares a state (``DeclaredIO(state=...)``) is taken at its word: nothing is assumed.
 """
@@ -16,7 +18,7 @@ A task that declares a state (``DeclaredIO(state=...)``) is taken at its word: n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import getattr_static
 from typing import Any
@@ -24,14 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swpipe._state.code_names import SELF
 from swpipe._state.discovery import PLAIN
+from swpipe._state.draws import TORCH, modules_draw
+from swpipe._state.reached import PlaceId, Reach
+from swpipe._state.snapshot import modules_in
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
-from swpipe.inference.accesses import READ_WRITE, Access, TaskAccesses, options_of
+from swpipe.inference.accesses import READ_WRITE, WRITE, Access, TaskAccesses, options_of
+from swpipe.inference.declared import DECLARED
 from swpipe.inference.observation import IterationObservation, TaskObservation
-from swpipe.inference.reach import SELF, PlaceId, Reach
 from swpipe.inference.state_items import ReachableItems, StateItem, items_of
 from swpipe.inference.storages import unsharded
 
@@ -44,7 +50,7 @@ class Assumption:
         reasons: Why, if it may touch all that it can reach.
         attributes: Attributes of the context.
         items: State items.
-        shared: Python values that it shares with other tasks; in ``items`` too.
+        shared: Python values that it shares with a task that was seen to change them; in ``items``.
     """
 
     reasons: list[str] = field(default_factory=list)
@@ -59,6 +65,7 @@ def find_assumptions(
     accesses: Mapping[str, TaskAccesses],
     reaches: Mapping[str, Reach],
     reached: ReachableItems,
+    own: Container[str],
 ) -> dict[str, Assumption]:
     """Task to what it may touch besides.
 
@@ -68,6 +75,7 @@ def find_assumptions(
         accesses: What follows from it.
         reaches: Task to what its code can reach.
         reached: All state items after the last iteration.
+        own: Tasks that run in this process, and so draw from its generators.
     """
     found = {task.name: Assumption() for task in tasks}
     items = _ItemsOf(reached, {item for of_task in accesses.values() for item in of_task.items})
@@ -79,14 +87,21 @@ def find_assumptions(
         assumed.reasons += _reasons(runs, seen, reach)
         for owner, called in reach.wholes.items():
             one = reach.holders[owner]
-            inside = items.of(one)
-            touched = items.is_touched(one, seen) or _is_harmless(one, called, reach)
-            if assumed.reasons or not touched:
-                assumed.items |= dict.fromkeys(inside, READ_WRITE)
-        if assumed.reasons:
-            taken = (reach.taken(reach.context) & attributes) - seen.attributes.keys()
-            assumed.attributes |= {str(n): Access(True, n in reach.stores) for n in taken}
-    _add_places(undeclared, iterations, reaches, found)
+            if assumed.reasons or not items.is_touched(one, seen):
+                harmless = not assumed.reasons and _is_harmless(one, called, reach)
+                inside = items.gradients_of(one) if harmless else items.of(one)
+                assumed.items |= dict.fromkeys(inside, WRITE if harmless else READ_WRITE)
+            else:
+                assumed.items |= dict.fromkeys(items.changeable(one, seen, reach), READ_WRITE)
+        if task.name in own:
+            assumed.items |= dict.fromkeys(_draws(task, reach, bool(assumed.reasons)), READ_WRITE)
+        named = reach.uses.get(reach.context, set())
+        taken = reach.taken(reach.context) if assumed.reasons else named
+        new = (taken & attributes) - seen.attributes.keys()
+        new |= {n for n in reach.sets & attributes if not seen.attributes.get(n, Access()).writes}
+        assumed.attributes |= {str(n): Access(True, n in reach.sets) for n in new}
+    _add_seeded(undeclared, accesses, found)
+    _add_places(undeclared, iterations, reaches, found, _writers(accesses, reached))
     return found
 
 
@@ -97,7 +112,7 @@ def _reasons(runs: Sequence[TaskObservation], seen: TaskAccesses, reach: Reach) 
         yield "touched different things in different iterations"
     if "iter_idx" in reach.taken(reach.context):
         yield "uses the iteration's number"
-    if any(one.places for one in runs):
+    if any(one.places - reach.inner for one in runs):
         yield "changes Python values outside the context"
 
 
@@ -144,6 +159,22 @@ class _ItemsOf:
         name = self._generators.get(id(owner))
         return set() if name is None else {StateItem(name, name, "")}
 
+    def gradients_of(self, owner: Any) -> set[StateItem]:
+        """The gradients of the parameters of an optimizer, which its code may clear."""
+        if not isinstance(owner, torch.optim.Optimizer):
+            return set()
+        return {item for item in self.of(owner) if item.kind == "gradients"}
+
+    def changeable(self, owner: Any, seen: TaskAccesses, reach: Reach) -> set[StateItem]:
+        """Items of a module or tensor that a task read, and may modify in other iterations."""
+        if not reach.changes_tensors or isinstance(owner, torch.optim.Optimizer):
+            return set()
+        kinds = ("parameters", "buffers", DECLARED, "")
+        if any(access.writes and item.kind in kinds for item, access in seen.items.items()):
+            return set()  # what it modifies was seen
+        read = {item for item in self.of(owner) if item in seen.items and item.kind in kinds}
+        return {item for item in read if reach.ungraded or item.kind != "parameters"}
+
     def is_touched(self, owner: Any, seen: TaskAccesses) -> bool:
         """Whether a task was seen to touch the owner; the gradients alone do not count."""
         own = self._own(owner) if isinstance(owner, torch.optim.Optimizer) else self.of(owner)
@@ -181,32 +212,79 @@ def _is_harmless(owner: Any, called: set[str], reach: Reach) -> bool:
     return all(n and isinstance(getattr_static(owner, n, owner), PLAIN) for n in taken)
 
 
+_TORCH_ITEM = StateItem(TORCH, TORCH, "")
+
+
+def _draws(task: PipelineTask, reach: Reach, unsure: bool) -> Iterator[StateItem]:
+    """The default generators from which a task may draw, also by running a module if unsure."""
+    wholes = [reach.holders[owner] for owner in reach.wholes]
+    modules = [one for one in wholes if isinstance(one, torch.nn.Module)] if unsure else []
+    drawn = modules_draw(inner for one in modules for inner in modules_in(one))
+    for name in sorted(reach.draws | ({TORCH} if drawn else set())):
+        if not (task.random and name == TORCH):  # then it has states of its own
+            yield StateItem(name, name, "")
+
+
+def _add_seeded(
+    tasks: Sequence[PipelineTask],
+    accesses: Mapping[str, TaskAccesses],
+    found: Mapping[str, Assumption],
+) -> None:
+    """Seeded tasks set torch's default generators, from which another task may draw."""
+    used = [name for name, of_task in accesses.items() if _TORCH_ITEM in of_task.items]
+    if used or any(_TORCH_ITEM in one.items for one in found.values()):
+        for task in tasks:
+            if task.random:
+                found[task.name].items[_TORCH_ITEM] = READ_WRITE
+
+
+def _writers(accesses: Mapping[str, TaskAccesses], reached: ReachableItems) -> dict[int, set[str]]:
+    """A tensor's id to the tasks that were seen to write it."""
+    return {
+        id(tensor): {
+            name for name, of_task in accesses.items() if of_task.items.get(item, Access()).writes
+        }
+        for item, tensor in reached.tensors.items()
+    }
+
+
 def _add_places(
     tasks: Sequence[PipelineTask],
     iterations: Sequence[IterationObservation],
     reaches: Mapping[str, Reach],
     found: Mapping[str, Assumption],
+    seen: Mapping[int, set[str]],
 ) -> None:
-    """Add the Python values that several tasks can reach and one of them may change."""
-    users: dict[PlaceId, list[str]] = defaultdict(list)
+    """Add the Python values that several tasks can reach and one of them may change.
+
+    ``seen`` has the tasks that were seen to write a tensor, by its id.
+    """
+    users: dict[PlaceId, dict[str, None]] = defaultdict(dict)
     paths: dict[PlaceId, str] = {}
     for task in tasks:
         for place, path in reaches[task.name].places.items():
-            users[place].append(task.name)
+            users[place][task.name] = None
             paths.setdefault(place, path)
     changed = {
         (one.task, place) for each in iterations for one in each.tasks for place in one.places
     }
+    checked = {task.name for task in tasks}
+    for name, place in changed:
+        if name in checked and place in users:
+            users[place][name] = None  # such as a hook's, during another task's backward
     taken: set[str] = set()
     for place, names in users.items():
         writers = {
             name
             for name in names
-            if (name, place) in changed or _may_change(place, reaches[name], found[name])
+            if (name, place) in changed
+            or (place in reaches[name].places and reaches[name].may_change(place))
         }
         if len(names) < 2 or not writers:
             continue
-        if isinstance(reaches[names[0]].content(place), Tensor):
+        reach = next(reaches[name] for name in names if place in reaches[name].places)
+        content = reach.content(place)
+        if isinstance(content, Tensor) and writers <= seen.get(id(content), set()):
             continue  # a state item, whatever tensor it is
         path = paths[place]
         while path in taken:
@@ -215,14 +293,8 @@ def _add_places(
         item = StateItem(f"Python value {path}", f"Python value {path}", "")
         for name in names:
             found[name].items[item] = Access(True, name in writers)
-            found[name].shared.add(item)
-
-
-def _may_change(place: PlaceId, reach: Reach, assumed: Assumption) -> bool:
-    """Whether code assigns to the place or, if unsure of its task, modifies some container."""
-    if place.name:
-        return place.name in reach.stores
-    return bool(assumed.reasons) and reach.modifies
+            if any((other, place) in changed for other in names):
+                found[name].shared.add(item)
 
 
 def with_assumptions(

@@ -38,6 +38,8 @@ from typing import Any
 from torch import Tensor
 
 from swpipe._engine.iterations import Engine
+from swpipe._state.draws import TORCH
+from swpipe._state.reach import reach_of
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal
@@ -47,8 +49,7 @@ from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
-from swpipe.inference.generators import TORCH, DrawRecorder
-from swpipe.inference.reach import reach_of
+from swpipe.inference.generators import DrawRecorder
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import reachable_items
 from swpipe.inference.storages import StorageId, Storages
@@ -300,7 +301,7 @@ class RunCheck:
 
 def _may_clear_gradients(task: PipelineTask) -> bool:
     reach = reach_of(task)
-    taken = set[str | None]().union(reach.stores, *reach.uses.values())
+    taken = set[str | None]().union(reach.stores, reach.sets, *reach.uses.values())
     return not taken.isdisjoint(_CLEARS)
 
 

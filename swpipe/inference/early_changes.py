@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from swpipe._state.discovery import is_generator
+from swpipe._state.reach import reach_of
+from swpipe._state.reached import Reach
 from swpipe.core.messages import listed
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.task import PipelineTask
-from swpipe.inference.reach import Reach, reach_of
 
 
 def runs_early(plan: PipelinePlan, name: str) -> bool:
@@ -73,4 +74,4 @@ def _trained(reach: Reach) -> Iterator[str]:
 
 
 def _assigned(reach: Reach) -> Iterator[str]:
-    return (path for place, path in reach.places.items() if place.name in reach.assigns)
+    return (path for place, path in reach.places.items() if place.name in reach.stores)

@@ -10,16 +10,10 @@ from typing import Any
 
 import torch
 
+from swpipe._state.draws import NUMPY, PYTHON, TORCH
 from swpipe.device import Device
 from swpipe.inference.operators import OperatorRecorder
 from swpipe.inference.storages import Storages
-
-TORCH = "torch's default generators"
-"""Tasks with ``random=True`` need no order for these."""
-
-
-PYTHON = "Python's default generator"
-NUMPY = "numpy's default generator"
 
 
 def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:

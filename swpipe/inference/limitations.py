@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from swpipe._state.draws import TORCH
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.inference.accesses import TaskAccesses
-from swpipe.inference.generators import TORCH
 from swpipe.inference.observation import TaskObservation
 from swpipe.inference.transfers import Transfer
 

@@ -19,6 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.discovery import PLAIN
+from swpipe._state.reach import reaches_of
+from swpipe._state.reached import PlaceId
 from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import map_tensors, nodes_in, tensors_in
 from swpipe.core.context import IterContext, TypedContext
@@ -27,7 +29,6 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.modes import ModeObserver, Modes
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
-from swpipe.inference.reach import PlaceId, reach_of
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
 from swpipe.inference.recorded_context import (
     AttributeLog,
@@ -100,7 +101,7 @@ class Observer:
         seeds: TaskSeeds,
         context: type[TypedContext] = IterContext,
     ) -> None:
-        self.reaches = {task.name: reach_of(task) for task in tasks}
+        self.reaches = reaches_of(tasks)
         self.storages = Storages()
         self._modes = ModeObserver(tasks)
         self._tasks = tasks

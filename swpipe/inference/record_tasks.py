@@ -132,7 +132,9 @@ def record_beside(
             accesses = find_accesses(
                 observed, observer.storages, [task.name for task in tasks if task.random]
             )
-            assumptions = find_assumptions(tasks, observed, accesses, observer.reaches, reached)
+            names = {task.name for task in own}
+            reaches = observer.reaches
+            assumptions = find_assumptions(tasks, observed, accesses, reaches, reached, names)
     finally:
         saved.restore()
     states = group(accesses)

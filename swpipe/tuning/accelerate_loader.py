@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from swpipe._state.reach import reach_of
 from swpipe.core.task import DeclaredIO, PipelineTask
-from swpipe.inference.reach import reach_of
 
 __all__ = ["AccelerateLoader"]
 

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
+from swpipe._state.reached import Reach
 from swpipe.core.effects import Effects, EffectTable, Location, conflicts
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.inference import Recording
-from swpipe.inference.generators import TORCH
-from swpipe.inference.reach import Reach
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.tuning.loader_changes import LoaderChanges
-from swpipe.tuning.loader_parts import LOADER, bound_to_thread, keeps, may_draw, names_random
+from swpipe.tuning.loader_parts import LOADER, bound_to_thread, keeps, may_draw
 
 _GROUP = "loader"
 
@@ -77,7 +76,7 @@ def choose(
         *_changed(loader, reaches_of_undeclared(tasks, reaches)),
         *_shared_arrays(loader.reach, reaches),
         *_modified_batches(recorded, loader.reach, batch),
-        *_draws(effects, loader.draws, reaches),
+        *_draws(effects, loader.draws),
         *_bound(loader.reach),
     )
     if why:
@@ -160,16 +159,15 @@ def _modified_batches(recorded: Recording, loader: Reach, batch: Any) -> Iterato
         )
 
 
-def _draws(effects: EffectTable, loader: Reach, reaches: Mapping[str, Reach]) -> Iterator[str]:
-    """Tasks that draw from generators that the loader's code may draw from, now or later."""
-    for generator in may_draw(loader):
+def _draws(effects: EffectTable, loader: Reach) -> Iterator[str]:
+    """Tasks that may draw from generators that the loader's code may draw from, too."""
+    for generator in sorted(may_draw(loader)):
         place = Location(generator, True)
-        names = [name for name, touched in effects.items() if place in touched.writes]
-        names += [n for n, reach in reaches.items() if generator != TORCH and names_random(reach)]
+        names = [repr(name) for name, touched in effects.items() if place in touched.writes]
         if names:
             yield (
-                f"{listed([repr(name) for name in dict.fromkeys(names)])} draws from {generator}, "
-                "and the loader's code may draw from them, too, so a batch is pulled after it."
+                f"{listed(names)} draws from {generator}, and the loader's code may draw from "
+                "them, too, so a batch is pulled after it."
             )
 
 

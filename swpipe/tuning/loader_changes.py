@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.reach import reach_of
+from swpipe._state.reached import PlaceId, Reach
 from swpipe.device import Device
-from swpipe.inference.generators import NUMPY, PYTHON, TORCH
-from swpipe.inference.reach import PlaceId, Reach, reach_of
 from swpipe.tuning.loader_parts import drawing, may_draw, reaching
 from swpipe.tuning.reached_values import ReachedValue, ReachedValues, default_generators_of
 from swpipe.tuning.shown_values import ShownValues

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from swpipe._state.discovery import is_foreign, is_installed
+from swpipe._state.draws import TORCH
+from swpipe._state.reached import Reach
 from swpipe._tensors.pytree import nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
-from swpipe.inference.generators import NUMPY, PYTHON, TORCH
-from swpipe.inference.reach import Reach
 from swpipe.tuning.accelerate_loader import AccelerateLoader
 
 LOADER = "the loader"
@@ -29,17 +28,6 @@ MAX_WRAPPERS = 4
 _SAMPLING = ("batch_sampler", "sampler", "generator")
 _READING = ("dataset", "collate_fn", *_SAMPLING)
 _DATASETS = ("dataset", "data_source")
-
-
-_DRAWING = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
-    "multinomial", "bernoulli", "poisson", "normal_", "uniform_", "random_", "bernoulli_",
-    "exponential_", "cauchy_", "geometric_", "log_normal_", "dropout", "DataLoader",
-}  # fmt: skip
-"""Functions of torch that draw from its default generators, unless they get another.
-
-A DataLoader draws its seed whenever it is begun.
-"""
 
 
 def reaching(loader: Any, *iterators: Any) -> PipelineTask:
@@ -98,18 +86,13 @@ def _reads_elsewhere(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
-def may_draw(code: Reach) -> list[str]:
-    """The default generators that a loader's code may draw from, as effects name them."""
-    taken = set[str | None](code.uses).union(*code.uses.values())
+def may_draw(code: Reach) -> set[str]:
+    """The default generators that a loader's code may draw from, as effects name them.
+
+    A DataLoader within draws its seed whenever it is begun.
+    """
     inner = any(isinstance(one, DataLoader) for one in code.holders.values())
-    found = [TORCH] if inner or not taken.isdisjoint(_DRAWING) else []
-    return [*found, PYTHON, NUMPY] if names_random(code) else found
-
-
-def names_random(code: Reach) -> bool:
-    """Whether code takes something of a module ``random``, of Python or numpy."""
-    bound = (getattr(one, "__self__", None) for one in code.holders.values())
-    return "random" in code.uses or any(isinstance(one, random.Random) for one in bound)
+    return code.draws | ({TORCH} if inner or "DataLoader" in code.names else set())
 
 
 def epochs_of(loader: Any) -> tuple[Any, ...]:

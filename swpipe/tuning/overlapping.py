@@ -21,6 +21,9 @@ from typing import Any, Self
 import torch
 
 from swpipe._state.default_generators import default_generators, set_default_generators
+from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.reach import reach_of
+from swpipe._state.reached import Reach
 from swpipe._tensors.pytree import tensors_in
 from swpipe.analysis import verify
 from swpipe.core.context import C
@@ -29,8 +32,7 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording
-from swpipe.inference.generators import NUMPY, PYTHON, TORCH, generator_states
-from swpipe.inference.reach import Reach, reach_of
+from swpipe.inference.generators import generator_states
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
 from swpipe.shortcut.contents import Content, same_bits

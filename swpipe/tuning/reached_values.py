@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from swpipe._state.discovery import content_of, is_generator
+from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.reached import PlaceId, Reach
 from swpipe.device import Device
-from swpipe.inference.generators import NUMPY, PYTHON, TORCH, state_of
-from swpipe.inference.reach import PlaceId, Reach
+from swpipe.inference.generators import state_of
 
 MOST = 32
 MAX_ITEMS = 64

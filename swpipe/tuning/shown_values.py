@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swpipe.inference.reach import PlaceId
+from swpipe._state.reached import PlaceId
 from swpipe.tuning.reached_values import ReachedValue
 
 

@@ -101,11 +101,12 @@ def test_parameters_outside_of_the_snapshot_are_not_trained() -> None:
     optimizer = trainer.optimizer
     other = torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
     snapshot = Snapshot(given_state([other, trainer.model]), CpuDevice())
-    other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    late = nn.Parameter(torch.ones(2))
+    other.add_param_group({"params": [late]})
     with TrainingGuard([], snapshot):
         other.param_groups.pop()
         other.step()
-        other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        other.add_param_group({"params": [late]})
         with pytest.raises(UnsavedStateError, match=r"SGD updates parameters.*shape \(2,\)"):
             other.step()
         with pytest.raises(UnsavedStateError, match="the step of an optimizer"):

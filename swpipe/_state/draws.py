@@ -1,0 +1,81 @@
+"""From which default generators code may draw, whether or not it did so while recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from swpipe._state.code_names import CodeNames, read_code
+
+TORCH = "torch's default generators"
+PYTHON = "Python's default generator"
+NUMPY = "numpy's default generator"
+
+_TORCH_NAMES = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "multinomial", "normal", "poisson", "binomial", "dropout", "dropout1d", "dropout2d",
+    "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "gumbel_softmax",
+    "rrelu",
+    "fractional_max_pool2d", "fractional_max_pool3d", "reset_parameters", "manual_seed",
+    "set_rng_state", "rsample", "sample",
+    "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_",
+    "log_normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_",
+    "xavier_normal_", "orthogonal_", "sparse_", "dropout_", "rrelu_",
+}  # fmt: skip
+"""Names of functions and methods of torch that draw."""
+
+_DRAWING_MODULES = (
+    torch.nn.modules.dropout._DropoutNd,
+    torch.nn.RReLU,
+    torch.nn.FractionalMaxPool2d,
+    torch.nn.FractionalMaxPool3d,
+)
+
+
+def draws_by(code: CodeNames, namespace: Mapping[str, Any]) -> Iterator[str]:
+    """The default generators from which code may draw.
+
+    Args:
+        code: What it names.
+        namespace: The globals that it has.
+    """
+    named = sum(code.counts[name] for name in _TORCH_NAMES & code.names)
+    if named > code.with_generator or _makes_modules(code, namespace):
+        yield TORCH
+    roots = {_root(namespace.get(name)) for name in code.loaded} | code.imported
+    if "random" in roots:
+        yield PYTHON
+    if "numpy.random" in roots or ("numpy" in roots and "random" in code.names):
+        yield NUMPY
+
+
+def _root(value: Any) -> str:
+    """The name of a module, or of that of which a function or a class is."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return getattr(value, "__module__", None) or "" if callable(value) else ""
+
+
+def _makes_modules(code: CodeNames, namespace: Mapping[str, Any]) -> bool:
+    """Whether code names a class of modules, whose parameters are drawn when one is made."""
+    found: list[Any] = [namespace.get(name) for name in code.loaded]
+    for _ in range(3):  # such as torch.nn.Linear
+        inside = [vars(one) for one in found if isinstance(one, ModuleType)]
+        found = [one for one in found if not isinstance(one, ModuleType)]
+        found += [held[name] for held in inside for name in code.names & held.keys()]
+    return any(isinstance(one, type) and issubclass(one, torch.nn.Module) for one in found)
+
+
+def modules_draw(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether the forward of one of some modules may draw from torch's default generators."""
+    for module in modules:
+        if isinstance(module, _DRAWING_MODULES) or getattr(module, "dropout", False):
+            return True
+        forward = getattr(type(module).forward, "__code__", None)
+        of_torch = type(module).__module__.partition(".")[0] == "torch"
+        if forward and not of_torch and not _TORCH_NAMES.isdisjoint(read_code(forward, "").names):
+            return True
+    return False

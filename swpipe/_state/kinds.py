@@ -1,0 +1,99 @@
+"""Kinds of Python values: which never change, and of which the content can be seen."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import datetime as dt
+import decimal
+import fractions
+import gc
+import io
+import re
+import sys
+import threading
+import zlib
+from collections import deque
+from enum import Enum
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FrameType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from swpipe._state.discovery import PLAIN
+
+CONTAINERS = (list, dict, set, deque)
+NAMESPACES = (SimpleNamespace, argparse.Namespace)
+"""Types of the standard library whose objects have the attributes that they are given."""
+
+CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+
+_Lock: Any = type(threading.Lock())
+_RLock: Any = type(threading.RLock())
+
+UNCHANGING = (
+    *PLAIN, range, slice, Enum, BuiltinFunctionType, CodeType, FrameType, re.Pattern, PurePath,
+    decimal.Decimal, fractions.Fraction, dt.date, dt.time, dt.timedelta,
+    dt.tzinfo, _Lock, _RLock, torch.Size, torch.device, torch.dtype, torch.layout,
+    torch.memory_format, torch.finfo, torch.iinfo, torch.Stream, type(NotImplemented), type(...),
+    type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), type(torch.ops.aten),
+)  # fmt: skip
+"""Types whose objects never change, or whose changes give no other numbers, such as a lock's."""
+
+MAX_CONTENT = 2**26
+"""Bytes; the content of larger arrays is not compared."""
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of plain values that code modifies by name or by item."""
+    numpy = sys.modules.get("numpy")
+    arrays = (bytearray, array.array, *(() if numpy is None else (numpy.ndarray,)))
+    return isinstance(value, arrays)
+
+
+def is_unchanging(value: Any) -> bool:
+    """Whether an object never changes, or only in what gives no other numbers."""
+    if isinstance(value, UNCHANGING):
+        return True
+    name = type(value).__module__
+    if name.startswith("swpipe.") and not name.startswith(("swpipe.tasks", "swpipe.tuning")):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic | numpy.dtype | numpy.ufunc)
+
+
+def content_value(value: Any) -> object:
+    """What an array or an opaque object has now, as far as it shows, to be compared."""
+    if is_array(value):
+        return _checksum(value)
+    if isinstance(value, CTYPES):
+        return bytes(value)
+    if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
+        return value.getvalue(), value.tell()
+    return None
+
+
+def identity(value: Any) -> object:
+    """A plain value itself, as a string so that NaN equals NaN; the id of anything else."""
+    if isinstance(value, PLAIN):
+        return (type(value).__name__, repr(value))
+    return None if isinstance(value, torch.Tensor) else id(value)
+
+
+def _checksum(value: Any) -> object:
+    size = memoryview(value).nbytes if not hasattr(value, "nbytes") else value.nbytes
+    if size > MAX_CONTENT:
+        return size
+    if getattr(getattr(value, "dtype", None), "hasobject", False):
+        return [id(one) for one in value.ravel()]
+    content = value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+    return len(content), zlib.crc32(content)
+
+
+def referents(value: Any) -> list[Any]:
+    """What an object that is written in C refers to; no code is run."""
+    skipped = (*UNCHANGING, type, ModuleType)
+    methods = [one for one in gc.get_referents(value) if isinstance(one, BuiltinFunctionType)]
+    return methods + [one for one in gc.get_referents(value) if not isinstance(one, skipped)]
