@@ -16,6 +16,7 @@ from itertools import pairwise
 from types import CodeType
 
 SELF = "self"
+LENGTH = "__len__"
 _STORES = (
     "STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF", "DELETE_ATTR",
 )  # fmt: skip
@@ -70,8 +71,8 @@ class CodeNames:
     """What some code does, by name.
 
     Attributes:
-        uses: Name to the attributes that are taken of what is called so; None among them if
-            anything else is done with it. What has no name is called "".
+        uses: Name to the attributes that are taken of what is called so, ``LENGTH`` among them for
+            ``len``; None if anything else is done with it. What has no name is called "".
         stores: Names of variables and attributes that are assigned to or deleted.
         sets: Attributes of the context that are assigned to.
         stores_any: Whether it may assign to attributes by names that it computes.
@@ -166,7 +167,8 @@ class _Reader:
         attribute = name in ("LOAD_ATTR", "LOAD_METHOD")
         named = attribute or name in ("STORE_ATTR", "DELETE_ATTR")
         if named or called is not None:
-            found.uses.setdefault(called or "", set()).add(one.argval if named else None)
+            other = LENGTH if self._is_length(index) else None
+            found.uses.setdefault(called or "", set()).add(one.argval if named else other)
         if attribute and one.argval in _MODIFIERS and not self._is_fresh(index - 1):
             found.modifies.add(called or "")
         if name in _STORES:
@@ -213,6 +215,13 @@ class _Reader:
             first = self._code.co_varnames[0] == one.argval and one.argval == SELF
             return one.argval if first or one.argval == self._context else None
         return None
+
+    def _is_length(self, index: int) -> bool:
+        """Whether an instruction calls ``len`` of what the one before leaves."""
+        if self._steps[index].opname != "CALL" or self._steps[index].arg != 1:
+            return False
+        before = self._steps[_begin(self._steps, index - 1) - 1]
+        return before.opname == "LOAD_GLOBAL" and before.argval == "len"
 
     def _is_of_context(self, index: int, called: str | None) -> bool:
         """Whether ``setattr``, ``vars`` or ``__dict__`` is used on the context."""

@@ -28,7 +28,12 @@ _TORCH_NAMES = {
 """Names of functions and methods of torch that draw."""
 
 _DRAWING_MODULES = (
-    torch.nn.modules.dropout._DropoutNd,
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
     torch.nn.RReLU,
     torch.nn.FractionalMaxPool2d,
     torch.nn.FractionalMaxPool3d,
@@ -42,10 +47,12 @@ def draws_by(code: CodeNames, namespace: Mapping[str, Any]) -> Iterator[str]:
         code: What it names.
         namespace: The globals that it has.
     """
-    named = sum(code.counts[name] for name in _TORCH_NAMES & code.names)
-    if named > code.with_generator or _makes_modules(code, namespace):
-        yield TORCH
     roots = {_root(namespace.get(name)) for name in code.loaded} | code.imported
+    names = _TORCH_NAMES - ({"sample"} if "random" in roots else set())
+    named = sum(code.counts[name] for name in names & code.names)
+    given = code.with_generator + code.counts["Generator"]  # seeded, and given to what draws
+    if named > given or _makes_modules(code, namespace):
+        yield TORCH
     if "random" in roots:
         yield PYTHON
     if "numpy.random" in roots or ("numpy" in roots and "random" in code.names):

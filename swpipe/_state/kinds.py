@@ -28,7 +28,8 @@ CONTAINERS = (list, dict, set, deque)
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
 """Types of the standard library whose objects have the attributes that they are given."""
 
-CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+_SimpleCData: Any = ctypes.c_int.__mro__[1]
+CTYPES = (_SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 
 _Lock: Any = type(threading.Lock())
 _RLock: Any = type(threading.RLock())

@@ -26,6 +26,8 @@ _NOT_CALLED = {
 }  # fmt: skip
 """Methods that Python does not call while an object is used."""
 
+_FOR_ATTRIBUTES = {"__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
+
 _WITHOUT_ATTRIBUTES = (ABC, Protocol, Dataset, IterableDataset, *NAMESPACES)
 """Classes of libraries whose methods use no attributes."""
 
@@ -70,12 +72,18 @@ def is_partly_librarys(cls: type) -> bool:
     )
 
 
-def methods_of(cls: type, names: set[Any] | None) -> Iterator[FunctionType]:
-    """The functions of a class and its bases that code may call; all, if nobody knows the names."""
+def methods_of(
+    cls: type, names: set[Any] | None, only_named: bool = False
+) -> Iterator[FunctionType]:
+    """The functions of a class and its bases that code may call; all, if nobody knows the names.
+
+    Python calls others for operators, loops and the like, if code does not only take attributes.
+    """
     for base in cls.__mro__:
         if not is_foreign(base.__module__):
             for name, member in vars(base).items():
                 implicit = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
+                implicit = implicit and (not only_named or name in _FOR_ATTRIBUTES)
                 called = name in names if names is not None else not name.startswith("__")
                 if called or implicit:
                     yield from (one for one in functions_of(member) if not _is_generated(one))

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import getattr_static
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swpipe._state.code_names import SELF, read_code, takes_first
+from swpipe._state.code_names import LENGTH, SELF, read_code, takes_first
 from swpipe._state.discovery import (
     MAX_ITEMS,
     PLAIN,
@@ -125,7 +126,20 @@ class _Search:
                     step = step._replace(owned=True)
                 if step.owned:
                     self._reach.owned.setdefault(id(step.value), step.path)
-                self._enter(step)
+                measured = self._reach.uses.get(step.called) == {LENGTH}
+                (self._enter_measured if measured else self._enter)(step)
+
+    def _enter_measured(self, step: _Step) -> None:
+        """Enter what the code takes nothing of but its length."""
+        value, function = step.value, getattr(type(step.value), LENGTH, None)
+        if isinstance(value, CONTAINERS):
+            self._place(step, value, "", step.path)
+        elif isinstance(function, FunctionType) and not is_library_function(function):
+            held = attributes_of(value)
+            named = read_code(function.__code__, "").uses.get(SELF, set())
+            for name in named & held.keys():
+                self._enter_attribute(step, str(name), held)
+            self._ahead.append(step._replace(value=function, called=""))
 
     def _enter(self, step: _Step) -> None:
         value = step.value
@@ -304,11 +318,16 @@ class _Search:
         value, taken, reach = step.value, self._taken(step), self._reach
         library = is_librarys(type(value)) and not isinstance(value, NAMESPACES)
         module = isinstance(value, torch.nn.Module)
+        if library and not module and step.hops < MAX_HOPS and self._is_only_read(step):
+            for name in taken & attributes_of(value).keys():
+                self._enter_attribute(step, str(name), attributes_of(value))
+            return
         if library and step.hops >= MAX_HOPS:
             return
         partly = not library and is_partly_librarys(type(value))
         names = None if partly else taken.union(methods)
-        own = [] if library else list(methods_of(type(value), names))
+        named = bool(step.called) and None not in reach.uses.get(step.called, {None})
+        own = [] if library else list(methods_of(type(value), names, named and not methods))
         if own:  # to them the object is ``self``, whatever others call it
             taken = taken | reach.taken(SELF)
             if any(one.__code__.co_varnames[:1] != (SELF,) for one in own):
@@ -334,6 +353,18 @@ class _Search:
         for cls in type(value).__mro__:
             self._enter_class(cls, value, taken, step.path)
         self._ahead += [step._replace(value=function, called="") for function in own]
+
+    def _is_only_read(self, step: _Step) -> bool:
+        """Whether the code takes nothing but a length, and attributes that are no methods."""
+        named = self._reach.uses.get(step.called, {None})
+        names = (name for name in named if name and name != LENGTH)
+        static = (getattr_static(step.value, name, None) for name in names)
+        return bool(step.called) and None not in named and not any(map(callable, static))
+
+    def _enter_attribute(self, step: _Step, name: str, held: Mapping[Any, Any]) -> None:
+        path = f"{step.path}.{name}"
+        self._place(step, step.value, name, path)
+        self._ahead.append(_Step(path, name, held[name], step.hops, step.owned))
 
     def _enter_opaque(self, step: _Step) -> None:
         self._reach.opaque.add(id(step.value))

@@ -8,10 +8,11 @@ from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
+from swpipe._state.reached import Reach
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import Effects, declared_effects
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.plan import PULL
+from swpipe.core.plan import PULL, Pair
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
@@ -25,13 +26,11 @@ from swpipe.inference.assumptions import (
 from swpipe.inference.declared import assign_declared
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
+from swpipe.inference.loader_code import reaching
 from swpipe.inference.observation import IterationObservation, Observer, TaskObservation
 from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
-
-LOADER = "the loader"
-"""The name of a task that leads to it."""
 
 MAX_ITERATIONS = 128
 """How many iterations are recorded at most, where their number is not given."""
@@ -81,15 +80,6 @@ def record(
     others = () if loader is None else (reaching(loader),)
     found = record_beside(others, tasks, batch, iterations, where, seed, state, context)
     return found if loader is None else _with_loader(found)
-
-
-def reaching(loader: Iterable[Any]) -> PipelineTask:
-    """A task that does nothing, and whose code leads to the loader."""
-
-    def reach(ctx: Any, leads_to: object = loader) -> None:
-        """Nothing."""
-
-    return PipelineTask(LOADER, reach)
 
 
 def _with_loader(recorded: Recording) -> Recording:
@@ -144,7 +134,6 @@ def record_beside(
     transfers = find_transfers(observed, effects, observer.storages)
     not_restored = list(_not_restored(before, reachable_items(tasks)))
     runs = [one for iteration in observed for one in iteration.tasks]
-    paths = {p: path for reach in observer.reaches.values() for p, path in reach.places.items()}
     return Recording(
         tasks=tasks,
         effects=add_transfers(effects, transfers),
@@ -156,10 +145,14 @@ def record_beside(
             *notes_on(tasks, runs, accesses, transfers, not_restored),
         ),
         modified=frozenset((task, n) for task, one in accesses.items() for n in one.modified),
-        changed=frozenset(
-            (one.task, paths[place]) for one in runs for place in one.places if place in paths
-        ),
+        changed=_changed(runs, observer.reaches.values()),
     )
+
+
+def _changed(runs: Iterable[TaskObservation], reaches: Iterable[Reach]) -> frozenset[Pair]:
+    """Each task with the paths of the Python values that it changed."""
+    paths = {place: path for reach in reaches for place, path in reach.places.items()}
+    return frozenset((o.task, paths[p]) for o in runs for p in o.places if p in paths)
 
 
 def _observe(observer: Observer, batch: Any, iterations: int | None) -> list[IterationObservation]:

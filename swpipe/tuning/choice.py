@@ -7,22 +7,23 @@ a task        unless it uses what a task or the body may train, or comes after o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from swpipe._state.kinds import is_array
 from swpipe._state.reached import Reach
 from swpipe.core.effects import Effects, EffectTable, Location, conflicts
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.inference import Recording
+from swpipe.inference.loader_code import LOADER
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.tuning.loader_changes import LoaderChanges
-from swpipe.tuning.loader_parts import LOADER, bound_to_thread, keeps, may_draw
+from swpipe.tuning.loader_parts import bound_to_thread, keeps, may_draw
 
 _GROUP = "loader"
 
@@ -137,12 +138,7 @@ def _changed(loader: LoaderChanges, reaches: Mapping[str, Reach]) -> Iterator[st
 
 def _shared_arrays(loader: Reach, reaches: Mapping[str, Reach]) -> Iterator[str]:
     """Arrays that the loader may read and a task may modify."""
-    numpy = sys.modules.get("numpy")
-    arrays = {
-        number
-        for number, one in loader.holders.items()
-        if numpy is not None and isinstance(one, numpy.ndarray)
-    }
+    arrays = {number for number, one in loader.holders.items() if is_array(one)}
     for task, reach in reaches.items():
         if reach.modifies and arrays & reach.holders.keys():
             yield f"The loader and {task!r} may both use an array, so a batch is pulled after it."
@@ -187,6 +183,8 @@ def _stateless(
         touched = effects[one.name]
         if shared := (touched.reads | touched.writes) & changed:
             behind[one.name] = f"{one.name!r} uses {_listed(shared)}."
+        elif one.random:
+            behind[one.name] = f"{one.name!r} draws random numbers, and so may the loop's body."
         elif trained := _trained(reaches[one.name]):
             behind[one.name] = f"{one.name!r} can reach {trained}, which the loop's body may train."
         elif own := _changes(one.name, recording, reaches[one.name]):

@@ -9,8 +9,14 @@ from swpipe._state.draws import NUMPY, PYTHON, TORCH
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import PlaceId, Reach
 from swpipe.device import Device
-from swpipe.tuning.loader_parts import drawing, may_draw, reaching
-from swpipe.tuning.reached_values import ReachedValue, ReachedValues, default_generators_of
+from swpipe.inference.loader_code import drawing, reaching
+from swpipe.tuning.loader_parts import may_draw
+from swpipe.tuning.reached_values import (
+    ReachedValue,
+    ReachedValues,
+    counters_of,
+    default_generators_of,
+)
 from swpipe.tuning.shown_values import ShownValues
 
 
@@ -29,7 +35,9 @@ class LoaderChanges:
         self.reach = reach_of(reaching(loader))
         self.draws = reach_of(drawing(loader))
         self._generators = default_generators_of(device, (TORCH, PYTHON, NUMPY))
-        self.values = ReachedValues([self.reach], self._generators)
+        wrapped = type(loader).__module__.partition(".")[0] not in ("torch", "accelerate")
+        self._others = self._generators | (counters_of(loader) if wrapped else {})
+        self.values = ReachedValues([self.reach], self._others)
         self._by_batch = {0: self.values.read()}
         self.changed: dict[PlaceId, str] = {}
 
@@ -42,7 +50,7 @@ class LoaderChanges:
                 p: name for p, name in self.changed.items() if p not in self._generators
             }
             self.reach = reach_of(reaching(self._loader, iterator))
-            self.values = ReachedValues([self.reach], self._generators)
+            self.values = ReachedValues([self.reach], self._others)
         self._by_batch[number] = self.values.read()
 
     def renew(self) -> None:

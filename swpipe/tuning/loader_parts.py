@@ -1,89 +1,22 @@
-"""What of a loader works in this process, and what it is made of."""
+"""What a loader does that matters if it is called ahead."""
 
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import threading
-from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from swpipe._state.discovery import is_foreign, is_installed
-from swpipe._state.draws import TORCH
+from swpipe._state.draws import PYTHON, TORCH
 from swpipe._state.reached import Reach
 from swpipe._tensors.pytree import nodes_in, tensors_in
-from swpipe.core.task import PipelineTask
 from swpipe.tuning.accelerate_loader import AccelerateLoader
-
-LOADER = "the loader"
-
-MAX_WRAPPERS = 4
-"""How many objects of installed libraries are looked into, one in the other."""
-
-_SAMPLING = ("batch_sampler", "sampler", "generator")
-_READING = ("dataset", "collate_fn", *_SAMPLING)
-_DATASETS = ("dataset", "data_source")
-
-
-def reaching(loader: Any, *iterators: Any) -> PipelineTask:
-    """A task that does nothing, and whose code leads to what the loader and its iterators use."""
-    if isinstance(loader, AccelerateLoader):
-        loader, iterators = loader.prepared, ()
-    parts = (*_parts(loader, MAX_WRAPPERS), *(() if _reads_elsewhere(loader) else iterators))
-    return _leading_to(parts)
-
-
-def drawing(loader: Any) -> PipelineTask:
-    """The same for what may draw with any batch: torch's samplers do so before the first one."""
-    if isinstance(loader, AccelerateLoader):
-        loader = loader.prepared
-    return _leading_to(tuple(one for one in _parts(loader, MAX_WRAPPERS) if not _samples(one)))
-
-
-def _leading_to(parts: tuple[Any, ...]) -> PipelineTask:
-    def reach(ctx: Any, leads_to: object = parts) -> None:
-        """Nothing."""
-
-    return PipelineTask(LOADER, reach)
-
-
-def _samples(part: Any) -> bool:
-    return isinstance(part, Sampler) and is_foreign(type(part).__module__)
-
-
-def _parts(loader: Any, wrappers: int, skipped: tuple[str, ...] = ()) -> Iterator[Any]:
-    """The loader, or what it is made of where its code is a library's.
-
-    A dataset whose items are read by worker processes is not used in this one.
-    """
-    if isinstance(loader, DataLoader):
-        for name in _SAMPLING if loader.num_workers else _READING:
-            skipped = _DATASETS if loader.num_workers else ()
-            yield from _parts(getattr(loader, name, None), wrappers - 1, skipped)
-    sampler = bool(skipped) and type(loader).__module__.startswith("torch.utils.data")
-    if not (_of_library(loader) or sampler):
-        yield loader
-    elif wrappers and not isinstance(loader, DataLoader):
-        for name, value in getattr(loader, "__dict__", {}).items():
-            if name not in skipped:
-                yield from _parts(value, wrappers - 1, skipped)
-
-
-def _of_library(value: Any) -> bool:
-    """Whether a search does not look into the code of the value's class, nor into the value."""
-    module = type(value).__module__
-    if is_foreign(module):  # all of it is searched, but for what only workers use
-        return isinstance(value, DataLoader)
-    return is_installed(getattr(sys.modules.get(module), "__file__", None))
-
-
-def _reads_elsewhere(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
 def may_draw(code: Reach) -> set[str]:
@@ -91,8 +24,14 @@ def may_draw(code: Reach) -> set[str]:
 
     A DataLoader within draws its seed whenever it is begun.
     """
-    inner = any(isinstance(one, DataLoader) for one in code.holders.values())
-    return code.draws | ({TORCH} if inner or "DataLoader" in code.names else set())
+    found = set(code.draws)
+    if "DataLoader" in code.names or any(
+        isinstance(one, DataLoader) for one in code.holders.values()
+    ):
+        found.add(TORCH)
+    if id(getattr(random.random, "__self__", None)) in code.holders:
+        found.add(PYTHON)
+    return found
 
 
 def epochs_of(loader: Any) -> tuple[Any, ...]:

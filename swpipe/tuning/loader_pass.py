@@ -126,18 +126,7 @@ class LoaderPass:
             self._set_back(saved)
             self.batches = iter(loader)
         else:
-            self.batches = batches = iter(loader)
-            if batches is loader:
-                raise ValueError(
-                    f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
-                    "again: give a DataLoader or another object that makes a new iterator"
-                )
-            skipped = sum(1 for _ in islice(batches, self.handed_out))
-            if skipped < self.handed_out:
-                raise ValueError(
-                    f"the loader has {skipped} batches, but {self.handed_out} were handed out "
-                    "before the state was saved: resume with the same data"
-                )
+            self.batches = self._skipped()
             after_pull = default_generators(device)
         self.iterator = self._pull()
         if not self.handed_out:
@@ -146,6 +135,22 @@ class LoaderPass:
             return
         kept = {name: after_pull[name] for name in loader_draws & after_pull.keys()}
         set_default_generators(device, {**saved["generators"], **kept})
+
+    def _skipped(self) -> Iterator[Any]:
+        """The loader begun again, without the batches that were handed out."""
+        batches: Iterator[Any] = iter(self._loader)
+        if batches is self._loader:
+            raise ValueError(
+                f"the loader is an iterator ({type(self._loader).__name__}), which cannot be begun "
+                "again: give a DataLoader or another object that makes a new iterator"
+            )
+        skipped = sum(1 for _ in islice(batches, self.handed_out))
+        if skipped < self.handed_out:
+            raise ValueError(
+                f"the loader has {skipped} batches, but {self.handed_out} were handed out before "
+                "the state was saved: resume with the same data"
+            )
+        return batches
 
     def _set_back(self, saved: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(saved["loader"])

@@ -33,6 +33,7 @@ from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording
 from swpipe.inference.generators import generator_states
+from swpipe.inference.loader_code import reaching
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
 from swpipe.shortcut.contents import Content, same_bits
@@ -40,7 +41,7 @@ from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.ahead_tasks import AheadTasks
 from swpipe.tuning.choice import Overlap, choose, reaches_of_undeclared, serial
 from swpipe.tuning.loader_changes import LoaderChanges
-from swpipe.tuning.loader_parts import keeps_in_variable, reaching
+from swpipe.tuning.loader_parts import keeps_in_variable
 from swpipe.tuning.loader_pass import LoaderPass
 from swpipe.tuning.reached_values import ReachedValues
 from swpipe.tuning.resumable import ResumableLoop, changed_generators
@@ -208,12 +209,7 @@ def overlap(
         given = loader.tasks(given)
     looked = LoaderChanges(original, where)
     begun = LoaderPass(loader, where)
-    head = list(islice(begun.iterator, 1))
-    if begun.failure is not None:
-        raise begun.failure
-    if not head:
-        raise ValueError("the loader has no batch: overlap() records the tasks on the first one")
-    looked.note_batch(begun.batches)
+    head = _pull_first(begun, looked)
     reading = reaching(original, begun.batches)
     recorded = record_beside([reading], given, head[0], iterations, where, seed, context=context)
     looked.renew()
@@ -243,6 +239,16 @@ def overlap(
     reached = [looked.reach, *(reaches[name] for name in found.ahead)]
     used = ReachedValues(reached, looked.generators)
     return OverlappedLoop(loader, begun, draws, found, pipe, ahead, used)
+
+
+def _pull_first(begun: LoaderPass, looked: LoaderChanges) -> list[Any]:
+    head = list(islice(begun.iterator, 1))
+    if begun.failure is not None:
+        raise begun.failure
+    if not head:
+        raise ValueError("the loader has no batch: overlap() records the tasks on the first one")
+    looked.note_batch(begun.batches)
+    return head
 
 
 def _pull_second(

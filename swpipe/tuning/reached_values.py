@@ -30,6 +30,7 @@ from torch import Tensor
 
 from swpipe._state.discovery import content_of, is_generator
 from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.kinds import CONTAINERS, content_value, is_array
 from swpipe._state.reached import PlaceId, Reach
 from swpipe.device import Device
 from swpipe.inference.generators import state_of
@@ -93,8 +94,10 @@ class ReachedValues:
 
 
 def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
-    named = [place for place in reach.places if place.name]
-    containers = [place for place in reach.places if not place.name]
+    named = [place for place in reach.places if place.name and place not in reach.inner]
+    holders = {place: reach.holders[place.holder] for place in reach.places if not place.name}
+    containers = [place for place, holder in holders.items() if isinstance(holder, CONTAINERS)]
+    arrays = [place for place, holder in holders.items() if is_array(holder)]
     for place in named[:MOST]:
         holder = reach.holders[place.holder]
         read = partial(_named, holder, place.name)
@@ -103,11 +106,12 @@ def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
         holder = reach.holders[place.holder]
         write = partial(_fill, holder) if isinstance(holder, list | dict | set) else None
         yield place, ReachedValue(reach.places[place], partial(_items, holder), write)
+    for place in arrays[:MOST]:
+        if memoryview(holders[place]).nbytes <= MAX_BYTES:
+            yield place, ReachedValue(reach.places[place], partial(content_value, holders[place]))
     for number, one in list(reach.holders.items()):
         if isinstance(one, threading.Event):
             yield PlaceId(number, ""), ReachedValue("a threading.Event", one.is_set)
-        elif _is_small_array(one):
-            yield PlaceId(number, ""), ReachedValue("an array", one.tobytes)
     for number, names in list(reach.wholes.items())[:MOST]:
         one = reach.holders[number]
         name = min(names) or type(one).__name__
@@ -195,11 +199,6 @@ def default_generators_of(device: Device, names: Collection[str]) -> dict[PlaceI
     return {PlaceId(0, name): ReachedValue(name, *known[name]) for name in names if name in known}
 
 
-def _is_small_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= MAX_BYTES
-
-
 def _versions(one: Tensor | torch.nn.Module) -> tuple[Any, ...]:
     """Version counters, and of a module also its mode."""
     if isinstance(one, Tensor):
@@ -217,3 +216,14 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return isinstance(one, bool | int | float | complex | str | bytes) and repr(one) == repr(other)
+
+
+def counters_of(value: Any) -> dict[PlaceId, ReachedValue]:
+    """Numbers that an object of a library keeps, such as a progress bar around a loader."""
+    names = [name for name, held in getattr(value, "__dict__", {}).items() if type(held) is int]
+    return {
+        PlaceId(id(value), name): ReachedValue(
+            name, partial(_named, value, name), partial(_set, value, name)
+        )
+        for name in names
+    }

@@ -126,6 +126,7 @@ def batch_norm() -> Loop:
 
 def mode() -> Loop:
     """Each iteration ends with an evaluation, in evaluation mode."""
+    torch.manual_seed(1)
     parts = Parts(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model, held_out = parts.model, torch.ones(3, 4)
 

@@ -150,7 +150,7 @@ def a_counter_after_the_loop_was_left(over: Over) -> Any:
     return [train(over, loader, every=3), loader.index]
 
 
-@serial("The loader changes index, is_last, which 'step' may use")
+@serial("The loader changes index, which 'step' may use")
 def a_task_asks_for_the_last_batch(over: Over) -> Any:
     parts, loader = Training(), Counting(batches())
 
@@ -161,7 +161,7 @@ def a_task_asks_for_the_last_batch(over: Over) -> Any:
     return train(over, loader, parts, epochs=2, step=step)
 
 
-@serial("The loader and 'note' may both use state 'Python value number'")
+@serial("The loader changes number, which 'note' may use")
 def a_task_reads_a_variable_of_a_generator(over: Over) -> Any:
     number, parts = -1, Training()
 
@@ -303,7 +303,7 @@ def a_replay_buffer_of_the_body(over: Over) -> Any:
     return train(over, loader(), body=lambda ctx: memory.append(ctx.x[0] * ctx.loss.item()))
 
 
-@serial("A task changes an array, which the loader may use")
+@serial("The loader and 'mine' may both use an array")
 def weights_in_an_array(over: Over) -> Any:
     """Also the recording's changes are undone."""
     weights = np.ones(ROWS)
@@ -368,7 +368,7 @@ def a_scale_that_the_body_changes(over: Over) -> Any:
 # ------------------------------------------------------------- batches that are kept
 
 
-@serial("The loader modifies an array in place, which may be the memory of batches")
+@serial("The loader uses the memory of a batch for the next one")
 def one_buffer(over: Over) -> Any:
     def loader() -> Iterator[Tensor]:
         buffer = np.zeros((4, 4), np.float32)
@@ -393,7 +393,7 @@ def one_dict(over: Over) -> Any:
     return train(over, loader(), decode=decode)
 
 
-@serial("The loader modifies .* in place, which may be the memory of batches")
+@refused("a batch in the memory of an earlier one")
 def two_buffers_in_turn(over: Over) -> Any:
     def loader() -> Iterator[Tensor]:
         buffers = [torch.zeros(4, 4), torch.zeros(4, 4)]
@@ -404,7 +404,7 @@ def two_buffers_in_turn(over: Over) -> Any:
     return train(over, loader(), decode=lambda ctx: setattr(ctx, "x", ctx.batch))
 
 
-@refused("the loader modified .* in place with batch 2")
+@refused("a batch in the memory of an earlier one")
 def a_buffer_for_later_batches(over: Over) -> Any:
     def loader() -> Iterator[Tensor]:
         buffers = [torch.zeros(4, 4)]

@@ -100,18 +100,18 @@ def the_body_draws_what_the_loader_draws(over: Over) -> Any:
     return train(over, batches(NoisyRows()), parts, body=keep(parts, random.random))
 
 
-@refused("the body of the loop changed Python's default generator")
+@refused("the body of the loop changed (Random|Python's default generator)")
 def the_body_draws_what_the_loader_begins_to_draw(over: Over) -> Any:
     parts = Training()
     return train(over, batches(LateRows(random.random)), parts, body=keep(parts, random.random))
 
 
-@refused(r"the loader called rand\(\) for batch 3 .* and tasks draw from them, too")
+@serial("'forward' draws from torch's default generators, and the loader's code may draw")
 def a_loader_that_begins_to_draw_beside_dropout(over: Over) -> Any:
     return train(over, batches(LateRows(lambda: torch.rand(4))), dropout())
 
 
-@serial("'noise' draws random numbers of Python or numpy, and so may the loader")
+@serial("'noise' draws from Python's default generator, and the loader's code may draw")
 def a_loader_that_begins_to_draw_beside_a_task(over: Over) -> Any:
     noise = lambda ctx: setattr(ctx, "x", ctx.x * random.random())  # noqa: E731
     functions = Training().functions(noise=noise)
@@ -120,7 +120,7 @@ def a_loader_that_begins_to_draw_beside_a_task(over: Over) -> Any:
         return [ctx.loss.item() for ctx in loop]
 
 
-@refused("a task has changed Python's default generator while batches were pulled ahead")
+@serial("'noise' draws from Python's default generator, and the loader's code may draw")
 def a_task_that_begins_to_draw(over: Over) -> Any:
     def noise(ctx: Any) -> None:
         ctx.noise = random.random() if ctx.iter_idx > 2 else 0.0

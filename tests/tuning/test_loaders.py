@@ -19,8 +19,6 @@ from tests.tuning import loader_passes  # noqa: F401 - adds its scripts
 from tests.tuning.loader_loops import AHEAD, REFUSED, SERIAL, Over, Script
 from tests.tuning.ordinary_loops import NoisyRows, Training, batches
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-
 
 class Plain:
     """A plain loop, as an iterable of contexts."""
@@ -102,16 +100,24 @@ def test_there_are_many_scripts() -> None:
     assert len(SERIAL) + len(REFUSED) >= 25
 
 
-def test_a_body_may_not_draw_beside_random_tasks_that_run_ahead() -> None:
-    """They have put other states in place, also while the body runs."""
-    noise = PipelineTask("noise", lambda ctx: setattr(ctx, "x", ctx.x + torch.rand(4)), random=True)
+def test_a_body_may_draw_beside_tasks_that_are_seeded() -> None:
+    """They stay with the body, so that neither changes the numbers of the other."""
+
+    def noise(ctx: Any) -> None:
+        ctx.x = ctx.x + torch.rand(4)
+
     parts = Training()
     functions: list[Any] = parts.functions()
-    functions.insert(1, noise)
-    loop = swpipe.overlap(batches(), functions, device="cpu")
-    assert loop.overlap.ahead == ("decode", "noise")
-    with loop, pytest.raises(RuntimeError, match="the body of the loop changed torch's default"):
-        [torch.rand(1) for _ in loop]
+    functions.insert(1, PipelineTask("noise", noise, random=True))
+    torch.manual_seed(5)
+    with swpipe.overlap(batches(), functions, device="cpu", seed=3) as loop:
+        drawn = [(float(ctx.x.sum()), float(torch.rand(1))) for ctx in loop]
+    torch.manual_seed(5)
+    plan = swpipe.PipelinePlan.serial(["decode", "noise"])
+    tasks = [swpipe.task(functions[0]), functions[1]]
+    with swpipe.SWPipeline(plan, tasks, device="cpu", seed=3) as pipe:
+        expected = [(float(c.x.sum()), float(torch.rand(1))) for c in pipe.iterate(batches())]
+    assert drawn == expected
 
 
 def test_a_task_that_counts_stays_with_the_body() -> None:
