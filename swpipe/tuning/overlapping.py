@@ -80,7 +80,10 @@ class OverlappedLoop(Generic[C]):
     Attributes:
         overlap: What runs ahead, and why the rest does not.
         pipe: The pipeline, to profile or trace.
+        counted: As of ``ResumableLoop``: True for Lightning's Trainer.
     """
+
+    counted = False
 
     def __init__(
         self,
@@ -105,6 +108,9 @@ class OverlappedLoop(Generic[C]):
         strings and tensors: the number of the next iteration, the seed, how many batches of this
         pass were handed out, the loader's state if it has one, and the random generators.
         """
+        if self.counted and self._pass.handed_out == len(self):
+            next(self._pass.iterator, None)  # as a for does
+            self._pass.ended = True
         # No task of an iteration in flight has changed any state.
         pipeline = self.pipe.state_dict(check=not self.pipe.in_flight)
         return {**self._pass.state_dict(), "pipeline": pipeline}

@@ -134,21 +134,16 @@ class ResumableLoop(Generic[Out]):
         self._left = False
 
     def __iter__(self) -> Iterator[Out]:
-        """What the pipeline returns for each batch.
+        """Yield what the pipeline returns for each batch.
 
         Raises:
             RuntimeError: Another pass has not ended.
         """
-        # The rest of a pass is this iterator's even if nobody asks it for anything: Lightning does
-        # not, when it goes on from the last batch of an epoch. A new pass begins when it is asked.
-        rest, self._rest = self._rest, None
-        return self._iterate(rest)
-
-    def _iterate(self, rest: ResumablePass | None) -> Iterator[Out]:
         self._refuse_running()
         if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
             self._refuse_left()
-        current = self._pass = rest or self._begin(None)
+        current = self._pass = self._rest or self._begin(None)
+        self._rest = None
         self._dropped = self._left = False
         self._running = current
         try:
