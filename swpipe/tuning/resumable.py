@@ -109,6 +109,11 @@ class ResumableLoop(Generic[Out]):
             if current is None or (self._left and not rest):
                 self._check_new_pass()
                 return state_between_passes(self._loader, self._device) | state
+            if others := self._others_in_flight(current):
+                raise RuntimeError(
+                    f"{others} iterations in flight are not of this loop: finish their iterator, "
+                    "or call drain(), before you save"
+                )
             if not current.ended:
                 if not self._dropped:
                     current.count(state["pipeline"]["in_flight"])
@@ -126,9 +131,12 @@ class ResumableLoop(Generic[Out]):
 
         Raises:
             RuntimeError: A pass has not ended.
-            ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
+            ValueError: The loader has fewer batches than were handed out, or cannot be begun again;
+                or the state is not that of a ``ResumableLoop``.
         """
         self._refuse_running()
+        if "ahead" not in state:
+            raise ValueError("the state is not one that ResumableLoop.state_dict() returned")
         self.pipe.load_state_dict(state["pipeline"])
         self._pass = self._rest = self._begin(state)
         self._left = False
@@ -191,7 +199,9 @@ class ResumableLoop(Generic[Out]):
     def _leave(self, current: ResumablePass) -> None:
         """Drop what is in flight, if nothing can have changed by it."""
         pipe = self.pipe
-        if not isinstance(pipe, SWPipeline) or any(early_changes(pipe.plan, pipe.tasks)):
+        if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
+            return
+        if any(early_changes(pipe.plan, pipe.tasks)):
             return
         current.count(pipe.in_flight)
         pipe.drop()
@@ -203,6 +213,10 @@ class ResumableLoop(Generic[Out]):
                 "the loader has a state of its own, which leads to the rest of the pass that was "
                 "left early: save in the body of the next pass"
             )
+
+    def _others_in_flight(self, current: ResumablePass) -> int:
+        run = self.pipe._driver.run if isinstance(self.pipe, SWPipeline) else None
+        return 0 if run is None or run.admission.iterator is current.iterator else run.in_flight
 
     def _refuse_left(self) -> None:
         if in_flight := self.pipe.state_dict()["in_flight"]:

@@ -390,6 +390,10 @@ def test_an_evaluation_with_the_same_pipeline_is_not_counted() -> None:
             rest = [late.batch for late in loop.pipe.drain()]  # type: ignore[attr-defined]
             list(loop.pipe.iterate(range(100, 104)))  # type: ignore[attr-defined]
             state = loop.state_dict()
+            loop.pipe.progress(iter(range(9)))  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match="3 iterations in flight are not of this loop"):
+                loop.state_dict()
+            loop.pipe.drain()  # type: ignore[attr-defined]
             break
     assert rest == [3, 4, 5]
     assert (state["batches"], state["pipeline"]["next_iteration"]) == (6, 10)
@@ -418,6 +422,24 @@ def test_a_state_may_be_loaded_twice_and_saved_again() -> None:
     for found in (at_once[1:], rest_of(first[0][2]), rest_of(states[2])):
         expected = [one[:2] for one in first[1:]]
         torch.testing.assert_close([one[:2] for one in found], expected, rtol=0, atol=0)
+
+
+def test_a_state_of_another_device_is_loaded() -> None:
+    """The generators of a device that is not here are left out."""
+    loop = loop_over(range(9))
+    state = next(copy.deepcopy(loop.state_dict()) for ctx in loop if ctx.batch == 4)
+    for states in (state["at_start"], state["generators"]):
+        states["torch"]["cuda:0"] = torch.zeros(16, dtype=torch.uint8)
+    other = loop_over(range(9), depth=6)
+    other.load_state_dict(state)
+    assert [ctx.batch for ctx in other] == [5, 6, 7, 8]
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    """Such as the pipeline's own."""
+    loop = loop_over(range(9))
+    with pytest.raises(ValueError, match="not one that ResumableLoop"):
+        loop.load_state_dict(loop.pipe.state_dict())
 
 
 def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None:
