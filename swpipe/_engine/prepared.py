@@ -35,22 +35,24 @@ class PreparedCheck:
             RuntimeError: It names the loader's library, and what to do.
         """
         now = _in_use()
-        if self._pushed and now and now[-1] is not None:
+        if self._pushed and now:
             raise _refused()
         if len(now) > len(self._known):
-            _state().dataloader_references = self._known  # as before the pull
+            _state().dataloader_references = [None, *self._known]  # as before the pull
             raise _refused()
 
 
 def _state() -> Any:
-    module: Any = sys.modules.get(f"{LIBRARY}.state")
-    return None if module is None else module.GradientState()
+    kind: Any = getattr(sys.modules.get(f"{LIBRARY}.state"), "GradientState", None)
+    # Shared by all its instances; empty until the library is used, which is not begun here.
+    return kind() if getattr(kind, "_shared_state", None) else None
 
 
 def _in_use() -> list[Any]:
     """The loaders that Accelerate takes to be iterated over, innermost last."""
     state = _state()
-    return [] if state is None else list(state.dataloader_references)
+    known = () if state is None else state.dataloader_references
+    return [one for one in known if one is not None]
 
 
 def _is_prepared(loader: Any) -> bool:

@@ -58,11 +58,11 @@ def has_state(value: Any) -> bool:
     """Whether ``value`` has state to restore.
 
     This is an object with ``state_dict`` and ``load_state_dict``, a generator of random numbers,
-    or a leaf tensor that requires grad.
+    or a leaf tensor that requires grad; not a pipeline or loop of swpipe, which may be in use.
     """
     if isinstance(value, torch.Tensor):
         return value.requires_grad and value.is_leaf
-    return has_state_dict(value) or is_generator(value)
+    return (has_state_dict(value) and not _is_pipeline(value)) or is_generator(value)
 
 
 def has_state_dict(value: Any) -> bool:
@@ -80,6 +80,14 @@ def has_state_dict(value: Any) -> bool:
         except AttributeError:
             return False
     return True
+
+
+def _is_pipeline(value: Any) -> bool:
+    """Whether swpipe's own code says what its state is."""
+    return any(
+        "state_dict" in vars(cls) and cls.__module__.partition(".")[0] == "swpipe"
+        for cls in type(value).__mro__
+    )
 
 
 def is_generator(value: Any) -> bool:

@@ -114,6 +114,11 @@ class ResumableLoop(Generic[Out]):
             if current is None or (self._left and not rest):
                 self._check_new_pass()
                 return state_between_passes(self._loader, self._device) | state
+            if others := self._others_in_flight(current):
+                raise RuntimeError(
+                    f"{others} iterations in flight are not of this loop: finish their iterator, "
+                    "or call drain(), before you save"
+                )
             if isinstance(current, _MeasuredPass) and not current.ended:
                 if not self._dropped:
                     current.count(state["pipeline"]["in_flight"])
@@ -131,9 +136,14 @@ class ResumableLoop(Generic[Out]):
 
         Raises:
             RuntimeError: A pass has not ended.
-            ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
+            ValueError: The loader has fewer batches than were handed out, or cannot be begun again;
+                or the state is not that of such a loop.
         """
         self._refuse_running()
+        if "at_start" not in state:
+            raise ValueError(
+                f"the state is not one that {type(self).__name__}.state_dict() returned"
+            )
         self.pipe.load_state_dict(state["pipeline"])
         self._pass = self._rest = self._begin(state)
         self._left = False
@@ -224,7 +234,9 @@ class ResumableLoop(Generic[Out]):
     def _leave(self, current: LoaderPass, *, failed: bool) -> None:
         """Drop what is in flight, if nothing can have changed by it."""
         pipe = self.pipe
-        if not isinstance(pipe, SWPipeline) or any(early_changes(pipe.plan, pipe.tasks)):
+        if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
+            return
+        if any(early_changes(pipe.plan, pipe.tasks)):
             return
         if isinstance(current, _MeasuredPass):
             current.count(pipe.in_flight)
@@ -244,6 +256,10 @@ class ResumableLoop(Generic[Out]):
                 f"{in_flight} batches of the pass that was left early are in flight: call drain() "
                 "before the next pass"
             )
+
+    def _others_in_flight(self, current: LoaderPass) -> int:
+        run = self.pipe._driver.run if isinstance(self.pipe, SWPipeline) else None
+        return 0 if run is None or run.admission.iterator is current.iterator else run.in_flight
 
     def _refuse_running(self) -> None:
         if self._running is not None:
@@ -293,16 +309,7 @@ class _MeasuredPass(LoaderPass):
         return found | {"ahead": ahead, "loader_draws": draws}
 
     def count(self, in_flight: int) -> None:
-        """Set how many batches were handed out, ``drain`` included.
-
-        Raises:
-            RuntimeError: Iterations of another iterator are in flight.
-        """
-        if self.fed - in_flight < self.handed_out:
-            raise RuntimeError(
-                f"{in_flight} iterations are in flight, and some are not of this loop: drain() the "
-                "pipeline before you save or leave the loop"
-            )
+        """Set how many batches were handed out, ``drain`` included."""
         self.handed_out = self.fed - in_flight
 
     def check_draws(self) -> None:

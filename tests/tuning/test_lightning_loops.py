@@ -115,6 +115,31 @@ class Driving(Own):
             self.pipe.drain()
 
 
+class Overlapped(Own):
+    """The Trainer's loader is an overlapped loop, and the rest is Lightning's own."""
+
+    automatic_optimization = True
+    over_loop = True
+
+    def training_step(self, ctx: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        self.compute(ctx)
+        return ctx.loss
+
+
+def decode(ctx: Any) -> None:
+    """Of an overlapped loop."""
+    ctx.x = ctx.batch[0] * 2
+
+
+def loop_of(module: Own, loader: Any) -> Any:
+    """The loop that takes the loader's place."""
+    if isinstance(module, Overlapped):
+        return swpipe.overlap(loader, [decode], device="cpu")
+    plan = prefetch_plan(NAMES[:1], NAMES[1:])
+    module.pipe = SWPipeline(plan, module.tasks(), device="cpu")
+    return swpipe.ResumableLoop(module.pipe, loader)
+
+
 def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:
     """Train; returns all numbers seen, and what is left."""
     torch.manual_seed(3)
@@ -130,10 +155,9 @@ def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:
         enable_model_summary=False,
         **options,
     )
-    plan = prefetch_plan(NAMES[:1], NAMES[1:])
-    with SWPipeline(plan, module.tasks(), device="cpu") as module.pipe:
-        loop = swpipe.ResumableLoop(module.pipe, loader)
-        loop.counted = True
+    loop = loop_of(module, loader)
+    loop.counted = True
+    with loop.pipe:
         over: Any = loop if module.over_loop else loader
         trainer.fit(module, over, DataLoader(rows, batch_size=8), ckpt_path=ckpt_path)
     return [module.seen, module.state_dict(), trainer.optimizers[0].state_dict()]
@@ -165,15 +189,17 @@ def test_a_pipeline_that_is_not_drained_is_refused_in_the_second_epoch() -> None
         fit(NotDrained())
 
 
-def test_lightnings_checkpoints_have_the_loops_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [OverLoop, Overlapped])
+def test_lightnings_checkpoints_have_the_loops_state(module: Any, tmp_path: Path) -> None:
     """From the middle of an epoch, from its last batch, and from the second one."""
     saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    options = {"accumulate_grad_batches": 5} if module is Overlapped else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Own, "every", 5)
-        expected = fit(OverLoop(), enable_checkpointing=True, callbacks=[saver])
+        expected = fit(module(), enable_checkpointing=True, callbacks=[saver], **options)
+        # A checkpoint of the last batch is from before the evaluation, which is not repeated.
         for step, left in ((1, 5 + 5 + 10 + 5), (2, 10 + 5), (3, 5 + 5)):
-            found = fit(OverLoop(), tmp_path / f"step={step}.ckpt")
-            # A checkpoint of the last batch is from before the evaluation, which it repeats.
-            found[0] = found[0][-left:]
-            assert found == [expected[0][-left:], *found[1:]]
+            found = fit(module(), tmp_path / f"step={step}.ckpt", **options)
+            assert found[0][-left:] == expected[0][-left:]
+            assert len(found[0]) <= left + 5
             torch.testing.assert_close(found[1:], expected[1:], rtol=0, atol=0)

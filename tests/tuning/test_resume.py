@@ -19,6 +19,9 @@ from swpipe.tuning.overlapping import OverlappedLoop
 from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
 from tests.tuning.resumable_jobs import StatefulRows, torchdata
 
+# torchdata, when a loader is made
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
 EPOCHS = 2
 
 

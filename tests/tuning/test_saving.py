@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, ResumableLoop, SWPipeline, TaskSchedule
+from swpipe import (
+    DeclaredIO,
+    PipelinePlan,
+    PipelineTask,
+    ResumableLoop,
+    SWPipeline,
+    TaskProfiler,
+    TaskSchedule,
+)
+from swpipe.inference import record
 from swpipe.plans import prefetch_plan
 from tests.tuning.ordinary_loops import NoisyRows, batches
 from tests.tuning.resumable_jobs import StatefulRows
@@ -187,6 +196,59 @@ def test_what_may_have_changed_ahead_is_not_saved(name: str, group: str) -> None
         assert pipe.state_dict()["next_iteration"] == 2
 
 
+def test_a_worker_of_the_last_stage_may_be_ahead_of_what_is_saved() -> None:
+    """Nothing keeps it from the next iteration while the caller saves."""
+    trainer = Trainer()
+    tasks = tasks_of(read, trainer.train)
+    schedule = {"read": TaskSchedule(0), "train": TaskSchedule(1, thread_group="compute")}
+    plan = PipelinePlan(schedule=schedule, deps=[("train", "read")])
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        pipe.progress(iter([torch.ones(2, 1)] * 9))
+        with pytest.raises(RuntimeError, match="'train' may change model"):
+            pipe.state_dict()
+
+
+class Net(nn.Linear):
+    """A model with a method that does not use it."""
+
+    def decode(self, ctx: Any) -> None:
+        ctx.x = ctx.batch
+
+
+def test_a_method_that_does_not_use_its_object_changes_nothing() -> None:
+    """Though that is a model in training."""
+    with ahead(Net(1, 1).decode, read) as pipe:
+        pipe.progress(iter(range(9)))
+        assert pipe.state_dict()["in_flight"] == 1
+
+
+class Holder(Trainer):
+    """Its tasks lead to the pipeline that runs them, and to the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks = tasks_of(self.train, self.use)
+        plan = PipelinePlan.serial(self.tasks)
+        self.pipe = SWPipeline(plan, self.tasks, device="cpu")
+        self.loop = ResumableLoop(self.pipe, [torch.ones(2, 1)] * 3)
+
+    def use(self, ctx: Any) -> None:
+        ctx.y = 2 * ctx.x
+
+
+def test_recording_and_profiling_leave_the_pipeline_that_tasks_lead_to_alone() -> None:
+    """It is in use, or closed, and not what the tasks train."""
+    holder, batch = Holder(), torch.ones(2, 1)
+    with holder.pipe as pipe:
+        profiler = TaskProfiler(pipe)
+        rows = profiler.profile(batch, num_warmup=1, num_measure=1, num_rounds=2)
+        assert set(rows.exposed_s) == {"train", "use"}
+        assert len(list(holder.loop)) == 3
+        record(holder.tasks, batch, device="cpu")
+        assert pipe.next_iteration == 3
+    record(holder.tasks, batch, device="cpu")
+
+
 @pytest.mark.parametrize("name", ["scaled", "unbound", "normalize"])
 def test_what_cannot_have_changed_is_saved(name: str) -> None:
     """Values that are read, an object that is not used, a frozen model in evaluation."""
@@ -328,6 +390,10 @@ def test_an_evaluation_with_the_same_pipeline_is_not_counted() -> None:
             rest = [late.batch for late in loop.pipe.drain()]  # type: ignore[attr-defined]
             list(loop.pipe.iterate(range(100, 104)))  # type: ignore[attr-defined]
             state = loop.state_dict()
+            loop.pipe.progress(iter(range(9)))  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match="3 iterations in flight are not of this loop"):
+                loop.state_dict()
+            loop.pipe.drain()  # type: ignore[attr-defined]
             break
     assert rest == [3, 4, 5]
     assert (state["batches"], state["pipeline"]["next_iteration"]) == (6, 10)
@@ -356,6 +422,24 @@ def test_a_state_may_be_loaded_twice_and_saved_again() -> None:
     for found in (at_once[1:], rest_of(first[0][2]), rest_of(states[2])):
         expected = [one[:2] for one in first[1:]]
         torch.testing.assert_close([one[:2] for one in found], expected, rtol=0, atol=0)
+
+
+def test_a_state_of_another_device_is_loaded() -> None:
+    """The generators of a device that is not here are left out."""
+    loop = loop_over(range(9))
+    state = next(copy.deepcopy(loop.state_dict()) for ctx in loop if ctx.batch == 4)
+    for states in (state["at_start"], state["generators"]):
+        states["torch"]["cuda:0"] = torch.zeros(16, dtype=torch.uint8)
+    other = loop_over(range(9), depth=6)
+    other.load_state_dict(state)
+    assert [ctx.batch for ctx in other] == [5, 6, 7, 8]
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    """Such as the pipeline's own."""
+    loop = loop_over(range(9))
+    with pytest.raises(ValueError, match="not one that ResumableLoop"):
+        loop.load_state_dict(loop.pipe.state_dict())
 
 
 def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None:
