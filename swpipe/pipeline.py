@@ -25,7 +25,7 @@ from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.messages import listed
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
 from swpipe.report import RunReport, TimedPulls, run_to_end
@@ -122,6 +122,10 @@ class SWPipeline(Generic[C]):
             made_at=Place.of(sys._getframe(1)),
         )
         self._driver.next_iteration = checked_start(start_iteration)
+
+    def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
+        """How many of those in flight have been pulled from another iterator."""
+        return self._driver.in_flight_of_others(iterator)
 
     @property
     def in_flight(self) -> int:
@@ -251,9 +255,7 @@ class SWPipeline(Generic[C]):
         # An iterator of the caller's stays what it is: some of its batches may be in flight.
         contexts = self.iterate(batches if batches is loader else pulls)
         report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
-        groups = {entry.thread_group for entry in self.plan.schedule.values()}
-        if self.plan.depth > 1 and self.plan.pull_group is None and DEFAULT_GROUP in groups:
-            pulls.warn_if_most(report)
+        pulls.warn_if_most(report, self.plan)
         return report
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swpipe.core.context import TypedContext
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.device import Device
 
 
@@ -76,8 +77,14 @@ class TimedPulls(Iterator[Any]):
         self._begun = True
         return batch
 
-    def warn_if_most(self, report: RunReport) -> None:
-        """Warn the caller of ``SWPipeline.run`` if the run spent most of its time in them."""
+    def warn_if_most(self, report: RunReport, plan: PipelinePlan) -> None:
+        """Warn the caller of ``SWPipeline.run`` if the run spent most of its time in them.
+
+        Not if nothing overlaps under the plan, or the caller's thread does nothing else.
+        """
+        groups = {entry.thread_group for entry in plan.schedule.values()}
+        if plan.depth == 1 or plan.pull_group is not None or DEFAULT_GROUP not in groups:
+            return
         # Without figures in it, Python shows the warning once for each place in the user's code.
         if report.iterations >= 20 and self.seconds > max(0.1, report.seconds / 2):
             warnings.warn(

@@ -130,6 +130,11 @@ class Driver(Generic[C]):
         self._ended: Iterator[Any] | None = None
         self._pushed = PushedBatches()
 
+    def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
+        """How many iterations in flight have been pulled from another iterator."""
+        run = self.run
+        return 0 if run is None or run.admission.iterator is iterator else run.in_flight
+
     @property
     def in_flight(self) -> int:
         """How many iterations have been pulled and not been handed out."""

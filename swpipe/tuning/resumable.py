@@ -258,8 +258,8 @@ class ResumableLoop(Generic[Out]):
             )
 
     def _others_in_flight(self, current: LoaderPass) -> int:
-        run = self.pipe._driver.run if isinstance(self.pipe, SWPipeline) else None
-        return 0 if run is None or run.admission.iterator is current.iterator else run.in_flight
+        pipe = self.pipe
+        return pipe.in_flight_of_others(current.iterator) if isinstance(pipe, SWPipeline) else 0
 
     def _refuse_running(self) -> None:
         if self._running is not None:
