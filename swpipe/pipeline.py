@@ -255,8 +255,7 @@ class SWPipeline(Generic[C]):
         # An iterator of the caller's stays what it is: some of its batches may be in flight.
         contexts = self.iterate(batches if batches is loader else pulls)
         report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
-        pulls.warn_if_most(report, self.plan)
-        return report
+        return pulls.warn_if_most(report, self.plan)
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:
         """Run every task on one batch, one by one, on this thread and the caller's stream.

@@ -77,16 +77,15 @@ class TimedPulls(Iterator[Any]):
         self._begun = True
         return batch
 
-    def warn_if_most(self, report: RunReport, plan: PipelinePlan) -> None:
+    def warn_if_most(self, report: RunReport, plan: PipelinePlan) -> RunReport:
         """Warn the caller of ``SWPipeline.run`` if the run spent most of its time in them.
 
         Not if nothing overlaps under the plan, or the caller's thread does nothing else.
         """
         groups = {entry.thread_group for entry in plan.schedule.values()}
-        if plan.depth == 1 or plan.pull_group is not None or DEFAULT_GROUP not in groups:
-            return
+        told = plan.depth > 1 and plan.pull_group is None and DEFAULT_GROUP in groups
         # Without figures in it, Python shows the warning once for each place in the user's code.
-        if report.iterations >= 20 and self.seconds > max(0.1, report.seconds / 2):
+        if told and report.iterations >= 20 and self.seconds > max(0.1, report.seconds / 2):
             warnings.warn(
                 "most of this run's time went into pulling batches on the caller's thread, where "
                 "no task runs meanwhile. Let another thread pull them: replace(plan, "
@@ -94,3 +93,4 @@ class TimedPulls(Iterator[Any]):
                 RuntimeWarning,
                 stacklevel=3,
             )
+        return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from ctypes import memmove
 from threading import Event
@@ -19,6 +18,7 @@ from swpipe.inference import record
 from swpipe.planning import simulate
 from swpipe.profiler import TaskProfiler, measure_costs
 from tests import backend
+from tests.support.notes import Notes
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or backend.why_not() is not None,
@@ -123,14 +123,14 @@ def test_both_devices_draw_the_same() -> None:
 
 def test_a_recording_runs_on_the_device_that_it_is_given(device: str) -> None:
     """It neither saw nor restored the generator of any device but the caller's."""
-    where = logging.Filterer()  # a library's: recordings leave it alone
+    where = Notes()
 
     def note(ctx: IterContext) -> None:
-        where.filters.append(ctx.noise.device)
+        where.append(ctx.noise.device)
         ctx.more = torch.rand(3, device="sim")
 
     recording = record([TASKS[0], PipelineTask("note", note)], 1.0, device=device)
-    assert set(where.filters) == {torch.device(device)}
+    assert set(where.read()) == {torch.device(device)}
     assert "'note' draws from torch's default generators" in str(recording.report())
 
 

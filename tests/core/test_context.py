@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from swpipe import (
 from swpipe.inference import Recording, record
 from swpipe.profiler import try_plans
 from tests.device.virtual import VirtualDevice
+from tests.support.notes import Notes
 
 BATCHES = [1, 2, 3, 4]
 
@@ -164,15 +164,15 @@ def test_a_recording_sees_what_methods_and_properties_do() -> None:
 
 def test_a_recording_sees_what_a_deleter_deletes() -> None:
     """The attribute behind it, not the property; and what every class has is no attribute."""
-    seen = logging.Filterer()  # a library's: recordings leave it alone
+    seen = Notes()
 
     @task
     def drop(ctx: Ctx) -> None:
         del ctx.total
-        seen.filters.append(ctx.__doc__)
+        seen.append(ctx.__doc__)
 
     assert effects(recorded(make, compute, drop), "drop") == (set(), {"ctx.y"})
-    assert seen.filters == [Ctx.__doc__] * 2
+    assert seen.read() == [Ctx.__doc__] * 2
 
 
 def test_an_attribute_with_a_default_in_the_class_is_an_attribute() -> None:
@@ -210,15 +210,15 @@ def test_a_cached_property_is_an_attribute_once_it_is_there() -> None:
 
     @task
     def first(ctx: Cached) -> None:
-        squares.filters.append(ctx.square)
+        squares.append(ctx.square)
 
     @task
     def second(ctx: Cached) -> None:
         assert ctx.square == 1
 
-    squares = logging.Filterer()
+    squares = Notes()
     found = recorded(load, first, second, context=Cached)
-    assert squares.filters == [1] * 2
+    assert squares.read() == [1] * 2
     assert "ctx.square" in effects(found, "first")[1]
     assert effects(found, "second") == ({"ctx.square"}, set())
     assert found.dependences().deps == (("first", "load"), ("second", "first"))
@@ -234,16 +234,16 @@ def test_a_recorded_context_is_of_the_class_and_made_like_it() -> None:
 
     @task
     def add(ctx: Made) -> None:
-        classes.filters.append((isinstance(ctx, Made), type(ctx).__name__))
+        classes.append((isinstance(ctx, Made), type(ctx).__name__))
         ctx.losses.append(1.0)
 
     @task
     def last(ctx: Made) -> None:
         ctx.losses[-1] += 1
 
-    classes = logging.Filterer()
+    classes = Notes()
     found = recorded(add, last, context=Made)
-    assert classes.filters == [(True, "Made")] * 2
+    assert classes.read() == [(True, "Made")] * 2
     assert "ctx.losses" in effects(found, "add")[1]
     assert found.dependences().deps == (("last", "add"),)
     tasks = [add, last]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from swpipe.core.errors import PlanError
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
 from swpipe.profiler.gil import SWITCH_S, GilContender
 from tests.profiler.sleepers import overlapped, sleepers
+from tests.support.notes import Notes
 from tests.support.virtual_clock import TimedDevice, TimedHost, tell_time
 
 
@@ -135,7 +135,7 @@ def test_gil_time_is_at_most_the_host_time() -> None:
 
 def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> None:
     """The tasks themselves record whether another one runs."""
-    beside = logging.Filterer()  # not put back: a library's
+    beside = Notes()
     reading = [False]
 
     def read(ctx: IterContext) -> None:
@@ -145,15 +145,15 @@ def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> Non
 
     def train(ctx: IterContext) -> None:
         host.sleep(2e-3)
-        beside.filters.append(reading[0])
+        beside.append(reading[0])
 
     tasks = [PipelineTask("read", read), PipelineTask("train", train)]
     plan = overlapped({"io": ["read"], "default": ["train"]})
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         measure_costs(pipe, [None], **COUNTS)
-        assert not any(beside.filters)
+        assert not any(beside.read())
         measure_costs(pipe, [None], pipelined=True, **COUNTS)
-        assert any(beside.filters)
+        assert any(beside.read())
 
 
 def test_device_time_is_the_time_of_a_tasks_work_on_its_stream(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from swpipe import (
 )
 from swpipe.profiler import ProfileResult, ProfileResults, profiler
 from tests.profiler.sleepers import overlapped
+from tests.support.notes import Notes
 
 QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
 
@@ -35,15 +35,15 @@ class Job:
             torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
         )
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.ran = logging.Filterer()  # not put back: a library's
+        self.ran = Notes()
         self.fails_at = 10**9
 
     def read(self, ctx: IterContext) -> None:
         ctx.x = ctx.batch * 1
 
     def forward(self, ctx: IterContext) -> None:
-        self.ran.filters.append("forward")
-        if len(self.ran.filters) >= self.fails_at:
+        self.ran.append("forward")
+        if len(self.ran.read()) >= self.fails_at:
             raise ZeroDivisionError("planted")
         noise = torch.rand(1) + random.random()
         ctx.loss = (self.model(ctx.x) + noise).square().mean()
@@ -53,7 +53,7 @@ class Job:
         ctx.loss.backward()
 
     def step(self, ctx: IterContext) -> None:
-        self.ran.filters.append("step")
+        self.ran.append("step")
         self.optimizer.step()
 
     @property
@@ -152,10 +152,10 @@ def test_after_a_failure_everything_is_restored(
     assert pipe.shortcut_tasks == set()
     assert pipe.in_flight == 0
     job.fails_at = 10**9
-    job.ran.filters.clear()
+    job.ran.clear()
     contexts = list(pipe.iterate([BATCH]))
     assert [ctx.iter_idx for ctx in contexts] == [0]
-    assert job.ran.filters == ["forward", "step"]
+    assert job.ran.read() == ["forward", "step"]
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -194,14 +194,14 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
     """Their caches stay too, although the profile used another batch."""
     pipe.enable_shortcut("forward")
     (cached,) = pipe.iterate([BATCH])
-    job.ran.filters.clear()
+    job.ran.clear()
     result = TaskProfiler(pipe).profile(5 * BATCH, **QUICK)
-    assert job.ran.filters.count("forward") == 1
+    assert job.ran.read().count("forward") == 1
     assert result.tasks == ("read", "backward", "step")
     assert result.already_shortcut == ("forward",)
-    job.ran.filters.clear()
+    job.ran.clear()
     (replayed,) = pipe.iterate([BATCH])
-    assert job.ran.filters == ["step"]
+    assert job.ran.read() == ["step"]
     assert torch.equal(replayed.loss, cached.loss)
 
 
@@ -308,7 +308,7 @@ def test_invalid_arguments_are_refused(
     """Before any task runs."""
     with pytest.raises(ValueError, match=says):
         refused(pipe, **arguments)
-    assert job.ran.filters == []
+    assert job.ran.read() == []
 
 
 def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipeline) -> None:
