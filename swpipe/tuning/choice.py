@@ -126,8 +126,8 @@ def reaches_of_undeclared(
 
 
 def _changed(loader: LoaderChanges, reaches: Mapping[str, Reach]) -> Iterator[str]:
-    """What the first pull has changed, and a task can use or nobody can set back for the body."""
-    for task, name in loader.used_by(reaches).items():
+    """What the loader changes, now or later, and a task can use; or nobody can set back."""
+    for task, name in (loader.may_be_used_by(reaches) | loader.used_by(reaches)).items():
         yield f"The loader changes {name}, which {task!r} may use, so a batch is pulled after it."
     if modified := loader.modified:
         yield (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.kinds import CONTAINERS
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import PlaceId, Reach
 from swpipe.device import Device
@@ -78,6 +79,23 @@ class LoaderChanges:
             for task, reach in reaches.items()
             for place, name in self.changed.items()
             if place in reach.places or (not place.name and place.holder in reach.holders)
+        }
+
+    def may_be_used_by(self, reaches: Mapping[str, Reach]) -> dict[str, str]:
+        """The same of what the loader's code may change."""
+        own = self.reach
+        changeable = {
+            place: path
+            for place, path in own.places.items()
+            if (place.name or isinstance(own.holders[place.holder], CONTAINERS))
+            and place not in own.inner
+            and own.may_change(place)
+        }
+        return {
+            task: path
+            for task, reach in reaches.items()
+            for place, path in changeable.items()
+            if place in reach.places
         }
 
     def shown(self) -> ShownValues:

@@ -150,7 +150,22 @@ def a_counter_after_the_loop_was_left(over: Over) -> Any:
     return [train(over, loader, every=3), loader.index]
 
 
-@serial("The loader changes index, which 'step' may use")
+@serial("The loader changes is_last, which 'step' may use")
+def a_task_asks_for_a_flag_that_is_set_late(over: Over) -> Any:
+    parts, loader = Training(), Counting(batches())
+
+    def backward(ctx: Any) -> None:
+        ctx.loss.backward()
+
+    def step(ctx: Any) -> None:
+        if loader.is_last:
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+
+    return train(over, loader, parts, epochs=2, backward=backward, step=step)
+
+
+@serial("The loader changes (index|is_last), which 'step' may use")
 def a_task_asks_for_the_last_batch(over: Over) -> Any:
     parts, loader = Training(), Counting(batches())
 
