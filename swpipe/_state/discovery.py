@@ -83,11 +83,9 @@ def has_state_dict(value: Any) -> bool:
 
 
 def _is_pipeline(value: Any) -> bool:
-    """Whether swpipe's own code says what its state is."""
-    return any(
-        "state_dict" in vars(cls) and cls.__module__.partition(".")[0] == "swpipe"
-        for cls in type(value).__mro__
-    )
+    """Whether a value is a pipeline of swpipe, or a loop over one."""
+    own = any(cls.__module__.partition(".")[0] == "swpipe" for cls in type(value).__mro__)
+    return own and (hasattr(type(value), "progress") or hasattr(type(value), "__iter__"))
 
 
 def is_generator(value: Any) -> bool:

@@ -144,7 +144,8 @@ class Scripts:
 
     def __exit__(self, *exc: object) -> None:
         if self._server is not None:
-            self._server.communicate()
+            # Not by the end of its input: processes that the tests have forked hold the pipe, too.
+            self._server.communicate(b"\n", timeout=DEADLINE_S)
 
 
 # ------------------------------------------------------------------------------ the server
@@ -155,7 +156,7 @@ def serve() -> dict[str, Any] | None:
 
     In the processes it returns the script to run.
     """
-    while line := sys.stdin.buffer.readline():
+    while (line := sys.stdin.buffer.readline()).strip():
         request = json.loads(line)
         began: list[int] = []
         for job in request["jobs"]:
