@@ -15,7 +15,6 @@ import array
 import contextvars
 import copy
 import ctypes
-import functools
 import io
 import queue
 import sys
@@ -25,11 +24,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from swpipe._state.kinds import CONTAINERS, CTYPES, MAX_CONTENT, content_value, is_array
+from swpipe._state.kinds import CACHE, CONTAINERS, CTYPES, MAX_CONTENT, content_value, is_array
 
 _NOTHING = object()
 _BASES = (OrderedDict, dict, list, set, deque, bytearray, array.array)
-_CACHE: Any = type(functools.lru_cache(lambda: None))
 
 
 def saving(value: Any, most_items: int) -> Callable[[], object] | None:
@@ -46,7 +44,7 @@ def saving(value: Any, most_items: int) -> Callable[[], object] | None:
         return _save_file(value)
     if isinstance(value, contextvars.ContextVar):
         return partial(_set_variable, value, value.get(_NOTHING))
-    if isinstance(value, _CACHE):
+    if isinstance(value, CACHE):
         return partial(_clear_cache, value) if not value.cache_info().currsize else None
     if isinstance(value, queue.SimpleQueue):
         items = [value.get_nowait() for _ in range(value.qsize())]

@@ -47,6 +47,7 @@ from swpipe._state.discovery import (
 )
 from swpipe._state.draws import draws_by
 from swpipe._state.kinds import (
+    CACHE,
     CONTAINERS,
     NAMESPACES,
     is_array,
@@ -149,6 +150,8 @@ class _Search:
             self._enter_method(step)
         elif isinstance(value, FunctionType):
             self._enter_function(step)
+        elif isinstance(value, CACHE):
+            self._ahead.append(step._replace(value=value.__wrapped__))
         elif isinstance(value, partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self._ahead.append(step._replace(value=item, called=""))

@@ -26,12 +26,13 @@ import torch
 from torch import nn
 
 from swpipe import PipelineTask
-from swpipe._state.reach import reaches_of
-from swpipe._state.reached import Reach
+from swpipe._state.reach import reach_of, reaches_of
+from swpipe._state.reached import PlaceId, Reach
 
 Pair = tuple[Callable[[Any], object], Callable[[Any], object]]
 PAIRS: dict[str, Callable[[], Pair]] = {}
 RATE = 1.0
+HELD = [1]
 
 
 def pair(make: Callable[[], Pair]) -> Callable[[], Pair]:
@@ -318,15 +319,6 @@ def a_weak_reference() -> Pair:
 
 
 @pair
-def a_cache() -> Pair:
-    @functools.lru_cache
-    def scale(key: int) -> int:
-        return key
-
-    return changing(scale, lambda held, ctx: held(1), lambda held: held(1))
-
-
-@pair
 def an_environment_variable() -> Pair:
     def note(ctx: Any) -> None:
         if ctx.loss < 1:
@@ -511,3 +503,15 @@ def test_code_that_draws_is_known(draw: Callable[[Any], object], generator: str)
     drawing, other = reaches(draw, lambda ctx: ctx.x.sum())
     assert generator in drawing.draws
     assert other.draws == set()
+
+
+def test_a_cache_of_a_function_is_no_state_that_tasks_share() -> None:
+    """Its results are those of the function, which is searched."""
+
+    @functools.cache
+    def table() -> list[int]:
+        return HELD
+
+    reach = reach_of(PipelineTask("task", lambda ctx: table()))
+    assert PlaceId(id(HELD), "") in reach.places
+    assert id(table) not in reach.opaque
