@@ -191,8 +191,9 @@ def overlap(
             the loop is not watched.
 
     Raises:
-        ValueError: The loader has no batch, or it draws random numbers between two draws of a
-            task, or ``start_iteration`` is no number of an iteration.
+        ValueError: The loader has no batch, draws random numbers between two draws of a task,
+            changes a value that a task can use, or keeps a batch that a task modifies in place.
+            Or ``start_iteration`` is no number of an iteration.
         PlanError: There are no tasks, or two have the same name.
         TypeError: One of the tasks is neither a task nor a function with a name.
         BaseException: Whatever the loader or a task raised.
