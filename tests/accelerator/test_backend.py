@@ -570,9 +570,13 @@ while seen < 20:
     state = open(f"/proc/self/task/{waiting.native_id}/stat").read().split(") ")[1][0]
     seen = seen + 1 if innermost() and state == "S" else 0
 """,
+    # A thread's first kernels take locks of the C library, which a child would inherit as taken: the
+    # stream has run some, and is in the lag.
     "a fork": """
 x = torch.ones(3, device="sim")
-backend.lag(1000)
+x + 1
+torch.accelerator.synchronize()
+backend.lag(1e5)
 child = os.fork()
 if child == 0:
     torch.manual_seed(1)
