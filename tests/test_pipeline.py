@@ -344,12 +344,12 @@ def test_pushing_and_progress_do_not_mix_in_mid_flight() -> None:
     with SWPipeline(piped(), tasks()) as pipe:
         pipe.fill_pipeline(data)
         for call in (lambda: pipe.push(0), pipe.flush):
-            with pytest.raises(RuntimeError, match="2 iterations of another iterator.*drain"):
+            with pytest.raises(RuntimeError, match="iterations of another iterator.*drain"):
                 call()
         assert [ctx.batch for ctx in pipe.drain()] == [0, 1]
         pipe.push("a")
         with pytest.raises(
-            RuntimeError, match="1 iterations of pushed batches are in flight.*flush"
+            RuntimeError, match=r"iterations of pushed batches are in flight \(1\): .*flush"
         ):
             pipe.progress(data)
         with pytest.raises(RuntimeError, match="in flight"):
@@ -399,7 +399,9 @@ def test_only_an_idle_pipeline_can_be_borrowed() -> None:
     """The error says how to make it idle."""
     with SWPipeline(piped(), tasks()) as pipe:
         pipe.fill_pipeline(iter(range(9)))
-        with pytest.raises(RuntimeError, match="2 iterations are in flight.*before borrowing it"):
+        with pytest.raises(
+            RuntimeError, match=r"iterations are in flight \(2\).*before borrowing it"
+        ):
             with pipe.borrow():
                 pass
         pipe.drain()
@@ -438,7 +440,7 @@ def test_filling_twice_is_refused() -> None:
     data = iter(range(9))
     with SWPipeline(piped(), tasks()) as pipe:
         pipe.fill_pipeline(data)
-        with pytest.raises(RuntimeError, match="2 iterations are in flight.*drain"):
+        with pytest.raises(RuntimeError, match=r"iterations are in flight \(2\).*drain"):
             pipe.fill_pipeline(data)
 
 

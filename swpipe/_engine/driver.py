@@ -161,7 +161,7 @@ class Driver(Generic[C]):
             self._end_idle()
             if self.run is not None:
                 raise RuntimeError(
-                    f"the pipeline is full: {self.in_flight} iterations are in flight. Call "
+                    f"the pipeline is full: iterations are in flight ({self.in_flight}). Call "
                     "progress() with the iterator that it was filled from, or drain() first"
                 )
             run = self._prepared(iterator)
@@ -259,7 +259,7 @@ class Driver(Generic[C]):
         self._end_idle()
         if self.run is not None:
             raise RuntimeError(
-                f"{self.in_flight} iterations are in flight: finish their iterator, or call "
+                f"iterations are in flight ({self.in_flight}): finish their iterator, or call "
                 f"drain(), before {purpose}"
             )
 
@@ -342,7 +342,7 @@ class Driver(Generic[C]):
         if run.admission.iterator is self._pushed:
             source, end = "of pushed batches", "call flush()"
         return RuntimeError(
-            f"{run.in_flight} iterations {source} are in flight: {end} to get them, before "
+            f"iterations {source} are in flight ({run.in_flight}): {end} to get them, before "
             f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
         )
 

@@ -34,9 +34,9 @@ class Mode(NamedTuple):
         now = Mode.now(other)
         if in_flight:
             raise RuntimeError(
-                f"{in_flight} iterations in flight were admitted with {self}, and this call is "
-                f"made with {now}: an iteration keeps its mode. Finish them in their mode before "
-                "you change it: call drain(), or progress() to the end of their iterator"
+                f"the iterations in flight ({in_flight}) were admitted with {self}, and this call "
+                f"is made with {now}: an iteration keeps its mode. Finish them in their mode "
+                "before you change it: call drain(), or progress() to the end of their iterator"
             )
         return now
 

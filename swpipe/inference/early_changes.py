@@ -50,7 +50,7 @@ def refuse_early_changes(in_flight: int, plan: PipelinePlan, tasks: Sequence[Pip
     """
     if why := [*early_changes(plan, tasks)]:
         raise RuntimeError(
-            f"{in_flight} iterations are in flight, and a run resumed from here could give other "
+            f"iterations are in flight ({in_flight}), and a run resumed from here could give other "
             f"numbers: {'; '.join(why)} before its iteration is handed out. Call drain() before "
             "you save; or, where this changes nothing that you save, declare what the task uses "
             "(DeclaredIO(state=...)), or pass check=False"

@@ -116,8 +116,8 @@ class ResumableLoop(Generic[Out]):
                 return state_between_passes(self._loader, self._device) | state
             if others := self._others_in_flight(current):
                 raise RuntimeError(
-                    f"{others} iterations in flight are not of this loop: finish their iterator, "
-                    "or call drain(), before you save"
+                    f"iterations are in flight ({others}) that are not of this loop: finish their "
+                    "iterator, or call drain(), before you save"
                 )
             if isinstance(current, _MeasuredPass) and not current.ended:
                 if not self._dropped:
@@ -253,8 +253,8 @@ class ResumableLoop(Generic[Out]):
     def _refuse_left(self) -> None:
         if in_flight := self.pipe.state_dict()["in_flight"]:
             raise RuntimeError(
-                f"{in_flight} batches of the pass that was left early are in flight: call drain() "
-                "before the next pass"
+                f"batches of the pass that was left early are in flight ({in_flight}): call "
+                "drain() before the next pass"
             )
 
     def _others_in_flight(self, current: LoaderPass) -> int:

@@ -570,8 +570,8 @@ while seen < 20:
     state = open(f"/proc/self/task/{waiting.native_id}/stat").read().split(") ")[1][0]
     seen = seen + 1 if innermost() and state == "S" else 0
 """,
-    # A thread's first kernels take locks of the C library, which a child would inherit as taken: the
-    # stream has run some, and is in the lag.
+    # A thread's first kernels take locks of the C library, and a child would inherit them as taken:
+    # the stream has run some, and is in the lag.
     "a fork": """
 x = torch.ones(3, device="sim")
 x + 1

@@ -193,10 +193,11 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
 
 def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
     gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
-    reached = "That is" if gap < 1e-6 else f"That is {gap:.2%} above"
-    words = [f"{reached} the lower bound of {_ms(bounds.ii_us)}; it is set by {bounds.limiting}."]
+    above = "" if gap < 1e-6 else f"{gap:.2%} above "
+    bound = f"the lower bound of {_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
+    words = [f"The predicted interval is {above}{bound}."]
     if best.schedule.threads == 1:
-        words.append("The caller's thread is enough.")
+        words.append("The caller's thread is enough for the tasks.")
     for threads in range(2, best.schedule.threads + 1):
         fewer_us = search.bound_us(threads - 1, best.depth)
         saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.depth))

@@ -47,8 +47,8 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
         raise RuntimeError("a closed pipeline has dropped its batches: save before close()")
     if pipe.in_flight and (why := [*_by_plan(pipe), *_by_parts(pipe.plan, tasks)]):
         raise RuntimeError(
-            f"{pipe.in_flight} batches are in flight, and a run resumed from here would give other "
-            f"numbers, as far as is known: {'; '.join(why)}. Call drain() before you save"
+            f"batches are in flight ({pipe.in_flight}), and a run resumed from here would give "
+            f"other numbers, as far as is known: {'; '.join(why)}. Call drain() before you save"
         )
     if not pipe.in_flight:
         pipe.state_dict()  # refuses if a failure has dropped some

@@ -239,7 +239,7 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         """
         if in_flight := self.pipe.in_flight:
             raise RuntimeError(
-                f"{in_flight} batches are in flight, and stages have run for them that may draw, "
+                f"batches are in flight ({in_flight}), and stages have run for them that may draw, "
                 "count or read the model, so a run resumed from here could give other numbers: "
                 "call set_flush(True), train on the batches in flight, and save in on_flush_end"
             )

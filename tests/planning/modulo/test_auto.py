@@ -100,7 +100,7 @@ def test_a_thread_that_earns_nothing_is_not_used() -> None:
     )
     choice = auto_plan(plan, costs, limits=Limits(threads=4))
     assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 2, 1)
-    assert "The caller's thread is enough." in choice.why
+    assert "The caller's thread is enough for the tasks." in choice.why
 
 
 def test_a_thread_says_what_it_earned() -> None:
