@@ -20,7 +20,11 @@ from typing import Any, Self
 
 import torch
 
-from swpipe._state.default_generators import default_generators, set_default_generators
+from swpipe._state.default_generators import (
+    changed_generators,
+    default_generators,
+    set_default_generators,
+)
 from swpipe._state.draws import NUMPY, PYTHON, TORCH
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import Reach
@@ -32,7 +36,6 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask, task
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording
-from swpipe.inference.generators import generator_states
 from swpipe.inference.loader_code import reaching
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
@@ -44,12 +47,16 @@ from swpipe.tuning.loader_changes import LoaderChanges
 from swpipe.tuning.loader_parts import keeps_in_variable
 from swpipe.tuning.loader_pass import LoaderPass
 from swpipe.tuning.reached_values import ReachedValues
-from swpipe.tuning.resumable import ResumableLoop, changed_generators
+from swpipe.tuning.resumable import ResumableLoop
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
 
-_KEYS = {TORCH: "torch", PYTHON: "python", NUMPY: "numpy"}
-"""The generators' names in effects, and in saved states."""
+_PLACES = {
+    "torch": Location(TORCH, True),
+    "python": Location(PYTHON, True),
+    "numpy": Location(NUMPY, True),
+}
+"""Name of a generator in saved states to its name in effects."""
 
 
 class OverlappedLoop(ResumableLoop[C]):
@@ -236,10 +243,9 @@ def overlap(
         context=context,
         check_effects=check_effects,
     )
-    draws = frozenset(_KEYS[name] for name in drawn)
     reached = [looked.reach, *(reaches[name] for name in found.ahead)]
     used = ReachedValues(reached, looked.generators)
-    return OverlappedLoop(loader, begun, draws, found, pipe, ahead, used)
+    return OverlappedLoop(loader, begun, drawn, found, pipe, ahead, used)
 
 
 def _pull_first(begun: LoaderPass, looked: LoaderChanges) -> list[Any]:
@@ -263,11 +269,10 @@ def _pull_second(
         ValueError: It draws from a generator that a task draws from.
     """
     first, content = copy.deepcopy(head[0]), Content(head[0])
-    before = generator_states(device, {})
+    before = default_generators(device)
     head.extend(islice(begun.iterator, 1))
-    after = generator_states(device, {})
+    drawn = changed_generators(before, default_generators(device))
     looked.note_batch(begun.batches)
-    drawn = frozenset(name for name in before if before[name] != after.get(name))
     _check_draws(drawn, found.recording.effects)
     pairs = zip(tensors_in(head[0]), tensors_in(first), strict=False)
     if content.modified() or not all(same_bits(*pair) for pair in pairs):
@@ -298,7 +303,7 @@ def _check_tasks(
 
 
 def _check_draws(drawn: frozenset[str], effects: EffectTable) -> None:
-    shared = {Location(name, True) for name in drawn}
+    shared = {_PLACES[name] for name in drawn}
     for name, touched in effects.items():
         if both := shared & touched.writes:
             raise ValueError(

@@ -20,7 +20,7 @@ import torch
 
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.waiting import ProgressCounter
-from swpipe._state.default_generators import default_generators
+from swpipe._state.default_generators import changed_generators, default_generators
 from swpipe._state.discovery import has_state_dict
 from swpipe.core.messages import listed
 from swpipe.device import Device, resolve
@@ -346,14 +346,3 @@ class _MeasuredPass(LoaderPass):
         for batch in batches:
             self.fed += 1
             yield batch
-
-
-def changed_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the generators whose states differ."""
-    return frozenset(name for name in before if not _equal(before[name], after.get(name)))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):  # torch's, by device
-        return all(name in other and torch.equal(one[name], other[name]) for name in one)
-    return bool(one == other)

@@ -185,7 +185,7 @@ class NotDrained(Driving):
 
 def test_a_pipeline_that_is_not_drained_is_refused_in_the_second_epoch() -> None:
     """It would lose the batches in flight."""
-    with pytest.raises(RuntimeError, match=r"3 iterations of another iterator.*call drain\(\)"):
+    with pytest.raises(RuntimeError, match=r"are in flight \(3\): .*call drain\(\)"):
         fit(NotDrained())
 
 

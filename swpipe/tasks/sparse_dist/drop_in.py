@@ -309,7 +309,7 @@ def _refuse_loading(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> list[Any]:
         owner = weak()
         if owner is not None and owner.in_flight:
             raise RuntimeError(
-                f"{owner.in_flight} batches in flight have read rows of {type(module).__name__} "
+                f"batches in flight ({owner.in_flight}) have read rows of {type(module).__name__} "
                 "already, and would train on values from before load_state_dict(): call drain() "
                 "of their pipeline first"
             )

@@ -54,9 +54,8 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
         pipe.state_dict()  # refuses if a failure has dropped some
     if rest := tasks.accumulated(pipe.state_dict(check=False)["next_iteration"]):
         raise RuntimeError(
-            f"{rest} batches have added to gradients of TrainStep(accumulate="
-            f"{tasks.step.accumulate}) that wait for their step, and no state_dict has these: save "
-            "after a step, or call drain() and flush() before you save"
+            f"gradients of {rest} of {tasks.step.accumulate} batches wait for their step, and no "
+            "state_dict has them: save after a step, or call drain() and flush() before you save"
         )
 
 

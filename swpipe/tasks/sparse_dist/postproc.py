@@ -84,7 +84,7 @@ class PostprocForward:
         if self._state() != self._left:
             raise RuntimeError(
                 f"a buffer or attribute of module {self.name!r} was changed from outside, and it "
-                f"has run already for {in_flight} batches in flight: call drain() before you "
+                f"has run already for batches in flight ({in_flight}): call drain() before you "
                 "change it, keep it out of the forward of other modules, or train without "
                 "pipeline_postproc"
             )

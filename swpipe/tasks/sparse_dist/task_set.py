@@ -381,7 +381,7 @@ class SparseDistTasks:
         if (now := self._rates()) != self.rates and self.trains():
             raise RuntimeError(
                 f"the learning rates of the fused tables were changed from {shown(self.rates)} to "
-                f"{shown(now)} outside of the step, and {in_flight} batches in flight have been "
+                f"{shown(now)} outside of the step, and batches in flight ({in_flight}) have been "
                 "looked up, which takes the rate: give what changes it to TrainStep(schedules=...),"
                 " call drain() before you change it, or use jagged_prefetch_sparse_dist, which "
                 "looks up later"

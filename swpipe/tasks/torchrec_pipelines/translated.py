@@ -166,8 +166,8 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         every = _batches_per_step(optimizer)
         if every > 1 and (rest := optimizer._current_step % every):
             raise RuntimeError(
-                f"{rest} batches have added to gradients that wait for their step, and no "
-                "state_dict has these: save after a step of TorchRec's GradientAccumulationWrapper"
+                f"gradients of {rest} of {every} batches wait for their step, and no state_dict "
+                "has them: save after a step of TorchRec's GradientAccumulationWrapper"
             )
         state = self.drop_in.state_dict()
         kept = 0 if self._pass is None else self._pass.waiting
@@ -261,7 +261,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
     def _check_idle(self, what: str) -> None:
         if in_flight := self.drop_in.pipe.in_flight:
             raise RuntimeError(
-                f"{in_flight} batches in flight, and they cannot go on with {what}: call drain() "
+                f"batches are in flight ({in_flight}), and cannot go on with {what}: call drain() "
                 "or reset() first"
             )
 

@@ -205,8 +205,8 @@ def _accumulates() -> list[Any]:
 def test_an_unfinished_step_is_not_saved(one_rank: Ranks) -> None:
     """No state_dict has its gradients."""
     ((first, second, third, drained, number),) = one_rank.run(_accumulates)
-    assert first.startswith("1 batches have added to gradients of TrainStep(accumulate=3)")
-    assert second.startswith("2 batches have")
+    assert first.startswith("gradients of 1 of 3 batches wait for their step")
+    assert second.startswith("gradients of 2 of 3 batches")
     assert third == ""
     assert drained.endswith("save after a step, or call drain() and flush() before you save")
     assert number == 5

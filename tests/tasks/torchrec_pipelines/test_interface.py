@@ -198,7 +198,7 @@ def _attached() -> list[str]:
 def test_another_model_is_attached_when_none_is_in_flight(two_ranks: Ranks) -> None:
     """With batches in flight it is refused, and they stay."""
     for said in two_ranks.run(_attached):
-        assert said[0].startswith("RuntimeError: 2 batches in flight")
+        assert said[0].startswith("RuntimeError: batches are in flight (2)")
         assert said[1:] == ["6 outputs, 1 pipelined"]
 
 

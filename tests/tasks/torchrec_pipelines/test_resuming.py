@@ -405,8 +405,8 @@ def test_an_unfinished_step_of_torchrecs_wrapper_is_not_saved(
     """Its gradients are in no state; after a step a run is resumed bit for bit, on one rank."""
     ((said, where, warned),) = one_rank.run(_wrapped, str(tmp_path))
     assert said[0] == "nothing raised"
-    assert said[1].startswith("RuntimeError: 1 batches have added to gradients")
-    assert said[2].startswith("RuntimeError: 2 batches have added to gradients")
+    assert said[1].startswith("RuntimeError: gradients of 1 of 3 batches wait")
+    assert said[2].startswith("RuntimeError: gradients of 2 of 3 batches wait")
     assert (where, warned) == ([], [])
 
 
