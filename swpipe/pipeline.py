@@ -24,7 +24,7 @@ from swpipe._engine.watchdog import checked_timeout
 from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
-from swpipe.core.messages import listed
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
@@ -93,6 +93,8 @@ class SWPipeline(Generic[C]):
         self.context = context_class(context)
         streams = self.device.has_streams
         resolved = resolve_for_run(plan, given, device=self.device.name, streams=streams)
+        if not callable(mode):
+            raise TypeError(f"mode is {shown(mode)}: give a function, as lambda: model.training")
         self._resolved, self._alike = resolved, check_ranks
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in resolved.serial_order)
@@ -359,7 +361,13 @@ class SWPipeline(Generic[C]):
         return names
 
     def observe(self, observer: Observer) -> AbstractContextManager[None]:
-        """Call ``observer`` around every task that runs within the block; several may observe."""
+        """Call ``observer`` around every task that runs within the block; several may observe.
+
+        Raises:
+            TypeError: It is no ``Observer``.
+        """
+        if isinstance(observer, type) or not isinstance(observer, Observer):
+            raise TypeError(f"{shown(observer)} is no Observer: give an object of a subclass")
         return self._observers.adding(observer)
 
     @contextmanager
@@ -411,7 +419,13 @@ class SWPipeline(Generic[C]):
             driver.engine, driver.next_iteration = engine, next_iteration
 
     def format_schedule(self, periods: int) -> str:
-        """The iteration that each task works on in each of the first ``periods`` periods."""
+        """The iteration that each task works on in each of the first ``periods`` periods.
+
+        Raises:
+            ValueError: ``periods`` is no number of periods.
+        """
+        if type(periods) is not int or periods < 0:
+            raise ValueError(f"periods is {shown(periods)}: give how many to show, from 0")
         return format_grid(self.plan, self._resolved.period_order, periods)
 
     def format_stage_analysis(self) -> str:

@@ -173,7 +173,7 @@ class Driver(Generic[C]):
         with self:
             # If it called the iterator again instead, one that restarts would never end.
             ended, self._ended = self._ended, None
-            if self.run is None and ended is iterator:
+            if self.run is None and ended is not None and ended is iterator:
                 raise StopIteration
             return self._next(self._prepared(iterator))
 

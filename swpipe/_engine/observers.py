@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch.autograd import profiler
 
@@ -14,6 +14,7 @@ from swpipe._engine.program import Instruction
 from swpipe.device import Device
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Called around every task, on the thread that runs it. Subclass it, and override what you use.
 

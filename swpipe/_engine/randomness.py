@@ -48,6 +48,7 @@ Assumptions
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import sys
 import threading
@@ -59,14 +60,22 @@ import torch
 
 from swpipe._engine.frames import is_executed
 from swpipe._engine.waiting import WAKE_S, Cancelled, ProgressCounter
+from swpipe.core.messages import shown
 from swpipe.device import Device, GeneratorStates
 
 
 class TaskSeeds:
-    """Seeds the default generators for tasks with ``random=True``; all seeds derive from one."""
+    """Seeds the default generators for tasks with ``random=True``; all seeds derive from one.
+
+    Raises:
+        TypeError: ``seed`` is no integer.
+    """
 
     def __init__(self, seed: int | None, device: Device) -> None:
-        self.seed = torch.initial_seed() if seed is None else seed
+        try:
+            self.seed = torch.initial_seed() if seed is None else int(operator.index(seed))
+        except TypeError:
+            raise TypeError(f"seed is {shown(seed)}: give an integer, or None") from None
         self.device = device
 
     def begin(self, task: str, iteration: int) -> None:

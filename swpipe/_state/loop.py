@@ -61,8 +61,9 @@ class LoopState:
                 self._values.lost,
                 "the tasks can change what nobody can set back",
                 "Instead of a generator or another such iterator, use an object with __next__ that "
-                "keeps its position in an attribute; write to a database in the loop's body. Or "
-                "name all that has to be restored: record(state=[model, optimizer, ...])",
+                "keeps its position in an attribute; write to a database in the loop's body. "
+                "Or name all that has to be restored, where state= is an argument: "
+                "record(state=[model, optimizer, ...])",
             )
 
     def restore(self) -> None:

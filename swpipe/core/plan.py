@@ -27,6 +27,7 @@ from swpipe.core.task import (
     is_name,
     name_of,
     names_of,
+    refs_in,
 )
 
 PULL = "<pull>"
@@ -146,9 +147,13 @@ class PipelinePlan:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def serial(cls, tasks: Iterable[PipelineTask]) -> Self:
-        """A plan that runs all tasks in one stage on the caller's thread, in the order given."""
-        tasks = tuple(tasks)
+    def serial(cls, tasks: Iterable[TaskRef]) -> Self:
+        """A plan that runs all tasks in one stage on the caller's thread, in the order given.
+
+        Raises:
+            TypeError: ``tasks`` is no list.
+        """
+        tasks = refs_in(tasks)
         return cls(schedule={task: TaskSchedule() for task in tasks}, order=tasks, pipeline_depth=1)
 
     @property
@@ -414,7 +419,7 @@ def _table(
             if type(value) not in kinds[field_name]:
                 wanted = " or ".join(each.__name__ for each in kinds[field_name])
                 where = f"{key}.{plain(name)}.{field_name}"
-                text = f"{where} is {shown(value)}: it must be a {wanted}"
+                text = f"{where} is {shown(value)}: it must be of type {wanted}"
                 problems.append(Problem(text))
     return {name: kind(**row) for name, row in rows.items()}
 

@@ -98,7 +98,8 @@ class PipelineTask:
             numbers. All threads share the generators, so such tasks run one at a time.
 
     Raises:
-        TypeError: ``name`` is not a string, or ``fn`` cannot be called.
+        TypeError: ``name`` is not a string, ``fn`` cannot be called or is asynchronous or a
+            generator function, or ``io`` has something else than ``DeclaredIO``.
         ValueError: ``name`` is empty, longer, not printable, or begins with "<".
     """
 
@@ -116,10 +117,44 @@ class PipelineTask:
             raise TypeError(
                 f"task {self.name!r}: fn must be callable with a context, not {shown(self.fn)}"
             )
+        if any(kind(self.fn) for kind in _NOT_RUN):
+            raise TypeError(
+                f"task {self.name!r}: fn is asynchronous or has a yield, so a call would not run "
+                "it: give a plain function"
+            )
+        if isinstance(self.io, DeclaredIO):
+            raise TypeError(f"task {self.name!r}: io is one DeclaredIO: give a list, io=[...]")
         object.__setattr__(self, "io", tuple(self.io))
+        for one in self.io:
+            if not isinstance(one, DeclaredIO):
+                raise TypeError(f"task {self.name!r}: io has {shown(one)}: give DeclaredIOs")
 
     def __call__(self, ctx: Any) -> None:
         self.fn(ctx)
+
+
+_NOT_RUN = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
+"""Kinds of functions of which a call only makes an object."""
+
+
+def checked_tasks(tasks: Iterable[PipelineTask]) -> tuple[PipelineTask, ...]:
+    """The tasks of a list.
+
+    Raises:
+        TypeError: It is no list of tasks.
+    """
+    found = refs_in(tasks)
+    for one in found:
+        if not isinstance(one, PipelineTask):
+            raise TypeError(f"tasks has {shown(one)}: {_NOT_A_TASK}")
+    return tuple(one for one in found if isinstance(one, PipelineTask))
+
+
+_NOT_A_TASK = "give a PipelineTask; swpipe.task(fn) makes one of a function"
 
 
 @overload
@@ -149,8 +184,8 @@ def task(
         random: As for ``PipelineTask``.
 
     Raises:
-        TypeError: ``fn`` cannot be called, or it has no name and none is given.
-        ValueError: ``fn`` is a method, defined with ``self``, or its name cannot be a task's.
+        TypeError: ``fn`` cannot be called, or it has no name, as a lambda, and none is given.
+        ValueError: ``fn`` is a method, defined with ``self``, or ``name`` cannot be a task's.
     """
     if fn is None:
         return partial(_task, name=name, io=io, random=random)
@@ -159,7 +194,9 @@ def task(
 
 def _task(fn: TaskFn, name: str | None, io: Sequence[DeclaredIO], random: bool) -> PipelineTask:
     if not callable(fn):
-        raise TypeError(f"@task decorates a function, not {shown(fn)}; a name is given by name=")
+        raise TypeError(
+            f"a task is a function of the context, not {shown(fn)}; @task takes its name as name="
+        )
     if isinstance(fn, FunctionType) and [*inspect.signature(fn).parameters][:1] == ["self"]:
         raise ValueError(
             f"@task decorates functions of the context, and {fn.__qualname__} is a method: its "
@@ -167,9 +204,9 @@ def _task(fn: TaskFn, name: str | None, io: Sequence[DeclaredIO], random: bool) 
             f"PipelineTask({fn.__name__!r}, obj.{fn.__name__}), where obj is the object"
         )
     if name is None:
-        if not hasattr(fn, "__name__"):
-            raise TypeError(f"{shown(fn)} has no __name__: give its task a name by name=")
-        name = fn.__name__
+        name = getattr(fn, "__name__", "")
+        if not is_name(name):  # such as <lambda>
+            raise TypeError(f"{shown(fn)} has no name for a task: PipelineTask(name, fn) gives one")
     return PipelineTask(name, fn, io, random)
 
 
@@ -178,8 +215,16 @@ TaskRef: TypeAlias = str | PipelineTask
 
 
 def name_of(ref: TaskRef) -> str:
-    """The name of a task."""
-    return ref if isinstance(ref, str) else ref.name
+    """The name of a task.
+
+    Raises:
+        TypeError: It is neither a task nor a name.
+    """
+    if isinstance(ref, str):
+        return ref
+    if not isinstance(ref, PipelineTask):
+        raise TypeError(f"{shown(ref)} is no task: {_NOT_A_TASK}, or give its name")
+    return ref.name
 
 
 class ByTask(dict[str, V]):
@@ -203,6 +248,21 @@ def _key(ref: Any) -> Any:
     return ref.name if isinstance(ref, PipelineTask) else ref
 
 
+def refs_in(refs: Iterable[V]) -> tuple[V, ...]:
+    """The tasks, or their names, of a list.
+
+    Raises:
+        TypeError: It is no list.
+    """
+    if isinstance(refs, str) or not isinstance(refs, Iterable):
+        raise TypeError(f"tasks is {shown(refs)}: give the tasks, or their names, in a list")
+    return tuple(refs)
+
+
 def names_of(refs: Iterable[TaskRef]) -> tuple[str, ...]:
-    """The names of several tasks."""
-    return tuple(name_of(ref) for ref in refs)
+    """The names of several tasks.
+
+    Raises:
+        TypeError: They are not in a list, or one is neither a task nor a name.
+    """
+    return tuple(name_of(ref) for ref in refs_in(refs))

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import getattr_static
+from itertools import count
 from typing import Any
 
 import torch
@@ -286,15 +287,19 @@ def _add_places(
         content = reach.content(place)
         if isinstance(content, Tensor) and writers <= seen.get(id(content), set()):
             continue  # a state item, whatever tensor it is
-        path = paths[place]
-        while path in taken:
-            path += "'"
+        path = next(name for name in _numbered(paths[place]) if name not in taken)
         taken.add(path)
         item = StateItem(f"Python value {path}", f"Python value {path}", "")
         for name in names:
             found[name].items[item] = Access(True, name in writers)
             if any((other, place) in changed for other in names):
                 found[name].shared.add(item)
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """The name, and others for different things that are called so."""
+    yield name
+    yield from (f"{name} ({number})" for number in count(2))
 
 
 def with_assumptions(
@@ -307,10 +312,12 @@ def with_assumptions(
     state_of = {item: name for name, items in states.items() for item in items}
     for item in sorted({item for one in assumptions.values() for item in one.items}):
         if item not in state_of:
-            name = f"{item.owner} {item.kind}" if item.kind else item.name
             # No observed access is to these items, so they may share a state.
-            while name in states and not all(i.kind == item.kind for i in states[name]):
-                name += "'"
+            name = next(
+                name
+                for name in _numbered(f"{item.owner} {item.kind}" if item.kind else item.name)
+                if all(i.kind == item.kind for i in states.get(name, ()))
+            )
             states[name] = (*states.get(name, ()), item)
             state_of[item] = name
     table = {}

@@ -13,7 +13,7 @@ from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import Effects, declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import PULL, Pair
-from swpipe.core.task import PipelineTask
+from swpipe.core.task import PipelineTask, checked_tasks
 from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
 from swpipe.inference.accesses import find_accesses
@@ -107,9 +107,9 @@ def record_beside(
 
     Saving can change something: a loader with a state goes back to it in its next pass.
     """
-    own = tuple(own)
+    own = checked_tasks(own)
     tasks = (*others, *own)
-    _check(tasks, iterations)
+    _check(own, iterations)
     saved = LoopState(own, state, where)
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where), context_class(context))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
-from swpipe.core.task import PipelineTask, TaskRef, name_of
+from swpipe.core.task import PipelineTask, TaskRef, name_of, refs_in
 
 
 def prefetch_plan(
@@ -45,6 +45,7 @@ def prefetch_plan(
     Raises:
         ValueError: A list is empty, or the depth is below 2.
     """
+    feed, compute = refs_in(feed), refs_in(compute)
     if not feed or not compute:
         raise ValueError("feed or compute is empty: give at least one task in each")
     if depth < 2:

@@ -133,6 +133,8 @@ class TaskProfiler:
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.
         """
+        if target_spread_ms is not None and not target_spread_ms > 0:
+            raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
         spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
         counts = Counts(num_warmup, num_measure, num_rounds, seconds, spread_s)
         batches = list(batches)

@@ -33,7 +33,7 @@ from swpipe.analysis import verify
 from swpipe.core.context import C
 from swpipe.core.effects import EffectTable, Location
 from swpipe.core.messages import listed
-from swpipe.core.task import PipelineTask, task
+from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording
 from swpipe.inference.loader_code import reaching
@@ -208,7 +208,7 @@ def overlap(
     Warns:
         RuntimeWarning: Nothing can run ahead, and why.
     """
-    given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in tasks)
+    given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
     where = resolve(device)
     original = loader
     if is_prepared(loader):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -22,7 +22,7 @@ from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.waiting import ProgressCounter
 from swpipe._state.default_generators import changed_generators, default_generators
 from swpipe._state.discovery import has_state_dict
-from swpipe.core.messages import listed
+from swpipe.core.messages import listed, shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.pipeline import SWPipeline
@@ -34,6 +34,7 @@ __all__ = ["Resumable", "ResumableLoop"]
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
 
 
+@runtime_checkable
 class Resumable(Protocol[Out]):
     """A pipeline: ``SWPipeline``, or one with TorchRec's names but ``StagedTrainPipeline``."""
 
@@ -76,6 +77,10 @@ class ResumableLoop(Generic[Out]):
         *,
         device: Device | torch.device | str | None = None,
     ) -> None:
+        if not isinstance(pipe, Resumable):
+            raise TypeError(
+                f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
+            )
         self.pipe = pipe
         self._device = resolve(getattr(pipe, "device", None) if device is None else device)
         self._loader = loader
@@ -140,7 +145,7 @@ class ResumableLoop(Generic[Out]):
                 or the state is not that of such a loop.
         """
         self._refuse_running()
-        if "at_start" not in state:
+        if not (isinstance(state, Mapping) and {"at_start", "pipeline"} <= state.keys()):
             raise ValueError(
                 f"the state is not one that {type(self).__name__}.state_dict() returned"
             )

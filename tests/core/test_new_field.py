@@ -78,9 +78,9 @@ def test_a_file_with_another_type_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         PipelinePlan.from_dict({"schedule": rows})
     assert [problem.text for problem in caught.value.problems] == [
-        "schedule.a.weight is 'much': it must be a int",
-        "schedule.a.cores is 3: it must be a tuple",
-        "schedule.a.note is 4: it must be a str",
+        "schedule.a.weight is 'much': it must be of type int",
+        "schedule.a.cores is 3: it must be of type tuple",
+        "schedule.a.note is 4: it must be of type str",
     ]
 
 

@@ -195,11 +195,13 @@ def test_mistakes_are_refused() -> None:
     """An empty loader, something that is no task, no tasks."""
     with pytest.raises(ValueError, match="the loader has no batch"):
         swpipe.overlap([], Training().functions(), device="cpu")
-    with pytest.raises(ValueError, match="task name '<lambda>'"):
+    with pytest.raises(TypeError, match="has no name for a task"):
         swpipe.overlap([1], [lambda ctx: None], device="cpu")
-    with pytest.raises(TypeError, match="decorates a function, not 3"):
+    with pytest.raises(TypeError, match="a task is a function of the context, not 3"):
         swpipe.overlap([1], [3], device="cpu")  # type: ignore[list-item]
-    with pytest.raises(swpipe.PlanError, match="the plan is empty"):
+    with pytest.raises(TypeError, match="give the tasks.* in a list"):
+        swpipe.overlap([1], Training().functions()[0], device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(swpipe.PlanError, match="there are no tasks to record"):
         swpipe.overlap([1], [], device="cpu")
 
 

@@ -1,0 +1,96 @@
+"""What users give by mistake is refused where they give it, and the error says what to give."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swpipe import DeclaredIO, Observer, PipelinePlan, PipelineTask, ResumableLoop, SWPipeline
+from swpipe.inference import record
+from swpipe.plans import prefetch_plan
+from swpipe.profiler import TaskProfiler
+from tests.support.plans_for_tests import piped, tasks
+
+
+async def asynchronous(ctx: Any) -> None:
+    """Would not run: a call makes a coroutine."""
+
+
+def yielding(ctx: Any) -> Iterator[int]:
+    """Would not run: a call makes a generator."""
+    yield 1
+
+
+async def both(ctx: Any) -> AsyncIterator[int]:
+    """Would not run either."""
+    yield 1
+
+
+def decode(ctx: Any) -> None:
+    """A function, which is no task yet."""
+
+
+any_io: Any = DeclaredIO(state="model")
+any_decode: Any = decode
+
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "async task": (lambda: PipelineTask("a", asynchronous), "is asynchronous or has a yield"),  # type: ignore[arg-type]
+    "generator task": (lambda: PipelineTask("a", yielding), "is asynchronous or has a yield"),  # type: ignore[arg-type]
+    "async generator": (lambda: PipelineTask("a", both), "is asynchronous or has a yield"),  # type: ignore[arg-type]
+    "one io": (
+        lambda: PipelineTask("a", decode, io=any_io),
+        r"io is one DeclaredIO: .*io=\[\.\.\.\]",
+    ),
+    "a name as io": (lambda: PipelineTask("a", decode, io=["model"]), "io has 'model': give"),  # type: ignore[list-item]
+    "record functions": (lambda: record([any_decode], 1), r"swpipe\.task\(fn\) makes one"),
+    "record a function": (lambda: record(any_decode, 1), "in a list"),
+    "record a name": (lambda: record("decode", 1), "tasks is 'decode': .* in a list"),  # type: ignore[arg-type]
+    "plan a function": (
+        lambda: prefetch_plan([any_decode], ["a"]),
+        r"swpipe\.task\(fn\) makes one",
+    ),
+    "plan a name": (lambda: prefetch_plan("decode", ["a"]), "in a list"),
+    "serial plan of a name": (lambda: PipelinePlan.serial("decode"), "in a list"),
+    "shortcut a function": (lambda: pipeline().enable_shortcut(any_decode), "is no task: give a"),
+    "seed": (lambda: pipeline(seed=1.5), "seed is 1.5: give an integer"),
+    "mode": (lambda: pipeline(mode="train"), "mode is 'train': give a function"),
+    "observer's class": (lambda: pipeline().observe(Observer), "is no Observer: give an object"),  # type: ignore[arg-type]
+    "no observer": (lambda: pipeline().observe(None), "None is no Observer"),  # type: ignore[arg-type]
+    "periods": (lambda: pipeline().format_schedule(-1), "periods is -1: give how many"),
+    "no iterator": (lambda: pipeline().progress(None), "None.*iter"),  # type: ignore[arg-type]
+    "loop without pipeline": (lambda: ResumableLoop([1], pipeline()), r"\[1\] is no pipeline"),  # type: ignore[arg-type]
+    "loop of a plan": (lambda: ResumableLoop(piped(), [1]), "is no pipeline"),  # type: ignore[arg-type]
+    "no state": (lambda: ResumableLoop(pipeline(), [1]).load_state_dict(None), "is not one that"),  # type: ignore[arg-type]
+    "half a state": (
+        lambda: ResumableLoop(pipeline(), [1]).load_state_dict({"at_start": 1}),
+        "is not one that",
+    ),
+    "spread": (
+        lambda: TaskProfiler(pipeline()).profile([1], target_spread_ms=0),
+        "target_spread_ms is 0: give a number above 0",
+    ),
+}
+
+
+def pipeline(**options: Any) -> SWPipeline[Any]:
+    """A pipeline with nothing in flight, which has no threads to end."""
+    return SWPipeline(piped(), tasks(), device="cpu", **options)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_with_what_to_give(name: str) -> None:
+    """Some did nothing, some failed far from the mistake, and one looked like the end of data."""
+    call, said = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError), match=said):
+        call()
+
+
+def test_integers_of_other_libraries_are_seeds() -> None:
+    """A state with the seed can be loaded again."""
+    with pipeline(seed=np.int64(3)) as pipe:
+        state = pipe.state_dict()
+        assert (state["seed"], type(state["seed"])) == (3, int)
+        pipe.load_state_dict(state)
