@@ -61,7 +61,7 @@ class SWPipeline(Generic[C]):
         check_effects: Watch what the tasks touch, and raise PlanError at the first that touches
             what the plan does not keep in serial order. Every operator takes about 15 us longer,
             and compiled functions run eagerly. Serial runs are not watched. Instead of True, a
-            share such as 0.02: watch the first 16 iterations, and then so many of the others.
+            share such as 0.02: watch the first 16 iterations, and then this share of the others.
         host: Where threads come from; for tests.
 
     Raises:

@@ -57,7 +57,7 @@ class Advice:
         saved_s: How much shorter an iteration is predicted to be, in seconds.
         spread_s: Half-width of the interval of ``saved_s``.
         limit: What limits iterations then.
-        in_the_way: Why moving the task saves nothing, or cannot be; "" if it can and does.
+        not_moved: Why the task is not moved instead; "" if it is.
         plan: The plan to try, as JSON (``PipelinePlan.from_json``); "" if the plan stays.
     """
 
@@ -66,16 +66,16 @@ class Advice:
     saved_s: float
     spread_s: float
     limit: str
-    in_the_way: str
+    not_moved: str
     plan: str
 
     @property
     def text(self) -> str:
         """One sentence or two."""
-        way = f" In the way of more: {self.in_the_way}." if self.in_the_way else ""
+        why = f" Not moved: {self.not_moved}." if self.not_moved else ""
         return (
             f"{self.change}: saves {ms(self.saved_s)} ± {ms(self.spread_s)} ms; "
-            f"then limited by {self.limit}.{way}"
+            f"then limited by {self.limit}.{why}"
         )
 
     @classmethod
@@ -153,7 +153,7 @@ class _Paper:
                 for name, s in seen.host_s.items()
             }
         )
-        self._in_the_way: dict[str, str] = {}  # task to why it does not help to move it
+        self.not_moved: dict[str, str] = {}  # task to why it does not help to move it
         self._now_us, _ = self.predict(self.plan, self.costs)
 
     def predict(self, plan: PipelinePlan, costs: CostModel) -> tuple[float, str]:
@@ -177,7 +177,7 @@ class _Paper:
             plan = change.place() if change.place else self.plan
             then_us, limit = self.predict(plan, change.costs)
         except PlanError as error:
-            self._in_the_way.setdefault(change.task, error.problems[0].text)
+            self.not_moved.setdefault(change.task, error.problems[0].text)
             return None
         if not self._now_us:
             return None
@@ -189,7 +189,7 @@ class _Paper:
         saved_s = min(saved_s, exposed.value_s if moved else exposed.value_s / 2)
         if saved_s < LEAST * step_s.value_s or exposed.value_s < exposed.spread_s:
             if moved:
-                self._in_the_way.setdefault(change.task, limit)
+                self.not_moved.setdefault(change.task, f"it would be limited by {limit}")
             return None
         error_s = max(step_s.spread_s, exposed.spread_s) + ERROR * then_s
         return Advice(
@@ -198,13 +198,13 @@ class _Paper:
             saved_s=saved_s,
             spread_s=error_s if moved else exposed.spread_s / 2,
             limit=limit,
-            in_the_way="" if moved else self._in_the_way.get(change.task, ""),
+            not_moved="" if moved else self.not_moved.get(change.task, ""),
             plan=_as_json(plan) if moved else "",
         )
 
 
 def _changes(paper: _Paper) -> Iterator[_Change]:
-    """All changes; those that move a task come first, so that it is known what is in the way."""
+    """All changes; those that move a task come first, so that it is known why they do not help."""
     plan, costs = paper.plan, paper.costs
     for task in paper.seen.exposed_s:
         if task == PULL:
@@ -226,6 +226,10 @@ def _changes(paper: _Paper) -> Iterator[_Change]:
             if len(plan.thread_groups) > 1:
                 place = partial(_ahead, plan, together)
                 yield _Change(task, together, f"run {named} one iteration ahead", place, costs)
+        else:
+            paper.not_moved[task] = (
+                "the plan declares no dependences between iterations; record the loop to find them"
+            )
         cost = costs.tasks[task]
         half = replace(cost, host_us=cost.host_us / 2, device_us=cost.device_us / 2)
         faster = CostModel({**costs.tasks, task: half})

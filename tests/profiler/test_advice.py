@@ -57,8 +57,8 @@ def test_what_stands_in_the_way_is_named(host: TimedHost) -> None:
     assert first.change == "make train take half as long"
     assert first.saved_s == pytest.approx(3.5e-3)
     assert first.plan == ""
-    assert "train i -> step i -> train i+1" in first.in_the_way
-    assert "In the way of more:" in first.text
+    assert "train i -> step i -> train i+1" in first.not_moved
+    assert "Not moved: it would be limited by" in first.text
 
 
 def test_a_hidden_task_is_not_worth_a_change(host: TimedHost) -> None:

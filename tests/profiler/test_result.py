@@ -70,8 +70,8 @@ together: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 disturbed by other processes: 2 visits, measured again
 put back: model (Linear), self.optimizer (SGD)
-exposed: how much shorter a mean iteration is if the task costs nothing; ±: in 95 of 100
-profiles the truth is within; < x: not told apart from 0; in others: what these take less
+exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
+such intervals contain the true value; < x: not told apart from 0; in others: what these take less
 """  # noqa: E501
 
 SIDE_BY_SIDE = """\
@@ -95,8 +95,8 @@ not measured on batch 1: scale, since iterations with its shortcut fail: ValueEr
 interrupted on batch 1: not all rounds were measured
 disturbance by other processes: this machine does not tell
 shortcut already, so not measured: forward
-exposed: how much shorter a mean iteration is if the task costs nothing; ±: in 95 of 100
-profiles the truth is within; < x: not told apart from 0; in others: what these take less
+exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
+such intervals contain the true value; < x: not told apart from 0; in others: what these take less
 """  # noqa: E501
 
 

@@ -57,7 +57,7 @@ class MalformedRowError(ClickDataError):
     """
 
     def __init__(self, row: RejectedRow) -> None:
-        super().__init__(f"{row}. Mend the row; without strict such rows are dropped and counted")
+        super().__init__(f"{row}. Fix the row; without strict such rows are dropped and counted")
         self.row = row
 
 
