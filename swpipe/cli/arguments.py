@@ -151,7 +151,8 @@ def loader_of(job: Job) -> Iterable[Any] | None:
 
 def _call(name: str) -> Any:
     module_name, _, function_name = name.partition(":")
-    if not (all(map(str.isidentifier, module_name.split("."))) and function_name):
+    is_module = all(map(str.isidentifier, module_name.split("."))) and module_name[-3:] != ".py"
+    if not (is_module and function_name):
         raise UserError(f"workload {plain(name)}: name it as module:function, such as my_loop:loop")
     here = str(Path.cwd())
     if here not in sys.path:

@@ -29,7 +29,8 @@ _BY_TASK = (
 )  # fmt: skip
 _READ = (
     "exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100\n"
-    "such intervals contain the true value; < x: not told apart from 0; in others: what these take less"
+    "such intervals contain the true value; < x: not told apart from 0; in others: what these\n"
+    "take less"
 )
 _EXPOSED = ("exposed ms", "± ms", "% of baseline")
 _SLOW = 0.05

@@ -216,6 +216,7 @@ def test_a_reader_may_stop_reading(plan: Path) -> None:
         (("plan", "simulate", "recsys14", "--width", 10**9), "'--width': "),
         (("plan", "infer", "--workload", "\x1b:f"), "workload '\\x1b:f': "),
         (("plan", "infer", "--workload", ":"), "name it as module:function"),
+        (("profile", "--workload", "my_loop.py:loop"), "name it as module:function"),
         (("trace", "\x1b[31m.json"), "\\x1b[31m.json"),
     ],
 )

@@ -71,7 +71,8 @@ do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited b
 disturbed by other processes: 2 visits, measured again
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
-such intervals contain the true value; < x: not told apart from 0; in others: what these take less
+such intervals contain the true value; < x: not told apart from 0; in others: what these
+take less
 """  # noqa: E501
 
 SIDE_BY_SIDE = """\
@@ -96,7 +97,8 @@ interrupted on batch 1: not all rounds were measured
 disturbance by other processes: this machine does not tell
 shortcut already, so not measured: forward
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
-such intervals contain the true value; < x: not told apart from 0; in others: what these take less
+such intervals contain the true value; < x: not told apart from 0; in others: what these
+take less
 """  # noqa: E501
 
 
