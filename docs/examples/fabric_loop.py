@@ -1,0 +1,48 @@
+"""Fabric's accumulation and clipping over a loader that is pulled ahead."""
+
+import lightning
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import swpipe
+
+torch.manual_seed(0)
+fabric = lightning.Fabric(accelerator="cpu", devices=1)
+fabric.launch()
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+rows = TensorDataset(torch.randn(40, 4))
+loader = fabric.setup_dataloaders(DataLoader(rows, batch_size=4, shuffle=True))
+steps = []
+
+
+def decode(ctx):
+    """Runs ahead, on a thread of its own."""
+    ctx.x = ctx.batch[0] * 2
+
+
+def forward(ctx):
+    """As everything that follows, on this thread."""
+    ctx.loss = model(ctx.x).square().mean()
+
+
+def backward(ctx):
+    """Gradients of four batches are added up."""
+    with fabric.no_backward_sync(model, enabled=(ctx.iter_idx + 1) % 4 != 0):
+        fabric.backward(ctx.loss / 4)
+
+
+def step(ctx):
+    """Does something in every fourth iteration."""
+    if (ctx.iter_idx + 1) % 4 == 0:
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(ctx.iter_idx)
+
+
+with swpipe.overlap(loader, [decode, forward, backward, step]) as loop:
+    print("ahead: the loader,", *loop.overlap.ahead)
+    for epoch in range(2):
+        losses = [ctx.loss.item() for ctx in loop]
+        print(f"epoch {epoch}: {len(losses)} batches, steps at {steps}")
