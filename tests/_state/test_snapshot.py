@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,39 @@ def test_model_and_optimizer(make: Callable[[Any], torch.optim.Optimizer], befor
 
     assert equal(list(state), [model.state_dict(), optimizer.state_dict()])
     assert equal(gradients, [p.grad for p in model.parameters()])
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Begin without momentum."""
+    optimizer.state = defaultdict(dict)
+
+
+def new_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Give it other options."""
+    optimizer.param_groups = [group | {"lr": 0.5} for group in optimizer.param_groups]
+
+
+def load(optimizer: torch.optim.Optimizer) -> None:
+    """Load a state that was saved."""
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("replace", [forget, new_groups, load])
+def test_containers_of_an_optimizer_that_were_replaced(
+    replace: Callable[[torch.optim.Optimizer], None], before: int
+) -> None:
+    """The old ones were refilled, and the optimizer went on with the new ones."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    train(model, optimizer, before)
+    state, held = copy.deepcopy(optimizer.state_dict()), optimizer.state
+    snapshot = snapshot_of(model, optimizer)
+    replace(optimizer)
+    train(model, optimizer)
+    snapshot.restore()
+    assert equal(state, optimizer.state_dict())
+    assert optimizer.state is held
 
 
 def test_training_continues_unchanged_after_a_restore() -> None:
