@@ -14,10 +14,19 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +49,8 @@ WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Values without parts. Equal values may be one object, so these are found on all their paths."""
 
+BOUND = (BuiltinFunctionType, MethodWrapperType)
+"""Methods that are written in C, of an object or of a module."""
 
 _EMPTY = object()
 
@@ -233,6 +244,9 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
     if isinstance(value, MethodType):
         yield step.to("", value.__func__)
         yield step.to("self", value.__self__)
+    elif isinstance(value, BOUND):
+        if not isinstance(value.__self__, ModuleType):
+            yield step.to("self", value.__self__)
     elif isinstance(value, FunctionType):
         yield from _of_function(step, value)
     elif isinstance(value, partial):
@@ -242,6 +256,8 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
     elif isinstance(value, dict):
         if len(value) <= MAX_ITEMS:
             yield from (step.to(key_name(key), item) for key, item in value.items())
+        if isinstance(value, defaultdict):
+            yield step.to("default_factory", value.default_factory)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         if len(value) <= MAX_ITEMS:
             yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))

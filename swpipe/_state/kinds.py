@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from swpipe._state.discovery import PLAIN
+from swpipe._state.discovery import PLAIN, is_foreign
 
 CONTAINERS = (list, dict, set, deque)
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
@@ -61,12 +61,18 @@ def is_array(value: Any) -> bool:
 def is_unchanging(value: Any) -> bool:
     """Whether an object never changes, or only in what gives no other numbers."""
     if isinstance(value, UNCHANGING):
-        return True
+        return not (isinstance(value, Enum) and _has_attributes(value))
     name = type(value).__module__
     if name.startswith("swpipe.") and not name.startswith(("swpipe.tasks", "swpipe.tuning")):
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic | numpy.dtype | numpy.ufunc)
+
+
+def _has_attributes(member: Enum) -> bool:
+    """Whether code of the user's has given a member of an enumeration attributes of its own."""
+    own = [name for name in vars(member) if not name[0] == name[-1] == "_"]
+    return bool(own) and not is_foreign(type(member).__module__)
 
 
 def content_value(value: Any) -> object:

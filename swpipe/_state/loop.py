@@ -67,8 +67,10 @@ class LoopState:
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
-        self._values.restore()
-        self.restore_training()
+        try:
+            self._values.restore()
+        finally:
+            self.restore_training()
 
     def restore_training(self) -> None:
         """Restore all but Python values, between two measurements of one run.

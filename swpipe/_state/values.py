@@ -24,7 +24,9 @@ import queue
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -33,6 +35,7 @@ import torch
 
 from swpipe._state.code_names import read_code
 from swpipe._state.discovery import (
+    BOUND,
     FOREIGN,
     PLAIN,
     WHOLE,
@@ -86,7 +89,7 @@ class SavedValues:
         self._restores: list[Callable[[], object]] = []
         self._seen: dict[Any, Any] = {}
         self._copies: dict[int, tuple[Any, Any, object]] = {}  # iterator, a copy, its position
-        self._new: dict[int, Any] = {}  # iterator's id to the copy that all its holders get
+        self._new: dict[int, Any] = {}  # id to the copy that all its holders get
         reaches = reaches_of(tasks)
         for found in find_all(tasks, MAX_HOPS, is_users):
             self._save(found.owner)
@@ -97,10 +100,12 @@ class SavedValues:
         self.lost = tuple(one for name, reach in reaches.items() for one in _lost(name, reach))
 
     def restore(self) -> None:
-        """Put everything back."""
-        self._new.clear()
-        for restore in self._restores:
-            restore()
+        """Put everything back, also what comes after a failure."""
+        advanced = {n: c for n, (one, c, at) in self._copies.items() if position_of(one) != at}
+        self._new = {number: copied(saved) for number, saved in advanced.items()}
+        with ExitStack() as stack:
+            for restore in reversed(self._restores):
+                stack.callback(restore)
 
     def _save(self, value: Any) -> None:
         if isinstance(value, MethodType):
@@ -119,10 +124,13 @@ class SavedValues:
             self._save_class(value)
         elif is_copyable_iterator(value):
             self._copies[id(value)] = value, copied(value), position_of(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            if is_users(value):
-                self._save_attributes(value)
-        elif not isinstance(value, (*WHOLE, tuple, frozenset, partial)):
+        elif isinstance(value, torch.optim.Optimizer) and is_users(value):
+            self._save_attributes(value)
+        elif isinstance(value, partial):
+            self._save(value.keywords)
+            held = value.func, value.args
+            self._restores.append(lambda: _set_partial(value, *map(self._now, held)))
+        elif not isinstance(value, (*WHOLE, *BOUND, tuple, frozenset)):
             self._save_object(value)
 
     def _save_object(self, value: Any) -> None:
@@ -134,21 +142,30 @@ class SavedValues:
 
     def _put_back(self, value: Any, put_back: Callable[[], object]) -> None:
         put_back()
-        if isinstance(value, dict):
-            for key, item in list(value.items()):
+        if self._new and isinstance(value, dict | list | deque):
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 if (new := self._now(item)) is not item:
                     value[key] = new
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                if (new := self._now(item)) is not item:
-                    value[index] = new
 
     def _now(self, value: Any) -> Any:
-        """What holders get back: the object itself, or a copy of an iterator that was advanced."""
-        iterator, saved, position = self._copies.get(id(value), (value, None, None))
-        if saved is None or position_of(iterator) == position:
-            return value
-        return self._new.setdefault(id(value), copied(saved))
+        """What holders get back: the object itself, or a copy of an iterator that was advanced.
+
+        Also a copy of a tuple or of a method that has one, since these cannot be changed.
+        """
+        if self._new and id(value) not in self._new:
+            new = value
+            if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
+                items = [self._now(item) for item in value]
+                if any(one is not item for one, item in zip(items, value, strict=True)):
+                    new = getattr(value, "_make", tuple)(items)
+            elif isinstance(value, BOUND):
+                owner = self._now(value.__self__)
+                if owner is not value.__self__:
+                    new = getattr(owner, value.__name__)
+            if new is value:
+                return value
+            self._new[id(value)] = new
+        return self._new.get(id(value), value)
 
     def _save_function(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
@@ -163,6 +180,9 @@ class SavedValues:
             self._restores.append(
                 partial(_refill_dict, vars(function), dict(vars(function)), self._now)
             )
+            self._save(function.__kwdefaults__)
+            defaults = function.__defaults__
+            self._restores.append(lambda: _set_defaults(function, self._now(defaults)))
 
     def _save_cell(self, cell: CellType) -> None:
         content = content_of(cell, _NOTHING)
@@ -208,7 +228,9 @@ class SavedValues:
         registered = [dict(vars(module)[name]) for name in _REGISTERED]
         cls = type(module)
         members = cls, {name: one for name, one in vars(cls).items() if isinstance(one, property)}
-        self._restores.append(partial(_set_module, module, members, attributes, registered))
+        self._restores.append(
+            partial(_set_module, module, members, attributes, registered, self._now)
+        )
         for value in attributes.values():
             if isinstance(value, CONTAINERS) or (is_users(value) and not isinstance(value, WHOLE)):
                 self._save(value)
@@ -233,7 +255,7 @@ def is_users(value: Any) -> bool:
     if isinstance(value, _KNOWN):
         return True
     if root in FOREIGN or root == "swpipe":
-        return isinstance(value, (FunctionType, MethodType, partial, *CONTAINERS, tuple))
+        return isinstance(value, (FunctionType, MethodType, *BOUND, partial, *CONTAINERS, tuple))
     return root in PUT_BACK or not is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 
@@ -269,6 +291,16 @@ def _set_cell(cell: CellType, content: Any) -> None:
         cell.cell_contents = content
 
 
+def _set_defaults(function: FunctionType, defaults: tuple[Any, ...] | None) -> None:
+    if function.__defaults__ is not defaults:
+        function.__defaults__ = defaults
+
+
+def _set_partial(value: Any, func: Any, args: Any) -> None:
+    if value.func is not func or value.args is not args:
+        value.__setstate__((func, args, value.keywords, vars(value)))
+
+
 def _set_names(namespace: dict[str, Any], saved: dict[str, Any], now: Callable[[Any], Any]) -> None:
     for name, before in saved.items():
         value = now(before)
@@ -302,6 +334,7 @@ def _set_module(
     members: tuple[type, dict[str, Any]],
     attributes: dict[str, Any],
     registered: Sequence[dict[str, Any]],
+    now: Callable[[Any], Any],
 ) -> None:
     """Put back a module's class, attributes, parameters, buffers and modules.
 
@@ -316,8 +349,8 @@ def _set_module(
     for name in [n for n in held if n not in _OF_MODULE and n not in attributes]:
         if isinstance(held[name], (*PLAIN, *WHOLE, *CONTAINERS)) or is_users(held[name]):
             del held[name]
-    for name, value in attributes.items():
-        if held.get(name, _NOTHING) is not value:
+    for name, before in attributes.items():
+        if held.get(name, _NOTHING) is not (value := now(before)):
             held[name] = value
     for name, items in zip(_REGISTERED, registered, strict=True):
         _refill_dict(held[name], items, lambda item: item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import random
 import types
@@ -181,6 +182,15 @@ def test_generators(model: torch.nn.Module) -> None:
     numpy = pytest.importorskip("numpy")
     mine, own, array = torch.Generator(), random.Random(1), numpy.random.default_rng(1)
     assert found_by(lambda ctx: (mine, own, array)) == {"mine": mine, "own": own, "array": array}
+
+
+def test_self_of_a_method_that_is_written_in_c(model: torch.nn.Module) -> None:
+    """A generator whose method alone was kept went on from where a recording had left it."""
+    own, weight = random.Random(1), model.weight
+    draw, add, make = own.random, weight.add_, collections.defaultdict(functools.partial(id, model))
+    assert found_by(lambda ctx: draw) == {"draw.self": own}
+    assert found_by(lambda ctx: add) == {"add.self": weight}
+    assert found_by(lambda ctx: make) == {"make.default_factory.args[0]": model}
 
 
 def test_an_object_with_a_state_dict_is_found_and_looked_into(model: torch.nn.Module) -> None:

@@ -6,9 +6,11 @@ import array
 import collections
 import csv
 import ctypes
+import enum
 import functools
 import io
 import itertools
+import mmap
 import os
 import queue
 import sqlite3
@@ -17,7 +19,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,10 +28,13 @@ from torch import nn
 from torch.nn.utils import prune
 
 from swpipe import PipelineTask
+from swpipe._state.loop import LoopState
 from swpipe._state.values import SavedValues
 from swpipe.core.errors import UnsavedStateError
+from swpipe.device import CpuDevice
 from swpipe.inference import record
 
+CPU = CpuDevice()
 Change = Callable[[Any], object]
 Look = Callable[[Any], object]
 
@@ -88,6 +93,16 @@ def set_item(held: Any) -> None:
     held[0 if not hasattr(held, "keys") else KEY if KEY in held else "n"] = 5
 
 
+def set_factory(held: Any) -> None:
+    """Let a default dictionary make something else."""
+    held.default_factory = list
+
+
+def call(held: Any) -> object:
+    """What a function returns."""
+    return held()
+
+
 def add_attribute(held: Any) -> None:
     """Change an attribute and add another."""
     held.total = 3.0
@@ -104,6 +119,33 @@ def attributes(held: Any) -> object:
     return dict(vars(held))
 
 
+class Phase(enum.Enum):
+    """A user's enumeration, whose members count."""
+
+    WARM = 1
+
+    def __init__(self, value: int) -> None:
+        self.rate = 1.0
+
+
+class Counted(nn.Module):
+    """Keeps an iterator."""
+
+    def __init__(self, ids: Any) -> None:
+        super().__init__()
+        self.ids = ids
+
+    def number(self) -> Any:
+        """The next one."""
+        return next(self.ids)
+
+
+class Ids(NamedTuple):
+    """Keeps an iterator."""
+
+    ids: Any
+
+
 CASES: dict[str, tuple[Callable[[], Any], Change, Look]] = {
     "slots": (Slots, Slots.change, Slots.look),
     "a list's attributes": (lambda: History([1.0]), add_attribute, attributes),
@@ -117,6 +159,21 @@ CASES: dict[str, tuple[Callable[[], Any], Change, Look]] = {
     "an array": (lambda: array.array("d", [1.0]), lambda held: held.append(2.0), list),
     "an array of numpy": (lambda: np.ones(3), set_item, lambda held: held.tolist()),
     "a view of numpy": (lambda: np.ones((3, 2))[:, 1], set_item, lambda held: held.tolist()),
+    "an array with a view": (
+        lambda: memoryview(array.array("d", [1.0])), set_item, lambda held: held.tolist(),
+    ),
+    "bytes with a view": (
+        lambda: memoryview(bytearray(16)).cast("d"), set_item, lambda held: held.tolist(),
+    ),
+    "mapped memory": (lambda: mmap.mmap(-1, 8), set_item, lambda held: (held[:], held.tell())),
+    "a position in mapped memory": (lambda: mmap.mmap(-1, 8), mmap.mmap.read_byte, mmap.mmap.tell),
+    "a member of an enumeration": (lambda: Phase.WARM, set_rate, attributes),
+    "a default dictionary's factory": (
+        lambda: collections.defaultdict(int), set_factory, lambda held: held.default_factory,
+    ),
+    "a partial's keywords": (
+        lambda: functools.partial(dict, rate=1.0), lambda held: held.keywords.clear(), call,
+    ),
     "a number of ctypes": (lambda: ctypes.c_int(1), set_value, lambda held: held.value),
     "a text in memory": (
         lambda: io.StringIO("ab"), lambda held: held.write("x"), io.StringIO.getvalue,
@@ -168,6 +225,90 @@ def test_an_iterator_that_was_advanced_begins_again(make: Callable[[], Any]) -> 
         assert listed[0] is held
         assert named.it is held
     assert next(held) == expected
+
+
+def within(held: Any, take: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Something that the code names has it."""
+    return lambda: next(take(held))
+
+
+def with_default(ids: Any) -> Callable[[], Any]:
+    """A default argument has it."""
+
+    def number(ids: Any = ids) -> Any:
+        return next(ids)
+
+    return number
+
+
+def with_keyword(ids: Any) -> Callable[[], Any]:
+    """A default argument that is given by its keyword has it."""
+
+    def number(*, ids: Any = ids) -> Any:
+        return next(ids)
+
+    return number
+
+
+def in_method(ids: Any) -> Callable[[], Any]:
+    """An attribute has its method."""
+    named = types.SimpleNamespace(number=ids.__next__)
+    return lambda: named.number()
+
+
+def in_factory(ids: Any) -> Callable[[], Any]:
+    """New keys are numbered."""
+    numbers: Any = collections.defaultdict(ids.__next__)
+    return lambda: numbers[len(numbers)]
+
+
+HOLDERS: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "a default": with_default,
+    "a keyword": with_keyword,
+    "its method": lambda ids: ids.__next__,
+    "its method in an object": in_method,
+    "a factory": in_factory,
+    "a partial": lambda ids: functools.partial(next, ids),
+    "a partial of its method": lambda ids: functools.partial(ids.__next__),
+    "a keyword of a partial": lambda ids: functools.partial(with_keyword(iter(())), ids=ids),
+    "a tuple": lambda ids: within((1, (ids,)), lambda held: held[1][0]),
+    "a named tuple": lambda ids: within(Ids(ids), lambda held: held.ids),
+    "a deque": lambda ids: within(collections.deque([ids]), lambda held: held[0]),
+    "a module": lambda ids: Counted(ids).number,
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_who_leads_to_an_advanced_iterator_gets_it_back(name: str) -> None:
+    """Counters went on from where a recording had left them, except those in lists and objects."""
+    number = HOLDERS[name](itertools.count())
+    saved = SavedValues([PipelineTask("count", lambda ctx: number())])
+    for _ in range(2):
+        assert [number(), number()] == [0, 1]
+        saved.restore()
+    assert number() == 0
+
+
+def test_two_methods_of_an_iterator_still_share_it() -> None:
+    """They get the same copy."""
+    ids = itertools.count()
+    first, other = ids.__next__, functools.partial(next, ids)
+    saved = SavedValues([PipelineTask("count", lambda ctx: (first, other))])
+    first()
+    saved.restore()
+    assert [first(), other(), first()] == [0, 1, 2]
+
+
+def test_all_else_is_put_back_after_a_failure() -> None:
+    """Models, and values that came later, stayed as a recording had left them."""
+    held, counts, weight = bytearray(1), [1], torch.ones(1, requires_grad=True)
+    state = LoopState([PipelineTask("change", lambda ctx: (held, counts, weight))], None, CPU)
+    held.append(1)
+    counts.append(2)
+    weight.detach().add_(1)
+    with memoryview(held), pytest.raises(BufferError):
+        state.restore()
+    assert (counts, weight.item()) == ([1], 1)
 
 
 def test_an_iterator_that_was_not_advanced_stays_itself() -> None:
