@@ -8,7 +8,6 @@ import ctypes
 import datetime as dt
 import decimal
 import fractions
-import functools
 import gc
 import io
 import re
@@ -28,9 +27,6 @@ from swpipe._state.discovery import PLAIN, is_foreign
 CONTAINERS = (list, dict, set, deque)
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
 """Types of the standard library whose objects have the attributes that they are given."""
-
-CACHE: Any = type(functools.lru_cache(lambda: None))
-"""What ``functools`` makes of a function: its results are those of the function."""
 
 _SimpleCData: Any = ctypes.c_int.__mro__[1]
 CTYPES = (_SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)

@@ -5,7 +5,8 @@ lists, dicts, sets, deques, bytearrays, arrays      their items
 numpy arrays, values of ctypes                      their content
 ``io.StringIO``, ``io.BytesIO``, ``mmap.mmap``      their content and position
 files that can seek                                 length and position
-context variables, caches of functions              their value; a cache that was empty is emptied
+context variables                                   their value
+caches of functions                                 a cache that was empty is emptied
 iterators that Python can copy                      whoever holds one gets a copy
 """
 
@@ -25,7 +26,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from swpipe._state.kinds import CACHE, CONTAINERS, CTYPES, MAX_CONTENT, content_value, is_array
+from swpipe._state.discovery import CACHE
+from swpipe._state.kinds import CONTAINERS, CTYPES, MAX_CONTENT, content_value, is_array
 
 _NOTHING = object()
 _BASES = (OrderedDict, dict, list, set, deque, bytearray, array.array)

@@ -36,6 +36,7 @@ import torch
 from swpipe._state.code_names import read_code
 from swpipe._state.discovery import (
     BOUND,
+    CACHE,
     FOREIGN,
     PLAIN,
     WHOLE,
@@ -43,6 +44,7 @@ from swpipe._state.discovery import (
     dict_of,
     find_all,
     is_installed,
+    kept_by_cache,
     slots_of,
 )
 from swpipe._state.kinds import CONTAINERS, NAMESPACES, is_unchanging
@@ -53,7 +55,7 @@ from swpipe._state.put_back import (
     position_of,
     saving,
 )
-from swpipe._state.reach import reaches_of
+from swpipe._state.reach import reach_of, reaches_of
 from swpipe._state.reached import Reach
 from swpipe._state.snapshot import modules_in
 from swpipe.core.task import PipelineTask
@@ -74,6 +76,7 @@ _KNOWN = (
 )  # fmt: skip
 """Types of the standard library whose objects are put back as the user's."""
 
+_FUNCTIONS = (FunctionType, MethodType, *BOUND, CACHE, partial)
 _NOTHING = object()
 _LAZY = torch.nn.modules.lazy.LazyModuleMixin
 
@@ -136,6 +139,8 @@ class SavedValues:
     def _save_object(self, value: Any) -> None:
         if (put_back := saving(value, MAX_ITEMS)) is not None:
             self._restores.append(partial(self._put_back, value, put_back))
+        for one in kept_by_cache(value) if isinstance(value, CACHE) else ():
+            self._save(one)
         if is_users(value):
             self._save_attributes(value)
             self._save_class(type(value))
@@ -204,6 +209,9 @@ class SavedValues:
                 for held in values.values():
                     if isinstance(held, CONTAINERS):
                         self._save(held)
+                for member in vars(cls).values():
+                    if isinstance(held := getattr(member, "__func__", member), CACHE):
+                        self._save(held)
 
     def _save_attributes(self, value: Any) -> None:
         if (held := dict_of(value)) is not None:
@@ -244,8 +252,16 @@ def _lost(task: str, reach: Reach) -> list[str]:
     return [
         f"{path or 'an object'} ({type(reach.holders[number]).__name__}) of task {task!r}"
         for number, path in reach.owned.items()
-        if is_lost(reach.holders[number])
+        if is_lost(reach.holders[number]) or _keeps_draws(reach.holders[number])
     ]
+
+
+def _keeps_draws(value: Any) -> bool:
+    """Whether it is a cache that cannot be put back, of what a function has drawn."""
+    if not isinstance(value, CACHE) or None in value.cache_parameters().values():
+        return False
+    has_some = bool(value.cache_info().currsize)
+    return has_some and bool(reach_of(PipelineTask("cached", value.__wrapped__)).draws)
 
 
 def is_users(value: Any) -> bool:
@@ -255,7 +271,7 @@ def is_users(value: Any) -> bool:
     if isinstance(value, _KNOWN):
         return True
     if root in FOREIGN or root == "swpipe":
-        return isinstance(value, (FunctionType, MethodType, *BOUND, partial, *CONTAINERS, tuple))
+        return isinstance(value, (*_FUNCTIONS, *CONTAINERS, tuple))
     return root in PUT_BACK or not is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 

@@ -336,22 +336,59 @@ def test_what_is_written_to_a_file_is_cut_off(cover: Callable[[Any], Any]) -> No
         assert file.read() == "begun\nnext\n"
 
 
-def test_a_function_keeps_its_attributes_and_an_empty_cache() -> None:
-    """A cache that had something before keeps all."""
-
-    @functools.lru_cache
-    def cached(key: int) -> list[int]:
-        return [key]
+def test_a_function_keeps_its_attributes() -> None:
+    """Those that a task adds are removed."""
 
     def counted(ctx: Any) -> None:
         counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
-        cached(1)
 
     saved = SavedValues([PipelineTask("count", counted)])
     counted(None)
     saved.restore()
     assert not vars(counted)
-    assert cached.cache_info().currsize == 0
+
+
+def noise(key: int) -> list[float]:
+    """What a cache keeps for a key."""
+    return [torch.rand(1).item()]
+
+
+def in_class(cached: Any) -> Callable[[int], Any]:
+    """A method that has a cache."""
+    return type("Held", (), {"__module__": __name__, "get": staticmethod(cached)})().get
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("held", [lambda cached: cached, in_class], ids=["function", "method"])
+def test_a_cache_has_what_it_had(held: Callable[[Any], Callable[[int], Any]], before: int) -> None:
+    """Draws of a recording stayed in it, if it had any of before, or belonged to a class."""
+    cached = functools.cache(noise)
+    get = held(cached)
+    kept = [cached(key) for key in range(before)]
+    saved = SavedValues([PipelineTask("get", lambda ctx: get(1))])
+    get(1)
+    saved.restore()
+    assert cached.cache_info().currsize == before
+    assert all(cached(key) is one for key, one in enumerate(kept))
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_what_a_cache_keeps_is_put_back(size: int | None) -> None:
+    """A function without arguments whose result is kept is a common way to have only one."""
+    once = functools.lru_cache(size)(lambda: {"n": [0]})
+    once()
+    saved = SavedValues([PipelineTask("count", lambda ctx: once)])
+    once()["n"].append(1)
+    saved.restore()
+    assert once() == {"n": [0]}
+    assert once.cache_info().currsize == 1
+
+
+def draws_kept() -> Any:
+    """A cache that has some of before, and cannot be put back."""
+    cached = functools.lru_cache(noise)
+    cached(0)
+    return cached
 
 
 def test_the_environment_is_put_back() -> None:
@@ -425,6 +462,7 @@ def test_an_optimizer_within_a_module_and_a_new_one_leave_no_trace() -> None:
         (lambda: zip(range(3), (n for n in range(9)), strict=False), "zip"),
         (lambda: iter(torch.utils.data.DataLoader([1, 2])), "_SingleProcessDataLoaderIter"),
         (lambda: sqlite3.connect(":memory:"), "Connection"),
+        (draws_kept, "_lru_cache_wrapper"),
     ],
 )
 def test_what_nobody_can_put_back_is_refused(make: Callable[[], Any], kind: str) -> None:
