@@ -6,6 +6,7 @@
     containers, arrays, files and others                       what ``put_back`` saves
     modules of the user's classes, and of ``torch.nn``         numbers, strings and containers
     hooks of modules                                           the user's
+    tensors                                                    attributes that code has given them
     the environment (``os.environ``)                           its variables
 
 Each object is put back as it was, so that what leads from one to the other is, too. What belongs
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 
 from swpipe._state.code_names import read_code
+from swpipe._state.copies import attributes_given
 from swpipe._state.discovery import (
     BOUND,
     CACHE,
@@ -125,16 +127,19 @@ class SavedValues:
                 self._save_module(module)
         elif isinstance(value, type):
             self._save_class(value)
+        elif isinstance(value, partial):
+            self._save_partial(value)
         elif is_copyable_iterator(value):
             self._copies[id(value)] = value, copied(value), position_of(value)
-        elif isinstance(value, torch.optim.Optimizer) and is_users(value):
-            self._save_attributes(value)
-        elif isinstance(value, partial):
-            self._save(value.keywords)
-            held = value.func, value.args
-            self._restores.append(lambda: _set_partial(value, *map(self._now, held)))
-        elif not isinstance(value, (*WHOLE, *BOUND, tuple, frozenset)):
+        elif isinstance(value, torch.Tensor):
+            self._save_tensor(value)
+        elif not isinstance(value, (*BOUND, tuple, frozenset)):
             self._save_object(value)
+
+    def _save_partial(self, value: Any) -> None:
+        self._save(value.keywords)
+        held = value.func, value.args
+        self._restores.append(lambda: _set_partial(value, *map(self._now, held)))
 
     def _save_object(self, value: Any) -> None:
         if (put_back := saving(value, MAX_ITEMS)) is not None:
@@ -224,6 +229,12 @@ class SavedValues:
         if slots and not isinstance(value, BaseException):
             self._restores.append(partial(_set_slots, value, slots, self._now))
 
+    def _save_tensor(self, tensor: torch.Tensor) -> None:
+        held = attributes_given(tensor)
+        self._restores.append(partial(_set_attributes, held, dict(held), self._now))
+        for value in held.values():
+            self._save(value)
+
     def _save_module(self, module: torch.nn.Module) -> None:
         """Save the user's hooks, and what is no tensor and no module."""
         for name, hooks in vars(module).items():
@@ -233,6 +244,8 @@ class SavedValues:
         if isinstance(module, _LAZY) or not (of_torch or is_users(module)):
             return
         attributes = {n: v for n, v in vars(module).items() if n not in _OF_MODULE}
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            self._save(tensor)
         registered = [dict(vars(module)[name]) for name in _REGISTERED]
         cls = type(module)
         members = cls, {name: one for name, one in vars(cls).items() if isinstance(one, property)}
@@ -352,24 +365,30 @@ def _set_module(
     registered: Sequence[dict[str, Any]],
     now: Callable[[Any], Any],
 ) -> None:
-    """Put back a module's class, attributes, parameters, buffers and modules.
-
-    What a library has added on first use stays, unless it is a value or a tensor.
-    """
+    """Put back a module's class, attributes, parameters, buffers and modules."""
     cls, properties = members
     if type(module) is not cls:
         module.__class__ = cls
     for name in properties.keys() - vars(cls).keys():  # torch has taken a parametrized one away
         setattr(cls, name, properties[name])
-    held = vars(module)
-    for name in [n for n in held if n not in _OF_MODULE and n not in attributes]:
+    _set_attributes(vars(module), attributes, now, _OF_MODULE)
+    for name, items in zip(_REGISTERED, registered, strict=True):
+        _refill_dict(vars(module)[name], items, lambda item: item)
+
+
+def _set_attributes(
+    held: dict[str, Any],
+    saved: dict[str, Any],
+    now: Callable[[Any], Any],
+    kept: frozenset[str] = frozenset(),
+) -> None:
+    """What a library has added on first use stays, unless it is a value or a tensor."""
+    for name in [n for n in held if n not in kept and n not in saved]:
         if isinstance(held[name], (*PLAIN, *WHOLE, *CONTAINERS)) or is_users(held[name]):
             del held[name]
-    for name, before in attributes.items():
+    for name, before in saved.items():
         if held.get(name, _NOTHING) is not (value := now(before)):
             held[name] = value
-    for name, items in zip(_REGISTERED, registered, strict=True):
-        _refill_dict(held[name], items, lambda item: item)
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")

@@ -355,7 +355,8 @@ def noise(key: int) -> list[float]:
 
 def in_class(cached: Any) -> Callable[[int], Any]:
     """A method that has a cache."""
-    return type("Held", (), {"__module__": __name__, "get": staticmethod(cached)})().get
+    held: Any = type("Held", (), {"__module__": __name__, "get": staticmethod(cached)})()
+    return lambda key: held.get(key)
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -428,6 +429,39 @@ def test_a_module_gets_its_parts_back(change: Callable[[nn.Module], object]) -> 
     before = look()
     record([PipelineTask("change", lambda ctx: change(model))], None, device="cpu", iterations=1)
     assert look() == before
+
+
+def count_on(tensor: Any) -> None:
+    """Change attributes of a tensor: a number, a list, a tensor, another tensor, a new one."""
+    tensor.seen += 1
+    tensor.norms.append(1.0)
+    tensor.total.add_(1)
+    tensor.main_grad = torch.ones(1)
+    tensor.best = 1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(1, 1).weight,
+        lambda: torch.zeros(1),
+        lambda: torch.zeros(1, requires_grad=True),
+    ],
+    ids=["parameter", "data", "leaf"],
+)
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a module"])
+def test_a_tensor_keeps_its_attributes(make: Callable[[], Any], alone: bool) -> None:
+    """Only its values and its gradient were put back."""
+    tensor, module = make(), nn.Module()
+    module.register_buffer("tensor", tensor)
+    tensor.seen, tensor.norms, tensor.total = 0, [], torch.zeros(1)
+    main = tensor.main_grad = torch.zeros(1)
+    held = tensor if alone else module
+    task = PipelineTask("count", lambda ctx: count_on(getattr(held, "tensor", held)))
+    record([task], None, device="cpu")
+    assert (tensor.seen, tensor.norms, tensor.total.item()) == (0, [], 0.0)
+    assert tensor.main_grad is main
+    assert not hasattr(tensor, "best")
 
 
 class Trainer(nn.Module):
