@@ -489,6 +489,19 @@ def test_an_optimizer_within_a_module_and_a_new_one_leave_no_trace() -> None:
     assert (trainer.layer.weight.tolist(), len(old.state)) == (before, 0)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("given", [None, ()], ids=["searched", "given"])
+@pytest.mark.parametrize("script", [lambda model: model, nn.Sequential], ids=["itself", "a part"])
+def test_a_module_of_torchscript_is_refused(script: Callable[[Any], Any], given: Any) -> None:
+    """It ended in an AttributeError of the restore, after the first task."""
+    model = script(torch.jit.script(nn.Linear(1, 1)))
+    runs: list[int] = []
+    task = PipelineTask("forward", lambda ctx: runs.append(model(ctx.batch)))
+    with pytest.raises(UnsavedStateError, match=r"TorchScript keeps.*: model \(.*torch.compile"):
+        record([task], torch.ones(1, 1), device="cpu", state=given)
+    assert not runs
+
+
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
