@@ -384,7 +384,9 @@ def _set_attributes(
 ) -> None:
     """What a library has added on first use stays, unless it is a value or a tensor."""
     for name in [n for n in held if n not in kept and n not in saved]:
-        if isinstance(held[name], (*PLAIN, *WHOLE, *CONTAINERS)) or is_users(held[name]):
+        marked = name.startswith("_dynamo_")  # by torch.compile, at the first call
+        given = isinstance(held[name], (*PLAIN, *WHOLE, *CONTAINERS)) or is_users(held[name])
+        if given and not marked:
             del held[name]
     for name, before in saved.items():
         if held.get(name, _NOTHING) is not (value := now(before)):

@@ -438,6 +438,7 @@ def count_on(tensor: Any) -> None:
     tensor.total.add_(1)
     tensor.main_grad = torch.ones(1)
     tensor.best = 1.0
+    tensor._dynamo_static_input_type = "guarded"
 
 
 @pytest.mark.parametrize(
@@ -451,7 +452,7 @@ def count_on(tensor: Any) -> None:
 )
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a module"])
 def test_a_tensor_keeps_its_attributes(make: Callable[[], Any], alone: bool) -> None:
-    """Only its values and its gradient were put back."""
+    """Only its values and its gradient were put back. What torch.compile marks stays marked."""
     tensor, module = make(), nn.Module()
     module.register_buffer("tensor", tensor)
     tensor.seen, tensor.norms, tensor.total = 0, [], torch.zeros(1)
@@ -462,6 +463,7 @@ def test_a_tensor_keeps_its_attributes(make: Callable[[], Any], alone: bool) -> 
     assert (tensor.seen, tensor.norms, tensor.total.item()) == (0, [], 0.0)
     assert tensor.main_grad is main
     assert not hasattr(tensor, "best")
+    assert hasattr(tensor, "_dynamo_static_input_type")
 
 
 class Trainer(nn.Module):
