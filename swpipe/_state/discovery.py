@@ -282,11 +282,10 @@ def _of_container(step: _Step, value: Any) -> Iterator[_Step]:
 def kept_by_cache(function: Any) -> Iterator[Any]:
     """What a function with a cache keeps: the function itself, and its results so far.
 
-    Without a bound on their number these are in a dictionary, which can be put back.
+    Without a bound on their number these are in a dictionary, which can be put back; with one,
+    a dictionary leads to links of a list, and is left alone.
     """
     for one in gc.get_referents(function):
-        if one is vars(function) or isinstance(one, type):
-            continue
         items = one.values() if isinstance(one, dict) else ()
         if not any(type(item).__name__ == "_lru_list_elem" for item in items):
             yield one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import random
 import types
 from collections.abc import Callable
@@ -198,6 +199,8 @@ def test_self_of_a_method_that_is_written_in_c(model: torch.nn.Module) -> None:
     draw, add, make = own.random, weight.add_, collections.defaultdict(functools.partial(id, model))
     assert found_by(lambda ctx: draw) == {"draw.self": own}
     assert found_by(lambda ctx: add) == {"add.self": weight}
+    of_a_module = PipelineTask("draw", functools.partial(math.sqrt, 1.0))
+    assert not any(isinstance(one.owner, types.ModuleType) for one in find_all([of_a_module]))
     assert found_by(lambda ctx: make) == {"make.default_factory.args[0]": model}
 
 

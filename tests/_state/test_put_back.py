@@ -19,6 +19,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from swpipe import PipelineTask
+from swpipe._state.kinds import is_unchanging
 from swpipe._state.loop import LoopState
 from swpipe._state.values import SavedValues
 from swpipe.core.errors import UnsavedStateError
@@ -166,7 +168,9 @@ CASES: dict[str, tuple[Callable[[], Any], Change, Look]] = {
         lambda: memoryview(bytearray(16)).cast("d"), set_item, lambda held: held.tolist(),
     ),
     "mapped memory": (lambda: mmap.mmap(-1, 8), set_item, lambda held: (held[:], held.tell())),
-    "a position in mapped memory": (lambda: mmap.mmap(-1, 8), mmap.mmap.read_byte, mmap.mmap.tell),
+    "a position in mapped memory": (
+        lambda: mmap.mmap(-1, 8, access=mmap.ACCESS_READ), mmap.mmap.read_byte, mmap.mmap.tell,
+    ),
     "a member of an enumeration": (lambda: Phase.WARM, set_rate, attributes),
     "a default dictionary's factory": (
         lambda: collections.defaultdict(int), set_factory, lambda held: held.default_factory,
@@ -301,12 +305,12 @@ def test_two_methods_of_an_iterator_still_share_it() -> None:
 
 def test_all_else_is_put_back_after_a_failure() -> None:
     """Models, and values that came later, stayed as a recording had left them."""
-    held, counts, weight = bytearray(1), [1], torch.ones(1, requires_grad=True)
-    state = LoopState([PipelineTask("change", lambda ctx: (held, counts, weight))], None, CPU)
-    held.append(1)
+    buffer, counts, weight = bytearray(1), [1], torch.ones(1, requires_grad=True)
+    state = LoopState([PipelineTask("change", lambda ctx: (buffer, counts, weight))], None, CPU)
+    buffer.append(1)
     counts.append(2)
     weight.detach().add_(1)
-    with memoryview(held), pytest.raises(BufferError):
+    with memoryview(buffer), pytest.raises(BufferError):
         state.restore()
     assert (counts, weight.item()) == ([1], 1)
 
@@ -383,6 +387,22 @@ def test_what_a_cache_keeps_is_put_back(size: int | None) -> None:
     saved.restore()
     assert once() == {"n": [0]}
     assert once.cache_info().currsize == 1
+
+
+def test_a_cache_that_is_full_has_the_right_results() -> None:
+    """It cannot be put back, and is left alone."""
+    cached = functools.lru_cache(1)(lambda key: [key])
+    cached(0)
+    saved = SavedValues([PipelineTask("get", lambda ctx: cached(1))])
+    cached(1)
+    saved.restore()
+    assert (cached(0), cached(1)) == ([0], [1])
+
+
+def test_members_of_a_librarys_enumeration_stay_as_they_are() -> None:
+    """They have attributes, too, such as a phrase."""
+    assert is_unchanging(HTTPStatus.OK)
+    assert not is_unchanging(Phase.WARM)
 
 
 def draws_kept() -> Any:

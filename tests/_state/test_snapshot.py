@@ -144,6 +144,20 @@ def test_tensors_keep_identity_and_memory() -> None:
     assert places == [(id(tensor), tensor.data_ptr()) for tensor in held]
 
 
+def test_tensors_that_a_parameter_has_as_attributes() -> None:
+    """Such as a gradient in another precision: the same tensors, with their values."""
+    model = nn.Linear(1, 1)
+    kept = model.weight.main_grad = torch.zeros(1)
+    model.weight.history = [torch.zeros(1)]
+    snapshot = snapshot_of(model)
+    for tensor in (kept, *model.weight.history):
+        tensor.add_(1)
+    model.weight.main_grad = torch.ones(1)
+    snapshot.restore()
+    assert model.weight.main_grad is kept
+    assert [kept.item(), model.weight.history[0].item()] == [0.0, 0.0]
+
+
 def test_a_gradient_that_was_there_keeps_its_bits() -> None:
     """Also where the steps in between accumulate into it in place."""
     model = nn.Linear(2, 1)
