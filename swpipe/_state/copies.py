@@ -1,18 +1,19 @@
 """Copies of tensors in host memory, to be restored into the same tensors.
 
-A restored tensor has its old identity, memory and values; a leaf also has its old
-``requires_grad`` and gradient.
+A restored tensor has its old identity, memory and values, and the tensors that it has as
+attributes; a leaf also has its old ``requires_grad`` and gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
-from swpipe._tensors.pytree import inner_tensors
+from swpipe._tensors.pytree import inner_tensors, tensors_in
 from swpipe.device import on_cpu
 
 UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
@@ -33,6 +34,8 @@ class SavedTensors:
             self._saved[id(tensor)] = _SavedTensor(tensor)
             if tensor.is_leaf and tensor.grad is not None:
                 self.add(tensor.grad)
+            for held in tensors_in(attributes_given(tensor)):
+                self.add(held)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._saved
@@ -48,12 +51,20 @@ class SavedTensors:
             saved.restore()
 
 
+def attributes_given(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that code has given a tensor; not those of a library's kinds of tensors."""
+    plain = type(tensor) in (Tensor, Parameter) and not hasattr(tensor, "_is_flat_param")
+    return vars(tensor) if plain else {}
+
+
 class _SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
+        given = attributes_given(tensor)
+        self._attributes = {name: v for name, v in given.items() if isinstance(v, Tensor)}
         # References the original memory, also after the tensor gets other memory through ``.data``.
         # (For a sparse tensor it is the tensor itself.)
         self._memory = tensor.detach() if tensor.layout is torch.strided else tensor
@@ -74,6 +85,8 @@ class _SavedTensor:
             part.copy_(saved)
         if self._leaf:
             tensor.grad = self._grad
+        if self._attributes:
+            vars(tensor).update(self._attributes)
 
 
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:

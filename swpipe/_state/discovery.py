@@ -5,6 +5,7 @@ The search starts at the tasks' functions and follows::
     bound method  ->  self                           partial  ->  function, arguments
     function      ->  closure, defaults, and the globals it names (also via the user's functions)
     object        ->  its attributes                 list, tuple, set, dict  ->  its items
+    cache of a function  ->  function, results
 
 ``has_state`` defines what counts as state. The search follows the attributes of at most two objects
 in a row, runs no code of the objects, and does not enter torch or the standard library.
@@ -12,12 +13,22 @@ in a row, runs no code of the objects, and does not enter torch or the standard 
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from functools import lru_cache, partial
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +51,11 @@ WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Values without parts. Equal values may be one object, so these are found on all their paths."""
 
+CACHE: Any = type(lru_cache(lambda: None))
+"""What ``functools`` makes of a function: its results are those of the function."""
+
+BOUND = (BuiltinFunctionType, MethodWrapperType)
+"""Methods that are written in C, of an object or of a module."""
 
 _EMPTY = object()
 
@@ -233,22 +249,46 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
     if isinstance(value, MethodType):
         yield step.to("", value.__func__)
         yield step.to("self", value.__self__)
+    elif isinstance(value, BOUND):
+        if not isinstance(value.__self__, ModuleType):
+            yield step.to("self", value.__self__)
     elif isinstance(value, FunctionType):
         yield from _of_function(step, value)
     elif isinstance(value, partial):
         yield step.to("", value.func)
         yield from (step.to(f"args[{i}]", arg) for i, arg in enumerate(value.args))
         yield from (step.to(name, arg) for name, arg in value.keywords.items())
-    elif isinstance(value, dict):
-        if len(value) <= MAX_ITEMS:
-            yield from (step.to(key_name(key), item) for key, item in value.items())
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        if len(value) <= MAX_ITEMS:
-            yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, CACHE):
+        yield from (step.to("", one) for one in kept_by_cache(value))
+    elif isinstance(value, dict | list | tuple | set | frozenset | deque):
+        yield from _of_container(step, value)
     elif not isinstance(value, ModuleType | type) and step.hops < max_hops:
         yield from (step.to(name, item, hops=1) for name, item in attributes_of(value).items())
         if not is_foreign(type(value).__module__):
             yield step.to("", vars(type(value)).get("__call__"))
+
+
+def _of_container(step: _Step, value: Any) -> Iterator[_Step]:
+    if isinstance(value, defaultdict):
+        yield step.to("default_factory", value.default_factory)
+    if len(value) > MAX_ITEMS:
+        return
+    if isinstance(value, dict):
+        yield from (step.to(key_name(key), item) for key, item in value.items())
+    else:
+        yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
+
+
+def kept_by_cache(function: Any) -> Iterator[Any]:
+    """What a function with a cache keeps: the function itself, and its results so far.
+
+    Without a bound on their number these are in a dictionary, which can be put back; with one,
+    a dictionary leads to links of a list, and is left alone.
+    """
+    for one in gc.get_referents(function):
+        items = one.values() if isinstance(one, dict) else ()
+        if not any(type(item).__name__ == "_lru_list_elem" for item in items):
+            yield one
 
 
 def key_name(key: Any) -> str:

@@ -8,7 +8,6 @@ import ctypes
 import datetime as dt
 import decimal
 import fractions
-import functools
 import gc
 import io
 import re
@@ -23,14 +22,11 @@ from typing import Any
 
 import torch
 
-from swpipe._state.discovery import PLAIN
+from swpipe._state.discovery import PLAIN, is_foreign
 
 CONTAINERS = (list, dict, set, deque)
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
 """Types of the standard library whose objects have the attributes that they are given."""
-
-CACHE: Any = type(functools.lru_cache(lambda: None))
-"""What ``functools`` makes of a function: its results are those of the function."""
 
 _SimpleCData: Any = ctypes.c_int.__mro__[1]
 CTYPES = (_SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
@@ -61,12 +57,18 @@ def is_array(value: Any) -> bool:
 def is_unchanging(value: Any) -> bool:
     """Whether an object never changes, or only in what gives no other numbers."""
     if isinstance(value, UNCHANGING):
-        return True
+        return not (isinstance(value, Enum) and _has_attributes(value))
     name = type(value).__module__
     if name.startswith("swpipe.") and not name.startswith(("swpipe.tasks", "swpipe.tuning")):
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic | numpy.dtype | numpy.ufunc)
+
+
+def _has_attributes(member: Enum) -> bool:
+    """Whether code of the user's has given a member of an enumeration attributes of its own."""
+    own = [name for name in vars(member) if not name[0] == name[-1] == "_"]
+    return bool(own) and not is_foreign(type(member).__module__)
 
 
 def content_value(value: Any) -> object:

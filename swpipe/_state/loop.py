@@ -17,10 +17,12 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.jit import ScriptModule
+from torch.nn import Module
 
 from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
-from swpipe._state.snapshot import Snapshot
+from swpipe._state.snapshot import Snapshot, modules_in
 from swpipe._state.values import SavedValues
 from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
@@ -46,13 +48,19 @@ class LoopState:
     Raises:
         TypeError: Something in ``given`` has no state that can be restored.
         UnsavedStateError: Nothing is given, and tasks can change what cannot be put back, such
-            as a generator.
+            as a generator; or a module is one of TorchScript, which keeps its state to itself.
     """
 
     def __init__(self, tasks: Iterable[PipelineTask], given: Any, device: Device) -> None:
         self._tasks = tuple(tasks)
         self._searched = given is None
         self.owners = tuple(find_owners(self._tasks)) if given is None else given_state(given)
+        if scripted := _scripted([*self.owners, *find_all(self._tasks)]):
+            raise UnsavedStateError(
+                scripted,
+                "the tasks can change what TorchScript keeps",
+                "Use the module itself, or torch.compile(module)",
+            )
         self._snapshot = Snapshot(self.owners, device)
         self._restore_attributes = _save_tensor_attributes(self._tasks)
         self._values = SavedValues(self._tasks)
@@ -68,8 +76,10 @@ class LoopState:
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
-        self._values.restore()
-        self.restore_training()
+        try:
+            self._values.restore()
+        finally:
+            self.restore_training()
 
     def restore_training(self) -> None:
         """Restore all but Python values, between two measurements of one run.
@@ -102,6 +112,17 @@ def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
         new = isinstance(tensor, Tensor) and id(tensor) not in known
         if new and tensor.numel() * tensor.element_size() <= MAX_SAVED_BYTES:
             yield one
+
+
+def _scripted(found: Iterable[Found]) -> tuple[str, ...]:
+    """Modules of TorchScript, and those that have one as a part, each once."""
+    names = [
+        str(one)
+        for one in found
+        if isinstance(one.owner, Module)
+        and any(isinstance(module, ScriptModule) for module in modules_in(one.owner))
+    ]
+    return tuple(dict.fromkeys(names))
 
 
 def _save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:

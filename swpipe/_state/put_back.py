@@ -3,9 +3,10 @@
 value                                               put back
 lists, dicts, sets, deques, bytearrays, arrays      their items
 numpy arrays, values of ctypes                      their content
-``io.StringIO``, ``io.BytesIO``                     their content and position
+``io.StringIO``, ``io.BytesIO``, ``mmap.mmap``      their content and position
 files that can seek                                 length and position
-context variables, caches of functions              their value; a cache that was empty is emptied
+context variables                                   their value
+caches of functions                                 a cache that was empty is emptied
 iterators that Python can copy                      whoever holds one gets a copy
 """
 
@@ -16,6 +17,7 @@ import contextvars
 import copy
 import ctypes
 import io
+import mmap
 import queue
 import sys
 import warnings
@@ -24,7 +26,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from swpipe._state.kinds import CACHE, CONTAINERS, CTYPES, MAX_CONTENT, content_value, is_array
+from swpipe._state.discovery import CACHE
+from swpipe._state.kinds import CONTAINERS, CTYPES, MAX_CONTENT, content_value, is_array
 
 _NOTHING = object()
 _BASES = (OrderedDict, dict, list, set, deque, bytearray, array.array)
@@ -38,6 +41,10 @@ def saving(value: Any, most_items: int) -> Callable[[], object] | None:
         return _save_array(value)
     if isinstance(value, CTYPES):
         return partial(_move, value, bytes(value))
+    if isinstance(value, mmap.mmap):
+        if value.closed or len(value) > MAX_CONTENT:
+            return None
+        return partial(_rewrite_map, value, value[:], value.tell())
     if isinstance(value, io.StringIO | io.BytesIO):
         return None if value.closed else partial(_rewrite, value, value.getvalue(), value.tell())
     if isinstance(value, io.IOBase):
@@ -123,11 +130,12 @@ def _refill(container: Any, items: Any) -> None:
     now, then = list(_flat(container)), list(_flat(items))
     if len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True)):
         return
-    base: Any = next(one for one in _BASES if isinstance(container, one))
-    if base is array.array:
-        del container[:]
-    else:
-        base.clear(container)  # not a subclass's own method
+    base: Any = next(one for one in _BASES if isinstance(container, one))  # not its own methods
+    if base in (list, bytearray, array.array):  # of the same length also while there is a view
+        new = array.array(container.typecode, items) if base is array.array else items
+        base.__setitem__(container, slice(None), new)
+        return
+    base.clear(container)
     (base.update if issubclass(base, dict | set) else base.extend)(container, items)
 
 
@@ -154,6 +162,13 @@ def _save_array(value: Any) -> Callable[[], object] | None:
 
 def _move(value: Any, content: bytes) -> None:
     ctypes.memmove(ctypes.addressof(value), content, len(content))
+
+
+def _rewrite_map(value: Any, content: bytes, position: int) -> None:
+    if not value.closed:
+        if value[:] != content:  # it may be read-only
+            value[:] = content
+        value.seek(position)
 
 
 def _rewrite(value: Any, content: Any, position: int) -> None:

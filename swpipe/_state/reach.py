@@ -35,6 +35,7 @@ import torch
 
 from swpipe._state.code_names import LENGTH, SELF, read_code, takes_first
 from swpipe._state.discovery import (
+    CACHE,
     MAX_ITEMS,
     PLAIN,
     WHOLE,
@@ -47,7 +48,6 @@ from swpipe._state.discovery import (
 )
 from swpipe._state.draws import draws_by
 from swpipe._state.kinds import (
-    CACHE,
     CONTAINERS,
     NAMESPACES,
     is_array,

@@ -164,11 +164,21 @@ def _save(found: Found, tensors: SavedTensors) -> Restore:
     if isinstance(owner, torch.nn.Module):
         return _save_module(owner, tensors)
     if isinstance(owner, torch.optim.Optimizer):
-        others = {name: value for name, value in vars(owner).items() if _holds_tensors(value)}
-        return _save_containers((owner.state, owner.param_groups, others), tensors)
+        return _save_optimizer(owner, tensors)
     if has_state_dict(owner):
         return _save_state_dict(found)
     return _save_generator(owner)
+
+
+def _save_optimizer(optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> Restore:
+    """Save which containers it has, which ``load_state_dict`` replaces, and what is in them."""
+    held = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name in ("state", "param_groups") or _holds_tensors(value)
+    }
+    refill = _save_containers((optimizer.state, optimizer.param_groups, held), tensors)
+    return lambda: (vars(optimizer).update(held), refill())
 
 
 def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:

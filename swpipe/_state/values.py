@@ -6,6 +6,7 @@
     containers, arrays, files and others                       what ``put_back`` saves
     modules of the user's classes, and of ``torch.nn``         numbers, strings and containers
     hooks of modules                                           the user's
+    tensors                                                    attributes that code has given them
     the environment (``os.environ``)                           its variables
 
 Each object is put back as it was, so that what leads from one to the other is, too. What belongs
@@ -24,7 +25,9 @@ import queue
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -32,7 +35,10 @@ from typing import Any
 import torch
 
 from swpipe._state.code_names import read_code
+from swpipe._state.copies import attributes_given
 from swpipe._state.discovery import (
+    BOUND,
+    CACHE,
     FOREIGN,
     PLAIN,
     WHOLE,
@@ -40,6 +46,7 @@ from swpipe._state.discovery import (
     dict_of,
     find_all,
     is_installed,
+    kept_by_cache,
     slots_of,
 )
 from swpipe._state.kinds import CONTAINERS, NAMESPACES, is_unchanging
@@ -50,7 +57,7 @@ from swpipe._state.put_back import (
     position_of,
     saving,
 )
-from swpipe._state.reach import reaches_of
+from swpipe._state.reach import reach_of, reaches_of
 from swpipe._state.reached import Reach
 from swpipe._state.snapshot import modules_in
 from swpipe.core.task import PipelineTask
@@ -71,6 +78,7 @@ _KNOWN = (
 )  # fmt: skip
 """Types of the standard library whose objects are put back as the user's."""
 
+_FUNCTIONS = (FunctionType, MethodType, *BOUND, CACHE, partial)
 _NOTHING = object()
 _LAZY = torch.nn.modules.lazy.LazyModuleMixin
 
@@ -86,7 +94,7 @@ class SavedValues:
         self._restores: list[Callable[[], object]] = []
         self._seen: dict[Any, Any] = {}
         self._copies: dict[int, tuple[Any, Any, object]] = {}  # iterator, a copy, its position
-        self._new: dict[int, Any] = {}  # iterator's id to the copy that all its holders get
+        self._new: dict[int, Any] = {}  # id to the copy that all its holders get
         reaches = reaches_of(tasks)
         for found in find_all(tasks, MAX_HOPS, is_users):
             self._save(found.owner)
@@ -97,10 +105,12 @@ class SavedValues:
         self.lost = tuple(one for name, reach in reaches.items() for one in _lost(name, reach))
 
     def restore(self) -> None:
-        """Put everything back."""
-        self._new.clear()
-        for restore in self._restores:
-            restore()
+        """Put everything back, also what comes after a failure."""
+        advanced = {n: c for n, (one, c, at) in self._copies.items() if position_of(one) != at}
+        self._new = {number: copied(saved) for number, saved in advanced.items()}
+        with ExitStack() as stack:
+            for restore in reversed(self._restores):
+                stack.callback(restore)
 
     def _save(self, value: Any) -> None:
         if isinstance(value, MethodType):
@@ -117,38 +127,55 @@ class SavedValues:
                 self._save_module(module)
         elif isinstance(value, type):
             self._save_class(value)
+        elif isinstance(value, partial):
+            self._save_partial(value)
         elif is_copyable_iterator(value):
             self._copies[id(value)] = value, copied(value), position_of(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            if is_users(value):
-                self._save_attributes(value)
-        elif not isinstance(value, (*WHOLE, tuple, frozenset, partial)):
+        elif isinstance(value, torch.Tensor):
+            self._save_tensor(value)
+        elif not isinstance(value, (*BOUND, tuple, frozenset)):
             self._save_object(value)
+
+    def _save_partial(self, value: Any) -> None:
+        self._save(value.keywords)
+        held = value.func, value.args
+        self._restores.append(lambda: _set_partial(value, *map(self._now, held)))
 
     def _save_object(self, value: Any) -> None:
         if (put_back := saving(value, MAX_ITEMS)) is not None:
             self._restores.append(partial(self._put_back, value, put_back))
+        for one in kept_by_cache(value) if isinstance(value, CACHE) else ():
+            self._save(one)
         if is_users(value):
             self._save_attributes(value)
             self._save_class(type(value))
 
     def _put_back(self, value: Any, put_back: Callable[[], object]) -> None:
         put_back()
-        if isinstance(value, dict):
-            for key, item in list(value.items()):
+        if self._new and isinstance(value, dict | list | deque):
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 if (new := self._now(item)) is not item:
                     value[key] = new
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                if (new := self._now(item)) is not item:
-                    value[index] = new
 
     def _now(self, value: Any) -> Any:
-        """What holders get back: the object itself, or a copy of an iterator that was advanced."""
-        iterator, saved, position = self._copies.get(id(value), (value, None, None))
-        if saved is None or position_of(iterator) == position:
-            return value
-        return self._new.setdefault(id(value), copied(saved))
+        """What holders get back: the object itself, or a copy of an iterator that was advanced.
+
+        Also a copy of a tuple or of a method that has one, since these cannot be changed.
+        """
+        if self._new and id(value) not in self._new:
+            new = value
+            if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
+                items = [self._now(item) for item in value]
+                if any(one is not item for one, item in zip(items, value, strict=True)):
+                    new = getattr(value, "_make", tuple)(items)
+            elif isinstance(value, BOUND):
+                owner = self._now(value.__self__)
+                if owner is not value.__self__:
+                    new = getattr(owner, value.__name__)
+            if new is value:
+                return value
+            self._new[id(value)] = new
+        return self._new.get(id(value), value)
 
     def _save_function(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
@@ -163,6 +190,9 @@ class SavedValues:
             self._restores.append(
                 partial(_refill_dict, vars(function), dict(vars(function)), self._now)
             )
+            self._save(function.__kwdefaults__)
+            defaults = function.__defaults__
+            self._restores.append(lambda: _set_defaults(function, self._now(defaults)))
 
     def _save_cell(self, cell: CellType) -> None:
         content = content_of(cell, _NOTHING)
@@ -184,6 +214,9 @@ class SavedValues:
                 for held in values.values():
                     if isinstance(held, CONTAINERS):
                         self._save(held)
+                for member in vars(cls).values():
+                    if isinstance(held := getattr(member, "__func__", member), CACHE):
+                        self._save(held)
 
     def _save_attributes(self, value: Any) -> None:
         if (held := dict_of(value)) is not None:
@@ -196,6 +229,12 @@ class SavedValues:
         if slots and not isinstance(value, BaseException):
             self._restores.append(partial(_set_slots, value, slots, self._now))
 
+    def _save_tensor(self, tensor: torch.Tensor) -> None:
+        held = attributes_given(tensor)
+        self._restores.append(partial(_set_attributes, held, dict(held), self._now))
+        for value in held.values():
+            self._save(value)
+
     def _save_module(self, module: torch.nn.Module) -> None:
         """Save the user's hooks, and what is no tensor and no module."""
         for name, hooks in vars(module).items():
@@ -205,10 +244,14 @@ class SavedValues:
         if isinstance(module, _LAZY) or not (of_torch or is_users(module)):
             return
         attributes = {n: v for n, v in vars(module).items() if n not in _OF_MODULE}
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            self._save(tensor)
         registered = [dict(vars(module)[name]) for name in _REGISTERED]
         cls = type(module)
         members = cls, {name: one for name, one in vars(cls).items() if isinstance(one, property)}
-        self._restores.append(partial(_set_module, module, members, attributes, registered))
+        self._restores.append(
+            partial(_set_module, module, members, attributes, registered, self._now)
+        )
         for value in attributes.values():
             if isinstance(value, CONTAINERS) or (is_users(value) and not isinstance(value, WHOLE)):
                 self._save(value)
@@ -222,8 +265,16 @@ def _lost(task: str, reach: Reach) -> list[str]:
     return [
         f"{path or 'an object'} ({type(reach.holders[number]).__name__}) of task {task!r}"
         for number, path in reach.owned.items()
-        if is_lost(reach.holders[number])
+        if is_lost(reach.holders[number]) or _keeps_draws(reach.holders[number])
     ]
+
+
+def _keeps_draws(value: Any) -> bool:
+    """Whether it is a cache that cannot be put back, of what a function has drawn."""
+    if not isinstance(value, CACHE) or None in value.cache_parameters().values():
+        return False
+    has_some = bool(value.cache_info().currsize)
+    return has_some and bool(reach_of(PipelineTask("cached", value.__wrapped__)).draws)
 
 
 def is_users(value: Any) -> bool:
@@ -233,7 +284,7 @@ def is_users(value: Any) -> bool:
     if isinstance(value, _KNOWN):
         return True
     if root in FOREIGN or root == "swpipe":
-        return isinstance(value, (FunctionType, MethodType, partial, *CONTAINERS, tuple))
+        return isinstance(value, (*_FUNCTIONS, *CONTAINERS, tuple))
     return root in PUT_BACK or not is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 
@@ -269,6 +320,16 @@ def _set_cell(cell: CellType, content: Any) -> None:
         cell.cell_contents = content
 
 
+def _set_defaults(function: FunctionType, defaults: tuple[Any, ...] | None) -> None:
+    if function.__defaults__ is not defaults:
+        function.__defaults__ = defaults
+
+
+def _set_partial(value: Any, func: Any, args: Any) -> None:
+    if value.func is not func or value.args is not args:
+        value.__setstate__((func, args, value.keywords, vars(value)))
+
+
 def _set_names(namespace: dict[str, Any], saved: dict[str, Any], now: Callable[[Any], Any]) -> None:
     for name, before in saved.items():
         value = now(before)
@@ -302,25 +363,34 @@ def _set_module(
     members: tuple[type, dict[str, Any]],
     attributes: dict[str, Any],
     registered: Sequence[dict[str, Any]],
+    now: Callable[[Any], Any],
 ) -> None:
-    """Put back a module's class, attributes, parameters, buffers and modules.
-
-    What a library has added on first use stays, unless it is a value or a tensor.
-    """
+    """Put back a module's class, attributes, parameters, buffers and modules."""
     cls, properties = members
     if type(module) is not cls:
         module.__class__ = cls
     for name in properties.keys() - vars(cls).keys():  # torch has taken a parametrized one away
         setattr(cls, name, properties[name])
-    held = vars(module)
-    for name in [n for n in held if n not in _OF_MODULE and n not in attributes]:
-        if isinstance(held[name], (*PLAIN, *WHOLE, *CONTAINERS)) or is_users(held[name]):
-            del held[name]
-    for name, value in attributes.items():
-        if held.get(name, _NOTHING) is not value:
-            held[name] = value
+    _set_attributes(vars(module), attributes, now, _OF_MODULE)
     for name, items in zip(_REGISTERED, registered, strict=True):
-        _refill_dict(held[name], items, lambda item: item)
+        _refill_dict(vars(module)[name], items, lambda item: item)
+
+
+def _set_attributes(
+    held: dict[str, Any],
+    saved: dict[str, Any],
+    now: Callable[[Any], Any],
+    kept: frozenset[str] = frozenset(),
+) -> None:
+    """What a library has added on first use stays, unless it is a value or a tensor."""
+    for name in [n for n in held if n not in kept and n not in saved]:
+        marked = name.startswith("_dynamo_")  # by torch.compile, at the first call
+        given = isinstance(held[name], (*PLAIN, *WHOLE, *CONTAINERS)) or is_users(held[name])
+        if given and not marked:
+            del held[name]
+    for name, before in saved.items():
+        if held.get(name, _NOTHING) is not (value := now(before)):
+            held[name] = value
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")

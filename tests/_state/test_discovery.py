@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 import random
 import types
 from collections.abc import Callable
@@ -100,6 +102,14 @@ def test_closures_defaults_and_partials(model: torch.nn.Module) -> None:
     assert found_by(functools.partial(by_argument, net=model)) == {"net": model}
 
 
+@pytest.mark.parametrize("size", [None, 8])
+def test_results_in_a_cache(size: int | None) -> None:
+    """A function that makes one model and keeps it is a common way to have only one."""
+    once = functools.lru_cache(size)(lambda: torch.nn.Linear(1, 1))
+    assert found_by(lambda ctx: once) == {}
+    assert [once()] == list(found_by(lambda ctx: once).values())
+
+
 def test_globals_by_name() -> None:
     """Globals that the function mentions, itself or through functions of the user's."""
     assert found_by(use_global) == {"GLOBAL_MODEL": GLOBAL_MODEL}
@@ -181,6 +191,17 @@ def test_generators(model: torch.nn.Module) -> None:
     numpy = pytest.importorskip("numpy")
     mine, own, array = torch.Generator(), random.Random(1), numpy.random.default_rng(1)
     assert found_by(lambda ctx: (mine, own, array)) == {"mine": mine, "own": own, "array": array}
+
+
+def test_self_of_a_method_that_is_written_in_c(model: torch.nn.Module) -> None:
+    """A generator whose method alone was kept went on from where a recording had left it."""
+    own, weight = random.Random(1), model.weight
+    draw, add, make = own.random, weight.add_, collections.defaultdict(functools.partial(id, model))
+    assert found_by(lambda ctx: draw) == {"draw.self": own}
+    assert found_by(lambda ctx: add) == {"add.self": weight}
+    of_a_module = PipelineTask("draw", functools.partial(math.sqrt, 1.0))
+    assert not any(isinstance(one.owner, types.ModuleType) for one in find_all([of_a_module]))
+    assert found_by(lambda ctx: make) == {"make.default_factory.args[0]": model}
 
 
 def test_an_object_with_a_state_dict_is_found_and_looked_into(model: torch.nn.Module) -> None:

@@ -6,9 +6,11 @@ import array
 import collections
 import csv
 import ctypes
+import enum
 import functools
 import io
 import itertools
+import mmap
 import os
 import queue
 import sqlite3
@@ -17,7 +19,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,10 +29,14 @@ from torch import nn
 from torch.nn.utils import prune
 
 from swpipe import PipelineTask
+from swpipe._state.kinds import is_unchanging
+from swpipe._state.loop import LoopState
 from swpipe._state.values import SavedValues
 from swpipe.core.errors import UnsavedStateError
+from swpipe.device import CpuDevice
 from swpipe.inference import record
 
+CPU = CpuDevice()
 Change = Callable[[Any], object]
 Look = Callable[[Any], object]
 
@@ -88,6 +95,16 @@ def set_item(held: Any) -> None:
     held[0 if not hasattr(held, "keys") else KEY if KEY in held else "n"] = 5
 
 
+def set_factory(held: Any) -> None:
+    """Let a default dictionary make something else."""
+    held.default_factory = list
+
+
+def call(held: Any) -> object:
+    """What a function returns."""
+    return held()
+
+
 def add_attribute(held: Any) -> None:
     """Change an attribute and add another."""
     held.total = 3.0
@@ -104,6 +121,33 @@ def attributes(held: Any) -> object:
     return dict(vars(held))
 
 
+class Phase(enum.Enum):
+    """A user's enumeration, whose members count."""
+
+    WARM = 1
+
+    def __init__(self, value: int) -> None:
+        self.rate = 1.0
+
+
+class Counted(nn.Module):
+    """Keeps an iterator."""
+
+    def __init__(self, ids: Any) -> None:
+        super().__init__()
+        self.ids = ids
+
+    def number(self) -> Any:
+        """The next one."""
+        return next(self.ids)
+
+
+class Ids(NamedTuple):
+    """Keeps an iterator."""
+
+    ids: Any
+
+
 CASES: dict[str, tuple[Callable[[], Any], Change, Look]] = {
     "slots": (Slots, Slots.change, Slots.look),
     "a list's attributes": (lambda: History([1.0]), add_attribute, attributes),
@@ -117,6 +161,23 @@ CASES: dict[str, tuple[Callable[[], Any], Change, Look]] = {
     "an array": (lambda: array.array("d", [1.0]), lambda held: held.append(2.0), list),
     "an array of numpy": (lambda: np.ones(3), set_item, lambda held: held.tolist()),
     "a view of numpy": (lambda: np.ones((3, 2))[:, 1], set_item, lambda held: held.tolist()),
+    "an array with a view": (
+        lambda: memoryview(array.array("d", [1.0])), set_item, lambda held: held.tolist(),
+    ),
+    "bytes with a view": (
+        lambda: memoryview(bytearray(16)).cast("d"), set_item, lambda held: held.tolist(),
+    ),
+    "mapped memory": (lambda: mmap.mmap(-1, 8), set_item, lambda held: (held[:], held.tell())),
+    "a position in mapped memory": (
+        lambda: mmap.mmap(-1, 8, access=mmap.ACCESS_READ), mmap.mmap.read_byte, mmap.mmap.tell,
+    ),
+    "a member of an enumeration": (lambda: Phase.WARM, set_rate, attributes),
+    "a default dictionary's factory": (
+        lambda: collections.defaultdict(int), set_factory, lambda held: held.default_factory,
+    ),
+    "a partial's keywords": (
+        lambda: functools.partial(dict, rate=1.0), lambda held: held.keywords.clear(), call,
+    ),
     "a number of ctypes": (lambda: ctypes.c_int(1), set_value, lambda held: held.value),
     "a text in memory": (
         lambda: io.StringIO("ab"), lambda held: held.write("x"), io.StringIO.getvalue,
@@ -170,6 +231,90 @@ def test_an_iterator_that_was_advanced_begins_again(make: Callable[[], Any]) -> 
     assert next(held) == expected
 
 
+def within(held: Any, take: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Something that the code names has it."""
+    return lambda: next(take(held))
+
+
+def with_default(ids: Any) -> Callable[[], Any]:
+    """A default argument has it."""
+
+    def number(ids: Any = ids) -> Any:
+        return next(ids)
+
+    return number
+
+
+def with_keyword(ids: Any) -> Callable[[], Any]:
+    """A default argument that is given by its keyword has it."""
+
+    def number(*, ids: Any = ids) -> Any:
+        return next(ids)
+
+    return number
+
+
+def in_method(ids: Any) -> Callable[[], Any]:
+    """An attribute has its method."""
+    named = types.SimpleNamespace(number=ids.__next__)
+    return lambda: named.number()
+
+
+def in_factory(ids: Any) -> Callable[[], Any]:
+    """New keys are numbered."""
+    numbers: Any = collections.defaultdict(ids.__next__)
+    return lambda: numbers[len(numbers)]
+
+
+HOLDERS: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "a default": with_default,
+    "a keyword": with_keyword,
+    "its method": lambda ids: ids.__next__,
+    "its method in an object": in_method,
+    "a factory": in_factory,
+    "a partial": lambda ids: functools.partial(next, ids),
+    "a partial of its method": lambda ids: functools.partial(ids.__next__),
+    "a keyword of a partial": lambda ids: functools.partial(with_keyword(iter(())), ids=ids),
+    "a tuple": lambda ids: within((1, (ids,)), lambda held: held[1][0]),
+    "a named tuple": lambda ids: within(Ids(ids), lambda held: held.ids),
+    "a deque": lambda ids: within(collections.deque([ids]), lambda held: held[0]),
+    "a module": lambda ids: Counted(ids).number,
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_who_leads_to_an_advanced_iterator_gets_it_back(name: str) -> None:
+    """Counters went on from where a recording had left them, except those in lists and objects."""
+    number = HOLDERS[name](itertools.count())
+    saved = SavedValues([PipelineTask("count", lambda ctx: number())])
+    for _ in range(2):
+        assert [number(), number()] == [0, 1]
+        saved.restore()
+    assert number() == 0
+
+
+def test_two_methods_of_an_iterator_still_share_it() -> None:
+    """They get the same copy."""
+    ids = itertools.count()
+    first, other = ids.__next__, functools.partial(next, ids)
+    saved = SavedValues([PipelineTask("count", lambda ctx: (first, other))])
+    first()
+    saved.restore()
+    assert [first(), other(), first()] == [0, 1, 2]
+
+
+def test_all_else_is_put_back_after_a_failure() -> None:
+    """Models, and values that came later, stayed as a recording had left them."""
+    buffer, counts, weight = bytearray(1), [1], torch.ones(1, requires_grad=True)
+    state = LoopState([PipelineTask("change", lambda ctx: (buffer, counts, weight))], None, CPU)
+    buffer.append(1)
+    counts.append(2)
+    weight.detach().add_(1)
+    with memoryview(buffer), pytest.raises(BufferError):
+        state.restore()
+    assert (counts, weight.item()) == ([1], 1)
+
+
 def test_an_iterator_that_was_not_advanced_stays_itself() -> None:
     """Others may hold it as well."""
     held = itertools.count()
@@ -195,22 +340,76 @@ def test_what_is_written_to_a_file_is_cut_off(cover: Callable[[Any], Any]) -> No
         assert file.read() == "begun\nnext\n"
 
 
-def test_a_function_keeps_its_attributes_and_an_empty_cache() -> None:
-    """A cache that had something before keeps all."""
-
-    @functools.lru_cache
-    def cached(key: int) -> list[int]:
-        return [key]
+def test_a_function_keeps_its_attributes() -> None:
+    """Those that a task adds are removed."""
 
     def counted(ctx: Any) -> None:
         counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
-        cached(1)
 
     saved = SavedValues([PipelineTask("count", counted)])
     counted(None)
     saved.restore()
     assert not vars(counted)
-    assert cached.cache_info().currsize == 0
+
+
+def noise(key: int) -> list[float]:
+    """What a cache keeps for a key."""
+    return [torch.rand(1).item()]
+
+
+def in_class(cached: Any) -> Callable[[int], Any]:
+    """A method that has a cache."""
+    held: Any = type("Held", (), {"__module__": __name__, "get": staticmethod(cached)})()
+    return lambda key: held.get(key)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("held", [lambda cached: cached, in_class], ids=["function", "method"])
+def test_a_cache_has_what_it_had(held: Callable[[Any], Callable[[int], Any]], before: int) -> None:
+    """Draws of a recording stayed in it, if it had any of before, or belonged to a class."""
+    cached = functools.cache(noise)
+    get = held(cached)
+    kept = [cached(key) for key in range(before)]
+    saved = SavedValues([PipelineTask("get", lambda ctx: get(1))])
+    get(1)
+    saved.restore()
+    assert cached.cache_info().currsize == before
+    assert all(cached(key) is one for key, one in enumerate(kept))
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_what_a_cache_keeps_is_put_back(size: int | None) -> None:
+    """A function without arguments whose result is kept is a common way to have only one."""
+    once = functools.lru_cache(size)(lambda: {"n": [0]})
+    once()
+    saved = SavedValues([PipelineTask("count", lambda ctx: once)])
+    once()["n"].append(1)
+    saved.restore()
+    assert once() == {"n": [0]}
+    assert once.cache_info().currsize == 1
+
+
+def test_a_cache_that_is_full_has_the_right_results() -> None:
+    """It cannot be put back, and is left alone."""
+    cached = functools.lru_cache(1)(lambda key: [key])
+    cached(0)
+    saved = SavedValues([PipelineTask("get", lambda ctx: cached(1))])
+    cached(1)
+    saved.restore()
+    assert (cached(0), cached(1)) == ([0], [1])
+
+
+def test_members_of_a_librarys_enumeration_stay_as_they_are() -> None:
+    """They have attributes, too, such as a phrase."""
+    assert is_unchanging(HTTPStatus.OK)
+    assert not is_unchanging(Phase.WARM)
+
+
+def draws_kept() -> Any:
+    """A cache that has some of before, and cannot be put back."""
+    cached = functools.lru_cache(noise)
+    cached(0)
+    return cached
 
 
 def test_the_environment_is_put_back() -> None:
@@ -252,6 +451,41 @@ def test_a_module_gets_its_parts_back(change: Callable[[nn.Module], object]) -> 
     assert look() == before
 
 
+def count_on(tensor: Any) -> None:
+    """Change attributes of a tensor: a number, a list, a tensor, another tensor, a new one."""
+    tensor.seen += 1
+    tensor.norms.append(1.0)
+    tensor.total.add_(1)
+    tensor.main_grad = torch.ones(1)
+    tensor.best = 1.0
+    tensor._dynamo_static_input_type = "guarded"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(1, 1).weight,
+        lambda: torch.zeros(1),
+        lambda: torch.zeros(1, requires_grad=True),
+    ],
+    ids=["parameter", "data", "leaf"],
+)
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a module"])
+def test_a_tensor_keeps_its_attributes(make: Callable[[], Any], alone: bool) -> None:
+    """Only its values and its gradient were put back. What torch.compile marks stays marked."""
+    tensor, module = make(), nn.Module()
+    module.register_buffer("tensor", tensor)
+    tensor.seen, tensor.norms, tensor.total = 0, [], torch.zeros(1)
+    main = tensor.main_grad = torch.zeros(1)
+    held = tensor if alone else module
+    task = PipelineTask("count", lambda ctx: count_on(getattr(held, "tensor", held)))
+    record([task], None, device="cpu")
+    assert (tensor.seen, tensor.norms, tensor.total.item()) == (0, [], 0.0)
+    assert tensor.main_grad is main
+    assert not hasattr(tensor, "best")
+    assert hasattr(tensor, "_dynamo_static_input_type")
+
+
 class Trainer(nn.Module):
     """A module that keeps its optimizer, which it replaces."""
 
@@ -277,6 +511,19 @@ def test_an_optimizer_within_a_module_and_a_new_one_leave_no_trace() -> None:
     assert (trainer.layer.weight.tolist(), len(old.state)) == (before, 0)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("given", [None, ()], ids=["searched", "given"])
+@pytest.mark.parametrize("script", [lambda model: model, nn.Sequential], ids=["itself", "a part"])
+def test_a_module_of_torchscript_is_refused(script: Callable[[Any], Any], given: Any) -> None:
+    """It ended in an AttributeError of the restore, after the first task."""
+    model = script(torch.jit.script(nn.Linear(1, 1)))
+    runs: list[int] = []
+    task = PipelineTask("forward", lambda ctx: runs.append(model(ctx.batch)))
+    with pytest.raises(UnsavedStateError, match=r"TorchScript keeps.*: model \(.*torch.compile"):
+        record([task], torch.ones(1, 1), device="cpu", state=given)
+    assert not runs
+
+
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
@@ -284,6 +531,7 @@ def test_an_optimizer_within_a_module_and_a_new_one_leave_no_trace() -> None:
         (lambda: zip(range(3), (n for n in range(9)), strict=False), "zip"),
         (lambda: iter(torch.utils.data.DataLoader([1, 2])), "_SingleProcessDataLoaderIter"),
         (lambda: sqlite3.connect(":memory:"), "Connection"),
+        (draws_kept, "_lru_cache_wrapper"),
     ],
 )
 def test_what_nobody_can_put_back_is_refused(make: Callable[[], Any], kind: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,39 @@ def test_model_and_optimizer(make: Callable[[Any], torch.optim.Optimizer], befor
     assert equal(gradients, [p.grad for p in model.parameters()])
 
 
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Begin without momentum."""
+    optimizer.state = defaultdict(dict)
+
+
+def new_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Give it other options."""
+    optimizer.param_groups = [group | {"lr": 0.5} for group in optimizer.param_groups]
+
+
+def load(optimizer: torch.optim.Optimizer) -> None:
+    """Load a state that was saved."""
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("replace", [forget, new_groups, load])
+def test_containers_of_an_optimizer_that_were_replaced(
+    replace: Callable[[torch.optim.Optimizer], None], before: int
+) -> None:
+    """The old ones were refilled, and the optimizer went on with the new ones."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    train(model, optimizer, before)
+    state, held = copy.deepcopy(optimizer.state_dict()), optimizer.state
+    snapshot = snapshot_of(model, optimizer)
+    replace(optimizer)
+    train(model, optimizer)
+    snapshot.restore()
+    assert equal(state, optimizer.state_dict())
+    assert optimizer.state is held
+
+
 def test_training_continues_unchanged_after_a_restore() -> None:
     """The steps after a restore are those that would have come."""
     results = []
@@ -108,6 +142,20 @@ def test_tensors_keep_identity_and_memory() -> None:
     moments = [value for state in optimizer.state.values() for value in state.values()]
     held = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()], *moments]
     assert places == [(id(tensor), tensor.data_ptr()) for tensor in held]
+
+
+def test_tensors_that_a_parameter_has_as_attributes() -> None:
+    """Such as a gradient in another precision: the same tensors, with their values."""
+    model = nn.Linear(1, 1)
+    kept = model.weight.main_grad = torch.zeros(1)
+    model.weight.history = [torch.zeros(1)]
+    snapshot = snapshot_of(model)
+    for tensor in (kept, *model.weight.history):
+        tensor.add_(1)
+    model.weight.main_grad = torch.ones(1)
+    snapshot.restore()
+    assert model.weight.main_grad is kept
+    assert [kept.item(), model.weight.history[0].item()] == [0.0, 0.0]
 
 
 def test_a_gradient_that_was_there_keeps_its_bits() -> None:
