@@ -3,6 +3,7 @@
     models, optimizers, generators and the like    found, or given by the user; ``Snapshot``
     tensors that plain objects and globals hold    their content, and which tensor it is
     Python values of the user's code               ``SavedValues``
+    files that tasks write by path                 ``SavedFiles``
     anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
 
 Tensors that belong to no module or optimizer are saved up to ``MAX_SAVED_BYTES`` each: larger ones
@@ -12,7 +13,7 @@ are taken for data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state,
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe._state.values import SavedValues
+from swpipe._state.written_files import SavedFiles
 from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -56,6 +58,7 @@ class LoopState:
         self._snapshot = Snapshot(self.owners, device)
         self._restore_attributes = _save_tensor_attributes(self._tasks)
         self._values = SavedValues(self._tasks)
+        self._files = SavedFiles(refuse=self._searched)
         if self._searched and self._values.lost:
             raise UnsavedStateError(
                 self._values.lost,
@@ -69,6 +72,7 @@ class LoopState:
         """Restore everything, after the device has finished its current work."""
         self._values.restore()
         self.restore_training()
+        self._files.restore()  # last: who has opened a file on trial has given it back by now
 
     def restore_training(self) -> None:
         """Restore all but Python values, between two measurements of one run.
@@ -78,17 +82,21 @@ class LoopState:
         self._restore_attributes()
         self._snapshot.restore()
 
-    def guard(self, *, always: bool = False) -> AbstractContextManager[object]:
-        """A block in which an optimizer's step on what is not restored raises.
+    @contextmanager
+    def guard(self, *, always: bool = False) -> Iterator[None]:
+        """A block in which the tasks run; what they would change for good raises.
 
-        Where the user has said what to restore, nothing is refused, unless ``always``.
+        Where the user has said what to restore, nothing is refused, unless ``always``: then an
+        optimizer's step on what is not restored is.
 
         Raises:
-            UnsavedStateError: From such a step.
+            UnsavedStateError: From such a step, or where a file is overwritten that is too large to
+                be saved.
         """
-        if self._searched or always:
-            return TrainingGuard(self._tasks, self._snapshot)
-        return nullcontext()
+        watches = self._searched or always
+        training = TrainingGuard(self._tasks, self._snapshot) if watches else nullcontext()
+        with training, self._files.watching():
+            yield
 
 
 def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
