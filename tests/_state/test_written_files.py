@@ -153,7 +153,7 @@ def test_no_trial_leaves_anything(run: Callable[[SWPipeline[Any]], object], fold
     [
         lambda folder: (folder / "log.txt").write_text("other"),
         lambda folder: shutil.rmtree(folder),
-        lambda folder: os.rename(folder, "elsewhere"),
+        lambda folder: os.rename(folder, folder.with_name("elsewhere")),
     ],
     ids=["a large file", "a folder", "a folder that is moved"],
 )
