@@ -4,6 +4,7 @@
     tensors that plain objects and globals hold    their content, and which tensor it is
     Python values of the user's code               ``SavedValues``
     files that tasks write by path                 ``SavedFiles``
+    torch's default dtype and other settings       their values
     anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
 
 Tensors that belong to no module or optimizer are saved up to ``MAX_SAVED_BYTES`` each: larger ones
@@ -22,6 +23,7 @@ from torch import Tensor
 from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
+from swpipe._state.torch_settings import save_torch_settings
 from swpipe._state.values import SavedValues
 from swpipe._state.written_files import SavedFiles
 from swpipe.core.errors import UnsavedStateError
@@ -58,6 +60,7 @@ class LoopState:
         self._snapshot = Snapshot(self.owners, device)
         self._restore_attributes = _save_tensor_attributes(self._tasks)
         self._values = SavedValues(self._tasks)
+        self._restore_settings = save_torch_settings()
         self._files = SavedFiles(refuse=self._searched)
         if self._searched and self._values.lost:
             raise UnsavedStateError(
@@ -70,6 +73,7 @@ class LoopState:
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
+        self._restore_settings()
         self._values.restore()
         self.restore_training()
         self._files.restore()  # last: who has opened a file on trial has given it back by now

@@ -10,7 +10,8 @@ and else may touch the modules, optimizers, tensors and generators within reach 
 to touch at all, attributes of the context that its code names, and default generators, if its code
 names functions that draw. It may modify tensors that it was seen to read, if its code modifies some
 in place. Python values that tasks share count as touched by every task that can reach them, if one
-of these tasks changes them or has code that may.
+of these tasks changes them or has code that may. A task whose code sets what holds for the whole
+process, such as the default dtype, keeps its order with all others.
 
 A task that declares a state (``DeclaredIO(state=...)``) is taken at its word: nothing is assumed.
 """
@@ -31,6 +32,7 @@ from swpipe._state.discovery import PLAIN
 from swpipe._state.draws import TORCH, modules_draw
 from swpipe._state.reached import PlaceId, Reach
 from swpipe._state.snapshot import modules_in
+from swpipe._state.torch_settings import PROCESS_WIDE
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
@@ -101,6 +103,7 @@ def find_assumptions(
         new |= {n for n in reach.sets & attributes if not seen.attributes.get(n, Access()).writes}
         assumed.attributes |= {str(n): Access(True, n in reach.sets) for n in new}
     _add_seeded(undeclared, accesses, found)
+    _add_settings(undeclared, reaches, found)
     _add_places(undeclared, iterations, reaches, found, _writers(accesses, reached))
     return found
 
@@ -236,6 +239,18 @@ def _add_seeded(
         for task in tasks:
             if task.random:
                 found[task.name].items[_TORCH_ITEM] = READ_WRITE
+
+
+_SETTINGS_ITEM = StateItem("torch's settings", "torch's settings", "")
+
+
+def _add_settings(
+    tasks: Sequence[PipelineTask], reaches: Mapping[str, Reach], found: Mapping[str, Assumption]
+) -> None:
+    """Tasks whose code sets what every thread computes by, such as the default dtype."""
+    setting = {task.name for task in tasks if PROCESS_WIDE & reaches[task.name].names}
+    for task in tasks if setting else ():
+        found[task.name].items[_SETTINGS_ITEM] = Access(True, task.name in setting)
 
 
 def _writers(accesses: Mapping[str, TaskAccesses], reached: ReachableItems) -> dict[int, set[str]]:

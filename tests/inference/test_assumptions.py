@@ -88,6 +88,22 @@ def test_code_that_names_a_draw_may_draw() -> None:
     assert "torch's default generators" not in writes(alone, "sample")
 
 
+def test_code_that_sets_the_default_dtype_keeps_its_order_with_every_task() -> None:
+    """Others would make tensors of another type meanwhile."""
+
+    def load(ctx: Any) -> None:
+        ctx.x = torch.zeros(2)
+
+    def exact(ctx: Any) -> None:
+        if len(ctx.batch) > 100:
+            torch.set_default_dtype(torch.float64)
+            ctx.sum = torch.zeros(1)
+            torch.set_default_dtype(torch.float32)
+
+    found = recorded(load, exact, batch=BATCH)
+    assert orders(found) == {("exact", "load", 0), ("load", "exact", 1)}
+
+
 def test_an_attribute_that_code_may_set_is_written() -> None:
     """Also one that it has only read."""
 
