@@ -11,7 +11,8 @@ to touch at all, attributes of the context that its code names, and default gene
 names functions that draw. It may modify tensors that it was seen to read, if its code modifies some
 in place. Python values that tasks share count as touched by every task that can reach them, if one
 of these tasks changes them or has code that may. A task whose code sets what holds for the whole
-process, such as the default dtype, keeps its order with all others.
+process, such as the default dtype, keeps its order with all others. A tensor with which an array of
+numpy shares memory is used by every task that can reach the array.
 
 A task that declares a state (``DeclaredIO(state=...)``) is taken at its word: nothing is assumed.
 """
@@ -40,6 +41,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access, TaskAccesses, options_of
 from swpipe.inference.declared import DECLARED
 from swpipe.inference.observation import IterationObservation, TaskObservation
+from swpipe.inference.shared_arrays import accesses_by_arrays
 from swpipe.inference.state_items import ReachableItems, StateItem, items_of
 from swpipe.inference.storages import unsharded
 
@@ -97,6 +99,8 @@ def find_assumptions(
                 assumed.items |= dict.fromkeys(items.changeable(one, seen, reach), READ_WRITE)
         if task.name in own:
             assumed.items |= dict.fromkeys(_draws(task, reach, bool(assumed.reasons)), READ_WRITE)
+        for item, access in accesses_by_arrays(reach, reached):
+            assumed.items[item] = access | assumed.items.get(item, access)
         named = reach.uses.get(reach.context, set())
         taken = reach.taken(reach.context) if assumed.reasons else named
         new = (taken & attributes) - seen.attributes.keys()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from swpipe import PipelineTask
 from swpipe.inference import record
-from tests.inference.helpers import orders, recorded, writes
+from tests.inference.helpers import orders, reads, recorded, writes
 
 BATCH = torch.ones(3, 4)
 
@@ -102,6 +104,28 @@ def test_code_that_sets_the_default_dtype_keeps_its_order_with_every_task() -> N
 
     found = recorded(load, exact, batch=BATCH)
     assert orders(found) == {("exact", "load", 0), ("load", "exact", 1)}
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, None), slice(None, None, -1)])
+def test_an_array_that_shares_memory_with_a_tensor_is_that_tensor(part: slice) -> None:
+    """A view of it as well, whichever of the two code modifies."""
+    array = np.ones(4, dtype=np.float32)
+    tensor, view = torch.from_numpy(array[:3]), array[part]
+
+    def forward(ctx: Any) -> None:
+        ctx.y = tensor.sum()
+
+    def weigh(ctx: Any) -> None:
+        if ctx.y > 100:
+            view[0] = 0.5
+
+    def look(ctx: Any) -> None:
+        ctx.z = ctx.y + array[0]
+
+    found = recorded(forward, weigh, look, batch=BATCH)
+    assert ("forward", "weigh", 1) in orders(found)
+    assert "tensor" in writes(found, "weigh") - writes(found, "look")
+    assert "tensor" in reads(found, "look")
 
 
 def test_an_attribute_that_code_may_set_is_written() -> None:
