@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -302,9 +303,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes; None if it has none."""
+    """The dictionary of an object's attributes, on this thread; None if it has none."""
+    kind: Any = threading.local if issubclass(type(value), threading.local) else object
     try:
-        held = object.__getattribute__(value, "__dict__")
+        held = kind.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
     return held if isinstance(held, dict) else None

@@ -44,6 +44,7 @@ from swpipe.inference.observation import IterationObservation, TaskObservation
 from swpipe.inference.shared_arrays import accesses_by_arrays
 from swpipe.inference.state_items import ReachableItems, StateItem, items_of
 from swpipe.inference.storages import unsharded
+from swpipe.inference.thread_values import threads_values
 
 
 @dataclass
@@ -55,12 +56,14 @@ class Assumption:
         attributes: Attributes of the context.
         items: State items.
         shared: Python values that it shares with a task that was seen to change them; in ``items``.
+        own_thread: Paths of values of which each thread has its own.
     """
 
     reasons: list[str] = field(default_factory=list)
     attributes: dict[str, Access] = field(default_factory=dict)
     items: dict[StateItem, Access] = field(default_factory=dict)
     shared: set[StateItem] = field(default_factory=set)
+    own_thread: set[str] = field(default_factory=set)
 
 
 def find_assumptions(
@@ -108,6 +111,10 @@ def find_assumptions(
         assumed.attributes |= {str(n): Access(True, n in reach.sets) for n in new}
     _add_seeded(undeclared, accesses, found)
     _add_settings(undeclared, reaches, found)
+    for name, paths in threads_values(
+        {task.name: reaches[task.name] for task in undeclared}
+    ).items():
+        found[name].own_thread |= paths
     _add_places(undeclared, iterations, reaches, found, _writers(accesses, reached))
     return found
 
@@ -340,6 +347,7 @@ def with_assumptions(
         added = Effects(
             frozenset(place for place, access in found if access.reads),
             frozenset(place for place, access in found if access.writes),
+            own_thread=frozenset(Location(path, True) for path in one.own_thread),
         )
         certain = {Location(state_of[item], True) for item in one.shared}
         new = (added.reads - seen.reads) | (added.writes - seen.writes)
