@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -234,14 +235,25 @@ def _walk(
 
 
 def _kept_by_modules(step: _Step) -> Iterator[_Step]:
-    """Optimizers, schedulers and generators that a user's module keeps, as a trainer does."""
+    """What a user's module keeps, as a trainer does, and the user's hooks of parameters.
+
+    These are optimizers, schedulers and generators; a hook may step one, whatever the module.
+    """
     kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
     for module in step.value.modules():
-        defined = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-        if not (is_foreign(type(module).__module__) or is_installed(defined)):
-            for name, value in list(vars(module).items()):
-                if isinstance(value, kinds) or is_generator(value):
-                    yield step.to(name, value)
+        for name, value in list(vars(module).items()) if _is_users(type(module)) else ():
+            if isinstance(value, kinds) or is_generator(value):
+                yield step.to(name, value)
+    for parameter in step.value.parameters():
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            if _is_users(getattr(hook, "func", hook)):
+                yield step.to("hook", hook)
+
+
+def _is_users(defined: Any) -> bool:
+    """Whether a class or a function is neither Python's or torch's nor installed."""
+    file = getattr(sys.modules.get(defined.__module__), "__file__", None)
+    return not (is_foreign(defined.__module__) or is_installed(file))
 
 
 def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
@@ -331,9 +343,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes; None if it has none."""
+    """The dictionary of an object's attributes, on this thread; None if it has none."""
+    kind: Any = threading.local if issubclass(type(value), threading.local) else object
     try:
-        held = object.__getattribute__(value, "__dict__")
+        held = kind.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
     return held if isinstance(held, dict) else None

@@ -3,6 +3,8 @@
     models, optimizers, generators and the like    found, or given by the user; ``Snapshot``
     tensors that plain objects and globals hold    their content, and which tensor it is
     Python values of the user's code               ``SavedValues``
+    files that tasks write by path                 ``SavedFiles``
+    torch's default dtype and other settings       their values
     anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
 
 Tensors that belong to no module or optimizer are saved up to ``MAX_SAVED_BYTES`` each: larger ones
@@ -12,7 +14,7 @@ are taken for data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,7 +25,9 @@ from torch.nn import Module
 from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot, modules_in
+from swpipe._state.torch_settings import save_torch_settings
 from swpipe._state.values import SavedValues
+from swpipe._state.written_files import SavedFiles
 from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -64,6 +68,8 @@ class LoopState:
         self._snapshot = Snapshot(self.owners, device)
         self._restore_attributes = _save_tensor_attributes(self._tasks)
         self._values = SavedValues(self._tasks)
+        self._restore_settings = save_torch_settings()
+        self._files = SavedFiles(refuse=self._searched)
         if self._searched and self._values.lost:
             raise UnsavedStateError(
                 self._values.lost,
@@ -76,10 +82,12 @@ class LoopState:
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
-        try:
-            self._values.restore()
-        finally:
-            self.restore_training()
+        with ExitStack() as last_to_first:  # all, also if one of them fails
+            # Files last: who has opened one on trial has given it back by then.
+            last_to_first.callback(self._files.restore)
+            last_to_first.callback(self.restore_training)
+            last_to_first.callback(self._values.restore)
+            self._restore_settings()
 
     def restore_training(self) -> None:
         """Restore all but Python values, between two measurements of one run.
@@ -89,17 +97,21 @@ class LoopState:
         self._restore_attributes()
         self._snapshot.restore()
 
-    def guard(self, *, always: bool = False) -> AbstractContextManager[object]:
-        """A block in which an optimizer's step on what is not restored raises.
+    @contextmanager
+    def guard(self, *, always: bool = False) -> Iterator[None]:
+        """A block in which the tasks run; what they would change for good raises.
 
-        Where the user has said what to restore, nothing is refused, unless ``always``.
+        Where the user has said what to restore, nothing is refused, unless ``always``: then an
+        optimizer's step on what is not restored is.
 
         Raises:
-            UnsavedStateError: From such a step.
+            UnsavedStateError: From such a step, or where a file is overwritten that is too large to
+                be saved.
         """
-        if self._searched or always:
-            return TrainingGuard(self._tasks, self._snapshot)
-        return nullcontext()
+        watches = self._searched or always
+        training = TrainingGuard(self._tasks, self._snapshot) if watches else nullcontext()
+        with training, self._files.watching():
+            yield
 
 
 def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:

@@ -72,6 +72,12 @@ MAX_HOPS = 4
 
 _NO_CODE = (lambda: None).__code__
 _BACKWARD = {"backward", "grad", "vjp"}
+_RUNS_IN_BACKWARD = {
+    "register_hook", "register_multi_grad_hook", "register_post_accumulate_grad_hook",
+    "register_full_backward_hook", "register_full_backward_pre_hook", "register_prehook",
+    "saved_tensors_hooks", "checkpoint", "checkpoint_sequential",
+}  # fmt: skip
+"""Names of what makes a later backward run code of the task that calls it."""
 
 
 def reach_of(task: PipelineTask, also: Sequence[Any] = ()) -> Reach:
@@ -87,9 +93,15 @@ def reach_of(task: PipelineTask, also: Sequence[Any] = ()) -> Reach:
 
 
 def reaches_of(tasks: Sequence[PipelineTask]) -> dict[str, Reach]:
-    """Task to what its code can reach; hooks are reached by all that may run a backward."""
+    """Task to what its code can reach; hooks are reached by all that may run a backward.
+
+    So is the function of a task that makes a backward run some of its code.
+    """
     reaches = {task.name: reach_of(task) for task in tasks}
     hooks = {number: hook for reach in reaches.values() for number, hook in reach.hooks.items()}
+    for task in tasks:
+        if not _RUNS_IN_BACKWARD.isdisjoint(reaches[task.name].names):
+            hooks[id(task.fn)] = task.fn
     for task in tasks if hooks else ():
         if not _BACKWARD.isdisjoint(reaches[task.name].names):
             reaches[task.name] = reach_of(task, list(hooks.values()))
@@ -383,6 +395,8 @@ class _Search:
             taken = taken | self._reach.uses[""]  # of ``cls``
         if "apply" in taken and owner is cls and issubclass(cls, torch.autograd.Function):
             taken = taken | {"forward", "backward", "setup_context"}
+            backward = functions_of(getattr_static(cls, "backward"))
+            self._reach.hooks |= {id(one): one for one in backward}
         for name in taken & vars(cls).keys():
             if not name or (name.startswith("__") and name.endswith("__")):
                 continue

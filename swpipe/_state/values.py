@@ -74,7 +74,7 @@ MAX_HOPS = 32
 _KNOWN = (
     *NAMESPACES, collections.UserDict, collections.UserList, collections.UserString,
     collections.ChainMap, queue.Queue, threading.Event, weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary, weakref.WeakSet,
+    weakref.WeakValueDictionary, weakref.WeakSet, threading.local,
 )  # fmt: skip
 """Types of the standard library whose objects are put back as the user's."""
 

@@ -26,7 +26,7 @@ from swpipe.core.dependence import CycleError
 from swpipe.core.effects import Conflict, EffectTable, conflicts
 from swpipe.core.errors import Problem
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import PULL, PipelinePlan, StreamRef
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 
 SHOWN_PLACES = 4
@@ -112,11 +112,12 @@ def race_problems(
 ) -> list[Problem]:
     """Every required order that a validated plan breaks, with the edge that would restore it.
 
+    Also every task away from the caller's thread that uses what each thread has for itself.
     ``effects`` is in serial order; if ``streams`` is None, both kinds of device are checked.
     """
     required = tuple(required_orders(effects, resolved.plan.stale))
     guaranteed = guarantees(resolved, streams) if required else ()
-    problems = []
+    problems = list(_thread_problems(resolved.plan, effects))
     for number, violation in enumerate(violations(required, guaranteed)):
         pair = (violation.consumer, violation.producer)
         if number >= MOST_EXPLAINED:
@@ -130,6 +131,18 @@ def race_problems(
         text += _unseen(table, violation)
         problems.append(Problem(text, pair))
     return problems
+
+
+def _thread_problems(plan: PipelinePlan, effects: EffectTable) -> Iterator[Problem]:
+    for name, touched in effects.items():
+        group = plan.pull_group if name == PULL else plan.schedule[name].thread_group
+        if touched.own_thread and group not in (None, DEFAULT_GROUP):
+            places = listed(sorted(map(str, touched.own_thread)), most=SHOWN_PLACES)
+            text = (
+                f"{name!r} uses {places}, of which each thread has its own, and runs in thread "
+                f"group {group!r}: it would find other values there. Leave it in {DEFAULT_GROUP!r}"
+            )
+            yield Problem(text, (name,))
 
 
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:

@@ -40,15 +40,20 @@ class Effects:
         reads: What it may read.
         writes: What it may write.
         assumed: Those of them that it was not seen to touch in this way.
+        own_thread: Values of which each thread has its own; it runs on the caller's thread.
     """
 
     reads: frozenset[Location] = frozenset()
     writes: frozenset[Location] = frozenset()
     assumed: frozenset[Location] = frozenset()
+    own_thread: frozenset[Location] = frozenset()
 
     def __or__(self, other: Effects) -> Effects:
         return Effects(
-            self.reads | other.reads, self.writes | other.writes, self.assumed | other.assumed
+            self.reads | other.reads,
+            self.writes | other.writes,
+            self.assumed | other.assumed,
+            self.own_thread | other.own_thread,
         )
 
 

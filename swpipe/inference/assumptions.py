@@ -10,7 +10,9 @@ and else may touch the modules, optimizers, tensors and generators within reach 
 to touch at all, attributes of the context that its code names, and default generators, if its code
 names functions that draw. It may modify tensors that it was seen to read, if its code modifies some
 in place. Python values that tasks share count as touched by every task that can reach them, if one
-of these tasks changes them or has code that may.
+of these tasks changes them or has code that may. A task whose code sets what holds for the whole
+process, such as the default dtype, keeps its order with all others. A tensor with which an array of
+numpy shares memory is used by every task that can reach the array.
 
 A task that declares a state (``DeclaredIO(state=...)``) is taken at its word: nothing is assumed.
 """
@@ -32,6 +34,7 @@ from swpipe._state.discovery import PLAIN
 from swpipe._state.draws import TORCH, modules_draw
 from swpipe._state.reached import PlaceId, Reach
 from swpipe._state.snapshot import modules_in
+from swpipe._state.torch_settings import PROCESS_WIDE
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
@@ -39,8 +42,10 @@ from swpipe.core.task import PipelineTask
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access, TaskAccesses, options_of
 from swpipe.inference.declared import DECLARED
 from swpipe.inference.observation import IterationObservation, TaskObservation
+from swpipe.inference.shared_arrays import accesses_by_arrays
 from swpipe.inference.state_items import ReachableItems, StateItem, items_of
 from swpipe.inference.storages import unsharded
+from swpipe.inference.thread_values import threads_values
 
 
 @dataclass
@@ -52,12 +57,14 @@ class Assumption:
         attributes: Attributes of the context.
         items: State items.
         shared: Python values that it shares with a task that was seen to change them; in ``items``.
+        own_thread: Paths of values of which each thread has its own.
     """
 
     reasons: list[str] = field(default_factory=list)
     attributes: dict[str, Access] = field(default_factory=dict)
     items: dict[StateItem, Access] = field(default_factory=dict)
     shared: set[StateItem] = field(default_factory=set)
+    own_thread: set[str] = field(default_factory=set)
 
 
 def find_assumptions(
@@ -96,12 +103,19 @@ def find_assumptions(
                 assumed.items |= dict.fromkeys(items.changeable(one, seen, reach), READ_WRITE)
         if task.name in own:
             assumed.items |= dict.fromkeys(_draws(task, reach, bool(assumed.reasons)), READ_WRITE)
+        for item, access in accesses_by_arrays(reach, reached):
+            assumed.items[item] = access | assumed.items.get(item, access)
         named = reach.uses.get(reach.context, set())
         taken = reach.taken(reach.context) if assumed.reasons else named
         new = (taken & attributes) - seen.attributes.keys()
         new |= {n for n in reach.sets & attributes if not seen.attributes.get(n, Access()).writes}
         assumed.attributes |= {str(n): Access(True, n in reach.sets) for n in new}
     _add_seeded(undeclared, accesses, found)
+    _add_settings(undeclared, reaches, found)
+    for name, paths in threads_values(
+        {task.name: reaches[task.name] for task in undeclared}
+    ).items():
+        found[name].own_thread |= paths
     _add_places(undeclared, iterations, reaches, found, _writers(accesses, reached))
     return found
 
@@ -239,6 +253,18 @@ def _add_seeded(
                 found[task.name].items[_TORCH_ITEM] = READ_WRITE
 
 
+_SETTINGS_ITEM = StateItem("torch's settings", "torch's settings", "")
+
+
+def _add_settings(
+    tasks: Sequence[PipelineTask], reaches: Mapping[str, Reach], found: Mapping[str, Assumption]
+) -> None:
+    """Tasks whose code sets what every thread computes by, such as the default dtype."""
+    setting = {task.name for task in tasks if PROCESS_WIDE & reaches[task.name].names}
+    for task in tasks if setting else ():
+        found[task.name].items[_SETTINGS_ITEM] = Access(True, task.name in setting)
+
+
 def _writers(accesses: Mapping[str, TaskAccesses], reached: ReachableItems) -> dict[int, set[str]]:
     """A tensor's id to the tasks that were seen to write it."""
     return {
@@ -328,6 +354,7 @@ def with_assumptions(
         added = Effects(
             frozenset(place for place, access in found if access.reads),
             frozenset(place for place, access in found if access.writes),
+            own_thread=frozenset(Location(path, True) for path in one.own_thread),
         )
         certain = {Location(state_of[item], True) for item in one.shared}
         new = (added.reads - seen.reads) | (added.writes - seen.writes)

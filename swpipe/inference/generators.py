@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,26 @@ def state_of(generator: Any) -> object:
 
 def _bytes(state: torch.Tensor) -> bytes:
     return bytes(state.numpy())
+
+
+@contextmanager
+def states_set() -> Iterator[set[str]]:
+    """Collects the default generators whose states are set within the block, as draws.
+
+    They may be as before in the end: activation checkpointing sets them, and sets them back.
+    """
+    found: set[str] = set()
+    set_state = torch.set_rng_state
+
+    def setting(new_state: torch.Tensor) -> None:
+        found.add(TORCH)
+        set_state(new_state)
+
+    torch.set_rng_state = setting
+    try:
+        yield found
+    finally:
+        torch.set_rng_state = set_state
 
 
 class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]

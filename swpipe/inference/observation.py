@@ -27,6 +27,7 @@ from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.inference.generators import states_set
 from swpipe.inference.modes import ModeObserver, Modes
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
@@ -131,12 +132,15 @@ class Observer:
         observed = []
         for task in self._tasks:
             values = self._values()
-            with self._modes.observing() as modes:
+            with self._modes.observing() as modes, states_set() as drawn:
                 log, operators, stepped = self._call(task, ctx)
             places = frozenset(p for p, value in self._values().items() if value != values[p])
             after = self._snapshot(ctx)
             log.compare(before.attributes, after.attributes)
             seen = _observation(task, log, operators, stepped, before, after)
+            if not task.random:  # then it has states of its own
+                generators = seen.changes.generators | drawn
+                seen = seen._replace(changes=seen.changes._replace(generators=generators))
             observed.append(seen._replace(places=places, modes=modes))
             before = after
         return tuple(observed), at_begin, before.storages()

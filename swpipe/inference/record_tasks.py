@@ -88,7 +88,7 @@ def _with_loader(recorded: Recording) -> Recording:
     own = recorded.effects[loader.name]
     places = frozenset(place for place in own.reads | own.writes if place.persistent)
     effects = {task.name: recorded.effects[task.name] for task in tasks}
-    effects = {PULL: Effects(places, assumed=places), **effects}
+    effects = {PULL: Effects(places, assumed=places, own_thread=own.own_thread), **effects}
     notes = tuple(note for note in recorded.notes if not note.startswith(repr(loader.name)))
     return replace(recorded, tasks=tuple(tasks), effects=effects, notes=notes)
 

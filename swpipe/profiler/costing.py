@@ -92,7 +92,7 @@ def measure_costs(
     for batch in batches:
         timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined, pulls)
         try:
-            with pipe.borrow():
+            with pipe.borrow(), saved.guard():
                 timer.window()  # not used: the first iterations allocate and compile
                 if pulls is not None:
                     pulls.begin()

@@ -81,7 +81,7 @@ def try_plans(
                     pipes[name], batch, copy, num_warmup, num_measure, pipelined=True, pulls=pulls
                 )
                 try:
-                    with pipes[name].borrow():
+                    with pipes[name].borrow(), saved.guard():
                         samples[name] += timer.window()
                 finally:
                     saved.restore()

@@ -183,6 +183,9 @@ def _stateless(
         touched = effects[one.name]
         if shared := (touched.reads | touched.writes) & changed:
             behind[one.name] = f"{one.name!r} uses {_listed(shared)}."
+        elif touched.own_thread:
+            own = _listed(touched.own_thread)
+            behind[one.name] = f"{one.name!r} uses {own}, of which each thread has its own."
         elif one.random:
             behind[one.name] = f"{one.name!r} draws random numbers, and so may the loop's body."
         elif trained := _trained(reaches[one.name]):

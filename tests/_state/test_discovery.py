@@ -179,6 +179,15 @@ def test_an_optimizer_is_put_back_whole(model: torch.nn.Module) -> None:
     assert found_by(lambda ctx: optimizer) == {"optimizer": optimizer}
 
 
+def test_an_optimizer_that_a_parameters_hook_steps(model: torch.nn.Module) -> None:
+    """In the backward, as soon as its gradient is there; no task leads to it otherwise."""
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    task = PipelineTask("backward", lambda ctx: model(ctx.x).sum().backward())
+    assert {*optimizers.values()} <= {one.owner for one in find_state([task])}
+
+
 def test_the_shortest_path_counts(model: torch.nn.Module) -> None:
     """What is two objects away on one path, and none on a longer one, is looked into."""
     inner = SimpleNamespace(trainer=SimpleNamespace(model=model))

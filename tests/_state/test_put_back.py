@@ -186,6 +186,7 @@ CASES: dict[str, tuple[Callable[[], Any], Change, Look]] = {
     "a simple queue": (queue.SimpleQueue, lambda held: held.put(1), queue.SimpleQueue.qsize),
     "a flag": (threading.Event, lambda held: held.set(), threading.Event.is_set),
     "a namespace": (lambda: types.SimpleNamespace(rate=1.0), set_rate, attributes),
+    "what a thread has": (threading.local, set_rate, lambda held: dict(vars(held))),
     "a user dictionary": (lambda: collections.UserDict(n=0), set_item, dict),
     "a chain of dictionaries": (lambda: collections.ChainMap({}, {"n": 0}), set_item, dict),
     "a weak dictionary": (lambda: weakref.WeakKeyDictionary({KEY: 1}), set_item, of_key),

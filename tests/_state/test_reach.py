@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from swpipe import PipelineTask
 from swpipe._state.reach import reach_of, reaches_of
@@ -415,6 +416,28 @@ def a_hook_in_another_tasks_backward() -> Pair:
 
 
 @pair
+def a_hook_of_an_activation_in_another_tasks_backward() -> Pair:
+    model, norms = nn.Linear(2, 2), [0.0]
+
+    def forward(ctx: Any) -> float:
+        out = model(ctx.x)
+        if out.sum() > 1:
+            out.register_hook(lambda grad: norms.append(float(grad.norm())))
+        return norms[-1]
+
+    return lambda ctx: ctx.loss.backward(), forward
+
+
+@pair
+def what_a_checkpoint_runs_again_in_another_tasks_backward() -> Pair:
+    counting = Counting()
+    return lambda ctx: ctx.loss.backward(), lambda ctx: (
+        checkpoint(counting, ctx.x),
+        counting.calls,
+    )
+
+
+@pair
 def an_option_of_a_library_module() -> Pair:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     drop = model[1]
@@ -430,6 +453,7 @@ class Scale(torch.autograd.Function):
     """A user's node of autograd's graph."""
 
     calls = 0
+    backwards = 0
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -438,10 +462,22 @@ class Scale(torch.autograd.Function):
             Scale.calls += 1
         return x
 
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Likewise."""
+        if grad.sum() > 1:
+            Scale.backwards += 1
+        return grad
+
 
 @pair
 def a_function_of_autograd() -> Pair:
     return lambda ctx: Scale.apply(ctx.x), lambda ctx: Scale.calls
+
+
+@pair
+def a_function_of_autograd_in_another_tasks_backward() -> Pair:
+    return lambda ctx: ctx.loss.backward(), lambda ctx: (Scale.apply(ctx.x), Scale.backwards)
 
 
 def reaches(note: Callable[[Any], object], use: Callable[[Any], object]) -> tuple[Reach, Reach]:

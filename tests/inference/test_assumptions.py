@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from swpipe import PipelineTask
+from swpipe import PipelineTask, PlanError, TaskSchedule
+from swpipe.analysis import verify
 from swpipe.inference import record
-from tests.inference.helpers import orders, recorded, writes
+from tests.inference.helpers import orders, reads, recorded, writes
 
 BATCH = torch.ones(3, 4)
 
@@ -86,6 +93,87 @@ def test_code_that_names_a_draw_may_draw() -> None:
     assert ("load", "sample", 1) in orders(found)
     alone = record([PipelineTask("sample", sample, random=True)], BATCH, device="cpu")
     assert "torch's default generators" not in writes(alone, "sample")
+
+
+def test_code_that_sets_the_default_dtype_keeps_its_order_with_every_task() -> None:
+    """Others would make tensors of another type meanwhile."""
+
+    def load(ctx: Any) -> None:
+        ctx.x = torch.zeros(2)
+
+    def exact(ctx: Any) -> None:
+        if len(ctx.batch) > 100:
+            torch.set_default_dtype(torch.float64)
+            ctx.sum = torch.zeros(1)
+            torch.set_default_dtype(torch.float32)
+
+    found = recorded(load, exact, batch=BATCH)
+    assert orders(found) == {("exact", "load", 0), ("load", "exact", 1)}
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, None), slice(None, None, -1)])
+def test_an_array_that_shares_memory_with_a_tensor_is_that_tensor(part: slice) -> None:
+    """A view of it as well, whichever of the two code modifies."""
+    array = np.ones(4, dtype=np.float32)
+    tensor, view = torch.from_numpy(array[:3]), array[part]
+
+    def forward(ctx: Any) -> None:
+        ctx.y = tensor.sum()
+
+    def weigh(ctx: Any) -> None:
+        if ctx.y > 100:
+            view[0] = 0.5
+
+    def look(ctx: Any) -> None:
+        ctx.z = ctx.y + array[0]
+
+    found = recorded(forward, weigh, look, batch=BATCH)
+    assert ("forward", "weigh", 1) in orders(found)
+    assert "tensor" in writes(found, "weigh") - writes(found, "look")
+    assert "tensor" in reads(found, "look")
+
+
+@pytest.mark.parametrize("value", [threading.local(), ContextVar("scale", default=1.0)])
+def test_what_each_thread_has_for_itself_keeps_its_users_on_the_callers_thread(value: Any) -> None:
+    """A task elsewhere would not find what another one keeps there."""
+    local = isinstance(value, threading.local)
+
+    def note(ctx: Any) -> None:
+        if local:
+            value.scale = float(ctx.batch[0, 0])
+        else:
+            value.set(float(ctx.batch[0, 0]))
+
+    def use(ctx: Any) -> None:
+        ctx.x = value.scale if local else value.get()
+
+    def other(ctx: Any) -> None:
+        ctx.z = ctx.batch * 2
+
+    found = recorded(note, use, other, batch=BATCH)
+    for name in ("note", "use", "other"):
+        schedule = {**found.plan().schedule, name: TaskSchedule(thread_group="io")}
+        plan = replace(found.plan(), schedule=schedule)
+        refused = pytest.raises(PlanError, match=f"'{name}' uses .*value.*each thread has its own")
+        with refused if name != "other" else nullcontext():
+            verify(plan, found.tasks, found.effects)
+
+
+def test_what_one_task_keeps_for_its_thread_lets_it_run_on_any() -> None:
+    """Such as a handle, which it opens when there is none; a variable that is only read, too."""
+    handles, level = threading.local(), ContextVar("level", default=1.0)
+
+    def decode(ctx: Any) -> None:
+        if not hasattr(handles, "scale"):
+            handles.scale = 2.0
+        ctx.x = ctx.batch * handles.scale * level.get()
+
+    def look(ctx: Any) -> None:
+        ctx.y = ctx.x * level.get()
+
+    assert not any(one.own_thread for one in recorded(decode, look, batch=BATCH).effects.values())
+    handles.scale = 3.0
+    assert recorded(decode, look, batch=BATCH).effects["decode"].own_thread
 
 
 def test_an_attribute_that_code_may_set_is_written() -> None:

@@ -111,10 +111,18 @@ def _tied(ctx: Any) -> None:
     PARTS.model[2].bias = PARTS.model[0].bias
 
 
+def _settings(ctx: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+
+
 CHANGES: list[Change] = [
     _count, _count_in_class, _count_globally, _append, _nested, _replace_a_list, _new_attribute,
     _delete, _rate, _freeze, _mode, _replace_a_weight, _add_group, _hook, _number_in_module,
-    _momentum,
+    _momentum, _settings,
 ]  # fmt: skip
 
 
@@ -136,7 +144,14 @@ def _trace() -> list[Any]:
         ({k: v for k, v in g.items() if k != "params"}, [id(p) for p in g["params"]])
         for g in optimizer.param_groups
     ]
-    return [attributes, modules, options, len(optimizer.state)]
+    settings = [
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+    ]
+    return [attributes, modules, options, len(optimizer.state), settings]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__.strip("_"))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.inference import record
@@ -260,6 +261,25 @@ def test_draws_keep_their_order() -> None:
     assert writes(found, "draw_python") == {"ctx.y", "Python's default generator"}
     (note,) = [note for note in found.notes if "random=True" in note]
     assert note.startswith("'draw_torch'")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_sets_the_generators_in_the_backward(reentrant: bool) -> None:
+    """And sets them back: a task that draws meanwhile would draw other numbers."""
+    model = nn.Linear(4, 1)
+
+    def load(ctx: Any) -> None:
+        ctx.x = torch.rand(3, 4, requires_grad=True)
+
+    def forward(ctx: Any) -> None:
+        ctx.loss = checkpoint(model, ctx.x, use_reentrant=reentrant).sum()
+
+    def backward(ctx: Any) -> None:
+        ctx.loss.backward()
+
+    found = recorded(load, forward, backward)
+    assert "torch's default generators" in writes(found, "backward")
+    assert "torch's default generators" not in writes(found, "forward")
 
 
 def test_draws_with_random_true_need_no_order() -> None:

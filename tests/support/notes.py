@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Notes:
-    """A list in a file, which is opened for each note: what a task writes so is not put back."""
+    """A list in a file, written through its descriptor: what a task writes so is not put back."""
 
     def __init__(self) -> None:
         number, name = tempfile.mkstemp()
@@ -20,8 +20,9 @@ class Notes:
         self._end = weakref.finalize(self, self.path.unlink)
 
     def append(self, note: Any) -> None:
-        with self.path.open("ab") as file:
-            pickle.dump(note, file)
+        number = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        os.write(number, pickle.dumps(note))
+        os.close(number)
 
     def read(self) -> list[Any]:
         """All notes."""

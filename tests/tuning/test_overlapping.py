@@ -191,6 +191,17 @@ def test_tasks_and_functions_may_be_mixed() -> None:
         assert len(list(loop)) == 6
 
 
+def test_a_task_that_uses_what_the_callers_thread_has_is_not_ahead() -> None:
+    """It would find nothing on the thread that runs ahead."""
+    held = threading.local()
+    held.scale = 2.0
+    scale = PipelineTask("scale", lambda ctx: setattr(ctx, "y", ctx.batch[0] * held.scale))
+    with swpipe.overlap(batches(), [*Training().functions(), scale], device="cpu") as loop:
+        assert loop.overlap.ahead == ("decode",)
+        assert "'scale' uses state 'held', of which each thread has its own." in loop.overlap.why
+        assert len(list(loop)) == 6
+
+
 def test_mistakes_are_refused() -> None:
     """An empty loader, something that is no task, no tasks."""
     with pytest.raises(ValueError, match="the loader has no batch"):
