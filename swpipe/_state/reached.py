@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from inspect import getattr_static
 from types import CellType
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from swpipe._state.code_names import CodeNames
 from swpipe._state.discovery import MAX_ITEMS, attributes_of, content_of, dict_of
-from swpipe._state.kinds import CONTAINERS, content_value, identity
+from swpipe._state.kinds import CONTAINERS, content_value, identity, is_array
 
 
 class PlaceId(NamedTuple):
@@ -36,6 +37,7 @@ class Reach(CodeNames):
         holders: Everything found, by id, so that ids stay valid.
         hooks: Functions that autograd calls during backward.
         draws: Default generators from which the code may draw.
+        begins: Whether the code may begin a pass over a loader or sampler that draws a seed for it.
         context: What the code calls the context.
     """
 
@@ -48,6 +50,7 @@ class Reach(CodeNames):
     holders: dict[int, Any] = field(default_factory=dict)
     hooks: dict[int, Any] = field(default_factory=dict)
     draws: set[str] = field(default_factory=set)
+    begins: bool = False
     context: str = ""
 
     def taken(self, called: str) -> set[str | None]:
@@ -90,7 +93,12 @@ class Reach(CodeNames):
         names = self.called.get(place.holder, {""})
         if place.holder in self.opaque:
             return any(self._calls(self.holders[place.holder], name) for name in names)
-        return "" in self.modifies or not self.modifies.isdisjoint(names)
+        changed = self.modifies | self.adds
+        if is_array(holder := self.holders[place.holder]):
+            changed |= self.fills
+        if isinstance(holder, defaultdict) and holder.default_factory:
+            changed |= self.subscripts  # of a key that is missing
+        return "" in changed or not changed.isdisjoint(names)
 
     def _calls(self, value: Any, called: str) -> bool:
         """Whether the code does more with an opaque object than to read attributes of it."""
