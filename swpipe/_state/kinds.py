@@ -128,3 +128,11 @@ def exporter_of(view: memoryview) -> Any:
         return view.obj
     except ValueError:
         return None
+
+
+def behind(proxy: Any) -> Any:
+    """The object that a weak proxy stands for; None if it is gone."""
+    try:
+        return getattr(proxy.__repr__, "__self__", None)
+    except ReferenceError:
+        return None

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from inspect import getattr_static
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -35,14 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swpipe._state.code_names import (
-    LENGTH,
-    SELF,
-    CodeNames,
-    modifies_argument,
-    read_code,
-    takes_first,
-)
+from swpipe._state.code_names import LENGTH, SELF, CodeNames, read_code, takes_first
 from swpipe._state.discovery import (
     MAX_ITEMS,
     PLAIN,
@@ -54,11 +46,12 @@ from swpipe._state.discovery import (
     is_generator,
     is_installed,
 )
-from swpipe._state.draws import TORCH, default_generator, draws_by, draws_seed, is_drawing
+from swpipe._state.draws import default_generator, draws_by, draws_seed
 from swpipe._state.kinds import (
     CACHE,
     CONTAINERS,
     NAMESPACES,
+    behind,
     exporter_of,
     is_array,
     is_unchanging,
@@ -133,7 +126,7 @@ class _Search:
         while self._ahead:
             step = self._ahead.popleft()
             if type(step.value) in weakref.ProxyTypes:  # it claims to be of the object's class
-                step = step._replace(value=_behind(step.value))
+                step = step._replace(value=behind(step.value))
             key = (id(step.value), step.called)
             if not isinstance(step.value, PLAIN) and key not in self._seen:
                 self._seen.add(key)
@@ -250,7 +243,7 @@ class _Search:
         function = getattr(step.value, "__func__", None)
         owner = getattr(step.value, "__self__", None)
         if function is None:  # written in C: of a list, or of a module
-            self._enter_library_function(step)
+            self._reach.add_library_function(step.value, step.called, step.owned)
             if owner is not None and not isinstance(owner, ModuleType | type):
                 self._reach.modifies |= {""} if isinstance(owner, CONTAINERS) else set()
                 self._ahead.append(step._replace(value=owner, called=""))
@@ -260,15 +253,6 @@ class _Search:
         if takes_first(code):
             called = SELF if code.co_varnames[:1] == (SELF,) else ""
             self._ahead.append(step._replace(value=owner, called=called))
-
-    def _enter_library_function(self, step: _Step) -> None:
-        """What it does is known by its own name, whatever the code calls it."""
-        function, reach = step.value, self._reach
-        if step.owned and step.called != function.__name__ and is_drawing(function):
-            reach.draws.add(TORCH)
-        of_container = getattr(function, "__objclass__", None) in CONTAINERS  # ``list.append``
-        if modifies_argument(function.__name__, of_container):
-            reach.modifies.add("")
 
     def _enter_container(self, step: _Step) -> None:
         value = step.value
@@ -293,7 +277,7 @@ class _Search:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         inner = [step._replace(value=one, called="") for one in vars(function).values()]
         if is_library_function(function):  # may call the user's functions that it was given
-            self._enter_library_function(step)
+            self._reach.add_library_function(step.value, step.called, step.owned)
             held = [content_of(cell) for _, cell in cells]
             given = [one for one in held if isinstance(one, FunctionType | MethodType | partial)]
             self._ahead += [step._replace(value=one, called="") for one in given] + inner
@@ -369,7 +353,7 @@ class _Search:
         value, taken, reach = step.value, self._taken(step), self._reach
         library = is_librarys(type(value)) and not isinstance(value, NAMESPACES)
         module = isinstance(value, torch.nn.Module)
-        if library and not module and step.hops < MAX_HOPS and self._is_only_read(step):
+        if library and not module and step.hops < MAX_HOPS and reach.only_reads(value, step.called):
             for name in taken & attributes_of(value).keys():
                 self._enter_attribute(step, str(name), attributes_of(value))
             return
@@ -380,7 +364,7 @@ class _Search:
         named = bool(step.called) and None not in reach.uses.get(step.called, {None})
         own = [] if library else list(methods_of(type(value), names, named and not methods))
         if own:
-            taken = taken | self._taken_by(own, type(value), taken)
+            taken = taken | reach.taken_by(own, type(value), taken)
         every = (library and not module) or partly or reach.stores_any
         of_module = _OF_MODULE if module else set[str]()
         held = attributes_of(value)
@@ -402,22 +386,6 @@ class _Search:
         for cls in type(value).__mro__:
             self._enter_class(cls, value, taken, step.path)
         self._ahead += [step._replace(value=function, called="") for function in own]
-
-    def _taken_by(
-        self, own: Sequence[FunctionType], cls: type, taken: set[str | None]
-    ) -> set[str | None]:
-        """What functions of a class take of its object, which they call ``self``, or otherwise."""
-        members = (getattr_static(cls, name, None) for name in taken if name)
-        otherwise = any(one.__code__.co_varnames[:1] != (SELF,) for one in own)
-        otherwise = otherwise or any(map(is_users_descriptor, members))
-        return self._reach.taken(SELF) | (self._reach.uses[""] if otherwise else set())
-
-    def _is_only_read(self, step: _Step) -> bool:
-        """Whether the code takes nothing but a length, and attributes that are no methods."""
-        named = self._reach.uses.get(step.called, {None})
-        names = (name for name in named if name and name != LENGTH)
-        static = (getattr_static(step.value, name, None) for name in names)
-        return bool(step.called) and None not in named and not any(map(callable, static))
 
     def _enter_attribute(self, step: _Step, name: str, held: Mapping[Any, Any]) -> None:
         path = f"{step.path}.{name}"
@@ -457,11 +425,3 @@ class _Search:
 
 
 _OF_MODULE = set(vars(torch.nn.Module()))
-
-
-def _behind(proxy: Any) -> Any:
-    """The object that a weak proxy stands for; None if it is gone."""
-    try:
-        return getattr(proxy.__repr__, "__self__", None)
-    except ReferenceError:
-        return None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
-from swpipe._state.code_names import CodeNames
+from swpipe._state.code_names import LENGTH, SELF, CodeNames, modifies_argument
 from swpipe._state.discovery import MAX_ITEMS, attributes_of, content_of, dict_of
+from swpipe._state.draws import TORCH, is_drawing
 from swpipe._state.kinds import CONTAINERS, content_value, identity, is_array
+from swpipe._state.owners import is_users_descriptor
 
 
 class PlaceId(NamedTuple):
@@ -58,6 +61,30 @@ class Reach(CodeNames):
         # What it takes nothing but attributes of gets no other name.
         named = self.uses.get(called, {None})
         return named if called and None not in named else named | self.uses[""]
+
+    def taken_by(
+        self, own: Sequence[FunctionType], cls: type, taken: set[str | None]
+    ) -> set[str | None]:
+        """What functions of a class take of its object, which they call ``self``, or otherwise."""
+        members = (getattr_static(cls, name, None) for name in taken if name)
+        otherwise = any(one.__code__.co_varnames[:1] != (SELF,) for one in own)
+        otherwise = otherwise or any(map(is_users_descriptor, members))
+        return self.taken(SELF) | (self.uses[""] if otherwise else set())
+
+    def only_reads(self, value: Any, called: str) -> bool:
+        """Whether the code takes nothing but a length, and attributes that are no methods."""
+        named = self.uses.get(called, {None})
+        names = (name for name in named if name and name != LENGTH)
+        static = (getattr_static(value, name, None) for name in names)
+        return bool(called) and None not in named and not any(map(callable, static))
+
+    def add_library_function(self, function: Any, called: str, owned: bool) -> None:
+        """What it does is known by its own name, whatever the code calls it."""
+        if owned and called != function.__name__ and is_drawing(function):
+            self.draws.add(TORCH)
+        of_container = getattr(function, "__objclass__", None) in CONTAINERS  # ``list.append``
+        if modifies_argument(function.__name__, of_container):
+            self.modifies.add("")
 
     def content(self, place: PlaceId) -> Any:
         """What the place holds now, or the container that it is; None if it holds nothing."""
