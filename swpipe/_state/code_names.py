@@ -10,10 +10,10 @@ from __future__ import annotations
 import dis
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
-from itertools import pairwise
 from types import CodeType
+from typing import Any
 
 SELF = "self"
 LENGTH = "__len__"
@@ -31,21 +31,23 @@ _MODIFY_ARGUMENTS = {
     "heappush", "heappop", "heapreplace", "heappushpop", "heapify", "insort", "insort_left",
     "insort_right", "shuffle", "copyto", "put", "at", "setitem", "delitem", "exec",
 }  # fmt: skip
+_FILL_ARGUMENTS = {
+    "pack_into", "readinto", "readinto1", "recv_into", "putmask", "place", "fill_diagonal",
+    "put_along_axis",
+}  # fmt: skip
+"""Functions and methods that write into an array that they are given."""
+
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")
 _IGNORED = ("CACHE", "PUSH_NULL", "PRECALL", "RESUME", "EXTENDED_ARG", "NOP")
 _SUBSCRIPT = {"STORE_SUBSCR": 1, "DELETE_SUBSCR": 1, "STORE_SLICE": 2}
 """How many values lie on the stack above the container."""
 
-_FRESH = (
-    "BUILD_LIST",
-    "BUILD_MAP",
-    "BUILD_SET",
-    "LIST_EXTEND",
-    "DICT_UPDATE",
-    "BINARY_OP",
-    "LOAD_CONST",
-)
+_BUILT = ("BUILD_LIST", "BUILD_MAP", "BUILD_SET", "LIST_EXTEND", "DICT_UPDATE")
+_FRESH = (*_BUILT, "BINARY_OP", "LOAD_CONST")
+_ARRAY_MAKERS = {
+    "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like",
+}  # fmt: skip
 _MAKERS = {"list", "dict", "set", "deque", "defaultdict", "OrderedDict", "Counter", "bytearray"}
 _BY_STRING = {
     "getattr",
@@ -63,7 +65,7 @@ _UNNAMED = {"super", "locals", "eval", "exec"}
 """Names of what takes local variables without naming them."""
 
 _UNGRADED = {"no_grad", "inference_mode", "set_grad_enabled", "data", "load_state_dict"}
-_CHANGE_TENSORS = {"load_state_dict", "reset_parameters", "reset_running_stats", "data", "out"}
+_CHANGE_TENSORS = {"load_state_dict", "reset_parameters", "reset_running_stats", "data"}
 
 
 @dataclass
@@ -77,6 +79,9 @@ class CodeNames:
         sets: Attributes of the context that are assigned to.
         stores_any: Whether it may assign to attributes by names that it computes.
         modifies: What the lists, dicts and arrays are called that it may modify.
+        adds: Names of variables and attributes that it may modify by operators such as ``+=``.
+        fills: What the arrays are called that functions may write into for it.
+        subscripts: What the objects are called of which it gets items.
         loaded: Names of globals.
         imported: Modules that are imported when it runs.
         names: All names of globals and attributes.
@@ -92,6 +97,9 @@ class CodeNames:
     sets: set[str] = field(default_factory=set)
     stores_any: bool = False
     modifies: set[str] = field(default_factory=set)
+    adds: set[str] = field(default_factory=set)
+    fills: set[str] = field(default_factory=set)
+    subscripts: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     imported: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
@@ -105,11 +113,14 @@ class CodeNames:
         """Add what other code does."""
         for name, taken in other.uses.items():
             self.uses.setdefault(name, set()).update(taken)
-        for each in ("stores", "sets", "strings", "modifies", "loaded", "imported", "names"):
+        for each in _SETS:
             getattr(self, each).update(getattr(other, each))
         self.stores_any |= other.stores_any
         self.changes_tensors |= other.changes_tensors
         self.ungraded |= other.ungraded
+
+
+_SETS = [one.name for one in fields(CodeNames) if one.default_factory is set]
 
 
 @cache
@@ -133,6 +144,11 @@ def takes_first(code: CodeType) -> bool:
     return any(first[0] in (one if isinstance(one, tuple) else (one,)) for one in used)
 
 
+def modifies_argument(name: str, of_container: bool) -> bool:
+    """Whether a function of this name, or a container's method, modifies what it is given."""
+    return name in _MODIFY_ARGUMENTS or (of_container and name in _MODIFIERS)
+
+
 class _Reader:
     """Reads the code of one function."""
 
@@ -140,7 +156,8 @@ class _Reader:
         self._code, self._context, self._found = code, context, found
         self._steps = [one for one in dis.get_instructions(code) if one.opname not in _IGNORED]
         arguments = set(code.co_varnames[: _arguments(code)]) - {context}
-        self._fresh = set(_fresh_variables(self._steps)) - arguments
+        self._fresh = set(_variables(self._steps, _FRESH)) - arguments
+        self._built = set(_variables(self._steps, _BUILT)) - arguments
         self._aliases = {*_alias_variables(self._steps), *arguments}
 
     def read(self) -> None:
@@ -148,6 +165,8 @@ class _Reader:
         found.names |= names
         if not _MODIFY_ARGUMENTS.isdisjoint(names):
             found.modifies.add("")
+        if not _FILL_ARGUMENTS.isdisjoint(names):
+            found.fills.add("")
         if not _BY_STRING.isdisjoint(names):
             strings = {one for one in self._code.co_consts if isinstance(one, str)}
             found.strings |= {one for one in strings if one.isidentifier()}
@@ -170,7 +189,8 @@ class _Reader:
             other = LENGTH if self._is_length(index) else None
             found.uses.setdefault(called or "", set()).add(one.argval if named else other)
         if attribute and one.argval in _MODIFIERS and not self._is_fresh(index - 1):
-            found.modifies.add(called or "")
+            of_type = self._steps[index - 1].opname == "LOAD_GLOBAL" and called in _MAKERS
+            found.modifies.add("" if of_type else called or "")  # ``list.append(log, value)``
         if name in _STORES:
             of_context = named and called == self._context != ""
             (found.sets if of_context else found.stores).add(one.argval)
@@ -180,16 +200,33 @@ class _Reader:
             if not self._is_fresh(at):
                 found.modifies.add(self._called(at) or "")
         if _is_in_place(one):
-            target = self._steps[index + 1]
-            of_attribute = self._steps[index + 2].opname == "STORE_ATTR"
-            found.changes_tensors |= not of_attribute and target.argval not in self._fresh
-            if target.opname == "STORE_FAST" and target.argval in self._aliases:
-                found.modifies.add("")  # of a list, it adds to the list
+            self._read_in_place(index)
+        if name == "BINARY_SUBSCR" and self._steps[index - 1].opname != "COPY":
+            found.subscripts.add(self._called(_begin(self._steps, index - 1) - 1) or "")
         if name in _GLOBALS:
             found.loaded.add(one.argval)
         if name == "IMPORT_NAME":
             found.imported.add(one.argval)
         return self._called(index)
+
+    def _read_in_place(self, index: int) -> None:
+        """An augmented assignment: of a list, it adds to the list."""
+        found, (target, *after) = self._found, self._steps[index + 1 : index + 4]
+        of_attribute = bool(after) and after[0].opname == "STORE_ATTR"
+        found.changes_tensors |= not of_attribute and target.argval not in self._fresh
+        if of_attribute or target.opname in _STORES:
+            found.adds.add((after[0] if of_attribute else target).argval)
+        elif target.opname != "STORE_FAST" or target.argval not in self._fresh:
+            alias = target.opname == "STORE_FAST" and target.argval in self._aliases
+            if alias or self._is_container(index - 1):
+                found.modifies.add("")
+
+    def _is_container(self, index: int) -> bool:
+        """Whether an instruction leaves a list, dict or set that the code has just made."""
+        one = self._steps[index]
+        return _makes(self._steps, index, _BUILT) or (
+            one.opname == "LOAD_FAST" and one.argval in self._built
+        )
 
     def _count(self, index: int, one: dis.Instruction, called: str | None) -> None:
         """Count what the code names, and the calls that pass a generator."""
@@ -199,9 +236,25 @@ class _Reader:
         if loads and isinstance(one.argval, str):
             found.counts[one.argval] += 1
         if one.opname == "KW_NAMES" and one.arg is not None:
-            found.with_generator += "generator" in self._code.co_consts[one.arg]
-        elif isinstance(one.argval, tuple):  # since Python 3.13
-            found.with_generator += "generator" in one.argval
+            self._read_keywords(index, self._code.co_consts[one.arg])
+        elif one.opname == "LOAD_CONST" and isinstance(one.argval, tuple):  # since Python 3.13
+            self._read_keywords(index, one.argval)
+
+    def _read_keywords(self, index: int, keywords: tuple[Any, ...]) -> None:
+        """Read what a call passes by keywords; the values lie before."""
+        found, at = self._found, index - 1
+        for keyword in reversed(keywords):
+            value = self._steps[at]
+            one_of_two = self._steps[at + 1].is_jump_target
+            given = value.opname != "LOAD_CONST" or one_of_two or bool(value.argval)
+            found.with_generator += keyword == "generator"
+            if keyword == "dropout_p" and given:
+                found.names.add(keyword)
+                found.counts[keyword] += 1
+            elif keyword == "out" and given and not self._is_fresh(at):
+                found.fills.add(called := self._called(at) or "")
+                found.changes_tensors |= not called
+            at = _begin(self._steps, at) - 1
 
     def _called(self, index: int) -> str | None:
         """What the value is called that an instruction leaves; None if it has no name."""
@@ -246,14 +299,15 @@ def _arguments(code: CodeType) -> int:
     return code.co_argcount + code.co_kwonlyargcount + varied
 
 
-def _fresh_variables(steps: Sequence[dis.Instruction]) -> Iterator[str]:
-    """Local variables that only get lists, dicts and results that the code makes."""
+def _variables(steps: Sequence[dis.Instruction], opnames: tuple[str, ...]) -> Iterator[str]:
+    """Local variables that only get what the code makes by some instructions."""
     other: set[str] = set()
     made: set[str] = set()
     for index, one in enumerate(steps):
         if one.opname == "STORE_FAST":
             if not _is_in_place(steps[index - 1]):
-                (made if _makes(steps, index - 1) else other).add(one.argval)
+                new = all(_makes(steps, at, opnames) for at in _arms(steps, index))
+                (made if new else other).add(one.argval)
         elif one.opname.startswith("STORE_FAST"):
             other.update(one.argval if isinstance(one.argval, tuple) else (one.argval,))
     yield from made - other
@@ -261,18 +315,35 @@ def _fresh_variables(steps: Sequence[dis.Instruction]) -> Iterator[str]:
 
 def _alias_variables(steps: Sequence[dis.Instruction]) -> Iterator[str]:
     """Local variables that get what something else holds, such as an attribute or an item."""
-    for before, one in pairwise(steps):
-        new = _is_in_place(before) or before.opname.startswith(("CALL", *_FRESH))
-        if one.opname == "STORE_FAST" and not new:
+    for index, one in enumerate(steps):
+        before = [steps[at] for at in _arms(steps, index)] if one.opname == "STORE_FAST" else []
+        new = (_is_in_place(each) or each.opname.startswith(("CALL", *_FRESH)) for each in before)
+        if not all(new):
             yield one.argval
 
 
-def _makes(steps: Sequence[dis.Instruction], index: int) -> bool:
+def _arms(steps: Sequence[dis.Instruction], index: int) -> Iterator[int]:
+    """The instructions that leave the value which is stored: of a condition, one in each arm."""
+    yield index - 1
+    for at, one in enumerate(steps if steps[index].is_jump_target else ()):
+        if "JUMP" in one.opname and one.argval == steps[index].offset:
+            before = [steps[at - number].opname for number in (1, 2)]
+            # Of ``or``, since Python 3.12, the value is copied for the jump.
+            yield at - 1 - sum(name in ("COPY", "TO_BOOL") for name in before)
+
+
+def _makes(steps: Sequence[dis.Instruction], index: int, opnames: tuple[str, ...]) -> bool:
     before = [steps[at].opname if at >= 0 else "" for at in (index, index - 1)]
     if before[0].startswith("CALL"):  # of a comprehension, or of a type without arguments
         made = before[1] == "LOAD_GLOBAL" and steps[index - 1].argval in _MAKERS
-        return before[1] == "GET_ITER" or made
-    return before[0] in _FRESH
+        return before[1] == "GET_ITER" or made or (opnames is _FRESH and _is_array(steps, index))
+    return before[0] in opnames
+
+
+def _is_array(steps: Sequence[dis.Instruction], index: int) -> bool:
+    """Whether a call makes an array or a tensor, such as ``torch.empty(2)``."""
+    begin = _begin(steps, index)
+    return steps[begin].opname == "LOAD_GLOBAL" and steps[begin + 1].argval in _ARRAY_MAKERS
 
 
 def _container(steps: Sequence[dis.Instruction], index: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from swpipe._state.code_names import CodeNames, read_code
 
@@ -18,14 +21,14 @@ _TORCH_NAMES = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
     "multinomial", "normal", "poisson", "binomial", "dropout", "dropout1d", "dropout2d",
     "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "gumbel_softmax",
-    "rrelu",
+    "rrelu", "dropout_p", "random_split",
     "fractional_max_pool2d", "fractional_max_pool3d", "reset_parameters", "manual_seed",
     "set_rng_state", "rsample", "sample",
     "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_",
     "log_normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_",
     "xavier_normal_", "orthogonal_", "sparse_", "dropout_", "rrelu_",
 }  # fmt: skip
-"""Names of functions and methods of torch that draw."""
+"""Names of functions and methods of torch that draw, and of an option."""
 
 _DRAWING_MODULES = (
     torch.nn.Dropout,
@@ -57,6 +60,31 @@ def draws_by(code: CodeNames, namespace: Mapping[str, Any]) -> Iterator[str]:
         yield PYTHON
     if "numpy.random" in roots or ("numpy" in roots and "random" in code.names):
         yield NUMPY
+
+
+def is_drawing(function: Any) -> bool:
+    """Whether a function or method of torch draws, by its own name."""
+    owner = getattr(function, "__objclass__", getattr(function, "__self__", None))
+    module = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
+    return function.__name__ in _TORCH_NAMES and module.partition(".")[0] == "torch"
+
+
+def default_generator(value: Any) -> Iterator[str]:
+    """What a generator is called that is Python's or numpy's default."""
+    numpy = sys.modules.get("numpy.random")
+    if value is getattr(random.random, "__self__", None):
+        yield PYTHON
+    elif numpy is not None and value is numpy.mtrand._rand:
+        yield NUMPY
+
+
+def draws_seed(value: Any) -> bool:
+    """Whether a pass over a loader or a sampler draws from torch's default generators."""
+    if isinstance(value, DataLoader):
+        return value.generator is None or draws_seed(value.sampler)
+    if isinstance(value, BatchSampler):
+        return draws_seed(value.sampler)
+    return isinstance(value, Sampler) and getattr(value, "generator", value) is None
 
 
 def _root(value: Any) -> str:

@@ -104,3 +104,37 @@ def referents(value: Any) -> list[Any]:
     skipped = (*UNCHANGING, type, ModuleType)
     methods = [one for one in gc.get_referents(value) if isinstance(one, BuiltinFunctionType)]
     return methods + [one for one in gc.get_referents(value) if not isinstance(one, skipped)]
+
+
+def results_of(function: Any) -> list[Any]:
+    """The results that the cache of a function holds; no code of the user's is run."""
+    if not function.cache_info().currsize:
+        return []
+    held = [one for one in gc.get_referents(function) if one is not function.__dict__]
+    caches = [one for one in held if type(one) is dict]
+    if function.cache_parameters()["maxsize"] is None:
+        return [result for cache in caches for result in cache.values()]
+    places = [one for one in caches if {type(each).__name__ for each in one.values()} == _PLACE]
+    others = [function.__wrapped__, *places, *(key for one in places for key in one)]
+    skipped = {id(one) for one in others}
+    return [one for one in held if id(one) not in skipped and type(one) not in (object, type)]
+
+
+_PLACE = {"_lru_list_elem"}
+"""What the cache of a size holds for a key: the function itself refers to the results."""
+
+
+def exporter_of(view: memoryview) -> Any:
+    """What a view shows the memory of; None if it was released."""
+    try:
+        return view.obj
+    except ValueError:
+        return None
+
+
+def behind(proxy: Any) -> Any:
+    """The object that a weak proxy stands for; None if it is gone."""
+    try:
+        return getattr(proxy.__repr__, "__self__", None)
+    except ReferenceError:
+        return None

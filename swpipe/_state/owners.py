@@ -10,13 +10,14 @@ from abc import ABC
 from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property, partial
+from inspect import getattr_static
 from types import FunctionType, MethodType
 from typing import Any, Generic, Protocol
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from swpipe._state.discovery import is_foreign, is_installed
+from swpipe._state.discovery import CACHE, is_foreign, is_installed
 from swpipe._state.kinds import CONTAINERS, NAMESPACES
 
 _NOT_CALLED = {
@@ -60,7 +61,12 @@ def is_of_user(value: Any) -> bool:
 
 def is_cover(cls: type) -> bool:
     """Whether a library's class is known to be nothing but a cover of what its objects hold."""
-    return cls.__module__ in ("tempfile", "csv", "multiprocessing.sharedctypes")
+    return cls.__module__ in _COVERS
+
+
+_COVERS = (
+    "tempfile", "csv", "multiprocessing.sharedctypes", "collections", "weakref", "_weakrefset",
+)  # fmt: skip
 
 
 def is_partly_librarys(cls: type) -> bool:
@@ -94,6 +100,21 @@ def _is_generated(function: FunctionType) -> bool:
     return function.__code__.co_filename == "<string>"
 
 
+def is_users_descriptor(member: Any) -> bool:
+    """Whether a member of a class is an object of the user's that gives or sets a value."""
+    return hasattr(type(member), "__get__") and not is_librarys(type(member))
+
+
+def constructors_of(cls: type) -> Iterator[FunctionType]:
+    """The user's functions that run when a class is called."""
+    called = [getattr_static(type(cls), "__call__", None)]
+    names = ("__new__", "__init__", "__post_init__")
+    called += [vars(base).get(name) for base in cls.__mro__ for name in names]
+    yield from (
+        one for each in called for one in functions_of(each) if not is_library_function(one)
+    )
+
+
 def functions_of(member: Any) -> Iterator[FunctionType]:
     """The functions behind a member of a class."""
     if isinstance(member, property):
@@ -101,9 +122,11 @@ def functions_of(member: Any) -> Iterator[FunctionType]:
         yield from (one for one in parts if isinstance(one, FunctionType))
     elif isinstance(member, cached_property):
         yield from functions_of(member.func)
-    elif hasattr(type(member), "__set__") and not is_librarys(type(member)):
-        for each in ("__get__", "__set__", "__delete__"):  # a descriptor of the user's
-            yield from functions_of(vars(type(member)).get(each))
+    elif isinstance(member, CACHE):
+        yield from functions_of(member.__wrapped__)
+    elif is_users_descriptor(member):
+        for each in ("__get__", "__set__", "__delete__"):
+            yield from functions_of(getattr_static(type(member), each, None))
     else:
         member = getattr(member, "__func__", member)
         if isinstance(member, FunctionType):

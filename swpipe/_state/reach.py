@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import getattr_static
 from types import (
@@ -26,6 +27,7 @@ from types import (
     CodeType,
     FunctionType,
     GeneratorType,
+    MethodDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -33,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swpipe._state.code_names import LENGTH, SELF, read_code, takes_first
+from swpipe._state.code_names import LENGTH, SELF, CodeNames, read_code, takes_first
 from swpipe._state.discovery import (
     CACHE,
     MAX_ITEMS,
@@ -46,21 +48,26 @@ from swpipe._state.discovery import (
     is_generator,
     is_installed,
 )
-from swpipe._state.draws import draws_by
+from swpipe._state.draws import default_generator, draws_by, draws_seed
 from swpipe._state.kinds import (
     CONTAINERS,
     NAMESPACES,
+    behind,
+    exporter_of,
     is_array,
     is_unchanging,
     referents,
+    results_of,
 )
 from swpipe._state.owners import (
+    constructors_of,
     functions_of,
     is_cover,
     is_library_function,
     is_librarys,
     is_of_user,
     is_partly_librarys,
+    is_users_descriptor,
     methods_of,
 )
 from swpipe._state.reached import PlaceId, Reach
@@ -131,6 +138,8 @@ class _Search:
         self._ahead += [_Step("", "", one) for one in (fn, *also)]
         while self._ahead:
             step = self._ahead.popleft()
+            if type(step.value) in weakref.ProxyTypes:  # it claims to be of the object's class
+                step = step._replace(value=behind(step.value))
             key = (id(step.value), step.called)
             if not isinstance(step.value, PLAIN) and key not in self._seen:
                 self._seen.add(key)
@@ -158,12 +167,13 @@ class _Search:
         value = step.value
         if isinstance(value, (*WHOLE, random.Random)) or is_generator(value):
             self._enter_whole(step)
-        elif isinstance(value, MethodType | BuiltinFunctionType):
+        elif isinstance(value, MethodType | BuiltinFunctionType | MethodDescriptorType):
             self._enter_method(step)
         elif isinstance(value, FunctionType):
             self._enter_function(step)
         elif isinstance(value, CACHE):
-            self._ahead.append(step._replace(value=value.__wrapped__))
+            inside = (value.__wrapped__, *results_of(value))
+            self._ahead += [step._replace(value=one, called="") for one in inside]
         elif isinstance(value, partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self._ahead.append(step._replace(value=item, called=""))
@@ -171,6 +181,8 @@ class _Search:
             self._enter_container(step)
         elif isinstance(value, type):
             self._enter_class(value, value, self._taken(step), step.path)
+            if None in self._taken(step):
+                self._enter_constructors(value)
         elif isinstance(value, ModuleType):
             self._enter_module_names(step)
         elif not is_unchanging(value):
@@ -180,6 +192,9 @@ class _Search:
         value = step.value
         if is_array(value):
             self._place(step, value, "", step.path)
+            self._ahead.append(step._replace(value=getattr(value, "base", None)))
+        elif isinstance(value, memoryview):
+            self._ahead.append(step._replace(value=exporter_of(value)))
         elif isinstance(value, weakref.ref):
             self._ahead.append(step._replace(value=value()))
         elif isinstance(value, GeneratorType):
@@ -203,6 +218,7 @@ class _Search:
     def _enter_whole(self, step: _Step) -> None:
         value = step.value
         self._reach.wholes.setdefault(id(value), set()).add(step.called)
+        self._reach.draws.update(default_generator(value))
         if isinstance(value, torch.nn.Module):
             self._enter_object(step)
             if None in self._taken(step):
@@ -237,14 +253,16 @@ class _Search:
         return users
 
     def _enter_method(self, step: _Step) -> None:
-        function, owner = getattr(step.value, "__func__", None), step.value.__self__
+        function = getattr(step.value, "__func__", None)
+        owner = getattr(step.value, "__self__", None)
         if function is None:  # written in C: of a list, or of a module
+            self._reach.add_library_function(step.value, step.called, step.owned)
             if owner is not None and not isinstance(owner, ModuleType | type):
                 self._reach.modifies |= {""} if isinstance(owner, CONTAINERS) else set()
                 self._ahead.append(step._replace(value=owner, called=""))
             return
         self._ahead.append(step._replace(value=function))
-        code = getattr(function, "__code__", _NO_CODE)
+        code = function.__code__ if isinstance(function, FunctionType) else _NO_CODE
         if takes_first(code):
             called = SELF if code.co_varnames[:1] == (SELF,) else ""
             self._ahead.append(step._replace(value=owner, called=called))
@@ -267,13 +285,14 @@ class _Search:
         if not is_foreign(type(value).__module__):
             self._enter_object(step)
 
-    def _enter_function(self, step: _Step) -> None:
+    def _enter_function(self, step: _Step, names: CodeNames | None = None) -> None:
         function: FunctionType = step.value
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         inner = [step._replace(value=one, called="") for one in vars(function).values()]
         if is_library_function(function):  # may call the user's functions that it was given
-            found = [content_of(cell) for _, cell in cells]
-            given = [one for one in found if isinstance(one, FunctionType | MethodType | partial)]
+            self._reach.add_library_function(step.value, step.called, step.owned)
+            held = [content_of(cell) for _, cell in cells]
+            given = [one for one in held if isinstance(one, FunctionType | MethodType | partial)]
             self._ahead += [step._replace(value=one, called="") for one in given] + inner
             self._reach.ungraded |= bool(given)  # such as ``torch.no_grad``
             return
@@ -289,7 +308,7 @@ class _Search:
             if not hasattr(FunctionType, name):
                 self._place(step, function, name, f"{step.path}.{name}")
         self._ahead += inner
-        self._enter_code(function.__code__, function.__globals__)
+        self._enter_code(function.__code__, function.__globals__, names)
 
     def _enter_generator(self, step: _Step) -> None:
         generator: GeneratorType[Any, Any, Any] = step.value
@@ -302,8 +321,22 @@ class _Search:
                 if isinstance(one, FunctionType) and one.__code__ is generator.gi_code:
                     self._enter_function(step._replace(value=one))
 
-    def _enter_code(self, code: CodeType, namespace: dict[str, Any]) -> None:
-        found = read_code(code, self._reach.context)
+    def _enter_constructors(self, cls: type) -> None:
+        """What runs when a class is called; what it does to the new object concerns nobody else."""
+        for function in () if is_librarys(cls) else constructors_of(cls):
+            step, code = _Step("", "", function), function.__code__
+            if function.__name__ in ("__init__", "__post_init__"):
+                new = "".join(code.co_varnames[:1])
+                found = read_code(code, new)
+                uses = {name: taken for name, taken in found.uses.items() if name != new}
+                self._enter_function(step, replace(found, sets=set(), uses=uses))
+            else:
+                self._enter_function(step)
+
+    def _enter_code(
+        self, code: CodeType, namespace: dict[str, Any], found: CodeNames | None = None
+    ) -> None:
+        found = found or read_code(code, self._reach.context)
         self._reach.add(found)
         self._reach.draws.update(draws_by(found, namespace))
         by_string = {str(n) for n in found.uses[""] if "globals" in found.names}
@@ -333,7 +366,7 @@ class _Search:
         value, taken, reach = step.value, self._taken(step), self._reach
         library = is_librarys(type(value)) and not isinstance(value, NAMESPACES)
         module = isinstance(value, torch.nn.Module)
-        if library and not module and step.hops < MAX_HOPS and self._is_only_read(step):
+        if library and not module and step.hops < MAX_HOPS and reach.only_reads(value, step.called):
             for name in taken & attributes_of(value).keys():
                 self._enter_attribute(step, str(name), attributes_of(value))
             return
@@ -343,10 +376,8 @@ class _Search:
         names = None if partly else taken.union(methods)
         named = bool(step.called) and None not in reach.uses.get(step.called, {None})
         own = [] if library else list(methods_of(type(value), names, named and not methods))
-        if own:  # to them the object is ``self``, whatever others call it
-            taken = taken | reach.taken(SELF)
-            if any(one.__code__.co_varnames[:1] != (SELF,) for one in own):
-                taken = taken | reach.uses[""]
+        if own:
+            taken = taken | reach.taken_by(own, type(value), taken)
         every = (library and not module) or partly or reach.stores_any
         of_module = _OF_MODULE if module else set[str]()
         held = attributes_of(value)
@@ -369,19 +400,13 @@ class _Search:
             self._enter_class(cls, value, taken, step.path)
         self._ahead += [step._replace(value=function, called="") for function in own]
 
-    def _is_only_read(self, step: _Step) -> bool:
-        """Whether the code takes nothing but a length, and attributes that are no methods."""
-        named = self._reach.uses.get(step.called, {None})
-        names = (name for name in named if name and name != LENGTH)
-        static = (getattr_static(step.value, name, None) for name in names)
-        return bool(step.called) and None not in named and not any(map(callable, static))
-
     def _enter_attribute(self, step: _Step, name: str, held: Mapping[Any, Any]) -> None:
         path = f"{step.path}.{name}"
         self._place(step, step.value, name, path)
         self._ahead.append(_Step(path, name, held[name], step.hops, step.owned))
 
     def _enter_opaque(self, step: _Step) -> None:
+        self._reach.begins |= step.owned and draws_seed(step.value)
         self._reach.opaque.add(id(step.value))
         self._place(step, step.value, "", step.path)
 
@@ -401,6 +426,10 @@ class _Search:
             if not name or (name.startswith("__") and name.endswith("__")):
                 continue
             member = vars(cls)[name]
+            if isinstance(member, CACHE):
+                self._ahead.append(_Step(path, "", member))
+            elif is_users_descriptor(member):
+                self._ahead.append(_Step(f"{path}.{name}", SELF, member))
             if not hasattr(type(member), "__get__"):
                 called = f"{path or cls.__name__}.{name}"
                 for holder in (cls, owner):

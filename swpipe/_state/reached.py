@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
-from swpipe._state.code_names import CodeNames
+from swpipe._state.code_names import LENGTH, SELF, CodeNames, modifies_argument
 from swpipe._state.discovery import MAX_ITEMS, attributes_of, content_of, dict_of
-from swpipe._state.kinds import CONTAINERS, content_value, identity
+from swpipe._state.draws import TORCH, is_drawing
+from swpipe._state.kinds import CONTAINERS, content_value, identity, is_array
+from swpipe._state.owners import is_users_descriptor
 
 
 class PlaceId(NamedTuple):
@@ -36,6 +40,7 @@ class Reach(CodeNames):
         holders: Everything found, by id, so that ids stay valid.
         hooks: Functions that autograd calls during backward.
         draws: Default generators from which the code may draw.
+        begins: Whether the code may begin a pass over a loader or sampler that draws a seed for it.
         context: What the code calls the context.
     """
 
@@ -48,6 +53,7 @@ class Reach(CodeNames):
     holders: dict[int, Any] = field(default_factory=dict)
     hooks: dict[int, Any] = field(default_factory=dict)
     draws: set[str] = field(default_factory=set)
+    begins: bool = False
     context: str = ""
 
     def taken(self, called: str) -> set[str | None]:
@@ -55,6 +61,30 @@ class Reach(CodeNames):
         # What it takes nothing but attributes of gets no other name.
         named = self.uses.get(called, {None})
         return named if called and None not in named else named | self.uses[""]
+
+    def taken_by(
+        self, own: Sequence[FunctionType], cls: type, taken: set[str | None]
+    ) -> set[str | None]:
+        """What functions of a class take of its object, which they call ``self``, or otherwise."""
+        members = (getattr_static(cls, name, None) for name in taken if name)
+        otherwise = any(one.__code__.co_varnames[:1] != (SELF,) for one in own)
+        otherwise = otherwise or any(map(is_users_descriptor, members))
+        return self.taken(SELF) | (self.uses[""] if otherwise else set())
+
+    def only_reads(self, value: Any, called: str) -> bool:
+        """Whether the code takes nothing but a length, and attributes that are no methods."""
+        named = self.uses.get(called, {None})
+        names = (name for name in named if name and name != LENGTH)
+        static = (getattr_static(value, name, None) for name in names)
+        return bool(called) and None not in named and not any(map(callable, static))
+
+    def add_library_function(self, function: Any, called: str, owned: bool) -> None:
+        """What it does is known by its own name, whatever the code calls it."""
+        if owned and called != function.__name__ and is_drawing(function):
+            self.draws.add(TORCH)
+        of_container = getattr(function, "__objclass__", None) in CONTAINERS  # ``list.append``
+        if modifies_argument(function.__name__, of_container):
+            self.modifies.add("")
 
     def content(self, place: PlaceId) -> Any:
         """What the place holds now, or the container that it is; None if it holds nothing."""
@@ -90,7 +120,12 @@ class Reach(CodeNames):
         names = self.called.get(place.holder, {""})
         if place.holder in self.opaque:
             return any(self._calls(self.holders[place.holder], name) for name in names)
-        return "" in self.modifies or not self.modifies.isdisjoint(names)
+        changed = self.modifies | self.adds
+        if is_array(holder := self.holders[place.holder]):
+            changed |= self.fills
+        if isinstance(holder, defaultdict) and holder.default_factory:
+            changed |= self.subscripts  # of a key that is missing
+        return "" in changed or not changed.isdisjoint(names)
 
     def _calls(self, value: Any, called: str) -> bool:
         """Whether the code does more with an opaque object than to read attributes of it."""

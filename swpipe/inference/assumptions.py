@@ -100,7 +100,9 @@ def find_assumptions(
                 inside = items.gradients_of(one) if harmless else items.of(one)
                 assumed.items |= dict.fromkeys(inside, WRITE if harmless else READ_WRITE)
             else:
-                assumed.items |= dict.fromkeys(items.changeable(one, seen, reach), READ_WRITE)
+                assumed.items |= dict.fromkeys(
+                    items.changeable(one, called, seen, reach), READ_WRITE
+                )
         if task.name in own:
             assumed.items |= dict.fromkeys(_draws(task, reach, bool(assumed.reasons)), READ_WRITE)
         for item, access in accesses_by_arrays(reach, reached):
@@ -180,9 +182,12 @@ class _ItemsOf:
             return set()
         return {item for item in self.of(owner) if item.kind == "gradients"}
 
-    def changeable(self, owner: Any, seen: TaskAccesses, reach: Reach) -> set[StateItem]:
+    def changeable(
+        self, owner: Any, called: set[str], seen: TaskAccesses, reach: Reach
+    ) -> set[StateItem]:
         """Items of a module or tensor that a task read, and may modify in other iterations."""
-        if not reach.changes_tensors or isinstance(owner, torch.optim.Optimizer):
+        changes = reach.changes_tensors or not called.isdisjoint(reach.adds | (reach.fills - {""}))
+        if not changes or isinstance(owner, torch.optim.Optimizer):
             return set()
         kinds = ("parameters", "buffers", DECLARED, "")
         if any(access.writes and item.kind in kinds for item, access in seen.items.items()):
@@ -235,7 +240,7 @@ def _draws(task: PipelineTask, reach: Reach, unsure: bool) -> Iterator[StateItem
     wholes = [reach.holders[owner] for owner in reach.wholes]
     modules = [one for one in wholes if isinstance(one, torch.nn.Module)] if unsure else []
     drawn = modules_draw(inner for one in modules for inner in modules_in(one))
-    for name in sorted(reach.draws | ({TORCH} if drawn else set())):
+    for name in sorted(reach.draws | ({TORCH} if drawn or reach.begins else set())):
         if not (task.random and name == TORCH):  # then it has states of its own
             yield StateItem(name, name, "")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swpipe._state.kinds import is_array
-from swpipe._state.reached import Reach
+from swpipe._state.reached import PlaceId, Reach
 from swpipe.core.effects import Effects, EffectTable, Location, conflicts
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
@@ -140,7 +140,8 @@ def _shared_arrays(loader: Reach, reaches: Mapping[str, Reach]) -> Iterator[str]
     """Arrays that the loader may read and a task may modify."""
     arrays = {number for number, one in loader.holders.items() if is_array(one)}
     for task, reach in reaches.items():
-        if reach.modifies and arrays & reach.holders.keys():
+        shared = arrays & reach.holders.keys()
+        if shared and (reach.modifies or any(reach.may_change(PlaceId(n, "")) for n in shared)):
             yield f"The loader and {task!r} may both use an array, so a batch is pulled after it."
 
 

@@ -14,6 +14,7 @@ import itertools
 import os
 import queue
 import random
+import struct
 import threading
 import types
 import weakref
@@ -24,15 +25,27 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from swpipe import PipelineTask
 from swpipe._state.reach import reach_of, reaches_of
-from swpipe._state.reached import PlaceId, Reach
+from swpipe._state.reached import Reach
 
 Pair = tuple[Callable[[Any], object], Callable[[Any], object]]
 PAIRS: dict[str, Callable[[], Pair]] = {}
 RATE = 1.0
+
+noise, bernoulli = torch.rand, torch.Tensor.bernoulli
+numbers = types.SimpleNamespace(python=random.random, numpy=np.random.rand)
 HELD = [1]
 
 
@@ -480,6 +493,344 @@ def a_function_of_autograd_in_another_tasks_backward() -> Pair:
     return lambda ctx: ctx.loss.backward(), lambda ctx: (Scale.apply(ctx.x), Scale.backwards)
 
 
+def kept_by(value: Any, change: Callable[[Any], object]) -> Pair:
+    """A pair over one value, of which only the second function is given the value itself."""
+    held = Holder()
+    held._rate = value
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            change(held)
+
+    return note, lambda ctx: sum(value)
+
+
+@pair
+def a_list_added_to() -> Pair:
+    def change(held: Any) -> None:
+        held._rate += [2.0]
+
+    return kept_by([1.0], change)
+
+
+@pair
+def an_array_scaled() -> Pair:
+    def change(held: Any) -> None:
+        held._rate *= 0.5
+
+    return kept_by(np.ones(3), change)
+
+
+@pair
+def a_list_under_a_condition() -> Pair:
+    history = [1.0]
+
+    def note(ctx: Any) -> None:
+        log = history if ctx.loss < 1 else None
+        if log is not None:
+            log.append(2.0)
+
+    return note, lambda ctx: sum(history)
+
+
+@pair
+def a_dictionary_or_another() -> Pair:
+    counts = {"n": 0}
+
+    def note(ctx: Any) -> None:
+        mine = counts or {}
+        if ctx.loss < 1:
+            mine["n"] = 1
+
+    return note, lambda ctx: counts["n"]
+
+
+@pair
+def a_list_that_a_call_returns() -> Pair:
+    logs = {"a": [1.0]}
+
+    def change(held: Any, ctx: Any) -> None:
+        log = held.get("a")
+        log += [2.0]
+
+    return changing(logs, change, lambda held: sum(held["a"]))
+
+
+@pair
+def a_list_added_to_by_an_item() -> Pair:
+    logs = {"a": [1.0]}
+    (log,) = logs.values()
+
+    def note(ctx: Any) -> None:
+        new = [2.0]
+        if ctx.loss < 1:
+            logs["a"] += new
+
+    return note, lambda ctx: sum(log)
+
+
+@pair
+def a_method_of_a_type() -> Pair:
+    log = [1.0]
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            list.append(log, 2.0)
+
+    return note, lambda ctx: sum(log)
+
+
+@pair
+def a_method_under_another_name() -> Pair:
+    log, add = [1.0], list.append
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            add(log, 2.0)
+
+    return note, lambda ctx: sum(log)
+
+
+@pair
+def an_array_that_a_function_writes_to() -> Pair:
+    rates = np.ones(3)
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            np.multiply(rates, 0.5, out=rates)
+
+    return note, lambda ctx: rates.sum()
+
+
+@pair
+def an_array_that_a_function_masks() -> Pair:
+    return changing(np.ones(3), lambda held, ctx: np.putmask(held, held > 0, 2), np.sum)
+
+
+@pair
+def a_buffer_that_is_packed_into() -> Pair:
+    return changing(bytearray(8), lambda held, ctx: struct.pack_into("d", held, 0, ctx.x), bytes)
+
+
+@pair
+def a_view_of_a_buffer() -> Pair:
+    buffer = bytearray(8)
+    view = memoryview(buffer).cast("d")
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            view[0] = 1.0
+
+    return note, lambda ctx: bytes(buffer)
+
+
+@pair
+def a_view_of_an_array() -> Pair:
+    rates = np.ones(3)
+    first = rates[:1]
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            first[0] = 2.0
+
+    return note, lambda ctx: rates.sum()
+
+
+@pair
+def a_vocabulary() -> Pair:
+    ids: Any = collections.defaultdict(itertools.count().__next__)
+    return lambda ctx: [ids[word] for word in ctx.words], lambda ctx: len(ids)
+
+
+@pair
+def a_cached_result() -> Pair:
+    @functools.cache
+    def counts() -> dict[str, int]:
+        return {"n": 0}
+
+    counts()
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            counts()["n"] += 1
+
+    return note, lambda ctx: counts()["n"]
+
+
+@pair
+def a_result_in_a_cache_of_a_size() -> Pair:
+    @functools.lru_cache(maxsize=4)
+    def counts(name: str) -> dict[str, int]:
+        return {"n": 0}
+
+    counts("a")
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            counts("a")["n"] += 1
+
+    return note, lambda ctx: counts("a")["n"]
+
+
+class Masks:
+    """A user's object that makes each of its masks once."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    @functools.lru_cache  # noqa: B019
+    def get(self, rows: int) -> list[int]:
+        """A new one."""
+        self.made.append(rows)
+        return [rows]
+
+
+@pair
+def a_cached_method() -> Pair:
+    masks = Masks()
+    made = masks.made
+    return lambda ctx: masks.get(ctx.rows), lambda ctx: len(made)
+
+
+@pair
+def a_result_of_a_cached_method() -> Pair:
+    masks = Masks()
+    mask = masks.get(3)
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            masks.get(3).append(4)
+
+    return note, lambda ctx: mask[0]
+
+
+@pair
+def a_weak_proxy() -> Pair:
+    held = Holder()
+    proxy = weakref.proxy(held)
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            proxy._rate = 2.0
+
+    return note, lambda ctx: held._rate
+
+
+@pair
+def a_singleton() -> Pair:
+    class Registry:
+        made: Any = None
+
+        def __new__(cls) -> Any:
+            if cls.made is None:
+                cls.made = super().__new__(cls)
+                cls.made.best = 0.0
+            return cls.made
+
+    registry = Registry()
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            Registry().best = 1.0
+
+    return note, lambda ctx: registry.best
+
+
+@pair
+def a_singleton_by_its_metaclass() -> Pair:
+    class Single(type):
+        made: ClassVar[dict[Any, Any]] = {}
+
+        def __call__(cls) -> Any:
+            if cls not in cls.made:
+                cls.made[cls] = super().__call__()
+            return cls.made[cls]
+
+    class Registry(metaclass=Single):
+        def __init__(self) -> None:
+            self.best = 0.0
+
+    registry = Registry()
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            Registry().best = 1.0
+
+    return note, lambda ctx: registry.best
+
+
+@pair
+def a_count_of_objects() -> Pair:
+    made = [0]
+
+    class Row:
+        def __init__(self, value: Any) -> None:
+            made[0] += 1
+            self.value = value
+
+    return lambda ctx: Row(ctx.x), lambda ctx: made[0]
+
+
+class PerObject:
+    """A descriptor that keeps the values itself."""
+
+    def __init__(self) -> None:
+        self.values: Any = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner: Any, cls: Any) -> Any:
+        return self.values.get(owner, 1.0)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self.values[owner] = value
+
+
+class Described:
+    """A user's object with one."""
+
+    rate = PerObject()
+
+
+@pair
+def a_value_of_a_descriptor() -> Pair:
+    def change(held: Described, ctx: Any) -> None:
+        held.rate = 2.0
+
+    return changing(Described(), change, lambda held: held.rate)
+
+
+class OfTheObject:
+    """A descriptor that keeps the value in an attribute of the object."""
+
+    def __init__(self) -> None:
+        self.unit = 1.0
+
+    def __get__(self, owner: Any, cls: Any) -> Any:
+        return owner.kept * self.unit
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.kept = value
+
+
+class Keeping:
+    """A user's object with one."""
+
+    rate = OfTheObject()
+
+    def __init__(self) -> None:
+        self.kept = 1.0
+
+
+@pair
+def a_descriptor_of_an_attribute() -> Pair:
+    held = Keeping()
+
+    def note(ctx: Any) -> None:
+        if ctx.loss < 1:
+            held.rate = 2.0
+
+    return note, lambda ctx: held.kept
+
+
 def reaches(note: Callable[[Any], object], use: Callable[[Any], object]) -> tuple[Reach, Reach]:
     """What the two functions reach, as tasks of one loop."""
     found = reaches_of([PipelineTask("note", note), PipelineTask("use", use)])
@@ -493,12 +844,20 @@ def test_what_may_be_changed_is_shared(make: Callable[[], Pair]) -> None:
     assert [place for place in note.places.keys() & use.places.keys() if note.may_change(place)]
 
 
+class Row:
+    """A user's object that tasks make."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = self.scale = value
+
+
 CONFIG: Any = {"scale": 2.0, "names": ["a"]}
 
 
 def reading_only() -> dict[str, Pair]:
     """Pairs of functions of which none changes what both use."""
     settings, table = types.SimpleNamespace(scale=2.0), np.ones(3)
+    groups: Any = collections.defaultdict(list)
     device = torch.device("cpu")
 
     def fill(ctx: Any) -> None:
@@ -508,9 +867,17 @@ def reading_only() -> dict[str, Pair]:
         rows.append("b")
         ctx.out, ctx.rows = out, rows
         ctx.features["y"] = table[0] + settings.scale
+        mine = [] if ctx.x is None else {}
+        mine += rows
+        total = sum(ctx.rows)
+        total += len(rows)
+        into = np.empty(3)
+        np.add(table, 1, out=into)
+        ctx.sums["n"] += Row(total).value + len(groups.get(0, []))
 
     def read(ctx: Any) -> object:
         ctx.moved = ctx.batch.to(device)
+        ctx.group, ctx.row = groups.get(1), Row(2).value
         return CONFIG["scale"], CONFIG["names"], table.sum(), settings.scale
 
     return {"a configuration": (fill, read)}
@@ -532,22 +899,52 @@ def test_what_is_only_read_is_not_taken_for_changed(name: str) -> None:
         (lambda ctx: torch.randn(2), "torch's default generators"),
         (lambda ctx: ctx.x.bernoulli_(), "torch's default generators"),
         (lambda ctx: nn.Linear(1, 1), "torch's default generators"),
+        (lambda ctx: noise(2), "torch's default generators"),
+        (lambda ctx: drop(ctx.x), "torch's default generators"),
+        (lambda ctx: bernoulli(ctx.x), "torch's default generators"),
+        (lambda ctx: numbers.python(), "Python's default generator"),
+        (lambda ctx: numbers.numpy(2), "numpy's default generator"),
+        (lambda ctx: attend(ctx.x, ctx.x, ctx.x, dropout_p=0.1), "torch's default generators"),
     ],
 )
 def test_code_that_draws_is_known(draw: Callable[[Any], object], generator: str) -> None:
     """By the names of modules, functions and methods; other code draws from none."""
-    drawing, other = reaches(draw, lambda ctx: ctx.x.sum())
+    drawing, other = reaches(draw, lambda ctx: attend(ctx.x, ctx.x, ctx.x, dropout_p=0.0))
     assert generator in drawing.draws
     assert other.draws == set()
 
 
-def test_a_cache_of_a_function_is_no_state_that_tasks_share() -> None:
-    """Its results are those of the function, which is searched."""
+VALUES = TensorDataset(torch.arange(4.0))
+SEEDED = torch.Generator()
 
-    @functools.cache
-    def table() -> list[int]:
-        return HELD
 
-    reach = reach_of(PipelineTask("task", lambda ctx: table()))
-    assert PlaceId(id(HELD), "") in reach.places
-    assert id(table) not in reach.opaque
+@pytest.mark.parametrize(
+    ("held", "draws"),
+    [
+        (DataLoader(VALUES), True),
+        (DataLoader(VALUES, generator=SEEDED), False),
+        (RandomSampler(VALUES), True),
+        (RandomSampler(VALUES, generator=SEEDED), False),
+        (BatchSampler(RandomSampler(VALUES), 2, False), True),
+        (SequentialSampler(VALUES), False),
+    ],
+)
+def test_a_pass_over_a_loader_draws_a_seed(held: Any, draws: bool) -> None:
+    """Unless it has a generator of its own; to look at the loader draws nothing."""
+    passing, looking = reaches(lambda ctx: list(held), lambda ctx: len(held))
+    assert passing.begins is draws
+    assert not looking.begins
+
+
+@pytest.mark.parametrize("caching", [functools.cache, functools.lru_cache(maxsize=4)])
+def test_a_cache_of_a_function_is_no_state_that_tasks_share(caching: Any) -> None:
+    """Its function is searched, and so are the results that it holds."""
+    table = caching(lambda row: [row, *HELD])
+    task = PipelineTask("task", lambda ctx: table(ctx.row))
+
+    def containers() -> set[int]:
+        return {place.holder for place in reach_of(task).places if not place.name}
+
+    assert containers() == {id(HELD)}
+    result = table(1)
+    assert containers() == {id(HELD), id(result)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -35,6 +36,28 @@ class Slotted(Base):
     """An object without attributes."""
 
     __slots__ = ()
+
+
+class PerObject:
+    """A descriptor that keeps the numbers of all objects."""
+
+    def __init__(self) -> None:
+        self.numbers: Any = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner: Any, cls: Any) -> Any:
+        return self.numbers.get(owner, 0)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self.numbers[owner] = value
+
+
+class Described:
+    """Found as an object with one."""
+
+    steps = PerObject()
+
+    def __call__(self, ctx: Any) -> None:
+        self.steps += 1
 
 
 class Named(Base):
@@ -86,3 +109,12 @@ def test_what_a_class_keeps_comes_back(make: Callable[[], Callable[[Any], object
     saved.restore()
     assert (Base.steps, Base.seen) == (before, seen)
     assert Base.seen is held
+
+
+def test_what_a_descriptor_keeps_comes_back() -> None:
+    """It belongs to the class; what it has for each object is in a dictionary of its own."""
+    described = Described()
+    saved = SavedValues([PipelineTask("count", described)])
+    described(None)
+    saved.restore()
+    assert described.steps == 0

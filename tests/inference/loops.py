@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from swpipe import PipelineTask
 
@@ -346,6 +347,20 @@ def printing() -> Loop:
     return parts.loop(lambda: kept, report=report)
 
 
+def held_out_loader() -> Loop:
+    """A pass over a loader draws a seed for it, in every 6th iteration; the forward drops."""
+    torch.manual_seed(1)
+    parts = Parts(nn.Linear(4, 4), nn.Tanh(), nn.Dropout())
+    held_out = DataLoader(TensorDataset(torch.arange(6.0)), 2)
+    sums: list[float] = []
+
+    def evaluate(ctx: Any) -> None:
+        if ctx.iter_idx % 6 == 5:
+            sums.append(sum(float(rows.sum()) for (rows,) in held_out))
+
+    return parts.loop(lambda: sums, evaluate=evaluate)
+
+
 LOOPS: dict[str, Callable[[], Loop]] = {
     "accumulation by 3": lambda: accumulating(3),
     "accumulation by 4": lambda: accumulating(4),
@@ -355,7 +370,7 @@ LOOPS: dict[str, Callable[[], Loop]] = {
             scheduler, checkpoint, evaluation, batch_norm, mode, counter, log, reset,
             reset_of_a_sum, freezing, best_loss, replaced_weight, moving_average, module_cache,
             two_optimizers,
-            adversarial, tied, generator, printing,
+            adversarial, tied, generator, printing, held_out_loader,
         )
     },
 }  # fmt: skip

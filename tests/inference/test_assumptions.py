@@ -46,6 +46,32 @@ def test_a_tensor_that_is_read_may_be_modified_by_code_that_modifies_some() -> N
     assert ("forward", "guard", 1) in orders(found)
 
 
+def test_a_tensor_may_be_modified_through_an_attribute_by_an_operator() -> None:
+    """Or by a function that is given it as ``out``."""
+    scale = torch.ones(1)
+
+    class Schedule:
+        def __init__(self) -> None:
+            self.scale = scale
+
+        def load(self, ctx: Any) -> None:
+            ctx.x = ctx.batch * scale
+
+        def halve(self, ctx: Any) -> None:
+            if self.scale.sum() > 1e9:
+                self.scale *= 0.5
+
+        def double(self, ctx: Any) -> None:
+            if self.scale.sum() > 1e9:
+                torch.mul(self.scale, 2, out=self.scale)
+
+    schedule = Schedule()
+    found = recorded(schedule.load, schedule.halve, schedule.double, batch=BATCH)
+    assert writes(found, "load") == {"ctx.x"}
+    assert "scale" in writes(found, "halve")
+    assert "scale" in writes(found, "double")
+
+
 def test_code_that_may_clear_gradients_writes_them() -> None:
     """Whether or not it did so."""
     model = nn.Linear(4, 1)

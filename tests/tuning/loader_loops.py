@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -334,6 +335,26 @@ def weights_in_an_array(over: Over) -> Any:
 
     loader = DataLoader(Rows(), batch_sampler=Weighted())
     return [train(over, loader, mine=mine), weights.tolist()]
+
+
+@serial("The loader and 'decay' may both use an array")
+def weights_that_an_attribute_has(over: Over) -> Any:
+    """They are scaled in place, by an operator."""
+    weights = np.ones(ROWS)
+
+    class Weighted(Sampler[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            draws = np.random.default_rng(3)
+            for _ in range(5):
+                yield draws.choice(ROWS, 4, p=weights / weights.sum()).tolist()
+
+    held = SimpleNamespace(weights=weights)
+
+    def decay(ctx: Any) -> None:
+        held.weights **= 1.5
+
+    loader = DataLoader(Rows(), batch_sampler=Weighted())
+    return [train(over, loader, decay=decay), weights.tolist()]
 
 
 @serial("The loader and 'count' may both use state 'Python value step'")

@@ -7,6 +7,7 @@ same beginning: as a plain loop, and overlapped.
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -215,9 +216,16 @@ def augmentation_and_dropout() -> Loop:
 
 @ordinary
 def noise_in_a_map_and_dropout() -> Loop:
-    """No code of the loop's author says that the loader draws: it shows with the second batch."""
+    """The same, with a function of torch that no code of the loop's author names."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 1))
     return Training(model).loop(map(torch.rand_like, Rows().rows.split(4)))
+
+
+@ordinary
+def a_hidden_draw_and_dropout() -> Loop:
+    """Nothing says that the loader draws: it shows with the second batch."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 1))
+    return Training(model).loop(map(operator.methodcaller("bernoulli", 0.5), Rows().rows.split(4)))
 
 
 @ordinary

@@ -18,8 +18,8 @@ from swpipe import PipelineTask
 from tests.tuning.ordinary_loops import LOOPS, Loop, StopTraining, Training, batches
 
 CURRICULA = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
-SERIAL = {*CURRICULA, "augmentation and dropout"}
-REFUSED = {"noise in a map and dropout"}
+SERIAL = {*CURRICULA, "augmentation and dropout", "noise in a map and dropout"}
+REFUSED = {"a hidden draw and dropout"}
 
 
 def made(name: str) -> Loop:
