@@ -248,7 +248,7 @@ def _until(over: Over, loader: Any, kind: type[Exception], **functions: Any) -> 
         for _ in range(2):
             try:
                 for ctx in loop:
-                    seen.append(ctx.loss.item())
+                    seen.append((ctx.iter_idx, ctx.loss.item()))
             except kind as error:
                 seen.append(list(str(error).encode()))
             seen.append(random.random())
