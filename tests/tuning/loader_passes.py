@@ -155,6 +155,18 @@ def an_endless_generator(over: Over) -> Any:
 
 
 @ahead
+def an_endless_generator_of_passes(over: Over) -> Any:
+    """It is left where the next pass has drawn its seed ahead."""
+
+    def endless() -> Iterator[Tensor]:
+        loader = batches(shuffle=True)
+        while True:
+            yield from loader
+
+    return [train(over, endless(), every=6), torch.rand(1)]
+
+
+@ahead
 def an_iterator_that_is_left_and_ended(over: Over) -> Any:
     return [train(over, iter(batches(shuffle=True)), epochs=3, every=4)]
 
