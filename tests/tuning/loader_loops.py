@@ -228,14 +228,13 @@ def the_body_reads_what_each_pass_makes_anew(over: Over) -> Any:
 
     class Progress:
         def __iter__(self) -> Iterator[Tensor]:
-            self.seen, self.ids = {"count": 0}, list[int]()
-            for number, batch in enumerate(batches()):
-                self.seen["count"] += 1
-                self.ids.append(number)
+            self.seen = seen = {"count": 0}
+            for batch in batches():
+                seen["count"] += 1
                 yield batch
 
     parts, loader = Training(), Progress()
-    body = keep(parts, lambda: (dict(loader.seen), list(loader.ids)))
+    body = keep(parts, lambda: dict(loader.seen))
     return train(over, loader, parts, epochs=3, body=body)
 
 
@@ -407,21 +406,25 @@ class TransformedRows(Rows):
 
 
 class CountedTransform:
-    """Counts the rows."""
+    """Counts the rows, and keeps their sums."""
 
     def __init__(self, scale: float) -> None:
-        self.scale, self.count = scale, 0
+        self.scale, self.count, self.sums = scale, 0, list[float]()
 
     def __call__(self, row: Tensor) -> Tensor:
         self.count += 1
+        self.sums.append(float(row.sum()))
         return row * self.scale
 
 
 @ahead
 def a_transform_that_is_set_between_passes(over: Over) -> Any:
-    """The body finds what it counts."""
+    """The body finds what it counts and keeps."""
     rows, parts = TransformedRows(), Training()
-    body = keep(parts, lambda: rows.transform.count if rows.transform else 0)
+
+    def body(ctx: Any) -> None:
+        if (one := rows.transform) is not None:
+            parts.kept.append((one.count, list(one.sums)))
 
     def set_transform(epoch: int) -> None:
         rows.transform = CountedTransform(1.0 + epoch) if epoch else None
@@ -505,15 +508,38 @@ def a_transform_that_draws_beside_dropout(over: Over) -> Any:
     return train(over, batches(rows), Training(model), epochs=2, before_epoch=noisy)
 
 
+class LateNoise(Rows):
+    """Rows of which only the last are drawn."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = super().__getitem__(index)
+        return row + torch.rand(4) if index > 12 else row
+
+
+def _dropout(over: Over, rate: float, change: Callable[[Any], object], training: bool) -> Any:
+    dropout = torch.nn.Dropout(rate)
+    model = torch.nn.Sequential(dropout, torch.nn.Linear(4, 1)).train(training)
+    before = lambda epoch: change(dropout)  # noqa: E731
+    return train(over, batches(LateNoise()), Training(model), before_epoch=before)
+
+
 @refused("'forward' draws from torch's default generators, and the loader's code may draw")
 def a_model_that_is_put_into_training_after_the_recording(over: Over) -> Any:
-    class LateNoise(Rows):
-        def __getitem__(self, index: int) -> Tensor:
-            row = super().__getitem__(index)
-            return row + torch.rand(4) if index > 12 else row
+    return _dropout(over, 0.5, lambda dropout: dropout.train(), training=False)
 
-    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 1)).eval()
-    return train(over, batches(LateNoise()), Training(model), before_epoch=lambda _: model.train())
+
+@refused("'forward' draws from torch's default generators, and the loader's code may draw")
+def a_rate_of_dropout_that_is_raised_after_the_recording(over: Over) -> Any:
+    return _dropout(over, 0.0, lambda dropout: setattr(dropout, "p", 0.5), training=True)
+
+
+@refused("'decode' changes .*transform.count")
+def a_transform_of_decode_that_counts_in_later_passes(over: Over) -> Any:
+    rows = TransformedRows()
+    rows.transform = torch.neg
+    between = _before_second(lambda: setattr(rows, "transform", CountedTransform(2.0)))
+    decode: Fn = lambda ctx: setattr(ctx, "x", rows.transform(ctx.batch))  # noqa: E731
+    return train(over, batches(), epochs=2, decode=decode, before_epoch=between)
 
 
 @refused("'decode' draws from Python's default generator")
