@@ -128,6 +128,7 @@ class Driver(Generic[C]):
         self._dropped: weakref.finalize[..., Driver[C]] | None = None
         self._lent: LentAccess | None = None  # the generators, by an outer pipeline's task
         self._ended: Iterator[Any] | None = None
+        self._oldest = 0  # the iteration that would have been handed out next when a run ended
         self._pushed = PushedBatches()
 
     def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
@@ -251,7 +252,9 @@ class Driver(Generic[C]):
             self.drained.clear()
             if run is not None:
                 self._end(run)
-                self.next_iteration, self.lost = run.iterations.first + run.retired, ""
+                self.next_iteration, self.lost = self._oldest, ""
+            elif self.lost:  # by a failure of the oldest, which keeps its number
+                self.next_iteration = self._oldest + 1
             return dropped
 
     def refuse_in_flight(self, purpose: str) -> None:
@@ -377,8 +380,9 @@ class Driver(Generic[C]):
         if self._dropped is not None:
             self._dropped.detach()
         first = run.iterations.first
+        self._oldest = first + run.retired
         if run.in_flight:
-            numbers = f"{first + run.retired} to {first + run.admission.admitted - 1}"
+            numbers = f"{self._oldest} to {first + run.admission.admitted - 1}"
             self.lost = f"iterations {numbers} were dropped by a failure or by close()"
         self.next_iteration = first + run.admission.admitted
         self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None

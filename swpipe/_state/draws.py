@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from types import ModuleType
 from typing import Any
 
@@ -43,16 +43,19 @@ _DRAWING_MODULES = (
 )
 
 
-def draws_by(code: CodeNames, namespace: Mapping[str, Any]) -> Iterator[str]:
+def draws_by(
+    code: CodeNames, namespace: Mapping[str, Any], own: Set[str] = frozenset()
+) -> Iterator[str]:
     """The default generators from which code may draw.
 
     Args:
         code: What it names.
         namespace: The globals that it has.
+        own: What generators of Python and numpy are called: they have methods of the same names.
     """
     roots = {_root(namespace.get(name)) for name in code.loaded} | code.imported
     names = _TORCH_NAMES - ({"sample"} if "random" in roots else set())
-    named = sum(code.counts[name] for name in names & code.names)
+    named = sum(code.counts[name] for name in names & code.names if not _only_of(own, name, code))
     given = code.with_generator + code.counts["Generator"]  # seeded, and given to what draws
     if named > given or _makes_modules(code, namespace):
         yield TORCH
@@ -85,6 +88,12 @@ def draws_seed(value: Any) -> bool:
     if isinstance(value, BatchSampler):
         return draws_seed(value.sampler)
     return isinstance(value, Sampler) and getattr(value, "generator", value) is None
+
+
+def _only_of(owners: Set[str], name: str, code: CodeNames) -> bool:
+    """Whether all that the code does with a name is to take it of these."""
+    takers = {called for called, taken in code.uses.items() if name in taken}
+    return bool(takers) and takers <= owners and name not in code.loaded
 
 
 def _root(value: Any) -> str:

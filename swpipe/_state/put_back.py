@@ -36,7 +36,7 @@ _BASES = (OrderedDict, dict, list, set, deque, bytearray, array.array)
 def saving(value: Any, most_items: int) -> Callable[[], object] | None:
     """Save what a value holds; the result puts it back. None if there is nothing to put back."""
     if isinstance(value, (*CONTAINERS, bytearray, array.array)):
-        return None if len(value) > most_items else partial(_refill, value, _items(value))
+        return None if len(value) > most_items else partial(refill, value, _items(value))
     if is_array(value):
         return _save_array(value)
     if isinstance(value, CTYPES):
@@ -121,13 +121,13 @@ def _reduced(value: Any) -> Any:
 
 def _items(container: Any) -> Any:
     if isinstance(container, dict):
-        return dict(zip(*[_flat(container)] * 2, strict=True))
+        return dict(zip(*[flat(container)] * 2, strict=True))
     return copy.copy(container) if type(container) in _BASES else list(container)
 
 
-def _refill(container: Any, items: Any) -> None:
+def refill(container: Any, items: Any) -> None:
     """Put the items back, if others are there now; an object's own comparison is not run."""
-    now, then = list(_flat(container)), list(_flat(items))
+    now, then = list(flat(container)), list(flat(items))
     if len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True)):
         return
     base: Any = next(one for one in _BASES if isinstance(container, one))  # not its own methods
@@ -139,7 +139,8 @@ def _refill(container: Any, items: Any) -> None:
     (base.update if issubclass(base, dict | set) else base.extend)(container, items)
 
 
-def _flat(container: Any) -> Iterator[Any]:
+def flat(container: Any) -> Iterator[Any]:
+    """The items of a container; of a dict its keys, each before its value."""
     if not isinstance(container, dict):
         yield from container
         return

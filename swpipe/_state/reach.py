@@ -93,7 +93,7 @@ def reach_of(task: PipelineTask, also: Sequence[Any] = ()) -> Reach:
     while True:  # names of methods found lead to further attributes
         known = sum(map(len, reach.uses.values()))
         reach.wholes, reach.places, reach.called = {}, {}, {}
-        reach.opaque, reach.inner, reach.owned = set(), set(), {}
+        reach.opaque, reach.inner, reach.owned, reach.draws = set(), set(), {}, set()
         _Search(reach).run(task.fn, also)
         if sum(map(len, reach.uses.values())) == known:
             return reach
@@ -128,6 +128,7 @@ class _Search:
         self._reach = reach
         self._ahead: deque[_Step] = deque()
         self._seen: set[tuple[int, str]] = set()
+        self._codes: list[tuple[CodeNames, dict[str, Any]]] = []  # with their globals
 
     def run(self, fn: Any, also: Sequence[Any] = ()) -> None:
         """Search all that ``fn`` leads to."""
@@ -150,6 +151,18 @@ class _Search:
                     self._reach.owned.setdefault(id(step.value), step.path)
                 measured = self._reach.uses.get(step.called) == {LENGTH}
                 (self._enter_measured if measured else self._enter)(step)
+        generators = self._generators()
+        for code, namespace in self._codes:
+            self._reach.draws.update(draws_by(code, namespace, generators))
+
+    def _generators(self) -> set[str]:
+        """What only generators of Python and numpy are called."""
+        kinds: dict[str, set[bool]] = {}
+        for number, name in self._seen:
+            value = self._reach.holders[number]
+            own = is_generator(value) and not isinstance(value, torch.Generator)
+            kinds.setdefault(name, set()).add(own)
+        return {name for name, found in kinds.items() if name and found == {True}}
 
     def _enter_measured(self, step: _Step) -> None:
         """Enter what the code takes nothing of but its length."""
@@ -338,7 +351,7 @@ class _Search:
     ) -> None:
         found = found or read_code(code, self._reach.context)
         self._reach.add(found)
-        self._reach.draws.update(draws_by(found, namespace))
+        self._codes.append((found, namespace))
         by_string = {str(n) for n in found.uses[""] if "globals" in found.names}
         for name in sorted((found.loaded | by_string) & namespace.keys()):
             self._global(namespace, name)

@@ -74,11 +74,8 @@ def choose(
     recording = replace(recorded, tasks=tuple(tasks), effects=effects)
     why = (
         *_shared(recorded.effects[LOADER], effects),
-        *_changed(loader, reaches_of_undeclared(tasks, reaches)),
-        *_shared_arrays(loader.reach, reaches),
         *_modified_batches(recorded, loader.reach, batch),
-        *_draws(effects, loader.draws),
-        *_bound(loader.reach),
+        *why_loader_waits(tasks, reaches, effects, loader),
     )
     if why:
         return serial(recording, why)
@@ -116,6 +113,19 @@ def _shared(own: Effects, effects: EffectTable) -> Iterator[str]:
                 f"The loader and {name!r} may both use {_listed(shared)}, so a batch is pulled "
                 "after it."
             )
+
+
+def why_loader_waits(
+    tasks: Sequence[PipelineTask],
+    reaches: Mapping[str, Reach],
+    effects: EffectTable,
+    loader: LoaderChanges,
+) -> Iterator[str]:
+    """Why the loader does not run ahead, by what the code can reach; ``effects`` for what draws."""
+    yield from _changed(loader, reaches_of_undeclared(tasks, reaches))
+    yield from _shared_arrays(loader.reach, reaches)
+    yield from _draws(effects, loader.draws)
+    yield from _bound(loader.reach)
 
 
 def reaches_of_undeclared(
@@ -189,7 +199,7 @@ def _stateless(
             behind[one.name] = f"{one.name!r} uses {own}, of which each thread has its own."
         elif one.random:
             behind[one.name] = f"{one.name!r} draws random numbers, and so may the loop's body."
-        elif trained := _trained(reaches[one.name]):
+        elif trained := next(trainable(reaches[one.name]), ""):
             behind[one.name] = f"{one.name!r} can reach {trained}, which the loop's body may train."
         elif own := _changes(one.name, recording, reaches[one.name]):
             behind[one.name] = f"{one.name!r} changes {own}, which the loop's body may use."
@@ -204,23 +214,26 @@ def _stateless(
     return tuple(name for name in effects if name not in behind), list(behind.values())
 
 
-def _trained(reach: Reach) -> str:
-    """What the task's code can reach of what training changes; empty if nothing."""
+def trainable(reach: Reach) -> Iterator[str]:
+    """What code can reach of what training changes."""
     for number, names in reach.wholes.items():
         one = reach.holders[number]
         tensors = one.parameters() if isinstance(one, torch.nn.Module) else [one]
         if isinstance(one, torch.optim.Optimizer) or any(
             isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
         ):
-            return min(names) or type(one).__name__
-    return ""
+            yield min(names) or type(one).__name__
 
 
 def _changes(task: str, recording: Recording, reach: Reach) -> str:
     """The Python values outside the context that a task has changed, or its code assigns to."""
-    assigned = {path for place, path in reach.places.items() if place.name in reach.stores}
-    changed = {name for one, name in recording.changed if one == task}
-    return listed(sorted(assigned | changed), most=3) if assigned | changed else ""
+    changed = assigned(reach) | {name for one, name in recording.changed if one == task}
+    return listed(sorted(changed), most=3) if changed else ""
+
+
+def assigned(reach: Reach) -> set[str]:
+    """The Python values that code assigns to."""
+    return {path for place, path in reach.places.items() if place.name in reach.stores}
 
 
 def _listed(places: Iterable[Location]) -> str:

@@ -33,14 +33,22 @@ class LoaderChanges:
 
     def __init__(self, loader: Any, device: Device) -> None:
         self._loader, self._device = loader, device
-        self.reach = reach_of(reaching(loader))
-        self.draws = reach_of(drawing(loader))
         self._generators = default_generators_of(device, (TORCH, PYTHON, NUMPY))
         wrapped = type(loader).__module__.partition(".")[0] not in ("torch", "accelerate")
         self._others = self._generators | (counters_of(loader) if wrapped else {})
-        self.values = ReachedValues([self.reach], self._others)
-        self._by_batch = {0: self.values.read()}
         self.changed: dict[PlaceId, str] = {}
+        self.look()
+        self._by_batch = {0: self.values.read()}
+
+    def look(self, *iterators: Any) -> None:
+        """Find what it and its iterators can reach now: a pass may bring new objects."""
+        self.reach = reach_of(reaching(self._loader, *iterators))
+        self.draws = reach_of(drawing(self._loader))
+        self.values = ReachedValues([self.reach], self._others)
+
+    def forget(self) -> None:
+        """Hold nothing of what was found, which the loader may let go."""
+        self.reach, self.draws, self.values = Reach(), Reach(), ReachedValues(())
 
     def note_batch(self, iterator: Any) -> None:
         """One more batch was pulled, by an iterator that the loader has made."""
@@ -50,8 +58,7 @@ class LoaderChanges:
             self.changed = {
                 p: name for p, name in self.changed.items() if p not in self._generators
             }
-            self.reach = reach_of(reaching(self._loader, iterator))
-            self.values = ReachedValues([self.reach], self._others)
+            self.look(iterator)
         self._by_batch[number] = self.values.read()
 
     def renew(self) -> None:
@@ -99,10 +106,22 @@ class LoaderChanges:
         }
 
     def shown(self) -> ShownValues:
-        """What it has changed, or its code assigns to, to be shown with its batches."""
-        values = {
+        """What it has changed, or may change, to be shown with its batches."""
+        return ShownValues(self.shown_values(), self._by_batch)
+
+    def shown_values(self) -> dict[PlaceId, ReachedValue]:
+        """The values that ``shown`` has, of the objects that it can reach now."""
+        paths = {*self.changed.values()} - {""}
+        return {
             place: one
             for place, one in self.values.values.items()
-            if place in self.changed or place.name in self.reach.stores
+            if place in self.changed
+            or place in self.generators
+            or (place not in self._generators and (one.name in paths or self._changes(place)))
         }
-        return ShownValues(values, self._by_batch)
+
+    def _changes(self, place: PlaceId) -> bool:
+        """Whether its code assigns to the place, or modifies the container by a name."""
+        own = self.reach
+        called = own.called.get(place.holder, set()) if not place.name else set()
+        return place.name in own.stores or not called.isdisjoint(own.modifies - {""})

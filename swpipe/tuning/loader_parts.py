@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from swpipe._state.discovery import attributes_of
 from swpipe._state.draws import PYTHON, TORCH
 from swpipe._state.reached import Reach
 from swpipe._tensors.pytree import nodes_in, tensors_in
@@ -41,7 +42,7 @@ def epochs_of(loader: Any) -> tuple[Any, ...]:
     for name in ("sampler", "batch_sampler", "dataset"):
         part = getattr(loader, name, None)
         parts += [part, getattr(part, "sampler", None)]
-    found = [getattr(part, "__dict__", {}) for part in parts]
+    found = map(attributes_of, parts)
     return tuple((names.get("epoch"), names.get("iteration")) for names in found)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Self
 
@@ -27,7 +27,7 @@ from swpipe._state.default_generators import (
 )
 from swpipe._state.draws import NUMPY, PYTHON, TORCH
 from swpipe._state.reach import reach_of
-from swpipe._state.reached import Reach
+from swpipe._state.reached import PlaceId, Reach
 from swpipe._tensors.pytree import tensors_in
 from swpipe.analysis import verify
 from swpipe.core.context import C
@@ -43,11 +43,13 @@ from swpipe.shortcut.contents import Content, same_bits
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.ahead_tasks import AheadTasks
 from swpipe.tuning.choice import Overlap, choose, reaches_of_undeclared, serial
+from swpipe.tuning.doubts import Doubts
 from swpipe.tuning.loader_changes import LoaderChanges
 from swpipe.tuning.loader_parts import keeps_in_variable
 from swpipe.tuning.loader_pass import LoaderPass
-from swpipe.tuning.reached_values import ReachedValues
+from swpipe.tuning.reached_values import ReachedValue
 from swpipe.tuning.resumable import ResumableLoop
+from swpipe.tuning.shown_values import ShownValues
 
 __all__ = ["Overlap", "OverlappedLoop", "overlap"]
 
@@ -82,7 +84,8 @@ class OverlappedLoop(ResumableLoop[C]):
         overlap: Overlap,
         pipe: SWPipeline[C],
         ahead: AheadTasks,
-        used_ahead: ReachedValues,
+        looked: LoaderChanges,
+        tasks: Sequence[PipelineTask],
     ) -> None:
         super().__init__(pipe, loader)
         self.overlap = overlap
@@ -93,9 +96,35 @@ class OverlappedLoop(ResumableLoop[C]):
         begun.shown.show(0)
         set_default_generators(pipe.device, begun.at_start)
         self._ahead = ahead
-        self._used_ahead = used_ahead
-        self._shown = used_ahead.read()  # what the code ahead can use; then, when the body began
+        self._looked, self._tasks = looked, tasks
+        doubts = self._find_doubts()
+        self._considered = doubts.reasons
+        self._used_ahead = doubts.values(begun.batches)
+        looked.forget()
+        # What the code ahead can use is now; then, when the body began.
+        self._shown = self._used_ahead.read()
         self._fresh = True  # the pass was not iterated over yet
+
+    def _find_doubts(self) -> Doubts:
+        return Doubts(self._looked, self._tasks, self.overlap)
+
+    def _iterate(self, rest: LoaderPass | None) -> Iterator[C]:
+        self._check_choice()
+        yield from super()._iterate(rest)
+
+    def _check_choice(self) -> None:
+        """Look whether what runs ahead still may.
+
+        Raises:
+            RuntimeError: Something has changed, and it may not.
+        """
+        new = sorted(self._find_doubts().reasons - self._considered)
+        self._looked.forget()
+        if new:
+            raise RuntimeError(
+                "what runs ahead was chosen by overlap(), and something has changed since. Now it "
+                f"finds: {' '.join(new[:3])} Call overlap() again after such a change"
+            )
 
     def _first_pass(self) -> LoaderPass | None:
         """The pass that was begun to record the tasks, or one over an iterator, which goes on.
@@ -128,9 +157,19 @@ class OverlappedLoop(ResumableLoop[C]):
     def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
         self._fresh = False
         draws = self._loader_draws if saved else frozenset[str]()
-        begun = LoaderPass(self._loader, self.pipe.device, saved, draws, self._pass.shown)
+        shown = ShownValues({}, {}, lambda: self._look(begun))
+        begun = LoaderPass(self._loader, self.pipe.device, saved, draws, shown)
         begun.is_used_ahead = self.overlap.loader_ahead
         return begun
+
+    def _look(self, begun: LoaderPass) -> dict[PlaceId, ReachedValue]:
+        """What the loader may change with each batch, of the objects that this pass has."""
+        if not self.overlap.loader_ahead:
+            return {}
+        self._used_ahead = self._find_doubts().values(begun.batches)
+        values = self._looked.shown_values()
+        self._looked.forget()
+        return values
 
     def _pipeline_state(self) -> dict[str, int]:
         # No task of an iteration in flight has changed any state.
@@ -243,9 +282,7 @@ def overlap(
         context=context,
         check_effects=check_effects,
     )
-    reached = [looked.reach, *(reaches[name] for name in found.ahead)]
-    used = ReachedValues(reached, looked.generators)
-    return OverlappedLoop(loader, begun, drawn, found, pipe, ahead, used)
+    return OverlappedLoop(loader, begun, drawn, found, pipe, ahead, looked, given)
 
 
 def _pull_first(begun: LoaderPass, looked: LoaderChanges) -> list[Any]:

@@ -22,15 +22,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from functools import partial
-from types import CellType
+from itertools import chain
+from types import CellType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from swpipe._state.discovery import content_of, is_generator
+from swpipe._state.discovery import attributes_of, content_of, is_generator
 from swpipe._state.draws import NUMPY, PYTHON, TORCH
 from swpipe._state.kinds import CONTAINERS, content_value, is_array
+from swpipe._state.put_back import flat, refill
 from swpipe._state.reached import PlaceId, Reach
 from swpipe.device import Device
 from swpipe.inference.generators import state_of
@@ -125,15 +127,25 @@ def _named(holder: Any, name: str) -> Any:
     """What a namespace, an object or a closure's cell has under a name."""
     if isinstance(holder, CellType):
         return content_of(holder, _ABSENT)
+    if _slot(holder, name) is not None:
+        return attributes_of(holder).get(name, _ABSENT)
     names = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
     return names.get(name, _ABSENT)
+
+
+def _slot(holder: Any, name: str) -> MemberDescriptorType | None:
+    """Where an object of a class with ``__slots__`` keeps an attribute."""
+    cls = next((one for one in type(holder).__mro__ if name in vars(one)), object)
+    member = vars(cls).get(name)
+    # Members of types that are written in C may be read-only.
+    slot = isinstance(member, MemberDescriptorType) and "__slots__" in vars(cls)
+    return member if slot else None
 
 
 def _items(container: Any) -> tuple[Any, ...]:
     size = len(container)
     if size <= MAX_ITEMS:
-        values = container.values() if isinstance(container, dict) else ()
-        return (size, *container, *values)
+        return (size, *flat(container))
     return (size, container[0], container[-1]) if isinstance(container, list | deque) else (size,)
 
 
@@ -145,6 +157,8 @@ def _set(holder: Any, name: str, value: Any) -> None:
             holder.cell_contents = value
     elif isinstance(holder, type):  # its names are read-only
         delattr(holder, name) if value is _ABSENT else setattr(holder, name, value)
+    elif (slot := _slot(holder, name)) is not None:
+        slot.__delete__(holder) if value is _ABSENT else slot.__set__(holder, value)
     else:
         names = holder if isinstance(holder, dict) else vars(holder)
         names.pop(name, None) if value is _ABSENT else names.__setitem__(name, value)
@@ -154,11 +168,8 @@ def _fill(container: Any, items: tuple[Any, ...]) -> None:
     size, *rest = items
     if size > MAX_ITEMS:  # not all items are known
         return
-    container.clear()
-    if isinstance(container, dict):
-        container.update(zip(rest[:size], rest[size:], strict=True))
-    else:
-        (container.update if isinstance(container, set) else container.extend)(rest)
+    pairs = zip(rest[::2], rest[1::2], strict=True) if isinstance(container, dict) else None
+    refill(container, rest if pairs is None else dict(pairs))
 
 
 def _setter(generator: Any) -> Callable[[Any], object]:
@@ -200,11 +211,15 @@ def default_generators_of(device: Device, names: Collection[str]) -> dict[PlaceI
 
 
 def _versions(one: Tensor | torch.nn.Module) -> tuple[Any, ...]:
-    """Version counters, and of a module also its mode."""
+    """Version counters, what requires gradients, and of modules also their mode."""
     if isinstance(one, Tensor):
-        return () if one.is_inference() else (one._version,)
-    tensors = [*one.parameters(), *one.buffers()]
-    return (one.training, *(each._version for each in tensors if not each.is_inference()))
+        return _version(one)
+    modes = (each.training for each in one.modules())
+    return (*modes, *chain.from_iterable(map(_version, (*one.parameters(), *one.buffers()))))
+
+
+def _version(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.requires_grad, *(() if tensor.is_inference() else (tensor._version,)))
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -220,7 +235,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def counters_of(value: Any) -> dict[PlaceId, ReachedValue]:
     """Numbers that an object of a library keeps, such as a progress bar around a loader."""
-    names = [name for name, held in getattr(value, "__dict__", {}).items() if type(held) is int]
+    names = [name for name, held in attributes_of(value).items() if type(held) is int]
     return {
         PlaceId(id(value), name): ReachedValue(
             name, partial(_named, value, name), partial(_set, value, name)

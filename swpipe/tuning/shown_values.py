@@ -11,7 +11,7 @@ in a call of the pipeline, and so never beside the body. Tasks do not use the va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from swpipe._state.reached import PlaceId
@@ -24,15 +24,18 @@ class ShownValues:
     Args:
         values: The values.
         known: Number of batches pulled to what the values were then.
+        look: Finds the values when the first batch was pulled; None for those that are given.
     """
 
     def __init__(
         self,
         values: Mapping[PlaceId, ReachedValue],
         known: Mapping[int, Mapping[PlaceId, Any]],
+        look: Callable[[], Mapping[PlaceId, ReachedValue]] | None = None,
     ) -> None:
-        self._values = {place: one for place, one in values.items() if one.write is not None}
+        self._values = values
         self._by_batch = dict(known)
+        self._look = look
         self._latest: dict[PlaceId, Any] = {}
 
     def begin(self) -> None:
@@ -41,6 +44,8 @@ class ShownValues:
 
     def remember(self, pulled: int) -> None:
         """What there is goes with the batch of this number."""
+        if self._look is not None and not self._by_batch:
+            self._values = self._look()
         self._by_batch[pulled] = self._read()
 
     def show(self, number: int) -> None:
@@ -57,7 +62,8 @@ class ShownValues:
         self._latest = {}
 
     def _read(self) -> dict[PlaceId, Any]:
-        return {place: value.read() for place, value in self._values.items()}
+        values = self._values.items()
+        return {place: value.read() for place, value in values if value.write is not None}
 
     def _write(self, found: Mapping[PlaceId, Any]) -> None:
         for place, content in found.items():

@@ -7,8 +7,10 @@ Each takes ``over``, which makes an iterable of contexts of a loader and functio
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +151,92 @@ def the_body_reads_a_variable_of_a_generator(over: Over) -> Any:
 def a_counter_after_the_loop_was_left(over: Over) -> Any:
     loader = Counting(batches())
     return [train(over, loader, every=3), loader.index]
+
+
+@ahead
+def the_body_reads_counts_by_row(over: Over) -> Any:
+    """``Counter.update`` counts the pairs that another dict's ``update`` sets."""
+
+    class CountedRows(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts = Counter[int]()
+
+        def __getitem__(self, index: int) -> Tensor:
+            self.counts[index % 3] += 1
+            return super().__getitem__(index)
+
+    parts, rows = Training(), CountedRows()
+    read = keep(parts, lambda: sorted(rows.counts.items()))
+    return train(over, batches(rows), parts, epochs=2, body=read)
+
+
+@dataclass(slots=True)
+class Slots:
+    """Has its attributes in slots."""
+
+    seen: int = 0
+    level: float = 1.0
+
+
+@ahead
+def the_body_reads_a_count_in_a_slot(over: Over) -> Any:
+    parts, slots = Training(), Slots()
+
+    class CountedRows(Rows):
+        def __getitem__(self, index: int) -> Tensor:
+            slots.seen += 1
+            return super().__getitem__(index)
+
+    body = keep(parts, lambda: slots.seen)
+    return [train(over, batches(CountedRows()), parts, body=body, every=3), slots.seen]
+
+
+@ahead
+def the_body_reads_a_slot_beside_other_attributes(over: Over) -> Any:
+    class Numbered(Sampler[int]):
+        __slots__ = ("number",)
+
+        def __iter__(self) -> Iterator[int]:
+            for self.number in range(ROWS):
+                yield self.number
+
+        def __len__(self) -> int:
+            return ROWS
+
+    parts, sampler = Training(), Numbered()
+    body = keep(parts, lambda: sampler.number)
+    return train(over, batches(sampler=sampler), parts, body=body)
+
+
+@refused("the body of the loop changed slots.level")
+def a_slot_that_the_body_changes(over: Over) -> Any:
+    slots = Slots()
+
+    class LeveledBySlot(Rows):
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) * slots.level
+
+    def body(ctx: Any) -> None:
+        slots.level *= 1.1
+
+    return train(over, batches(LeveledBySlot()), body=body)
+
+
+@ahead
+def the_body_reads_what_each_pass_makes_anew(over: Over) -> Any:
+    """In every pass these are other objects."""
+
+    class Progress:
+        def __iter__(self) -> Iterator[Tensor]:
+            self.seen = seen = {"count": 0}
+            for batch in batches():
+                seen["count"] += 1
+                yield batch
+
+    parts, loader = Training(), Progress()
+    body = keep(parts, lambda: dict(loader.seen))
+    return train(over, loader, parts, epochs=3, body=body)
 
 
 @serial("The loader changes is_last, which 'step' may use")
@@ -306,6 +394,195 @@ def an_epoch_that_is_set(over: Over) -> Any:
     sampler = DistributedSampler(Rows(), num_replicas=2, rank=0)
     set_epoch: Callable[[int], object] = lambda epoch: sampler.set_epoch(epoch + 3)  # noqa: E731
     return train(over, batches(sampler=sampler), epochs=3, before_epoch=set_epoch)
+
+
+class TransformedRows(Rows):
+    """Rows with a transform that may be set."""
+
+    transform: Any = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = super().__getitem__(index)
+        return row if self.transform is None else self.transform(row)
+
+
+class CountedTransform:
+    """Counts the rows, and keeps their sums."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.count, self.sums = scale, 0, list[float]()
+
+    def __call__(self, row: Tensor) -> Tensor:
+        self.count += 1
+        self.sums.append(float(row.sum()))
+        return row * self.scale
+
+
+@ahead
+def a_transform_that_is_set_between_passes(over: Over) -> Any:
+    """The body finds what it counts and keeps."""
+    rows, parts = TransformedRows(), Training()
+
+    def body(ctx: Any) -> None:
+        if (one := rows.transform) is not None:
+            parts.kept.append((one.count, list(one.sums)))
+
+    def set_transform(epoch: int) -> None:
+        rows.transform = CountedTransform(1.0 + epoch) if epoch else None
+
+    return train(over, batches(rows), parts, epochs=3, body=body, before_epoch=set_transform)
+
+
+@refused("the body of the loop changed transform.scale")
+def a_transform_that_is_set_between_passes_and_changed_by_the_body(over: Over) -> Any:
+    rows = TransformedRows()
+
+    def set_transform(epoch: int) -> None:
+        rows.transform = CountedTransform(1.0 + epoch)
+
+    def body(ctx: Any) -> None:
+        rows.transform.scale *= 1.1
+
+    return train(over, batches(rows), epochs=2, body=body, before_epoch=set_transform)
+
+
+@ahead
+def what_a_loop_changes_between_passes(over: Over) -> Any:
+    """Modes, rates, weights, parameters that train, and data: none changes what may run ahead."""
+    norm = torch.nn.BatchNorm1d(6)
+    parts = Training(torch.nn.Sequential(torch.nn.Linear(4, 6), norm, torch.nn.Linear(6, 1)))
+    parts.model.eval()
+    parts.model[0].requires_grad_(False)
+    rows = TransformedRows()
+
+    def before_epoch(epoch: int) -> None:
+        parts.model.train(epoch != 1)
+        parts.model[0].requires_grad_(epoch > 1)
+        parts.optimizer.param_groups[0]["lr"] = 0.05 / (1 + epoch)
+        with torch.no_grad():
+            parts.model[2].weight.mul_(0.5)
+        rows.rows = rows.rows + epoch
+        parts.optimizer.state.clear()
+
+    return train(over, batches(rows, shuffle=True), parts, epochs=4, before_epoch=before_epoch)
+
+
+def _before_second(change: Callable[[], object]) -> Callable[[int], object]:
+    """What is done before the second epoch."""
+    return lambda epoch: change() if epoch == 1 else None
+
+
+def _frozen(over: Over, change: Callable[[Training, Any], object], *, in_body: bool = False) -> Any:
+    """Features of a frozen module, made ahead."""
+    parts, frozen = Training(), torch.nn.BatchNorm1d(4).eval().requires_grad_(False)
+    decode: Fn = lambda ctx: setattr(ctx, "x", frozen(ctx.batch))  # noqa: E731
+    body: Fn = lambda ctx: change(parts, frozen) if in_body else None  # noqa: E731
+    between = _before_second(lambda: None if in_body else change(parts, frozen))
+    return train(over, batches(), parts, epochs=2, decode=decode, body=body, before_epoch=between)
+
+
+def _unfreeze(parts: Training, frozen: Any) -> None:
+    frozen.requires_grad_(True)
+    parts.optimizer.add_param_group({"params": [*frozen.parameters()]})
+
+
+@refused("something has changed since. Now it finds: 'decode' can reach frozen, which is trained")
+def a_module_that_is_unfrozen_between_passes(over: Over) -> Any:
+    return _frozen(over, _unfreeze)
+
+
+@refused("the body of the loop changed frozen")
+def a_module_that_is_unfrozen_in_the_body(over: Over) -> Any:
+    return _frozen(over, _unfreeze, in_body=True)
+
+
+@refused("'decode' can reach frozen, which is in training mode")
+def a_module_whose_mode_changes_between_passes(over: Over) -> Any:
+    return _frozen(over, lambda parts, frozen: frozen.train())
+
+
+@refused("'forward' draws from torch's default generators, and the loader's code may draw")
+def a_transform_that_draws_beside_dropout(over: Over) -> Any:
+    rows = TransformedRows()
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 1))
+    noisy = _before_second(lambda: setattr(rows, "transform", lambda row: row * torch.rand(4)))
+    return train(over, batches(rows), Training(model), epochs=2, before_epoch=noisy)
+
+
+class LateNoise(Rows):
+    """Rows of which only the last are drawn."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = super().__getitem__(index)
+        return row + torch.rand(4) if index > 12 else row
+
+
+def _dropout(over: Over, rate: float, change: Callable[[Any], object], training: bool) -> Any:
+    dropout = torch.nn.Dropout(rate)
+    model = torch.nn.Sequential(dropout, torch.nn.Linear(4, 1)).train(training)
+    before = lambda epoch: change(dropout)  # noqa: E731
+    return train(over, batches(LateNoise()), Training(model), before_epoch=before)
+
+
+@refused("'forward' draws from torch's default generators, and the loader's code may draw")
+def a_model_that_is_put_into_training_after_the_recording(over: Over) -> Any:
+    return _dropout(over, 0.5, lambda dropout: dropout.train(), training=False)
+
+
+@refused("'forward' draws from torch's default generators, and the loader's code may draw")
+def a_rate_of_dropout_that_is_raised_after_the_recording(over: Over) -> Any:
+    return _dropout(over, 0.0, lambda dropout: setattr(dropout, "p", 0.5), training=True)
+
+
+@refused("'decode' changes .*transform.count")
+def a_transform_of_decode_that_counts_in_later_passes(over: Over) -> Any:
+    rows = TransformedRows()
+    rows.transform = torch.neg
+    between = _before_second(lambda: setattr(rows, "transform", CountedTransform(2.0)))
+    decode: Fn = lambda ctx: setattr(ctx, "x", rows.transform(ctx.batch))  # noqa: E731
+    return train(over, batches(), epochs=2, decode=decode, before_epoch=between)
+
+
+@refused("'decode' draws from Python's default generator")
+def a_function_of_decode_that_draws_in_later_passes(over: Over) -> Any:
+    class Noise:
+        scale = staticmethod(lambda: 1.0)
+
+    drawn = staticmethod(lambda: random.random() + 1)
+    noisy = _before_second(lambda: setattr(Noise, "scale", drawn))
+    decode: Fn = lambda ctx: setattr(ctx, "x", ctx.batch * Noise.scale())  # noqa: E731
+    return train(over, batches(), epochs=2, decode=decode, before_epoch=noisy)
+
+
+@refused("the loader can reach transform.level, which 'harder' may change")
+def a_curriculum_that_the_loader_gets_between_passes(over: Over) -> Any:
+    class Level:
+        level = 1.0
+
+        def __call__(self, row: Tensor) -> Tensor:
+            return row * self.level
+
+    rows, level = TransformedRows(), Level()
+
+    def harder(ctx: Any) -> None:
+        level.level *= 1.1
+
+    between = _before_second(lambda: setattr(rows, "transform", level))
+    return train(over, batches(rows), epochs=2, harder=harder, before_epoch=between)
+
+
+@refused("the loader can reach model.*, which is trained")
+def a_model_that_the_loader_gets_between_passes(over: Over) -> Any:
+    class Labeled(Rows):
+        model: Any = None
+
+        def __getitem__(self, index: int) -> Tensor:
+            row = super().__getitem__(index)
+            return row if self.model is None else row * self.model(row).detach()
+
+    rows, parts = Labeled(), Training()
+    between = _before_second(lambda: setattr(rows, "model", parts.model))
+    return train(over, batches(rows), parts, epochs=2, before_epoch=between)
 
 
 @refused("the body of the loop changed .*memory")

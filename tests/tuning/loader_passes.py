@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn, normal
+from torch.utils.data import ConcatDataset, IterableDataset
 
 from tests.tuning.loader_loops import PARTS, Over, ahead, keep, refused, serial, train
-from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
+from tests.tuning.ordinary_loops import ROWS, NoisyRows, Rows, Training, batches
 
 
 def dropout() -> Training:
@@ -94,6 +94,53 @@ def a_loader_that_begins_to_draw(over: Over) -> Any:
     return train(over, batches(LateRows(np.random.rand)), epochs=2)
 
 
+@ahead
+def generators_of_the_dataset_beside_dropout(over: Over) -> Any:
+    """Their methods are called as functions of torch that draw from its default generators."""
+
+    class OwnNoise(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draws, self.random = np.random.default_rng(3), random.Random(3)
+
+        def __getitem__(self, index: int) -> Tensor:
+            picked = self.random.sample(range(4), 4)
+            return super().__getitem__(index)[picked] + float(self.draws.normal())
+
+    return train(over, batches(OwnNoise()), dropout(), epochs=2)
+
+
+@serial("'forward' draws from torch's default generators, and the loader's code may draw")
+def generators_of_one_name_beside_dropout(over: Over) -> Any:
+    """One is Python's, and the other one draws from torch's default generators."""
+
+    class Picked(Rows):
+        draws = random.Random(3)
+
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(self.draws.sample(range(ROWS), 1)[0])
+
+    class Noisy(Rows):
+        draws = torch.distributions.Normal(0.0, 1.0)
+
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) + self.draws.sample()
+
+    return train(over, batches(ConcatDataset([Picked(), Noisy()])), dropout())
+
+
+@serial("'forward' draws from torch's default generators, and the loader's code may draw")
+def a_function_called_as_a_method_of_a_generator(over: Over) -> Any:
+    class Noisy(Rows):
+        draws = np.random.default_rng(3)
+
+        def __getitem__(self, index: int) -> Tensor:
+            row = super().__getitem__(index) * float(self.draws.normal())
+            return normal(row, 0.1) if index > 12 else row
+
+    return train(over, batches(Noisy()), dropout())
+
+
 @refused("the body of the loop changed Python's default generator")
 def the_body_draws_what_the_loader_draws(over: Over) -> Any:
     parts = Training()
@@ -152,6 +199,18 @@ def a_loader_that_goes_on(over: Over) -> Any:
 def an_endless_generator(over: Over) -> Any:
     numbers = (torch.full((2, 4), number / 10) for number in itertools.count())
     return train(over, numbers, epochs=4, every=5)
+
+
+@ahead
+def an_endless_generator_of_passes(over: Over) -> Any:
+    """It is left where the next pass has drawn its seed ahead."""
+
+    def endless() -> Iterator[Tensor]:
+        loader = batches(shuffle=True)
+        while True:
+            yield from loader
+
+    return [train(over, endless(), every=6), torch.rand(1)]
 
 
 @ahead
@@ -248,7 +307,7 @@ def _until(over: Over, loader: Any, kind: type[Exception], **functions: Any) -> 
         for _ in range(2):
             try:
                 for ctx in loop:
-                    seen.append(ctx.loss.item())
+                    seen.append((ctx.iter_idx, ctx.loss.item()))
             except kind as error:
                 seen.append(list(str(error).encode()))
             seen.append(random.random())

@@ -35,9 +35,9 @@ class Plain:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             ctx = SimpleNamespace(batch=batch, iter_idx=self.count)
+            self.count += 1
             for function in self.functions:
                 function(ctx)
-            self.count += 1
             yield ctx
 
 
