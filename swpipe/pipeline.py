@@ -14,6 +14,7 @@ import torch
 from swpipe._distributed.rank_checks import ShortcutAct, check_same_shortcuts
 from swpipe._engine.driver import Driver, Place, checked_start
 from swpipe._engine.iterations import Engine, make_streams
+from swpipe._engine.mode import checked_mode
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
 from swpipe._engine.program_text import format_program
@@ -24,7 +25,7 @@ from swpipe._engine.watchdog import checked_timeout
 from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
-from swpipe.core.messages import listed, shown
+from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
@@ -93,8 +94,6 @@ class SWPipeline(Generic[C]):
         self.context = context_class(context)
         streams = self.device.has_streams
         resolved = resolve_for_run(plan, given, device=self.device.name, streams=streams)
-        if not callable(mode):
-            raise TypeError(f"mode is {shown(mode)}: give a function, as lambda: model.training")
         self._resolved, self._alike = resolved, check_ranks
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in resolved.serial_order)
@@ -110,7 +109,7 @@ class SWPipeline(Generic[C]):
             seeds=TaskSeeds(seed, self.device),
             context=self.context,
             observers=self._observers,
-            mode=mode,
+            mode=checked_mode(mode),
         )
         if check_effects is not False:
             from swpipe.inference.checking import checked
@@ -230,8 +229,7 @@ class SWPipeline(Generic[C]):
         """Stop the tasks of all iterations in flight, and forget these; returns how many they were.
 
         For leaving a loop early: what tasks have already changed outside the context stays changed.
-        ``next_iteration`` goes on after the last iteration that was handed out, or, where a failure
-        has dropped all that was in flight, after the one that was to be handed out next.
+        ``next_iteration`` goes on after the last iteration handed out, or the one that failed.
         """
         return self._driver.drop()
 
@@ -325,8 +323,7 @@ class SWPipeline(Generic[C]):
 
         A replayed forward makes zero gradients there, for the parameters that the task used.
         """
-        shortcuts = self._driver.engine.shortcuts
-        return sum(map(shortcuts.in_backward_s, self.task_names(*tasks)))
+        return sum(map(self._driver.engine.shortcuts.in_backward_s, self.task_names(*tasks)))
 
     def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
         if self._alike:
@@ -362,13 +359,7 @@ class SWPipeline(Generic[C]):
         return names
 
     def observe(self, observer: Observer) -> AbstractContextManager[None]:
-        """Call ``observer`` around every task that runs within the block; several may observe.
-
-        Raises:
-            TypeError: It is no ``Observer``.
-        """
-        if isinstance(observer, type) or not isinstance(observer, Observer):
-            raise TypeError(f"{shown(observer)} is no Observer: give an object of a subclass")
+        """Call ``observer`` around every task that runs within the block; several may observe."""
         return self._observers.adding(observer)
 
     @contextmanager
@@ -420,13 +411,7 @@ class SWPipeline(Generic[C]):
             driver.engine, driver.next_iteration = engine, next_iteration
 
     def format_schedule(self, periods: int) -> str:
-        """The iteration that each task works on in each of the first ``periods`` periods.
-
-        Raises:
-            ValueError: ``periods`` is no number of periods.
-        """
-        if type(periods) is not int or periods < 0:
-            raise ValueError(f"periods is {shown(periods)}: give how many to show, from 0")
+        """The iteration that each task works on in each of the first ``periods`` periods."""
         return format_grid(self.plan, self._resolved.period_order, periods)
 
     def format_stage_analysis(self) -> str:

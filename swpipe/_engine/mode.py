@@ -8,9 +8,19 @@ refused while iterations are in flight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import is_grad_enabled, is_inference_mode_enabled
+
+from swpipe.core.messages import shown
+
+
+def checked_mode(mode: object) -> Callable[[], object]:
+    """``mode``; TypeError if it cannot be called."""
+    if callable(mode):
+        return mode
+    raise TypeError(f"mode is {shown(mode)}: give a function, such as lambda: model.training")
 
 
 class Mode(NamedTuple):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from torch.autograd import profiler
 
 from swpipe._engine.program import Instruction
+from swpipe.core.messages import shown
 from swpipe.device import Device
 
 
@@ -114,9 +115,18 @@ class Observers:
         tools = (nvtx, _profiler_ranges if profiler._is_profiler_enabled else None)
         return (*(tool for tool in tools if tool is not None), *self._added)
 
+    def adding(self, observer: Observer) -> AbstractContextManager[None]:
+        """Add an observer within the block.
+
+        Raises:
+            TypeError: It is no ``Observer``.
+        """
+        if isinstance(observer, type) or not isinstance(observer, Observer):
+            raise TypeError(f"{shown(observer)} is no Observer: give an object of a subclass")
+        return self._adding(observer)
+
     @contextmanager
-    def adding(self, observer: Observer) -> Iterator[None]:
-        """Add an observer within the block."""
+    def _adding(self, observer: Observer) -> Iterator[None]:
         with self._lock:
             self._added += (observer,)
         try:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from swpipe._state.code_names import CodeNames, read_code
+from swpipe._state.discovery import is_generator
 
 TORCH = "torch's default generators"
 PYTHON = "Python's default generator"
@@ -88,6 +89,15 @@ def draws_seed(value: Any) -> bool:
     if isinstance(value, BatchSampler):
         return draws_seed(value.sampler)
     return isinstance(value, Sampler) and getattr(value, "generator", value) is None
+
+
+def names_of_generators(found: Iterable[tuple[str, Any]]) -> set[str]:
+    """What only generators of Python and numpy are called; takes names and values."""
+    kinds: dict[str, set[bool]] = {}
+    for name, value in found:
+        own = is_generator(value) and not isinstance(value, torch.Generator)
+        kinds.setdefault(name, set()).add(own)
+    return {name for name, own in kinds.items() if name and own == {True}}
 
 
 def _only_of(owners: Set[str], name: str, code: CodeNames) -> bool:

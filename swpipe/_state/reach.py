@@ -48,7 +48,12 @@ from swpipe._state.discovery import (
     is_generator,
     is_installed,
 )
-from swpipe._state.draws import default_generator, draws_by, draws_seed
+from swpipe._state.draws import (
+    default_generator,
+    draws_by,
+    draws_seed,
+    names_of_generators,
+)
 from swpipe._state.kinds import (
     CONTAINERS,
     NAMESPACES,
@@ -151,18 +156,9 @@ class _Search:
                     self._reach.owned.setdefault(id(step.value), step.path)
                 measured = self._reach.uses.get(step.called) == {LENGTH}
                 (self._enter_measured if measured else self._enter)(step)
-        generators = self._generators()
+        generators = names_of_generators((n, self._reach.holders[k]) for k, n in self._seen)
         for code, namespace in self._codes:
             self._reach.draws.update(draws_by(code, namespace, generators))
-
-    def _generators(self) -> set[str]:
-        """What only generators of Python and numpy are called."""
-        kinds: dict[str, set[bool]] = {}
-        for number, name in self._seen:
-            value = self._reach.holders[number]
-            own = is_generator(value) and not isinstance(value, torch.Generator)
-            kinds.setdefault(name, set()).add(own)
-        return {name for name, found in kinds.items() if name and found == {True}}
 
     def _enter_measured(self, step: _Step) -> None:
         """Enter what the code takes nothing of but its length."""

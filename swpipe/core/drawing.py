@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan
 
@@ -26,7 +27,12 @@ def format_grid(
         periods: The number of periods, from period 0.
         iterations: The number of iterations; None for no limit.
         faulty: Tasks to mark with ``!``.
+
+    Raises:
+        ValueError: ``periods`` is no number of periods.
     """
+    if type(periods) is not int or periods < 0:
+        raise ValueError(f"periods is {shown(periods)}: give how many to show, from 0")
     head = ["", *(f"p{period}" for period in range(periods))]
     rows = [head]
     for name in order:
