@@ -230,8 +230,7 @@ class SWPipeline(Generic[C]):
         """Stop the tasks of all iterations in flight, and forget these; returns how many they were.
 
         For leaving a loop early: what tasks have already changed outside the context stays changed.
-        ``next_iteration`` goes on after the last iteration that was handed out, or, where a failure
-        has dropped all that was in flight, after the one that was to be handed out next.
+        ``next_iteration`` goes on after the last one that was handed out, or the one that failed.
         """
         return self._driver.drop()
 
