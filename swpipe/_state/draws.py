@@ -92,11 +92,16 @@ def draws_seed(value: Any) -> bool:
 
 
 def names_of_generators(found: Iterable[tuple[str, Any]]) -> set[str]:
-    """What only generators of Python and numpy are called; takes names and values."""
+    """What only generators of Python and numpy, and their modules, are called.
+
+    Args:
+        found: Names and values.
+    """
     kinds: dict[str, set[bool]] = {}
     for name, value in found:
-        own = is_generator(value) and not isinstance(value, torch.Generator)
-        kinds.setdefault(name, set()).add(own)
+        if not (isinstance(value, ModuleType) and _root(value).startswith(("random", "numpy"))):
+            own = is_generator(value) and not isinstance(value, torch.Generator)
+            kinds.setdefault(name, set()).add(own)
     return {name for name, own in kinds.items() if name and own == {True}}
 
 

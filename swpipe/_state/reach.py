@@ -157,8 +157,7 @@ class _Search:
                 measured = self._reach.uses.get(step.called) == {LENGTH}
                 (self._enter_measured if measured else self._enter)(step)
         generators = names_of_generators((n, self._reach.holders[k]) for k, n in self._seen)
-        for code, namespace in self._codes:
-            self._reach.draws.update(draws_by(code, namespace, generators))
+        self._reach.draws.update(*(draws_by(*code, generators) for code in self._codes))
 
     def _enter_measured(self, step: _Step) -> None:
         """Enter what the code takes nothing of but its length."""

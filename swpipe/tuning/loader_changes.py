@@ -11,7 +11,7 @@ from swpipe._state.reach import reach_of
 from swpipe._state.reached import PlaceId, Reach
 from swpipe.device import Device
 from swpipe.inference.loader_code import drawing, reaching
-from swpipe.tuning.loader_parts import may_draw
+from swpipe.tuning.loader_parts import goes_on, may_draw
 from swpipe.tuning.reached_values import (
     ReachedValue,
     ReachedValues,
@@ -37,14 +37,21 @@ class LoaderChanges:
         wrapped = type(loader).__module__.partition(".")[0] not in ("torch", "accelerate")
         self._others = self._generators | (counters_of(loader) if wrapped else {})
         self.changed: dict[PlaceId, str] = {}
+        self._may_draw: set[str] | None = None
         self.look()
         self._by_batch = {0: self.values.read()}
 
     def look(self, *iterators: Any) -> None:
-        """Find what it and its iterators can reach now: a pass may bring new objects."""
+        """Find what it can reach now; with the iterators of a pass that has begun, their objects.
+
+        A sampler that has begun has drawn its seed, and is no code that may draw with any batch.
+        """
         self.reach = reach_of(reaching(self._loader, *iterators))
-        self.draws = reach_of(drawing(self._loader))
         self.values = ReachedValues([self.reach], self._others)
+        if not iterators:
+            self.draws = reach_of(drawing(self._loader))
+            if self._may_draw is None or not goes_on(self._loader):
+                self._may_draw = may_draw(self.draws)
 
     def forget(self) -> None:
         """Hold nothing of what was found, which the loader may let go."""
@@ -68,7 +75,7 @@ class LoaderChanges:
     @property
     def generators(self) -> dict[PlaceId, ReachedValue]:
         """The default generators that it draws from, or may draw from, with any batch."""
-        may = may_draw(self.draws)
+        may = self._may_draw or set()
         return {
             p: one for p, one in self._generators.items() if one.name in may or p in self.changed
         }

@@ -81,6 +81,16 @@ def draws_between_the_making_and_the_first_pass(over: Over) -> Any:
 
 
 @ahead
+def an_iterator_that_has_shuffled_beside_dropout(over: Over) -> Any:
+    """Its sampler has begun, and draws no more; the body may draw, too."""
+    parts = dropout()
+    body = keep(parts, lambda: torch.rand(1))
+    decode = lambda ctx: setattr(ctx, "x", ctx.batch[1])  # noqa: E731
+    loader = enumerate(batches(shuffle=True))
+    return train(over, loader, parts, epochs=2, every=3, body=body, decode=decode)
+
+
+@ahead
 def two_loops_in_turn(over: Over) -> Any:
     first, second = Training(), Training()
     loaders = [batches(shuffle=True), batches(shuffle=True)]
