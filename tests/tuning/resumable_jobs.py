@@ -53,7 +53,7 @@ def torchdata(rows: Rows | None = None, **options: Any) -> Any:
         warnings.simplefilter("ignore")
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(rows or Rows(), batch_size=4, shuffle=True, **options)
+    return StatefulDataLoader(rows or Rows(), **{"batch_size": 4, "shuffle": True, **options})
 
 
 class Training:

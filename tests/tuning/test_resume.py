@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import SubsetRandomSampler
 
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
@@ -22,7 +23,7 @@ from tests.tuning.resumable_jobs import StatefulRows, torchdata
 # torchdata, when a loader is made
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
-EPOCHS = 2
+EPOCHS = 3
 
 
 def _dropout() -> Training:
@@ -34,8 +35,13 @@ def _batch_norm() -> Training:
     return Training(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
 
 
+def _sampler() -> SubsetRandomSampler:
+    return SubsetRandomSampler(range(22))
+
+
 WORKER = "with a worker"
 TORCHDATA = "torchdata"
+TORCHDATA_SAMPLER = "torchdata, with a sampler of torch's"
 TORCHDATA_AUGMENTED = "torchdata, augmented in the loader"
 TORCHDATA_WORKER = "torchdata, with a worker"
 LOOPS: dict[str, Any] = {
@@ -46,6 +52,7 @@ LOOPS: dict[str, Any] = {
     WORKER: lambda: (_dropout(), batches(NoisyRows(), shuffle=True, num_workers=1)),
     "a loader with a state": lambda: (_dropout(), StatefulRows()),
     TORCHDATA: lambda: (_dropout(), torchdata()),
+    TORCHDATA_SAMPLER: lambda: (_dropout(), torchdata(sampler=_sampler(), shuffle=None)),
     TORCHDATA_AUGMENTED: lambda: (Training(), torchdata(NoisyRows())),
     TORCHDATA_WORKER: lambda: (_dropout(), torchdata(num_workers=1)),
 }
@@ -88,12 +95,18 @@ class Job:
         self.loop.load_state_dict(loop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "places"), [(name, 2 if name in WORKERS else 12) for name in LOOPS]
+    ("name", "places"),
+    [
+        *[
+            pytest.param(name, 2 if name in WORKERS else 12, marks=pytest.mark.slow)
+            for name in LOOPS
+        ],
+        *[(name, 3) for name in (TORCHDATA_SAMPLER,)],
+    ],
 )
 def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
-    """Random places: later losses and all parameters are bit-equal."""
+    """Random places, in each pass in turn: later losses and all parameters are bit-equal."""
     job = Job(name)
     losses, saved = [], []
     for loss in job.losses():
@@ -102,8 +115,9 @@ def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
     job.loop.close()
     final = job.parts.model.state_dict()
     draws = random.Random(3)
-    for _ in range(places):
-        place = draws.randrange(len(losses))
+    of_pass = len(losses) // EPOCHS
+    for number in range(places):
+        place = of_pass * (number % EPOCHS) + draws.randrange(of_pass)
         resumed = Job(name)
         torch.rand(draws.randrange(5))  # what else a new process does
         resumed.load(saved[place])
@@ -258,7 +272,14 @@ def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["augmented in the loader", "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED]
+    "name",
+    [
+        "augmented in the loader",
+        "a loader with a state",
+        TORCHDATA,
+        TORCHDATA_SAMPLER,
+        TORCHDATA_AUGMENTED,
+    ],
 )
 def test_a_state_from_before_the_first_iteration_leads_to_it(name: str) -> None:
     """Whatever the new process has drawn, and pulled to record the tasks."""
