@@ -26,6 +26,7 @@ from swpipe._tensors.pytree import tensors_in
 from swpipe.core.errors import add_note
 from swpipe.device import Device
 from swpipe.tuning.loader_parts import epochs_of, goes_on
+from swpipe.tuning.loader_values import LoaderValues
 from swpipe.tuning.shown_values import ShownValues
 
 
@@ -41,6 +42,14 @@ class _Kept(NamedTuple):
 
 def _versions(batch: Any) -> list[int]:
     return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
+
+
+class _PulledState(NamedTuple):
+    """After a pull: of the loader, the default generators, and what the loader keeps."""
+
+    loader: Any
+    generators: dict[str, Any] | None
+    values: dict[str, Any] | None
 
 
 class _Memory(NamedTuple):
@@ -69,6 +78,7 @@ class LoaderPass:
         ended: There are no more; the caller says so.
         failure: What the loader raised; the caller raises it at the end of the iterator.
         at_start: The random generators before the pass.
+        values: What the loader keeps from pass to pass.
         saved: Where it began, as given.
         shown: What the loader changes with each batch.
         is_used_ahead: Whether batches are pulled while earlier ones are in use.
@@ -80,6 +90,7 @@ class LoaderPass:
         loader_draws: Names of the generators that the loader draws from: these go on from where
             the pull of the last batch handed out left them, others from where they were saved.
         shown: What the loader changes with each batch; None for nothing.
+        values: Made before the loader was first begun; None if that is now.
 
     Raises:
         ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
@@ -92,6 +103,7 @@ class LoaderPass:
         saved: Mapping[str, Any] | None = None,
         loader_draws: frozenset[str] = frozenset(),
         shown: ShownValues | None = None,
+        values: LoaderValues | None = None,
     ) -> None:
         self._loader = loader
         self._device = device
@@ -99,8 +111,7 @@ class LoaderPass:
         self.shown = shown or ShownValues({}, {})
         self.shown.begin()
         self.saved = saved
-        # Of the loader and of the generators, by batches pulled.
-        self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._states: dict[int, _PulledState] = {}  # by batches pulled
         self._has_state = has_state_dict(loader)
         self._again: deque[Any] = deque()
         self._ahead: deque[_Kept] = deque()  # of an iterator
@@ -112,9 +123,11 @@ class LoaderPass:
         self.failure: Exception | None = None
         self.handed_out = self.pulled = 0
         self.ended = self.is_used_ahead = False
+        self.values = values or LoaderValues(loader)
         if saved is not None:
             set_default_generators(device, saved["at_start"])
         self.at_start = default_generators(device)
+        self.values.begin((saved or {}).get("values_at_start"))
         if saved is None:
             self.batches = iter(loader)
             self.iterator = self._pull()
@@ -128,6 +141,8 @@ class LoaderPass:
         else:
             self.batches = self._skipped()
             after_pull = default_generators(device)
+        self.values.go_on(saved.get("values") or {})
+        self._epochs = epochs_of(loader)
         self.iterator = self._pull()
         if not self.handed_out:
             if saved["after_pull"] is not None:  # the pass had begun; its first pull is made again
@@ -155,26 +170,42 @@ class LoaderPass:
     def _set_back(self, saved: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(saved["loader"])
         if saved["after_pull"] is not None:
-            self._states[self.handed_out] = saved["loader"], saved["after_pull"]
+            pulled = _PulledState(saved["loader"], saved["after_pull"], saved.get("values"))
+            self._states[self.handed_out] = pulled
             return
         # The pass had ended. torchdata makes its old iterator again when it is first asked for a
         # state or a batch, and draws a seed for it; a process that was not stopped does not.
         self._loader.state_dict()
         set_default_generators(self._device, saved["at_start"])
+        self.values.begin(saved.get("values_at_start"))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out; a new pass, once it has ended."""
         if self.ended:
-            return state_between_passes(self._loader, self._device)
+            return state_between_passes(self._loader, self._device, self.values)
+        self.values.check()
         now = default_generators(self._device)
-        loader, after_pull = self._states.get(self.handed_out, (None, None))
+        # What was pulled ahead has changed the values, too; what is skipped changes them again.
+        exact = self.handed_out and not self.is_ahead
+        pulled = _PulledState(None, None, self.values.in_pass() if exact else None)
+        pulled = self._states.get(self.handed_out, pulled)
         return {
             "batches": self.handed_out,
             "at_start": self.at_start,
             "generators": now,
-            "loader": loader,
-            "after_pull": after_pull,
+            "loader": pulled.loader,
+            "after_pull": pulled.generators,
+            "values_at_start": self.values.at_start,
+            "values": pulled.values,
         }
+
+    def saved_anew(self) -> Mapping[str, Any] | None:
+        """``saved``, with what was set since the pass was begun again, such as an epoch."""
+        saved = dict(self.saved or {})
+        for name in ("values_at_start", "values"):
+            if saved.get(name) is not None:
+                saved[name] = self.values.set_since(saved[name])
+        return saved or None
 
     @property
     def is_of_another_epoch(self) -> bool:
@@ -293,13 +324,18 @@ class LoaderPass:
     def _remember(self, pulled: int) -> None:
         if self._has_state:
             state = copy.deepcopy(self._loader.state_dict())
-            self._states[pulled] = state, default_generators(self._device)
+            generators = default_generators(self._device)
+            self._states[pulled] = _PulledState(state, generators, self.values.in_pass())
             for old in [number for number in self._states if number < self.handed_out]:
                 del self._states[old]
 
 
-def state_between_passes(loader: Any, device: Device) -> dict[str, Any]:
-    """A state that leads to a new pass."""
+def state_between_passes(loader: Any, device: Device, values: LoaderValues) -> dict[str, Any]:
+    """A state that leads to a new pass.
+
+    Raises:
+        RuntimeError: It would lack something that the loader keeps.
+    """
     now = default_generators(device)
     return {
         "batches": 0,
@@ -307,4 +343,6 @@ def state_between_passes(loader: Any, device: Device) -> dict[str, Any]:
         "generators": now,
         "loader": loader.state_dict() if has_state_dict(loader) else None,
         "after_pull": None,
+        "values_at_start": values.between_passes(),
+        "values": None,
     }

@@ -85,6 +85,7 @@ class OverlappedLoop(ResumableLoop[C]):
         used_ahead: ReachedValues,
     ) -> None:
         super().__init__(pipe, loader)
+        self._values = begun.values
         self.overlap = overlap
         self._loader_draws = loader_draws
         self._pass = begun
@@ -128,7 +129,9 @@ class OverlappedLoop(ResumableLoop[C]):
     def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
         self._fresh = False
         draws = self._loader_draws if saved else frozenset[str]()
-        begun = LoaderPass(self._loader, self.pipe.device, saved, draws, self._pass.shown)
+        begun = LoaderPass(
+            self._loader, self.pipe.device, saved, draws, self._pass.shown, self._values
+        )
         begun.is_used_ahead = self.overlap.loader_ahead
         return begun
 

@@ -67,16 +67,20 @@ class ReachedValues:
     Args:
         reaches: What the code can reach.
         others: More values.
+        max_bytes: Larger arrays are not read.
     """
 
     def __init__(
-        self, reaches: Iterable[Reach], others: Mapping[PlaceId, ReachedValue] | None = None
+        self,
+        reaches: Iterable[Reach],
+        others: Mapping[PlaceId, ReachedValue] | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self.values = {
             place: one
             for reach in reaches
             if not any(isinstance(holder, _THREADED) for holder in reach.holders.values())
-            for place, one in _values_in(reach)
+            for place, one in _values_in(reach, max_bytes)
         }
         self.values |= others or {}
 
@@ -89,11 +93,11 @@ class ReachedValues:
         return {
             place: self.values[place].name
             for place, then in before.items()
-            if place in self.values and not _same(then, self.values[place].read())
+            if place in self.values and not same(then, self.values[place].read())
         }
 
 
-def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
+def _values_in(reach: Reach, max_bytes: int) -> Iterator[tuple[PlaceId, ReachedValue]]:
     named = [place for place in reach.places if place.name and place not in reach.inner]
     holders = {place: reach.holders[place.holder] for place in reach.places if not place.name}
     containers = [place for place, holder in holders.items() if isinstance(holder, CONTAINERS)]
@@ -104,10 +108,10 @@ def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
         yield place, ReachedValue(reach.places[place], read, partial(_set, holder, place.name))
     for place in containers[:MOST]:
         holder = reach.holders[place.holder]
-        write = partial(_fill, holder) if isinstance(holder, list | dict | set) else None
-        yield place, ReachedValue(reach.places[place], partial(_items, holder), write)
+        write = partial(fill, holder) if isinstance(holder, list | dict | set) else None
+        yield place, ReachedValue(reach.places[place], partial(items_of, holder), write)
     for place in arrays[:MOST]:
-        if memoryview(holders[place]).nbytes <= MAX_BYTES:
+        if memoryview(holders[place]).nbytes <= max_bytes:
             yield place, ReachedValue(reach.places[place], partial(content_value, holders[place]))
     for number, one in list(reach.holders.items()):
         if isinstance(one, threading.Event):
@@ -129,9 +133,10 @@ def _named(holder: Any, name: str) -> Any:
     return names.get(name, _ABSENT)
 
 
-def _items(container: Any) -> tuple[Any, ...]:
+def items_of(container: Any, most: int = MAX_ITEMS) -> tuple[Any, ...]:
+    """Its length and items, of a dict also the values; of a larger one the length and the ends."""
     size = len(container)
-    if size <= MAX_ITEMS:
+    if size <= most:
         values = container.values() if isinstance(container, dict) else ()
         return (size, *container, *values)
     return (size, container[0], container[-1]) if isinstance(container, list | deque) else (size,)
@@ -150,9 +155,10 @@ def _set(holder: Any, name: str, value: Any) -> None:
         names.pop(name, None) if value is _ABSENT else names.__setitem__(name, value)
 
 
-def _fill(container: Any, items: tuple[Any, ...]) -> None:
+def fill(container: Any, items: tuple[Any, ...]) -> None:
+    """Give it the items that ``items_of`` returned, if that were all."""
     size, *rest = items
-    if size > MAX_ITEMS:  # not all items are known
+    if len(rest) < size:
         return
     container.clear()
     if isinstance(container, dict):
@@ -207,14 +213,14 @@ def _versions(one: Tensor | torch.nn.Module) -> tuple[Any, ...]:
     return (one.training, *(each._version for each in tensors if not each.is_inference()))
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or equal plain ones; NaN equals itself."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     return isinstance(one, bool | int | float | complex | str | bytes) and repr(one) == repr(other)
 
 

@@ -18,7 +18,13 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans import prefetch_plan
 from swpipe.tuning.overlapping import OverlappedLoop
 from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
-from tests.tuning.resumable_jobs import StatefulRows, torchdata
+from tests.tuning.resumable_jobs import (
+    KeepingOrder,
+    KeepingRows,
+    StatefulRows,
+    torchdata,
+    with_generator,
+)
 
 # torchdata, when a loader is made
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -40,8 +46,11 @@ def _sampler() -> SubsetRandomSampler:
 
 
 WORKER = "with a worker"
+GENERATOR = "shuffled by a generator of its own"
+KEEPING = "a dataset and a sampler that go on from pass to pass"
 TORCHDATA = "torchdata"
 TORCHDATA_SAMPLER = "torchdata, with a sampler of torch's"
+TORCHDATA_KEEPING = "torchdata, going on from pass to pass"
 TORCHDATA_AUGMENTED = "torchdata, augmented in the loader"
 TORCHDATA_WORKER = "torchdata, with a worker"
 LOOPS: dict[str, Any] = {
@@ -51,8 +60,14 @@ LOOPS: dict[str, Any] = {
     "batch norm": lambda: (_batch_norm(), batches(shuffle=True, drop_last=True)),
     WORKER: lambda: (_dropout(), batches(NoisyRows(), shuffle=True, num_workers=1)),
     "a loader with a state": lambda: (_dropout(), StatefulRows()),
+    GENERATOR: lambda: (_dropout(), batches(shuffle=True, generator=with_generator())),
+    KEEPING: lambda: (Training(), batches(KeepingRows(), sampler=KeepingOrder())),
     TORCHDATA: lambda: (_dropout(), torchdata()),
     TORCHDATA_SAMPLER: lambda: (_dropout(), torchdata(sampler=_sampler(), shuffle=None)),
+    TORCHDATA_KEEPING: lambda: (
+        _dropout(),
+        torchdata(KeepingRows(), generator=with_generator()),
+    ),
     TORCHDATA_AUGMENTED: lambda: (Training(), torchdata(NoisyRows())),
     TORCHDATA_WORKER: lambda: (_dropout(), torchdata(num_workers=1)),
 }
@@ -102,7 +117,7 @@ class Job:
             pytest.param(name, 2 if name in WORKERS else 12, marks=pytest.mark.slow)
             for name in LOOPS
         ],
-        *[(name, 3) for name in (TORCHDATA_SAMPLER,)],
+        *[(name, 3) for name in (GENERATOR, KEEPING, TORCHDATA_SAMPLER, TORCHDATA_KEEPING)],
     ],
 )
 def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
@@ -250,7 +265,7 @@ def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["shuffled, with dropout", "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED],
+    ["shuffled, with dropout", KEEPING, "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED],
 )
 def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     """Not to the rest of the one that has ended, which has none."""
@@ -275,6 +290,7 @@ def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     "name",
     [
         "augmented in the loader",
+        KEEPING,
         "a loader with a state",
         TORCHDATA,
         TORCHDATA_SAMPLER,
