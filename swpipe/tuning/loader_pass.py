@@ -25,9 +25,12 @@ from swpipe._state.discovery import has_state_dict
 from swpipe._tensors.pytree import tensors_in
 from swpipe.core.errors import add_note
 from swpipe.device import Device
+from swpipe.tuning.live_workers import are_live, check_workers, end_workers
 from swpipe.tuning.loader_parts import epochs_of, goes_on
 from swpipe.tuning.loader_values import LoaderValues
 from swpipe.tuning.shown_values import ShownValues
+
+_NOT_SAVED = "which a state cannot have"
 
 
 class _Kept(NamedTuple):
@@ -125,8 +128,10 @@ class LoaderPass:
         self.ended = self.is_used_ahead = False
         self.values = values or LoaderValues(loader)
         if saved is not None:
+            end_workers(loader)
             set_default_generators(device, saved["at_start"])
         self.at_start = default_generators(device)
+        self._workers_go_on = are_live(loader)
         self.values.begin((saved or {}).get("values_at_start"))
         if saved is None:
             self.batches = iter(loader)
@@ -184,6 +189,8 @@ class LoaderPass:
         if self.ended:
             return state_between_passes(self._loader, self._device, self.values)
         self.values.check()
+        if self._workers_go_on:
+            check_workers(self._loader, _NOT_SAVED)
         now = default_generators(self._device)
         # What was pulled ahead has changed the values, too; what is skipped changes them again.
         exact = self.handed_out and not self.is_ahead
@@ -336,6 +343,7 @@ def state_between_passes(loader: Any, device: Device, values: LoaderValues) -> d
     Raises:
         RuntimeError: It would lack something that the loader keeps.
     """
+    check_workers(loader, _NOT_SAVED)
     now = default_generators(device)
     return {
         "batches": 0,

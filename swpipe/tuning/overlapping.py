@@ -43,6 +43,7 @@ from swpipe.shortcut.contents import Content, same_bits
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.ahead_tasks import AheadTasks
 from swpipe.tuning.choice import Overlap, choose, reaches_of_undeclared, serial
+from swpipe.tuning.live_workers import end_workers
 from swpipe.tuning.loader_changes import LoaderChanges
 from swpipe.tuning.loader_parts import keeps_in_variable
 from swpipe.tuning.loader_pass import LoaderPass
@@ -118,6 +119,7 @@ class OverlappedLoop(ResumableLoop[C]):
                 "random numbers were drawn between overlap() and the for, and the loader is an "
                 "iterator that draws, too, and has begun: call overlap() just before the for"
             )
+        end_workers(self._loader)
         return self._rest_of(begun)
 
     def _rest_of(self, begun: LoaderPass) -> LoaderPass | None:

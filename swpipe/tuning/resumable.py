@@ -27,6 +27,7 @@ from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.pipeline import SWPipeline
 from swpipe.tuning.accelerate_loader import AccelerateLoader
+from swpipe.tuning.live_workers import check_workers
 from swpipe.tuning.loader_pass import LoaderPass, state_between_passes
 from swpipe.tuning.loader_values import LoaderValues
 
@@ -172,7 +173,7 @@ class ResumableLoop(Generic[Out]):
             self._refuse_left()
         if rest is not None and rest.is_of_another_epoch:
             rest = self._begin(rest.saved_anew())
-        current = self._pass = rest or self._first_pass() or self._begin(None)
+        current = self._pass = rest or self._first_pass() or self._new_pass()
         iterator = current.iterator
         self._dropped = self._left = False
         self._running, failed = current, False
@@ -223,6 +224,12 @@ class ResumableLoop(Generic[Out]):
         # What is not pulled ahead is drawn in the order of a plain loop.
         ahead = not isinstance(self.pipe, SWPipeline) or self.pipe.plan.depth > 1
         return _MeasuredPass(self._loader, self._device, saved, before, ahead, self._values)
+
+    def _new_pass(self) -> LoaderPass:
+        left = self._pass
+        if self._left and left is not None and left.pulled > left.handed_out:
+            check_workers(self._loader, "also for batches that were dropped when a pass was left")
+        return self._begin(None)
 
     def _first_pass(self) -> LoaderPass | None:
         """A pass that was begun already, once."""

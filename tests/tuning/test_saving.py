@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from swpipe import (
     DeclaredIO,
@@ -22,10 +23,12 @@ from swpipe import (
     SWPipeline,
     TaskProfiler,
     TaskSchedule,
+    overlap,
 )
 from swpipe.inference import record
 from swpipe.plans import prefetch_plan
-from tests.tuning.ordinary_loops import HarderRows, NoisyRows, batches
+from swpipe.tuning.overlapping import OverlappedLoop
+from tests.tuning.ordinary_loops import HarderRows, NoisyRows, Rows, batches
 from tests.tuning.resumable_jobs import KeepingOrder, KeepingRows, StatefulRows
 
 
@@ -613,6 +616,48 @@ def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
         threading.Timer(0.05, saved.set).start()
         assert torch.equal(loop.state_dict()["generators"]["torch"]["cpu"], before)
         assert len(list(contexts)) == 3
+
+
+def living(rows: Rows) -> DataLoader[torch.Tensor]:
+    """Its worker lives on from pass to pass."""
+    return batches(rows, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+def test_a_pass_that_is_begun_anew_has_new_workers() -> None:
+    """What they drew when the tasks were recorded, or before a state was loaded, is not drawn on.
+
+    Workers that lived on gave other augmentation in every resumed pass.
+    """
+
+    def made(seed: int) -> OverlappedLoop[Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return overlap(living(NoisyRows()), [read, use], device="cpu")
+
+    with made(3) as loop, made(4) as other:
+        torch.manual_seed(5)
+        seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
+        other.load_state_dict(seen[1][1])
+        rest = [ctx.batch for ctx in other]
+    torch.manual_seed(5)
+    plain = list(living(NoisyRows()))
+    torch.testing.assert_close([batch for batch, _ in seen], plain, rtol=0, atol=0)
+    torch.testing.assert_close(rest, plain[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(NoisyRows, True), (Rows, False)])
+def test_workers_that_live_on_and_draw_are_refused_where_they_cannot_be_set_back(
+    rows: type[Rows], refused: bool
+) -> None:
+    """After a pass, and after batches that were pulled ahead and dropped."""
+    said = pytest.raises(RuntimeError, match=r"workers live on .*persistent_workers=False")
+    with overlap(living(rows()), [read, use], device="cpu") as loop:
+        for _ in loop:
+            break
+        with said if refused else nullcontext():
+            list(loop)
+        with said if refused else nullcontext():
+            loop.state_dict(rest=False)
 
 
 @pytest.mark.slow
