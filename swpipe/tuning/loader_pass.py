@@ -137,24 +137,27 @@ class LoaderPass:
             self.batches = iter(loader)
             self.iterator = self._pull()
             self._remember(0)
-            return
+        else:
+            self._go_on(saved, loader_draws)
+
+    def _go_on(self, saved: Mapping[str, Any], loader_draws: frozenset[str]) -> None:
         self.handed_out = self.pulled = saved["batches"]
         after_pull = saved["after_pull"]
         if saved["loader"] is not None:
             self._set_back(saved)
-            self.batches = iter(loader)
+            self.batches = iter(self._loader)
         else:
             self.batches = self._skipped()
-            after_pull = default_generators(device)
+            after_pull = default_generators(self._device)
         self.values.go_on(saved.get("values") or {})
-        self._epochs = epochs_of(loader)
+        self._epochs = epochs_of(self._loader)
         self.iterator = self._pull()
         if not self.handed_out:
             if saved["after_pull"] is not None:  # the pass had begun; its first pull is made again
-                set_default_generators(device, saved["after_pull"])
+                set_default_generators(self._device, saved["after_pull"])
             return
         kept = {name: after_pull[name] for name in loader_draws & after_pull.keys()}
-        set_default_generators(device, {**saved["generators"], **kept})
+        set_default_generators(self._device, {**saved["generators"], **kept})
 
     def _skipped(self) -> Iterator[Any]:
         """The loader begun again, without the batches that were handed out."""

@@ -25,7 +25,7 @@ from swpipe._state.reached import Reach
 from swpipe.core.messages import listed
 from swpipe.inference.loader_code import reaching
 from swpipe.tuning.accelerate_loader import AccelerateLoader
-from swpipe.tuning.plain_data import MAX_ITEMS, made_from, plain, set_generator
+from swpipe.tuning.plain_values import MAX_ITEMS, made_from, plain, set_generator
 from swpipe.tuning.reached_values import _ABSENT, ReachedValue, ReachedValues, fill, items_of, same
 
 MAX_BYTES = 2**20

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from swpipe.tuning.plain_data import made_from, plain
+from swpipe.tuning.plain_values import made_from, plain
 
 VALUES: list[Any] = [
     1,
