@@ -167,7 +167,7 @@ class _Search:
         elif isinstance(function, FunctionType) and not is_library_function(function):
             held = attributes_of(value)
             named = read_code(function.__code__, "").uses.get(SELF, set())
-            for name in named & held.keys():
+            for name in sorted(named & held.keys(), key=str):
                 self._enter_attribute(step, str(name), held)
             self._ahead.append(step._replace(value=function, called=""))
 
@@ -312,7 +312,7 @@ class _Search:
         reach = self._reach
         taken = reach.uses.get(step.called, set()) | reach.strings
         named = {str(name) for name in taken if name} if step.called else set()
-        for name in vars(function).keys() | named:
+        for name in sorted(vars(function).keys() | named):
             if not hasattr(FunctionType, name):
                 self._place(step, function, name, f"{step.path}.{name}")
         self._ahead += inner
@@ -375,7 +375,7 @@ class _Search:
         library = is_librarys(type(value)) and not isinstance(value, NAMESPACES)
         module = isinstance(value, torch.nn.Module)
         if library and not module and step.hops < MAX_HOPS and reach.only_reads(value, step.called):
-            for name in taken & attributes_of(value).keys():
+            for name in sorted(taken & attributes_of(value).keys(), key=str):
                 self._enter_attribute(step, str(name), attributes_of(value))
             return
         if library and step.hops >= MAX_HOPS:
@@ -396,7 +396,7 @@ class _Search:
                 self._ahead += [one._replace(hops=step.hops + 1) for one in inside]
         hops = step.hops + library
         new = set() if library else taken & reach.stores
-        for name in held.keys() | new:
+        for name in [*held, *sorted(new - held.keys(), key=str)]:
             if not (every or name in taken) or name in of_module:
                 continue
             path = f"{step.path}.{name}" if step.path else str(name)
@@ -423,14 +423,14 @@ class _Search:
         if is_librarys(cls):
             return
         taken = taken | (vars(cls).keys() if self._reach.stores_any else set())
-        members = [vars(cls)[name] for name in taken & vars(cls).keys() if name]
+        members = [vars(cls)[name] for name in sorted(taken & vars(cls).keys(), key=str) if name]
         if owner is cls and any(True for one in members for _ in functions_of(one)):
             taken = taken | self._reach.uses[""]  # of ``cls``
         if "apply" in taken and owner is cls and issubclass(cls, torch.autograd.Function):
             taken = taken | {"forward", "backward", "setup_context"}
             backward = functions_of(getattr_static(cls, "backward"))
             self._reach.hooks |= {id(one): one for one in backward}
-        for name in taken & vars(cls).keys():
+        for name in sorted(taken & vars(cls).keys(), key=str):
             if not name or (name.startswith("__") and name.endswith("__")):
                 continue
             member = vars(cls)[name]

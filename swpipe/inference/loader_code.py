@@ -33,6 +33,11 @@ def drawing(loader: Any) -> PipelineTask:
     return _leading_to(*(one for one in _parts(loader, _MAX_WRAPPERS) if not _samples(one)))
 
 
+def in_workers(loader: DataLoader[Any]) -> PipelineTask:
+    """The same for what its worker processes use."""
+    return _leading_to(loader.dataset, loader.collate_fn)
+
+
 def _leading_to(*parts: Any) -> PipelineTask:
     return PipelineTask(LOADER, partial(_nothing, leads_to=parts))
 

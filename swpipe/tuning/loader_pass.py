@@ -25,8 +25,12 @@ from swpipe._state.discovery import has_state_dict
 from swpipe._tensors.pytree import tensors_in
 from swpipe.core.errors import add_note
 from swpipe.device import Device
+from swpipe.tuning.live_workers import are_live, check_workers, end_workers
 from swpipe.tuning.loader_parts import epochs_of, goes_on
+from swpipe.tuning.loader_values import LoaderValues
 from swpipe.tuning.shown_values import ShownValues
+
+_NOT_SAVED = "which a state cannot have"
 
 
 class _Kept(NamedTuple):
@@ -41,6 +45,14 @@ class _Kept(NamedTuple):
 
 def _versions(batch: Any) -> list[int]:
     return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
+
+
+class _PulledState(NamedTuple):
+    """After a pull: of the loader, the default generators, and what the loader keeps."""
+
+    loader: Any
+    generators: dict[str, Any] | None
+    values: dict[str, Any] | None
 
 
 class _Memory(NamedTuple):
@@ -69,6 +81,7 @@ class LoaderPass:
         ended: There are no more; the caller says so.
         failure: What the loader raised; the caller raises it at the end of the iterator.
         at_start: The random generators before the pass.
+        values: What the loader keeps from pass to pass.
         saved: Where it began, as given.
         shown: What the loader changes with each batch.
         is_used_ahead: Whether batches are pulled while earlier ones are in use.
@@ -80,6 +93,7 @@ class LoaderPass:
         loader_draws: Names of the generators that the loader draws from: these go on from where
             the pull of the last batch handed out left them, others from where they were saved.
         shown: What the loader changes with each batch; None for nothing.
+        values: Made before the loader was first begun; None if that is now.
 
     Raises:
         ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
@@ -92,6 +106,7 @@ class LoaderPass:
         saved: Mapping[str, Any] | None = None,
         loader_draws: frozenset[str] = frozenset(),
         shown: ShownValues | None = None,
+        values: LoaderValues | None = None,
     ) -> None:
         self._loader = loader
         self._device = device
@@ -99,8 +114,7 @@ class LoaderPass:
         self.shown = shown or ShownValues({}, {})
         self.shown.begin()
         self.saved = saved
-        # Of the loader and of the generators, by batches pulled.
-        self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._states: dict[int, _PulledState] = {}  # by batches pulled
         self._has_state = has_state_dict(loader)
         self._again: deque[Any] = deque()
         self._ahead: deque[_Kept] = deque()  # of an iterator
@@ -112,29 +126,38 @@ class LoaderPass:
         self.failure: Exception | None = None
         self.handed_out = self.pulled = 0
         self.ended = self.is_used_ahead = False
+        self.values = values or LoaderValues(loader)
         if saved is not None:
+            end_workers(loader)
             set_default_generators(device, saved["at_start"])
         self.at_start = default_generators(device)
+        self._workers_go_on = are_live(loader)
+        self.values.begin((saved or {}).get("values_at_start"))
         if saved is None:
             self.batches = iter(loader)
             self.iterator = self._pull()
             self._remember(0)
-            return
+        else:
+            self._go_on(saved, loader_draws)
+
+    def _go_on(self, saved: Mapping[str, Any], loader_draws: frozenset[str]) -> None:
         self.handed_out = self.pulled = saved["batches"]
         after_pull = saved["after_pull"]
         if saved["loader"] is not None:
             self._set_back(saved)
-            self.batches = iter(loader)
+            self.batches = iter(self._loader)
         else:
             self.batches = self._skipped()
-            after_pull = default_generators(device)
+            after_pull = default_generators(self._device)
+        self.values.go_on(saved.get("values") or {})
+        self._epochs = epochs_of(self._loader)
         self.iterator = self._pull()
         if not self.handed_out:
             if saved["after_pull"] is not None:  # the pass had begun; its first pull is made again
-                set_default_generators(device, saved["after_pull"])
+                set_default_generators(self._device, saved["after_pull"])
             return
         kept = {name: after_pull[name] for name in loader_draws & after_pull.keys()}
-        set_default_generators(device, {**saved["generators"], **kept})
+        set_default_generators(self._device, {**saved["generators"], **kept})
 
     def _skipped(self) -> Iterator[Any]:
         """The loader begun again, without the batches that were handed out."""
@@ -155,26 +178,44 @@ class LoaderPass:
     def _set_back(self, saved: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(saved["loader"])
         if saved["after_pull"] is not None:
-            self._states[self.handed_out] = saved["loader"], saved["after_pull"]
+            pulled = _PulledState(saved["loader"], saved["after_pull"], saved.get("values"))
+            self._states[self.handed_out] = pulled
             return
         # The pass had ended. torchdata makes its old iterator again when it is first asked for a
         # state or a batch, and draws a seed for it; a process that was not stopped does not.
         self._loader.state_dict()
         set_default_generators(self._device, saved["at_start"])
+        self.values.begin(saved.get("values_at_start"))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out; a new pass, once it has ended."""
         if self.ended:
-            return state_between_passes(self._loader, self._device)
+            return state_between_passes(self._loader, self._device, self.values)
+        self.values.check()
+        if self._workers_go_on:
+            check_workers(self._loader, _NOT_SAVED)
         now = default_generators(self._device)
-        loader, after_pull = self._states.get(self.handed_out, (None, None))
+        # What was pulled ahead has changed the values, too; what is skipped changes them again.
+        exact = self.handed_out and not self.is_ahead
+        pulled = _PulledState(None, None, self.values.in_pass() if exact else None)
+        pulled = self._states.get(self.handed_out, pulled)
         return {
             "batches": self.handed_out,
             "at_start": self.at_start,
             "generators": now,
-            "loader": loader,
-            "after_pull": after_pull,
+            "loader": pulled.loader,
+            "after_pull": pulled.generators,
+            "values_at_start": self.values.at_start,
+            "values": pulled.values,
         }
+
+    def saved_anew(self) -> Mapping[str, Any] | None:
+        """``saved``, with what was set since the pass was begun again, such as an epoch."""
+        saved = dict(self.saved or {})
+        for name in ("values_at_start", "values"):
+            if saved.get(name) is not None:
+                saved[name] = self.values.set_since(saved[name])
+        return saved or None
 
     @property
     def is_of_another_epoch(self) -> bool:
@@ -293,13 +334,19 @@ class LoaderPass:
     def _remember(self, pulled: int) -> None:
         if self._has_state:
             state = copy.deepcopy(self._loader.state_dict())
-            self._states[pulled] = state, default_generators(self._device)
+            generators = default_generators(self._device)
+            self._states[pulled] = _PulledState(state, generators, self.values.in_pass())
             for old in [number for number in self._states if number < self.handed_out]:
                 del self._states[old]
 
 
-def state_between_passes(loader: Any, device: Device) -> dict[str, Any]:
-    """A state that leads to a new pass."""
+def state_between_passes(loader: Any, device: Device, values: LoaderValues) -> dict[str, Any]:
+    """A state that leads to a new pass.
+
+    Raises:
+        RuntimeError: It would lack something that the loader keeps.
+    """
+    check_workers(loader, _NOT_SAVED)
     now = default_generators(device)
     return {
         "batches": 0,
@@ -307,4 +354,6 @@ def state_between_passes(loader: Any, device: Device) -> dict[str, Any]:
         "generators": now,
         "loader": loader.state_dict() if has_state_dict(loader) else None,
         "after_pull": None,
+        "values_at_start": values.between_passes(),
+        "values": None,
     }

@@ -44,6 +44,7 @@ from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.ahead_tasks import AheadTasks
 from swpipe.tuning.choice import Overlap, choose, reaches_of_undeclared, serial
 from swpipe.tuning.doubts import Doubts
+from swpipe.tuning.live_workers import end_workers
 from swpipe.tuning.loader_changes import LoaderChanges
 from swpipe.tuning.loader_parts import keeps_in_variable
 from swpipe.tuning.loader_pass import LoaderPass
@@ -88,6 +89,7 @@ class OverlappedLoop(ResumableLoop[C]):
         tasks: Sequence[PipelineTask],
     ) -> None:
         super().__init__(pipe, loader)
+        self._values = begun.values
         self.overlap = overlap
         self._loader_draws = loader_draws
         self._pass = begun
@@ -146,6 +148,7 @@ class OverlappedLoop(ResumableLoop[C]):
                 "random numbers were drawn between overlap() and the for, and the loader is an "
                 "iterator that draws, too, and has begun: call overlap() just before the for"
             )
+        end_workers(self._loader)
         return self._rest_of(begun)
 
     def _rest_of(self, begun: LoaderPass) -> LoaderPass | None:
@@ -158,7 +161,7 @@ class OverlappedLoop(ResumableLoop[C]):
         self._fresh = False
         draws = self._loader_draws if saved else frozenset[str]()
         shown = ShownValues({}, {}, lambda: self._look(begun))
-        begun = LoaderPass(self._loader, self.pipe.device, saved, draws, shown)
+        begun = LoaderPass(self._loader, self.pipe.device, saved, draws, shown, self._values)
         begun.is_used_ahead = self.overlap.loader_ahead
         return begun
 

@@ -43,7 +43,7 @@ MAX_BYTES = 2**14
 """Larger arrays are not read."""
 
 _THREADED = (threading.Thread, Executor, queue.Queue, queue.SimpleQueue)
-_ABSENT = object()
+ABSENT = object()
 
 
 class ReachedValue(NamedTuple):
@@ -69,16 +69,20 @@ class ReachedValues:
     Args:
         reaches: What the code can reach.
         others: More values.
+        max_bytes: Larger arrays are not read.
     """
 
     def __init__(
-        self, reaches: Iterable[Reach], others: Mapping[PlaceId, ReachedValue] | None = None
+        self,
+        reaches: Iterable[Reach],
+        others: Mapping[PlaceId, ReachedValue] | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self.values = {
             place: one
             for reach in reaches
             if not any(isinstance(holder, _THREADED) for holder in reach.holders.values())
-            for place, one in _values_in(reach)
+            for place, one in _values_in(reach, max_bytes)
         }
         self.values |= others or {}
 
@@ -91,11 +95,11 @@ class ReachedValues:
         return {
             place: self.values[place].name
             for place, then in before.items()
-            if place in self.values and not _same(then, self.values[place].read())
+            if place in self.values and not same(then, self.values[place].read())
         }
 
 
-def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
+def _values_in(reach: Reach, max_bytes: int) -> Iterator[tuple[PlaceId, ReachedValue]]:
     named = [place for place in reach.places if place.name and place not in reach.inner]
     holders = {place: reach.holders[place.holder] for place in reach.places if not place.name}
     containers = [place for place, holder in holders.items() if isinstance(holder, CONTAINERS)]
@@ -106,10 +110,10 @@ def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
         yield place, ReachedValue(reach.places[place], read, partial(_set, holder, place.name))
     for place in containers[:MOST]:
         holder = reach.holders[place.holder]
-        write = partial(_fill, holder) if isinstance(holder, list | dict | set) else None
-        yield place, ReachedValue(reach.places[place], partial(_items, holder), write)
+        write = partial(fill, holder) if isinstance(holder, list | dict | set) else None
+        yield place, ReachedValue(reach.places[place], partial(items_of, holder), write)
     for place in arrays[:MOST]:
-        if memoryview(holders[place]).nbytes <= MAX_BYTES:
+        if memoryview(holders[place]).nbytes <= max_bytes:
             yield place, ReachedValue(reach.places[place], partial(content_value, holders[place]))
     for number, one in list(reach.holders.items()):
         if isinstance(one, threading.Event):
@@ -126,11 +130,11 @@ def _values_in(reach: Reach) -> Iterator[tuple[PlaceId, ReachedValue]]:
 def _named(holder: Any, name: str) -> Any:
     """What a namespace, an object or a closure's cell has under a name."""
     if isinstance(holder, CellType):
-        return content_of(holder, _ABSENT)
+        return content_of(holder, ABSENT)
     if _slot(holder, name) is not None:
-        return attributes_of(holder).get(name, _ABSENT)
+        return attributes_of(holder).get(name, ABSENT)
     names = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-    return names.get(name, _ABSENT)
+    return names.get(name, ABSENT)
 
 
 def _slot(holder: Any, name: str) -> MemberDescriptorType | None:
@@ -142,31 +146,33 @@ def _slot(holder: Any, name: str) -> MemberDescriptorType | None:
     return member if slot else None
 
 
-def _items(container: Any) -> tuple[Any, ...]:
+def items_of(container: Any, most: int = MAX_ITEMS) -> tuple[Any, ...]:
+    """Its length and items, of a dict keys and values in turn; of a larger one length and ends."""
     size = len(container)
-    if size <= MAX_ITEMS:
+    if size <= most:
         return (size, *flat(container))
     return (size, container[0], container[-1]) if isinstance(container, list | deque) else (size,)
 
 
 def _set(holder: Any, name: str, value: Any) -> None:
     if isinstance(holder, CellType):
-        if value is _ABSENT:
+        if value is ABSENT:
             del holder.cell_contents
         else:
             holder.cell_contents = value
     elif isinstance(holder, type):  # its names are read-only
-        delattr(holder, name) if value is _ABSENT else setattr(holder, name, value)
+        delattr(holder, name) if value is ABSENT else setattr(holder, name, value)
     elif (slot := _slot(holder, name)) is not None:
-        slot.__delete__(holder) if value is _ABSENT else slot.__set__(holder, value)
+        slot.__delete__(holder) if value is ABSENT else slot.__set__(holder, value)
     else:
         names = holder if isinstance(holder, dict) else vars(holder)
-        names.pop(name, None) if value is _ABSENT else names.__setitem__(name, value)
+        names.pop(name, None) if value is ABSENT else names.__setitem__(name, value)
 
 
-def _fill(container: Any, items: tuple[Any, ...]) -> None:
+def fill(container: Any, items: tuple[Any, ...]) -> None:
+    """Give it the items that ``items_of`` returned, if that were all."""
     size, *rest = items
-    if size > MAX_ITEMS:  # not all items are known
+    if len(rest) < size:
         return
     pairs = zip(rest[::2], rest[1::2], strict=True) if isinstance(container, dict) else None
     refill(container, rest if pairs is None else dict(pairs))
@@ -222,14 +228,14 @@ def _version(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.requires_grad, *(() if tensor.is_inference() else (tensor._version,)))
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or equal plain ones; NaN equals itself."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     return isinstance(one, bool | int | float | complex | str | bytes) and repr(one) == repr(other)
 
 

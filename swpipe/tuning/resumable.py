@@ -27,7 +27,9 @@ from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.pipeline import SWPipeline
 from swpipe.tuning.accelerate_loader import AccelerateLoader
+from swpipe.tuning.live_workers import check_workers
 from swpipe.tuning.loader_pass import LoaderPass, state_between_passes
+from swpipe.tuning.loader_values import LoaderValues
 
 __all__ = ["Resumable", "ResumableLoop"]
 
@@ -86,6 +88,7 @@ class ResumableLoop(Generic[Out]):
         self._loader = loader
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
+        self._values = LoaderValues(loader)
         self._pass: LoaderPass | None = None
         self._rest: LoaderPass | None = None  # of the pass of a state that was loaded
         self._running: LoaderPass | None = None
@@ -97,7 +100,7 @@ class ResumableLoop(Generic[Out]):
 
         In the body it leads to the rest of this pass, between passes to a new one. It has numbers,
         strings and tensors: the pipeline's state, how many batches of this pass were handed out,
-        the loader's state if it has one, and the random generators.
+        the loader's state if it has one, what it keeps from pass to pass, and random generators.
 
         Args:
             rest: After a pass that was left early: whether to go on with the rest of it.
@@ -118,7 +121,7 @@ class ResumableLoop(Generic[Out]):
         with GeneratorAccess(TaskSeeds(0, self._device), ProgressCounter()).exclusive():
             if current is None or (self._left and not rest):
                 self._check_new_pass()
-                return state_between_passes(self._loader, self._device) | state
+                return state_between_passes(self._loader, self._device, self._values) | state
             if others := self._others_in_flight(current):
                 raise RuntimeError(
                     f"iterations are in flight ({others}) that are not of this loop: finish their "
@@ -169,8 +172,8 @@ class ResumableLoop(Generic[Out]):
         if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
             self._refuse_left()
         if rest is not None and rest.is_of_another_epoch:
-            rest = self._begin(rest.saved)
-        current = self._pass = rest or self._first_pass() or self._begin(None)
+            rest = self._begin(rest.saved_anew())
+        current = self._pass = rest or self._first_pass() or self._new_pass()
         iterator = current.iterator
         self._dropped = self._left = False
         self._running, failed = current, False
@@ -220,7 +223,13 @@ class ResumableLoop(Generic[Out]):
         before = self._pass.draws if isinstance(self._pass, _MeasuredPass) else None
         # What is not pulled ahead is drawn in the order of a plain loop.
         ahead = not isinstance(self.pipe, SWPipeline) or self.pipe.plan.depth > 1
-        return _MeasuredPass(self._loader, self._device, saved, before, ahead)
+        return _MeasuredPass(self._loader, self._device, saved, before, ahead, self._values)
+
+    def _new_pass(self) -> LoaderPass:
+        left = self._pass
+        if self._left and left is not None and left.pulled > left.handed_out:
+            check_workers(self._loader, "also for batches that were dropped when a pass was left")
+        return self._begin(None)
 
     def _first_pass(self) -> LoaderPass | None:
         """A pass that was begun already, once."""
@@ -286,6 +295,7 @@ class _MeasuredPass(LoaderPass):
         saved: As for ``LoaderPass``.
         draws: As found in an earlier pass.
         ahead: Whether batches are pulled ahead of tasks.
+        values: As for ``LoaderPass``.
     """
 
     def __init__(
@@ -295,13 +305,15 @@ class _MeasuredPass(LoaderPass):
         saved: Mapping[str, Any] | None,
         draws: frozenset[str] | None,
         ahead: bool,
+        values: LoaderValues,
     ) -> None:
         self._after_pull: dict[str, Any] = {}
-        if saved is not None and (known := saved.get("loader_draws")) is not None:
-            draws = (draws or frozenset()) | frozenset(known)
+        if saved is not None and (found := saved.get("loader_draws")) is not None:
+            draws = (draws or frozenset()) | frozenset(found)
         self.draws = draws
         ahead_then = saved is not None and saved.get("ahead", 0) > 0
-        super().__init__(loader, device, saved, (ahead_then and draws) or frozenset())
+        known = (ahead_then and draws) or frozenset[str]()
+        super().__init__(loader, device, saved, known, values=values)
         self.fed = self.handed_out
         pulls = self._measured(self.iterator) if ahead and draws is None else self.iterator
         self.iterator = self._feed(pulls)

@@ -1,4 +1,4 @@
-"""Training jobs that can be stopped at any iteration: five loops, and plans for their tasks.
+"""Training jobs that can be stopped at any iteration: seven loops, and plans for their tasks.
 
 As a script, ``python -m tests.tuning.resumable_jobs LOOP PLAN CHECKPOINT``, it goes on from the
 checkpoint if there is one, writes a new one after each iteration, and prints its number and loss.
@@ -14,10 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Sampler
 
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
@@ -47,13 +49,51 @@ class StatefulRows:
         self.at, self.epoch = state["at"], state["epoch"]
 
 
+class KeepingRows(Rows):
+    """Rows that are augmented by what the dataset keeps: a count, and generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.recent = 0, [0]
+        self.python, self.numpy = random.Random(3), np.random.default_rng(4)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.count += 1
+        self.recent.append(index)
+        factor = self.python.random() + self.numpy.random() + self.count + self.recent.pop(0)
+        return super().__getitem__(index) * (1 + 0.01 * factor)
+
+
+class KeepingOrder(Sampler[int]):
+    """An order that each pass shuffles further, in place."""
+
+    def __init__(self) -> None:
+        self.order, self.epoch = list(range(22)), 0
+        self.cache = dict[int, Tensor]()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        self.draws = np.random.default_rng(self.epoch)
+        self.draws.shuffle(self.order)
+        for index in self.order:
+            yield int(self.cache.setdefault(index, torch.tensor(index)))
+        self.epoch += 1
+
+
+def with_generator() -> torch.Generator:
+    """A loader's own."""
+    return torch.Generator().manual_seed(5)
+
+
 def torchdata(rows: Rows | None = None, **options: Any) -> Any:
     """Shuffled batches of a loader with a state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(rows or Rows(), batch_size=4, shuffle=True, **options)
+    return StatefulDataLoader(rows or Rows(), **{"batch_size": 4, "shuffle": True, **options})
 
 
 class Training:
@@ -165,6 +205,20 @@ class TorchData(Dropout):
         return torchdata(NoisyRows())
 
 
+class Keeping(Dropout):
+    """A dataset and a sampler that go on from pass to pass."""
+
+    def make_loader(self) -> Any:
+        return batches(KeepingRows(), sampler=KeepingOrder(), generator=with_generator())
+
+
+class TorchDataKeeping(Dropout):
+    """The same of a loader of torchdata, which shuffles by a generator that it was given."""
+
+    def make_loader(self) -> Any:
+        return torchdata(KeepingRows(), generator=with_generator())
+
+
 class Averaged(Training):
     """A loader with a state of the user's own, an average of the model, and an evaluation."""
 
@@ -197,6 +251,8 @@ LOOPS: dict[str, Callable[[], Training]] = {
     "accumulating": Accumulating,
     "torchdata": TorchData,
     "averaged": Averaged,
+    "keeping": Keeping,
+    "torchdata, keeping": TorchDataKeeping,
 }
 
 

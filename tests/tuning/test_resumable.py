@@ -1,6 +1,6 @@
 """A job over a plan of one's own that is killed, and resumed, has the numbers of one that was not.
 
-Five loops, three plans; each is resumed under another plan, too.
+Seven loops, three plans; each is resumed under another plan, too.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def test_any_place_is_good_for_a_checkpoint(loop: str, plan: str) -> None:
     [
         ("dropout", ["two workers"] * 3),
         ("torchdata", ["prefetched", "two workers", "serial"]),
+        ("keeping", ["prefetched", "serial", "two workers"]),
     ],
 )
 def test_a_killed_process_is_gone_on_with_by_a_new_one(

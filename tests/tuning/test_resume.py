@@ -11,18 +11,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import SubsetRandomSampler
 
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans import prefetch_plan
 from swpipe.tuning.overlapping import OverlappedLoop
 from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
-from tests.tuning.resumable_jobs import StatefulRows, torchdata
+from tests.tuning.resumable_jobs import (
+    KeepingOrder,
+    KeepingRows,
+    StatefulRows,
+    torchdata,
+    with_generator,
+)
 
 # torchdata, when a loader is made
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
-EPOCHS = 2
+EPOCHS = 3
 
 
 def _dropout() -> Training:
@@ -34,8 +41,16 @@ def _batch_norm() -> Training:
     return Training(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
 
 
+def _sampler() -> SubsetRandomSampler:
+    return SubsetRandomSampler(range(22))
+
+
 WORKER = "with a worker"
+GENERATOR = "shuffled by a generator of its own"
+KEEPING = "a dataset and a sampler that go on from pass to pass"
 TORCHDATA = "torchdata"
+TORCHDATA_SAMPLER = "torchdata, with a sampler of torch's"
+TORCHDATA_KEEPING = "torchdata, going on from pass to pass"
 TORCHDATA_AUGMENTED = "torchdata, augmented in the loader"
 TORCHDATA_WORKER = "torchdata, with a worker"
 LOOPS: dict[str, Any] = {
@@ -45,7 +60,14 @@ LOOPS: dict[str, Any] = {
     "batch norm": lambda: (_batch_norm(), batches(shuffle=True, drop_last=True)),
     WORKER: lambda: (_dropout(), batches(NoisyRows(), shuffle=True, num_workers=1)),
     "a loader with a state": lambda: (_dropout(), StatefulRows()),
+    GENERATOR: lambda: (_dropout(), batches(shuffle=True, generator=with_generator())),
+    KEEPING: lambda: (Training(), batches(KeepingRows(), sampler=KeepingOrder())),
     TORCHDATA: lambda: (_dropout(), torchdata()),
+    TORCHDATA_SAMPLER: lambda: (_dropout(), torchdata(sampler=_sampler(), shuffle=None)),
+    TORCHDATA_KEEPING: lambda: (
+        _dropout(),
+        torchdata(KeepingRows(), generator=with_generator()),
+    ),
     TORCHDATA_AUGMENTED: lambda: (Training(), torchdata(NoisyRows())),
     TORCHDATA_WORKER: lambda: (_dropout(), torchdata(num_workers=1)),
 }
@@ -88,12 +110,18 @@ class Job:
         self.loop.load_state_dict(loop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "places"), [(name, 2 if name in WORKERS else 12) for name in LOOPS]
+    ("name", "places"),
+    [
+        *[
+            pytest.param(name, 2 if name in WORKERS else 12, marks=pytest.mark.slow)
+            for name in LOOPS
+        ],
+        *[(name, 3) for name in (GENERATOR, KEEPING, TORCHDATA_SAMPLER, TORCHDATA_KEEPING)],
+    ],
 )
 def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
-    """Random places: later losses and all parameters are bit-equal."""
+    """Random places, in each pass in turn: later losses and all parameters are bit-equal."""
     job = Job(name)
     losses, saved = [], []
     for loss in job.losses():
@@ -102,8 +130,9 @@ def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
     job.loop.close()
     final = job.parts.model.state_dict()
     draws = random.Random(3)
-    for _ in range(places):
-        place = draws.randrange(len(losses))
+    of_pass = len(losses) // EPOCHS
+    for number in range(places):
+        place = of_pass * (number % EPOCHS) + draws.randrange(of_pass)
         resumed = Job(name)
         torch.rand(draws.randrange(5))  # what else a new process does
         resumed.load(saved[place])
@@ -236,7 +265,7 @@ def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["shuffled, with dropout", "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED],
+    ["shuffled, with dropout", KEEPING, "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED],
 )
 def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     """Not to the rest of the one that has ended, which has none."""
@@ -258,7 +287,15 @@ def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["augmented in the loader", "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED]
+    "name",
+    [
+        "augmented in the loader",
+        KEEPING,
+        "a loader with a state",
+        TORCHDATA,
+        TORCHDATA_SAMPLER,
+        TORCHDATA_AUGMENTED,
+    ],
 )
 def test_a_state_from_before_the_first_iteration_leads_to_it(name: str) -> None:
     """Whatever the new process has drawn, and pulled to record the tasks."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from swpipe import (
     DeclaredIO,
@@ -21,11 +23,13 @@ from swpipe import (
     SWPipeline,
     TaskProfiler,
     TaskSchedule,
+    overlap,
 )
 from swpipe.inference import record
 from swpipe.plans import prefetch_plan
-from tests.tuning.ordinary_loops import NoisyRows, batches
-from tests.tuning.resumable_jobs import StatefulRows
+from swpipe.tuning.overlapping import OverlappedLoop
+from tests.tuning.ordinary_loops import HarderRows, NoisyRows, Rows, batches
+from tests.tuning.resumable_jobs import KeepingOrder, KeepingRows, StatefulRows
 
 
 def tasks_of(*functions: Callable[[Any], None], **io: Any) -> list[PipelineTask]:
@@ -455,6 +459,111 @@ def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None
             other.load_state_dict(state)
 
 
+class Keeping:
+    """A loader that goes on from pass to pass with whatever it has."""
+
+    def __init__(self, kept: Any, change: Callable[[Keeping], object]) -> None:
+        self.kept, self.change = kept, change
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(number, self.kept) for number in range(3)])
+
+
+class Continuing(Keeping):
+    """Over an iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.kept, 3)
+
+
+class Reopening(Keeping):
+    """The same, but that each pass makes the iterator anew."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.kept = iter(range(3))
+        return self
+
+    def __next__(self) -> int:
+        return int(next(self.kept))
+
+
+def nothing(loader: Keeping) -> None:
+    """To be changed between two passes."""
+
+
+KEPT: dict[str, tuple[Callable[[], Keeping], bool]] = {
+    "another object": (lambda: Keeping(object(), lambda it: setattr(it, "kept", object())), True),
+    "a list that grows": (lambda: Keeping([], lambda it: it.kept.append(object())), True),
+    "an iterator": (lambda: Continuing(iter(range(99)), nothing), True),
+    "a list of numbers": (lambda: Keeping([], lambda it: it.kept.append(1)), False),
+    "made on demand": (lambda: Keeping(None, lambda it: setattr(it, "kept", object())), False),
+    "a cache": (lambda: Keeping({}, lambda it: it.kept.update(a=object())), False),
+    "made for each pass": (lambda: Reopening(iter(range(3)), nothing), False),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_loader_keeps_and_a_state_cannot_have_is_refused(name: str) -> None:
+    """Before the next pass, and in it."""
+    make, refused = KEPT[name]
+    loop = loop_over(loader := make())
+    said = pytest.raises(RuntimeError, match="the loader keeps .*kept.* from one pass to the next")
+    assert len(list(loop)) == 3
+    loader.change(loader)
+    with said if refused else nullcontext():
+        loop.state_dict()
+    for _ in loop:
+        with said if refused else nullcontext():
+            loop.state_dict()
+    loop.pipe.close()  # type: ignore[attr-defined]
+
+
+def test_a_state_of_a_loader_that_keeps_something_else_is_refused() -> None:
+    """By the name of what it lacks."""
+    loop = loop_over(batches(shuffle=True, generator=torch.Generator()))
+    with pytest.raises(ValueError, match="'Generator' of the loader, and this loader does not"):
+        loop_over(batches(shuffle=True)).load_state_dict(loop.state_dict())
+
+
+def test_an_epoch_that_is_set_after_a_state_was_loaded_holds() -> None:
+    """A state from between two passes has that of the pass before."""
+
+    def made() -> tuple[KeepingOrder, ResumableLoop[Any]]:
+        sampler = KeepingOrder()
+        return sampler, loop_over(batches(KeepingRows(), sampler=sampler))
+
+    (sampler, loop), (other_sampler, other) = made(), made()
+    assert len(list(loop)) == 6
+    state = copy.deepcopy(loop.state_dict())
+    sampler.epoch = 5
+    expected = [ctx.batch for ctx in loop]
+    other.load_state_dict(state)
+    other_sampler.epoch = 5
+    torch.testing.assert_close([ctx.batch for ctx in other], expected, rtol=0, atol=0)
+    for one in (loop, other):
+        one.pipe.close()  # type: ignore[attr-defined]
+
+
+def test_what_a_task_has_changed_of_a_loader_is_as_it_was() -> None:
+    """In a serial loop: batches that are skipped are made without the task."""
+
+    def made() -> ResumableLoop[Any]:
+        rows = HarderRows()
+
+        def harder(ctx: Any) -> None:
+            rows.level += 1
+
+        tasks = tasks_of(read, harder)
+        pipe = SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu")
+        return ResumableLoop(pipe, batches(rows))
+
+    loop, other = made(), made()
+    seen = [(ctx.x, copy.deepcopy(loop.state_dict())) for ctx in loop]
+    other.load_state_dict(seen[2][1])
+    rest = [ctx.x for ctx in other]
+    torch.testing.assert_close(rest, [x for x, _ in seen[3:]], rtol=0, atol=0)
+
+
 def test_a_loader_and_a_task_that_draw_in_turn_are_saved_after_a_drain() -> None:
     """In mid-flight the loader has drawn ahead what the task would draw in a resumed run."""
 
@@ -507,6 +616,48 @@ def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
         threading.Timer(0.05, saved.set).start()
         assert torch.equal(loop.state_dict()["generators"]["torch"]["cpu"], before)
         assert len(list(contexts)) == 3
+
+
+def living(rows: Rows) -> DataLoader[torch.Tensor]:
+    """Its worker lives on from pass to pass."""
+    return batches(rows, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+def test_a_pass_that_is_begun_anew_has_new_workers() -> None:
+    """What they drew when the tasks were recorded, or before a state was loaded, is not drawn on.
+
+    Workers that lived on gave other augmentation in every resumed pass.
+    """
+
+    def made(seed: int) -> OverlappedLoop[Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return overlap(living(NoisyRows()), [read, use], device="cpu")
+
+    with made(3) as loop, made(4) as other:
+        torch.manual_seed(5)
+        seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
+        other.load_state_dict(seen[1][1])
+        rest = [ctx.batch for ctx in other]
+    torch.manual_seed(5)
+    plain = list(living(NoisyRows()))
+    torch.testing.assert_close([batch for batch, _ in seen], plain, rtol=0, atol=0)
+    torch.testing.assert_close(rest, plain[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(NoisyRows, True), (Rows, False)])
+def test_workers_that_live_on_and_draw_are_refused_where_they_cannot_be_set_back(
+    rows: type[Rows], refused: bool
+) -> None:
+    """After a pass, and after batches that were pulled ahead and dropped."""
+    said = pytest.raises(RuntimeError, match=r"workers live on .*persistent_workers=False")
+    with overlap(living(rows()), [read, use], device="cpu") as loop:
+        for _ in loop:
+            break
+        with said if refused else nullcontext():
+            list(loop)
+        with said if refused else nullcontext():
+            loop.state_dict(rest=False)
 
 
 @pytest.mark.slow
