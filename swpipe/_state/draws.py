@@ -78,7 +78,7 @@ def default_generator(value: Any) -> Iterator[str]:
     numpy = sys.modules.get("numpy.random")
     if value is getattr(random.random, "__self__", None):
         yield PYTHON
-    elif numpy is not None and value is numpy.mtrand._rand:
+    elif numpy is not None and value is getattr(numpy.rand, "__self__", None):
         yield NUMPY
 
 

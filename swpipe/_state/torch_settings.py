@@ -25,8 +25,11 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+_HOST = torch.empty(0, device="cpu").device
+
+
 def _set_device(value: torch.device) -> None:
-    torch.set_default_device(None if value.type == "cpu" else value)  # None leaves no mode behind
+    torch.set_default_device(None if value == _HOST else value)  # None leaves no mode behind
 
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (

@@ -108,14 +108,18 @@ class SavedFiles:
 
     def before_emit(self, handler: logging.FileHandler) -> None:
         """Save the length of a file to which a handler of ``logging`` is about to write."""
-        stream = handler.stream = handler.stream or handler._open()
-        if stream not in self._logs and (put_back := saving(stream, 0)):
-            self._logs[stream] = put_back
+        if handler.stream is None:  # it opens its file at the first message
+            options = {"encoding": handler.encoding, "errors": handler.errors}
+            handler.stream = _OPEN(handler.baseFilename, handler.mode, **options)
+        if handler.stream not in self._logs and (put_back := saving(handler.stream, 0)):
+            self._logs[handler.stream] = put_back
 
     def opened(self, file: Any) -> None:
         """Remember a file that was opened."""
         self._opened.add(file)
 
+
+_OPEN: Any = builtins.open
 
 _MEND = (
     "It is a directory, or too large to be saved: write such files in the loop's body. Or name all "

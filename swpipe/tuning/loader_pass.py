@@ -30,7 +30,7 @@ from swpipe.tuning.loader_parts import epochs_of, goes_on
 from swpipe.tuning.loader_values import LoaderValues
 from swpipe.tuning.shown_values import ShownValues
 
-_NOT_SAVED = "which a state cannot have"
+_NOT_SAVED = "which a state cannot have (state_dict(check=False) saves without)"
 
 
 class _Kept(NamedTuple):
@@ -187,12 +187,17 @@ class LoaderPass:
         set_default_generators(self._device, saved["at_start"])
         self.values.begin(saved.get("values_at_start"))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the pass is: after the last batch handed out; a new pass, once it has ended."""
+    def state_dict(self, check: bool) -> dict[str, Any]:
+        """Where the pass is: after the last batch handed out; a new pass, once it has ended.
+
+        Args:
+            check: Refuse if a state cannot have all that matters.
+        """
         if self.ended:
-            return state_between_passes(self._loader, self._device, self.values)
-        self.values.check()
-        if self._workers_go_on:
+            return state_between_passes(self._loader, self._device, self.values, check)
+        if check:
+            self.values.check()
+        if check and self._workers_go_on:
             check_workers(self._loader, _NOT_SAVED)
         now = default_generators(self._device)
         # What was pulled ahead has changed the values, too; what is skipped changes them again.
@@ -340,13 +345,16 @@ class LoaderPass:
                 del self._states[old]
 
 
-def state_between_passes(loader: Any, device: Device, values: LoaderValues) -> dict[str, Any]:
+def state_between_passes(
+    loader: Any, device: Device, values: LoaderValues, check: bool
+) -> dict[str, Any]:
     """A state that leads to a new pass.
 
     Raises:
-        RuntimeError: It would lack something that the loader keeps.
+        RuntimeError: It would lack something that the loader keeps, and ``check``.
     """
-    check_workers(loader, _NOT_SAVED)
+    if check:
+        check_workers(loader, _NOT_SAVED)
     now = default_generators(device)
     return {
         "batches": 0,
@@ -354,6 +362,6 @@ def state_between_passes(loader: Any, device: Device, values: LoaderValues) -> d
         "generators": now,
         "loader": loader.state_dict() if has_state_dict(loader) else None,
         "after_pull": None,
-        "values_at_start": values.between_passes(),
+        "values_at_start": values.between_passes(check),
         "values": None,
     }

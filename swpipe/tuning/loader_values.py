@@ -91,14 +91,15 @@ class LoaderValues:
         """
         self._check(self._missing)
 
-    def between_passes(self) -> dict[str, Any]:
+    def between_passes(self, check: bool) -> dict[str, Any]:
         """What a new pass would begin with.
 
         Raises:
-            RuntimeError: The state would lack something.
+            RuntimeError: The state would lack something, and ``check``.
         """
         found, missing = self._plain(self._changed(self._made))
-        self._check(missing)
+        if check:
+            self._check(missing)
         return found
 
     def _read(self) -> dict[str, Any]:
@@ -128,7 +129,8 @@ class LoaderValues:
             raise RuntimeError(
                 f"the loader keeps {listed(sorted(missing | iterators), most=3)} from one pass to "
                 "the next, which a state cannot have: keep numbers, strings, tensors, random "
-                "generators and lists of these, or give the loader state_dict and load_state_dict"
+                "generators and lists of these, or give the loader state_dict and load_state_dict; "
+                "state_dict(check=False) saves without"
             )
 
     def _set_back(self, saved: Mapping[str, Any]) -> None:

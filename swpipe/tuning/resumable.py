@@ -95,7 +95,7 @@ class ResumableLoop(Generic[Out]):
         self._left = False  # early
         self._dropped = False  # what was in flight then
 
-    def state_dict(self, *, rest: bool | None = None) -> dict[str, Any]:
+    def state_dict(self, *, rest: bool | None = None, check: bool = True) -> dict[str, Any]:
         """What to save beside models and optimizers, in the body of the loop or between passes.
 
         In the body it leads to the rest of this pass, between passes to a new one. It has numbers,
@@ -104,6 +104,8 @@ class ResumableLoop(Generic[Out]):
 
         Args:
             rest: After a pass that was left early: whether to go on with the rest of it.
+            check: Refuse what a state cannot have of the loader; False if other numbers, such as
+                other augmentations in workers that live on, do not matter.
 
         Raises:
             RuntimeError: A run that goes on from here would not surely have the numbers of one that
@@ -121,7 +123,8 @@ class ResumableLoop(Generic[Out]):
         with GeneratorAccess(TaskSeeds(0, self._device), ProgressCounter()).exclusive():
             if current is None or (self._left and not rest):
                 self._check_new_pass()
-                return state_between_passes(self._loader, self._device, self._values) | state
+                values = self._values
+                return state_between_passes(self._loader, self._device, values, check) | state
             if others := self._others_in_flight(current):
                 raise RuntimeError(
                     f"iterations are in flight ({others}) that are not of this loop: finish their "
@@ -133,7 +136,7 @@ class ResumableLoop(Generic[Out]):
                 current.check_draws()
             if self.counted and self._is_complete(current):
                 current.end()
-            return current.state_dict() | state
+            return current.state_dict(check) | state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on where a state was saved, in this process or another.
@@ -318,9 +321,9 @@ class _MeasuredPass(LoaderPass):
         pulls = self._measured(self.iterator) if ahead and draws is None else self.iterator
         self.iterator = self._feed(pulls)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, check: bool) -> dict[str, Any]:
         """As ``LoaderPass.state_dict``, with what was pulled ahead and what the loader draws."""
-        found = super().state_dict()
+        found = super().state_dict(check)
         ahead = 0 if self.ended else self.pulled - self.handed_out
         draws = None if self.draws is None else sorted(self.draws)
         return found | {"ahead": ahead, "loader_draws": draws}

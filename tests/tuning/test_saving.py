@@ -658,6 +658,7 @@ def test_workers_that_live_on_and_draw_are_refused_where_they_cannot_be_set_back
             list(loop)
         with said if refused else nullcontext():
             loop.state_dict(rest=False)
+        assert loop.state_dict(rest=False, check=False)["batches"] == 0
 
 
 @pytest.mark.slow
