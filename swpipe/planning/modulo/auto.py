@@ -8,6 +8,7 @@ from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import EffectTable
 from swpipe.core.errors import PlanError, Problem
+from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
@@ -78,7 +79,8 @@ def auto_plan(
         costs: A cost for each task.
         limits: What to keep to; None for ``Limits()``.
         streams: Whether the device has streams; False for a CPU.
-        effects: What the tasks touch, where it is known: the plan found must keep its order.
+        effects: What the tasks touch, where it is known: the plan found must keep its order, and
+            tasks that use what each thread has for itself stay on the caller's thread, with all.
         effort: How long to search where the lower bound is not reached: 1 takes about a second for
             14 tasks, ten for 200 and a minute for 1,000.
 
@@ -95,27 +97,45 @@ def auto_plan(
         raise PlanError([Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")])
     limits = limits if limits is not None else Limits()
     limits.check(plan)
-    best = _choice(plan, costs, limits, streams, effort)
+    bound = [name for name, touched in (effects or {}).items() if touched.own_thread]
+    alone = bool({*bound} - {PULL})
+    best = _choice(plan, costs, limits, streams, effort, alone=alone)
     pull = costs.tasks.get(PULL, TaskCost())
-    if plan.pull_group is None and pull.host_us and min(limits.threads, limits.in_flight) > 1:
+    may_move = plan.pull_group is None and PULL not in bound
+    if may_move and pull.host_us and min(limits.threads, limits.in_flight) > 1:
         other = replace(plan, pull_group=PULL_GROUP, pipeline_depth=None)
-        apart = _choice(other, costs, limits, streams, effort)
+        apart = _choice(other, costs, limits, streams, effort, alone=alone)
         saved_us = best.ii_us - apart.ii_us
         if saved_us > TOLERANCE * best.ii_us:
             words = f"Batches are pulled on a thread of their own, which earns {_ms(saved_us)}."
             best = replace(apart, why=(*apart.why, words))
+    if alone:
+        names = listed([name for name in bound if name != PULL])
+        words = f"All tasks stay on the caller's thread, of which {names} may use own values."
+        best = replace(best, why=(*best.why, words))
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams)
     return best
 
 
 def _choice(
-    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float
+    plan: PipelinePlan,
+    costs: CostModel,
+    limits: Limits,
+    streams: bool,
+    effort: float,
+    *,
+    alone: bool,
 ) -> Choice:
-    """The plan found, with the pull on the thread group that ``plan`` gives it."""
+    """The plan found, with the pull on the thread group that ``plan`` gives it.
+
+    With ``alone``, all tasks are on the caller's thread.
+    """
     pulls_apart = plan.pull_group is not None
     if pulls_apart:
         limits = _without_the_loaders(limits, plan)
+    if alone:
+        limits = Limits(limits.in_flight, 1, limits.frozen)
     bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
     graph = schedule_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)

@@ -112,6 +112,22 @@ def test_a_thread_says_what_it_earned() -> None:
     assert choice.format().startswith("0.600 ms per iteration, 2 iterations in flight, 2 threads")
 
 
+def test_tasks_that_use_what_each_thread_has_stay_on_the_callers() -> None:
+    """A plan with a second thread was refused, and nothing was planned; the loader may leave."""
+    effects = {name: Effects() for name in loop().schedule}
+    first = next(iter(effects))
+    effects[first] = Effects(own_thread=frozenset({Location("local", True)}))
+    choice = auto_plan(loop(), COSTS, streams=False, effects=effects)
+    assert (choice.plan.thread_groups, choice.threads) == (("default",), 1)
+    said = f"All tasks stay on the caller's thread, of which {first} may use own values."
+    assert choice.why[-1] == said
+    pulled = CostModel({**COSTS.tasks, PULL: TaskCost(500)})
+    choice = auto_plan(loop(), pulled, streams=False, effects=effects)
+    assert (choice.plan.pull_group, choice.threads) == ("loader", 2)
+    effects = {PULL: Effects(own_thread=frozenset({Location("local", True)})), **effects}
+    assert auto_plan(loop(), pulled, streams=False, effects=effects).plan.pull_group is None
+
+
 def test_depth_comes_before_threads() -> None:
     """Of two plans with one interval the one with less in flight is taken."""
     choice = auto_plan(loop(), COSTS, limits=Limits(threads=1), streams=False)
