@@ -12,7 +12,7 @@ EPOCHS, SAVE_EVERY, CHECKPOINT = 3, 4, Path("checkpoint.pt")
 
 
 class Rows(Dataset):
-    """40 rows, and how many were read in this process."""
+    """40 rows, and how many were read; the state has the number, too."""
 
     read = 0
 
@@ -72,5 +72,7 @@ for make_loader in (DataLoader, StatefulDataLoader):
     rows = Rows()
     resumed = train(make_loader, rows, seed=1)  # the state has the random numbers
     assert resumed == {number: expected[number] for number in range(16, 30)}
-    print(f"{make_loader.__name__}: from iteration {min(resumed)}, {rows.read} rows were read")
+    print(
+        f"{make_loader.__name__}: from iteration {min(resumed)}; {rows.read} rows were read in all"
+    )
     CHECKPOINT.unlink()
