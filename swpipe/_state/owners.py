@@ -106,10 +106,12 @@ def is_users_descriptor(member: Any) -> bool:
 
 
 def constructors_of(cls: type) -> Iterator[FunctionType]:
-    """The user's functions that run when a class is called."""
+    """The user's functions that choose what a call of a class gives: a new object, or one again.
+
+    What ``__init__`` does besides is not read: it would lead through all classes of a code base.
+    """
     called = [getattr_static(type(cls), "__call__", None)]
-    names = ("__new__", "__init__", "__post_init__")
-    called += [vars(base).get(name) for base in cls.__mro__ for name in names]
+    called += [vars(base).get("__new__") for base in cls.__mro__]
     yield from (
         one for each in called for one in functions_of(each) if not is_library_function(one)
     )

@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from inspect import getattr_static
 from types import (
@@ -293,7 +292,7 @@ class _Search:
         if not is_foreign(type(value).__module__):
             self._enter_object(step)
 
-    def _enter_function(self, step: _Step, names: CodeNames | None = None) -> None:
+    def _enter_function(self, step: _Step) -> None:
         function: FunctionType = step.value
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         inner = [step._replace(value=one, called="") for one in vars(function).values()]
@@ -316,7 +315,7 @@ class _Search:
             if not hasattr(FunctionType, name):
                 self._place(step, function, name, f"{step.path}.{name}")
         self._ahead += inner
-        self._enter_code(function.__code__, function.__globals__, names)
+        self._enter_code(function.__code__, function.__globals__)
 
     def _enter_generator(self, step: _Step) -> None:
         generator: GeneratorType[Any, Any, Any] = step.value
@@ -330,21 +329,11 @@ class _Search:
                     self._enter_function(step._replace(value=one))
 
     def _enter_constructors(self, cls: type) -> None:
-        """What runs when a class is called; what it does to the new object concerns nobody else."""
         for function in () if is_librarys(cls) else constructors_of(cls):
-            step, code = _Step("", "", function), function.__code__
-            if function.__name__ in ("__init__", "__post_init__"):
-                new = "".join(code.co_varnames[:1])
-                found = read_code(code, new)
-                uses = {name: taken for name, taken in found.uses.items() if name != new}
-                self._enter_function(step, replace(found, sets=set(), uses=uses))
-            else:
-                self._enter_function(step)
+            self._enter_function(_Step("", "", function))
 
-    def _enter_code(
-        self, code: CodeType, namespace: dict[str, Any], found: CodeNames | None = None
-    ) -> None:
-        found = found or read_code(code, self._reach.context)
+    def _enter_code(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        found = read_code(code, self._reach.context)
         self._reach.add(found)
         self._codes.append((found, namespace))
         by_string = {str(n) for n in found.uses[""] if "globals" in found.names}

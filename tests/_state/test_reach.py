@@ -759,18 +759,6 @@ def a_singleton_by_its_metaclass() -> Pair:
     return note, lambda ctx: registry.best
 
 
-@pair
-def a_count_of_objects() -> Pair:
-    made = [0]
-
-    class Row:
-        def __init__(self, value: Any) -> None:
-            made[0] += 1
-            self.value = value
-
-    return lambda ctx: Row(ctx.x), lambda ctx: made[0]
-
-
 class PerObject:
     """A descriptor that keeps the values itself."""
 
