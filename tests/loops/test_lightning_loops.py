@@ -137,7 +137,7 @@ def loop_of(module: Own, loader: Any) -> Any:
         return swpipe.overlap(loader, [decode], device="cpu")
     plan = prefetch_plan(NAMES[:1], NAMES[1:])
     module.pipe = SWPipeline(plan, module.tasks(), device="cpu")
-    return swpipe.ResumableLoop(module.pipe, loader)
+    return swpipe.loops.ResumableLoop(module.pipe, loader)
 
 
 def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import swpipe
 from swpipe import IterContext, PipelineTask
 from swpipe.inference import record
-from tests.tuning.framework_loops import (
+from tests.loops.framework_loops import (
     EPOCHS,
     MIDDLE,
     STEPS,
@@ -34,7 +34,7 @@ from tests.tuning.framework_loops import (
     plainly,
     train,
 )
-from tests.tuning.ordinary_loops import Training, batches
+from tests.loops.ordinary_loops import Training, batches
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning.*",
