@@ -117,12 +117,9 @@ class SWPipeline(Generic[C]):
             from swpipe.inference.checking import checked
 
             engine = checked(engine, resolved, self.tasks, check_effects)
+        made_at, wait_s = Place.of(sys._getframe(1)), self._stall_timeout_s
         self._driver: Driver[C] = Driver(
-            engine,
-            plan,
-            self._stall_timeout_s,
-            check_ranks=check_ranks,
-            made_at=Place.of(sys._getframe(1)),
+            engine, plan, wait_s, check_ranks=check_ranks, made_at=made_at
         )
         self._driver.next_iteration = checked_start(start_iteration)
 

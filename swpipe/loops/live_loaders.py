@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from swpipe._state.discovery import has_state_dict
+from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.loaders import unprepared
 from swpipe.loops.accelerate import AccelerateLoader
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe._state.discovery import has_state_dict
 from swpipe._tensors.pytree import tensors_in
+from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.errors import add_note
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.loops.ahead_tasks import versions_in

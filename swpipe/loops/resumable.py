@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from swpipe._state.discovery import has_state_dict
+from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.messages import listed, shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes

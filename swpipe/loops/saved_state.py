@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from swpipe._state.discovery import has_state_dict
+from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.messages import listed, shown
 from swpipe.loops.pass_generators import PassGenerators
 
