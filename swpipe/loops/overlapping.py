@@ -222,9 +222,7 @@ def overlap(
         RuntimeWarning: Nothing can run ahead, and what to do.
     """
     for name in gone:
-        raise TypeError(
-            f"overlap() has no argument {name!r}{': ' * (name in _GONE)}{_GONE.get(name, '')}"
-        )
+        raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
     if pull_ahead is not None and type(pull_ahead) is not bool:
         raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
