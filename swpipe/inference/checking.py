@@ -40,7 +40,7 @@ from typing import Any
 from torch import Tensor
 
 from swpipe._engine.iterations import Engine
-from swpipe._state.draws import TORCH
+from swpipe._state.generators import TORCH
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal

@@ -31,7 +31,7 @@ from torch import Tensor
 from swpipe.core.errors import Problem
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.inference.generators import DrawRecorder
+from swpipe.inference.draw_recorder import DrawRecorder
 from swpipe.inference.operators import OperatorRecorder, tensors_of
 from swpipe.inference.storages import StorageId, Storages
 
