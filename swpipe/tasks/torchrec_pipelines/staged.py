@@ -199,7 +199,7 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
             ),
             PipelineTask(_HAND_OUT, _hand_out),
         ]
-        # In which order stages touch what they share is their author's word, as in TorchRec's class.
+        # The order in which stages touch what they share is their author's word, as in TorchRec's.
         self.pipe = SWPipeline(
             _staged(names, streams), tasks, device=_device(streams), check_effects=False
         )
