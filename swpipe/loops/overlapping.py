@@ -24,10 +24,11 @@ from typing import Any, Self
 import torch
 
 from swpipe.core.context import C
+from swpipe.core.effects import UNKNOWN, Effects, declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.loaders import generators_in_pass, is_apart
 from swpipe.core.messages import listed
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
@@ -248,7 +249,8 @@ def overlap(
         seed=seed,
         start_iteration=start_iteration,
         context=context,
-        check_effects=False if check_effects is None else check_effects,
+        check_effects=check_effects,
+        effects={PULL: Effects() if ahead else UNKNOWN, **declared_effects(given)},
     )
     loop = OverlappedLoop(loader, found, pipe, functions, said=pull_ahead is True)
     if ahead and goes_on(loader):
