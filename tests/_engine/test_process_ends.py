@@ -79,13 +79,15 @@ LEFT = (
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ending", CODES)
 @pytest.mark.parametrize("worker", ["loops", "computes", "returns", "waits"])
-def test_a_script_keeps_its_exit_code_whatever_a_worker_does(scripts: Scripts, worker: str) -> None:
+def test_a_script_keeps_its_exit_code_whatever_a_worker_does(
+    scripts: Scripts, worker: str, ending: str
+) -> None:
     """It does not wait for the worker; what could not be ended is named."""
-    ways = [Script(f"WORKER = {worker!r}\nENDING = {ending!r}\n{BUSY}") for ending in CODES]
-    for ending, done in zip(CODES, scripts.run_together(ways), strict=True):
-        assert done.returncode == CODES[ending], (ending, done.stderr)
-        if worker != "returns":  # that one may or may not, while the interpreter exits
-            assert (LEFT in done.stderr) == (worker != "loops"), (ending, done.stderr)
-        warned = f"RuntimeWarning: {LEFT.partition(';')[0]}; its thread"
-        assert (warned in done.stderr) == (ending == "sigterm"), (ending, done.stderr)
+    done = scripts.run(Script(f"WORKER = {worker!r}\nENDING = {ending!r}\n{BUSY}"))
+    assert done.returncode == CODES[ending], done.stderr
+    if worker != "returns":  # that one may or may not, while the interpreter exits
+        assert (LEFT in done.stderr) == (worker != "loops"), done.stderr
+    warned = f"RuntimeWarning: {LEFT.partition(';')[0]}; its thread"
+    assert (warned in done.stderr) == (ending == "sigterm"), done.stderr

@@ -230,11 +230,11 @@ def test_costs_are_measured_where_none_are_given(
 
 # -------------------------------------------------------------------- auto
 
+
 @pytest.fixture
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is spent on the search for a plan says nothing about the command."""
     monkeypatch.setattr("swpipe.tuning.autotuning.EFFORT", 0.1)
-
 
 
 def test_a_published_plan_on_paper_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
