@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
-from swpipe.core.effects import Conflict, EffectTable, conflicts
+from swpipe.core.effects import UNKNOWN, Conflict, Effects, EffectTable, Location, conflicts
 from swpipe.core.errors import Problem
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef
@@ -112,12 +112,15 @@ def race_problems(
 ) -> list[Problem]:
     """Every required order that a validated plan breaks, with the edge that would restore it.
 
-    Also every task away from the caller's thread that uses what each thread has for itself.
+    Also every undeclared task, and loader, that the plan runs ahead of the loop's body.
     ``effects`` is in serial order; if ``streams`` is None, both kinds of device are checked.
     """
+    ahead = dict(_ahead_of_the_body(resolved.plan, effects, streams))
+    problems = [Problem(text, (name,)) for name, text in ahead.items()]
+    # One of these is told once, and not with each undeclared task that it may come before.
+    effects = {n: _declared(touched) if n in ahead else touched for n, touched in effects.items()}
     required = tuple(required_orders(effects, resolved.plan.stale))
     guaranteed = guarantees(resolved, streams) if required else ()
-    problems = list(_thread_problems(resolved.plan, effects))
     for number, violation in enumerate(violations(required, guaranteed)):
         pair = (violation.consumer, violation.producer)
         if number >= MOST_EXPLAINED:
@@ -128,21 +131,61 @@ def race_problems(
         failing = [order for order in guaranteed if order.streams in violation.devices]
         where = _where(resolved.plan, violation) if len(failing) < len(guaranteed) else ""
         text = where + _text(resolved.plan, violation) + _meant(resolved, table, violation, failing)
-        text += _unseen(table, violation)
         problems.append(Problem(text, pair))
     return problems
 
 
-def _thread_problems(plan: PipelinePlan, effects: EffectTable) -> Iterator[Problem]:
-    for name, touched in effects.items():
-        group = plan.pull_group if name == PULL else plan.schedule[name].thread_group
-        if touched.own_thread and group not in (None, DEFAULT_GROUP):
-            places = listed(sorted(map(str, touched.own_thread)), most=SHOWN_PLACES)
-            text = (
-                f"{name!r} uses {places}, of which each thread has its own, and runs in thread "
-                f"group {group!r}: it would find other values there. Leave it in {DEFAULT_GROUP!r}"
-            )
-            yield Problem(text, (name,))
+def is_proved(resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | None = None) -> bool:
+    """Whether a plan gives the serial numbers if tasks touch only ``effects`` and their contexts.
+
+    It does if no order is broken although every task may read and write the whole context.
+    """
+    whole = frozenset([Location("the context", False)])
+    table = {n: touched | Effects(whole, whole) for n, touched in effects.items() if n != PULL}
+    if any(_ahead_of_the_body(resolved.plan, effects, streams)):
+        return False
+    required = required_orders(table, resolved.plan.stale)
+    return not violations(required, guarantees(resolved, streams))
+
+
+def _ahead_of_the_body(
+    plan: PipelinePlan, effects: EffectTable, streams: bool | None
+) -> Iterator[tuple[str, str]]:
+    """Each undeclared task, and loader, that may run before the body of an earlier iteration.
+
+    An iteration is handed out right after its last stage. What runs there, on the caller's thread
+    and stream, comes after the body of the iteration before.
+    """
+    last = plan.max_stage
+    for name in (name for name, touched in effects.items() if touched.undeclared):
+        if name == PULL:
+            if plan.depth > 1:
+                yield name, f"nothing is declared of what the loader uses, {_PULLED}"
+            continue
+        entry = plan.schedule[name]
+        found = {
+            f"stage {entry.stage} (the last is {last})": entry.stage != last,
+            f"thread group {entry.thread_group!r}": entry.thread_group != DEFAULT_GROUP,
+            f"stream {entry.stream!r}": entry.stream is not None and streams is not False,
+        }
+        if where := [words for words, holds in found.items() if holds]:
+            yield name, f"nothing is declared of what {name!r} touches, {_BEHIND} {listed(where)}"
+
+
+_PULLED = (
+    "and the plan pulls batches ahead of the loop's body: use pipeline_depth=1 and no pull_group, "
+    "or a loader that uses nothing that the loop changes, such as a DataLoader with workers"
+)
+_BEHIND = (
+    "so it has to stay with the loop's body: in the last stage, on the caller's thread and stream. "
+    "Move it there, or declare it: pure=True if it uses its context and what nobody changes, and "
+    'changes its context only; else io=[DeclaredIO(state="its name", mode=...)] for each state. '
+    "The plan has it in"
+)
+
+
+def _declared(effects: Effects) -> Effects:
+    return Effects(effects.reads - UNKNOWN.reads, effects.writes - UNKNOWN.writes)
 
 
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
@@ -174,19 +217,6 @@ def _text(plan: PipelinePlan, violation: Violation) -> str:
     fault = "always comes before it" if violation.reversed else "may come before it"
     return f"{consumer} must come after {producer}, but {fault}, and {what}: " + _mend(
         plan, violation
-    )
-
-
-def _unseen(effects: EffectTable, violation: Violation) -> str:
-    """Which of the two tasks was not seen to touch what they conflict over, if it was assumed."""
-    places = {conflict.place for conflict in violation.conflicts}
-    names = [name for name, touched in effects.items() if touched.assumed & places]
-    if not names:
-        return ""
-    tasks = " and ".join(repr(name) for name in names)
-    return (
-        f" ({tasks} was not seen to touch all of this while recorded, but can reach it: record "
-        'more iterations, or declare what it touches with DeclaredIO(state="its name", mode=...))'
     )
 
 

@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
-from swpipe.analysis.races import race_problems, required_orders, stale_problems
+from swpipe.analysis.races import is_proved, race_problems, required_orders, stale_problems
 from swpipe.analysis.validation import refusal, validate
-from swpipe.core.effects import Effects, EffectTable, Location, declared_effects
+from swpipe.core.effects import Effects, EffectTable, declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL, PipelinePlan
@@ -32,12 +32,13 @@ class Verified:
     Attributes:
         orders: How many required orders it keeps; 0 means that no conflict is known.
         footprint: What may be in flight at most; None if no sizes were given.
-        assumed: Task to what it was not seen to touch, and was assumed to.
+        undeclared: Tasks of which nothing is declared. They stay with the loop's body; declared,
+            they might run ahead.
     """
 
     orders: int
     footprint: Footprint | None
-    assumed: Mapping[str, frozenset[Location]] = field(default_factory=dict)
+    undeclared: tuple[str, ...] = ()
 
 
 def verify(
@@ -51,17 +52,19 @@ def verify(
 ) -> Verified:
     """Make sure that a plan gives the numbers of the serial run in every interleaving.
 
-    What is known of the tasks is what is checked: the states that they declare, and ``effects``,
-    which a recorded iteration gives.
+    What is checked is what is declared: ``pure=True``, the states in ``io``, and ``effects``, which
+    a recorded iteration gives. A task of which nothing is declared must keep its serial order with
+    all such tasks, and with the body of the loop.
 
     Args:
         plan: The plan.
         tasks: The tasks that it is to run; their declared states are checked. May be left out where
             ``effects`` are given, or the plan has the tasks themselves.
-        effects: What each task touches, in serial order, which the plan must keep; joined with what
-            the tasks declare. Without it, serial order is that of a pipeline: that of the tasks, as
-            far as the dependences within an iteration allow. An entry ``"<pull>"``, the first, is
-            what the loader touches when it is called; without one it is not checked.
+        effects: What each task touches, in serial order, which the plan must keep; joined with the
+            states that the tasks declare. Without it, serial order is that of a pipeline: that of
+            the tasks, as far as the dependences within an iteration allow. An entry ``"<pull>"``,
+            the first, is what the loader touches when it is called; without one the loader is not
+            checked.
         streams: Whether the device has streams. None asks for both kinds of device: stream order
             keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
             that streams let go. A plan that is right on one kind only is refused then, which the
@@ -94,7 +97,7 @@ def verify(
     return Verified(
         orders=len(set(required_orders(table, plan.stale))),
         footprint=None if sizes is None else bytes_in_flight(resolved, sizes, streams=late),
-        assumed={name: touched.assumed for name, touched in table.items() if touched.assumed},
+        undeclared=tuple(n for n, touched in table.items() if touched.undeclared and n != PULL),
     )
 
 
@@ -124,19 +127,33 @@ def resolve_for_run(
         PlanError: Lists all that is wrong.
     """
     resolved = validate(plan, tasks, device)
-    if problems := race_problems(resolved, _table(resolved, tasks, None), streams=streams):
+    # A plan is its author's word about the order of tasks of which nothing is declared.
+    table = _in_order(resolved, declared_effects(tasks, undeclared=False))
+    if problems := race_problems(resolved, table, streams=streams):
         raise refusal(plan, problems)
     return resolved
+
+
+def is_proved_by_declarations(
+    resolved: ResolvedPlan, tasks: Iterable[PipelineTask], *, streams: bool
+) -> bool:
+    """Whether a plan gives the serial numbers if all tasks do what they declare, and no more."""
+    table = _in_order(resolved, declared_effects(tasks))
+    return is_proved(resolved, table, streams=streams)
 
 
 def _table(
     resolved: ResolvedPlan, tasks: Iterable[PipelineTask], effects: EffectTable | None
 ) -> EffectTable:
     """What was recorded, if anything, and what the tasks declare; in serial order."""
-    declared = declared_effects(tasks)
     if effects is None:
-        return {name: declared[name] for name in resolved.serial_order}
+        return _in_order(resolved, declared_effects(tasks))
+    declared = declared_effects(tasks, undeclared=False)  # the effects say it of themselves
     return {name: found | declared.get(name, Effects()) for name, found in effects.items()}
+
+
+def _in_order(resolved: ResolvedPlan, effects: EffectTable) -> EffectTable:
+    return {name: effects[name] for name in resolved.serial_order}
 
 
 def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:

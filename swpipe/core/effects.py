@@ -1,8 +1,9 @@
 """What tasks read and write, and which of them must therefore keep their serial order.
 
 A *location* is an attribute of the context, which each iteration has for itself, or a state, which
-persists between iterations. Two tasks *conflict* if both access a location and one of them writes
-it. A plan that orders all conflicts like a serial run gives the same numbers.
+persists between iterations. All of which nothing is declared is one state, ``UNDECLARED``. Two
+tasks *conflict* if both access a location and one of them writes it. A plan that orders all
+conflicts like a serial run gives the same numbers.
 
 Conflicts over an attribute are within one iteration: distance 0. For a state it is enough to order
 each pair within an iteration (distance 0, in serial order) and between successive iterations
@@ -32,6 +33,10 @@ class Location(NamedTuple):
         return f"ctx.{self.name}" if self.name.isidentifier() else plain(self.name)
 
 
+UNDECLARED = Location("undeclared", True)
+"""Whatever tasks touch of which nothing is declared, the loop's body, and its loader."""
+
+
 @dataclass(frozen=True, slots=True)
 class Effects:
     """What one task may read, and may set, delete or modify in place, in one iteration.
@@ -39,22 +44,24 @@ class Effects:
     Attributes:
         reads: What it may read.
         writes: What it may write.
-        assumed: Those of them that it was not seen to touch in this way.
-        own_thread: Values of which each thread has its own; it runs on the caller's thread.
     """
 
     reads: frozenset[Location] = frozenset()
     writes: frozenset[Location] = frozenset()
-    assumed: frozenset[Location] = frozenset()
-    own_thread: frozenset[Location] = frozenset()
+    assumed: frozenset[Location] = frozenset()  # of recordings that are being replaced
+    own_thread: frozenset[Location] = frozenset()  # likewise
 
     def __or__(self, other: Effects) -> Effects:
-        return Effects(
-            self.reads | other.reads,
-            self.writes | other.writes,
-            self.assumed | other.assumed,
-            self.own_thread | other.own_thread,
-        )
+        return Effects(self.reads | other.reads, self.writes | other.writes)
+
+    @property
+    def undeclared(self) -> bool:
+        """Whether it may touch anything of which nothing is declared."""
+        return UNDECLARED in self.reads | self.writes
+
+
+UNKNOWN = Effects(frozenset([UNDECLARED]), frozenset([UNDECLARED]))
+"""Of a task or a loader of which nothing is declared."""
 
 
 EffectTable: TypeAlias = Mapping[str, Effects]
@@ -73,10 +80,17 @@ class Conflict(NamedTuple):
     hazard: Hazard
 
 
-def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
-    """The effects that the tasks declare in their ``DeclaredIO``."""
+def declared_effects(
+    tasks: Iterable[PipelineTask], *, undeclared: bool = True
+) -> dict[str, Effects]:
+    """The effects that the tasks declare in their ``DeclaredIO``.
+
+    A task that says nothing touches ``UNDECLARED``; nothing, if ``undeclared`` is False.
+    """
     return {
-        task.name: Effects(
+        task.name: UNKNOWN
+        if undeclared and task.undeclared
+        else Effects(
             frozenset(Location(io.state, True) for io in task.io if io.state and "r" in io.mode),
             frozenset(Location(io.state, True) for io in task.io if io.state and "w" in io.mode),
         )

@@ -96,17 +96,23 @@ class PipelineTask:
         random: The task draws from torch's default generators. Each run is seeded from the
             pipeline's seed, the task's name and the iteration, so every plan draws the same
             numbers. All threads share the generators, so such tasks run one at a time.
+        pure: The task uses its context and what nobody changes while the loop runs, and changes its
+            context only (and, if ``random``, draws). It may then run ahead of other iterations. A
+            task that is not pure and names no state in ``io`` is *undeclared*: it keeps its serial
+            order with all undeclared tasks and with the loop's body.
 
     Raises:
         TypeError: ``name`` is not a string, ``fn`` cannot be called or is asynchronous or a
             generator function, or ``io`` has something else than ``DeclaredIO``.
-        ValueError: ``name`` is empty, longer, not printable, or begins with "<".
+        ValueError: ``name`` is empty, longer, not printable, or begins with "<"; or the task is
+            pure and ``io`` names a state that it writes.
     """
 
     name: str
     fn: TaskFn = field(hash=False)  # compared, so that two tasks of one name are seen to be two
     io: Sequence[DeclaredIO] = field(default=(), compare=False)
     random: bool = field(default=False, compare=False)
+    pure: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -128,9 +134,20 @@ class PipelineTask:
         for one in self.io:
             if not isinstance(one, DeclaredIO):
                 raise TypeError(f"task {self.name!r}: io has {shown(one)}: give DeclaredIOs")
+            if self.pure and one.state is not None and "w" in one.mode:
+                raise ValueError(
+                    f"task {self.name!r} is pure, and its io names state {one.state!r} with mode "
+                    f"{one.mode!r}: a pure task changes its context only. Leave out pure=True, or "
+                    "the state; a pure task may read states (mode='r')"
+                )
 
     def __call__(self, ctx: Any) -> None:
         self.fn(ctx)
+
+    @property
+    def undeclared(self) -> bool:
+        """Whether nothing is said of what the task uses and changes outside its context."""
+        return not self.pure and all(io.state is None for io in self.io)
 
 
 _NOT_RUN = (
@@ -163,7 +180,11 @@ def task(fn: TaskFn, /) -> PipelineTask: ...
 
 @overload
 def task(
-    *, name: str | None = None, io: Sequence[DeclaredIO] = (), random: bool = False
+    *,
+    name: str | None = None,
+    io: Sequence[DeclaredIO] = (),
+    random: bool = False,
+    pure: bool = False,
 ) -> Callable[[TaskFn], PipelineTask]: ...
 
 
@@ -174,25 +195,29 @@ def task(
     name: str | None = None,
     io: Sequence[DeclaredIO] = (),
     random: bool = False,
+    pure: bool = False,
 ) -> PipelineTask | Callable[[TaskFn], PipelineTask]:
-    """Make a function a ``PipelineTask``: ``@task``, or ``@task(random=True)``.
+    """Make a function a ``PipelineTask``: ``@task``, or ``@task(pure=True)``.
 
     Args:
         fn: The function, which remains ``fn`` of the task.
         name: The task's name; None is the function's name.
         io: As for ``PipelineTask``.
         random: As for ``PipelineTask``.
+        pure: As for ``PipelineTask``.
 
     Raises:
         TypeError: ``fn`` cannot be called, or it has no name, as a lambda, and none is given.
         ValueError: ``fn`` is a method, defined with ``self``, or ``name`` cannot be a task's.
     """
     if fn is None:
-        return partial(_task, name=name, io=io, random=random)
-    return _task(fn, name, io, random)
+        return partial(_task, name=name, io=io, random=random, pure=pure)
+    return _task(fn, name, io, random, pure)
 
 
-def _task(fn: TaskFn, name: str | None, io: Sequence[DeclaredIO], random: bool) -> PipelineTask:
+def _task(
+    fn: TaskFn, name: str | None, io: Sequence[DeclaredIO], random: bool, pure: bool
+) -> PipelineTask:
     if not callable(fn):
         raise TypeError(
             f"a task is a function of the context, not {shown(fn)}; @task takes its name as name="
@@ -207,7 +232,7 @@ def _task(fn: TaskFn, name: str | None, io: Sequence[DeclaredIO], random: bool) 
         name = getattr(fn, "__name__", "")
         if not is_name(name):  # such as <lambda>
             raise TypeError(f"{shown(fn)} has no name for a task: PipelineTask(name, fn) gives one")
-    return PipelineTask(name, fn, io, random)
+    return PipelineTask(name, fn, io, random, pure)
 
 
 TaskRef: TypeAlias = str | PipelineTask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from threading import get_ident
+import threading
 from typing import Any
 
 from swpipe.core.context import IterContext, TypedContext
@@ -38,16 +38,11 @@ class RecordedContext(IterContext):
     """A context with an ``AttributeLog``; ``vars(ctx)`` counts as reading everything.
 
     What methods and properties of the user's class do to attributes is recorded like what the task
-    itself does; methods and properties are no attributes.
+    itself does; methods and properties are no attributes. The class adds nothing to its instances,
+    so that a context can be made one of the user's class again.
     """
 
-    __slots__ = ("_swpipe_logs",)
-
-    _swpipe_logs: dict[int, AttributeLog | None]  # by thread: tasks may run at the same time
-
-    def __init__(self, batch: Any, iter_idx: int) -> None:
-        object.__setattr__(self, "_swpipe_logs", {})
-        super().__init__(batch, iter_idx)
+    __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
         if (log := _log(self)) is not None:
@@ -95,14 +90,30 @@ def _is_computed(context: type[RecordedContext], name: str) -> bool:
     return inspect.isdatadescriptor(inspect.getattr_static(context, name, None))
 
 
+class _Logs(threading.local):
+    """The logs that are active on a thread: tasks may run at the same time.
+
+    Attributes:
+        by_context: Id of a context, which outlives its log, to the log.
+    """
+
+    def __init__(self) -> None:
+        self.by_context: dict[int, AttributeLog] = {}
+
+
+_LOGS = _Logs()
+
+
 def _log(ctx: RecordedContext) -> AttributeLog | None:
-    logs: dict[int, AttributeLog | None] = object.__getattribute__(ctx, "_swpipe_logs")
-    return logs.get(get_ident())
+    return _LOGS.by_context.get(id(ctx))
 
 
 def set_log(ctx: RecordedContext, log: AttributeLog | None) -> None:
     """Record into ``log`` what this thread does from now on; with None, record nothing."""
-    object.__getattribute__(ctx, "_swpipe_logs")[get_ident()] = log
+    if log is None:
+        _LOGS.by_context.pop(id(ctx), None)
+    else:
+        _LOGS.by_context[id(ctx)] = log
 
 
 def attributes(ctx: RecordedContext) -> dict[str, Any]:

@@ -385,7 +385,7 @@ def declaring(name: str, mode: Mode) -> PipelineTask:
 
 
 TASKS = [
-    *(PipelineTask(name, lambda ctx: None) for name in ("h2d", "dist")),
+    *(PipelineTask(name, lambda ctx: None, pure=True) for name in ("h2d", "dist")),
     declaring("forward", "r"),
     PipelineTask("backward", lambda ctx: None),
     declaring("step", "rw"),

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.core.effects import Effects, Location
+from swpipe.core.effects import UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.planning import recsys14
 from swpipe.plans import clicks, sparse_dist
@@ -175,7 +175,52 @@ def test_declared_and_recorded_effects_are_joined() -> None:
 
 def test_tasks_that_touch_nothing_leave_nothing_to_check() -> None:
     """And the result says so."""
-    assert verify(unconnected(), [PipelineTask(name, print) for name in "ab"]).orders == 0
+    tasks = [PipelineTask(name, print, pure=True) for name in "ab"]
+    assert verify(unconnected(), tasks).orders == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "where"),
+    [
+        (TaskSchedule(), "stage 0"),
+        (TaskSchedule(1, thread_group="io"), "thread group 'io'"),
+        (TaskSchedule(1, stream="copies"), "stream 'copies'"),
+    ],
+)
+def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
+    entry: TaskSchedule, where: str
+) -> None:
+    """In the last stage, on the caller's thread and stream, in serial order with all its like."""
+    plan = PipelinePlan({"a": entry, "b": TaskSchedule(1)}, deps=[("b", "a")])
+    with pytest.raises(PlanError, match=f"nothing is declared of what 'a' touches.*{where}"):
+        verify(plan, [PipelineTask(name, print) for name in "ab"])
+    verify(plan, [PipelineTask("a", print, pure=True), PipelineTask("b", print)])
+    together = replace(plan, schedule={"a": TaskSchedule(1), "b": TaskSchedule(1)})
+    assert verify(together, [PipelineTask(n, print) for n in "ab"]).undeclared == ("a", "b")
+    # A plan that is written by hand is its author's word.
+    SWPipeline(plan, [PipelineTask(name, print) for name in "ab"], device="cpu").close()
+
+
+def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
+    """Also where they touch no attribute in common."""
+    tasks = [PipelineTask(name, print) for name in "ab"]
+    plan = PipelinePlan({name: TaskSchedule() for name in "ab"}, order=["b", "a"])
+    with pytest.raises(PlanError, match=r"state 'undeclared'.*add deps=\[\(\"b\", \"a\"\)\]"):
+        verify(plan, tasks, dict.fromkeys("ab", UNKNOWN))
+    verify(plan, [PipelineTask("a", print, pure=True), tasks[1]])
+
+
+def test_a_loader_of_which_nothing_is_declared_is_not_pulled_ahead_of_the_body() -> None:
+    """Whoever else declares: the body may change what the loader reads."""
+    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
+    effects = {PULL: UNKNOWN, "a": Effects(), "b": UNKNOWN}
+    with pytest.raises(PlanError, match=r"the loader uses.*pipeline_depth=1"):
+        verify(plan, effects=effects)
+    verify(plan, effects={**effects, PULL: Effects()})
+    together = replace(plan, schedule={"a": TaskSchedule(), "b": TaskSchedule()})
+    verify(together, effects=effects)
+    with pytest.raises(PlanError, match=r"the loader uses.*pipeline_depth=1"):
+        verify(replace(together, pull_group="loader"), effects=effects)
 
 
 def test_the_order_of_recorded_effects_must_be_kept() -> None:

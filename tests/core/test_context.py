@@ -150,7 +150,11 @@ def recorded(*tasks: PipelineTask, context: type[TypedContext] | None = Ctx) -> 
 def effects(recording: Recording, name: str) -> tuple[set[str], set[str]]:
     """The attributes that a task reads and writes."""
     found = recording.effects[name]
-    return {str(place) for place in found.reads}, {str(place) for place in found.writes}
+    reads, writes = (
+        {str(place) for place in places if not place.persistent}
+        for places in (found.reads, found.writes)
+    )
+    return reads, writes
 
 
 def test_a_recording_sees_what_methods_and_properties_do() -> None:

@@ -117,3 +117,26 @@ def test_a_function_without_a_name_needs_one() -> None:
         with pytest.raises(TypeError, match=r"has no name for a task: PipelineTask\(name, fn\)"):
             task(given)
     assert task(name="show")(partial(print, end="")).name == "show"
+
+
+def test_a_pure_task_writes_no_state() -> None:
+    """The two contradict each other; a state that it reads is no contradiction."""
+    pure = PipelineTask("a", print, io=[DeclaredIO(state="log", mode="r")], pure=True)
+    assert not pure.undeclared
+    for mode in ("w", "rw"):
+        io = [DeclaredIO(state="log", mode=mode)]
+        with pytest.raises(ValueError, match=r"task 'a' is pure.*state 'log'.*Leave out pure=True"):
+            PipelineTask("a", print, io=io, pure=True)
+
+
+def test_a_task_that_says_nothing_is_undeclared() -> None:
+    """Neither random numbers nor a value that is put back say what else it touches."""
+    restored = DeclaredIO(capture=lambda: None, restore=print)
+    undeclared = [
+        PipelineTask("a", print),
+        PipelineTask("a", print, random=True),
+        PipelineTask("a", print, io=[restored]),
+    ]
+    assert all(one.undeclared for one in undeclared)
+    assert not PipelineTask("a", print, pure=True, random=True).undeclared
+    assert not task(pure=True)(test_a_task_that_says_nothing_is_undeclared).undeclared

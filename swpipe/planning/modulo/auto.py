@@ -79,8 +79,9 @@ def auto_plan(
         costs: A cost for each task.
         limits: What to keep to; None for ``Limits()``.
         streams: Whether the device has streams; False for a CPU.
-        effects: What the tasks touch, where it is known: the plan found must keep its order, and
-            tasks that use what each thread has for itself stay on the caller's thread, with all.
+        effects: What the tasks touch, where it is known: the plan found must keep its order. Tasks
+            of which nothing is declared stay with the loop's body, as if ``limits`` froze them;
+            with such a loader, one iteration is in flight.
         effort: How long to search where the lower bound is not reached: 1 takes about a second for
             14 tasks, ten for 200 and a minute for 1,000.
 
@@ -97,25 +98,36 @@ def auto_plan(
         raise PlanError([Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")])
     limits = limits if limits is not None else Limits()
     limits.check(plan)
-    bound = [name for name, touched in (effects or {}).items() if touched.own_thread]
-    alone = bool({*bound} - {PULL})
-    best = _choice(plan, costs, limits, streams, effort, alone=alone)
+    limits, why = _with_undeclared(limits, effects or {})
+    best = _choice(plan, costs, limits, streams, effort)
     pull = costs.tasks.get(PULL, TaskCost())
-    may_move = plan.pull_group is None and PULL not in bound
-    if may_move and pull.host_us and min(limits.threads, limits.in_flight) > 1:
+    if plan.pull_group is None and pull.host_us and min(limits.threads, limits.in_flight) > 1:
         other = replace(plan, pull_group=PULL_GROUP, pipeline_depth=None)
-        apart = _choice(other, costs, limits, streams, effort, alone=alone)
+        apart = _choice(other, costs, limits, streams, effort)
         saved_us = best.ii_us - apart.ii_us
         if saved_us > TOLERANCE * best.ii_us:
             words = f"Batches are pulled on a thread of their own, which earns {_ms(saved_us)}."
             best = replace(apart, why=(*apart.why, words))
-    if alone:
-        names = listed([name for name in bound if name != PULL])
-        words = f"All tasks stay on the caller's thread, of which {names} may use own values."
-        best = replace(best, why=(*best.why, words))
+    best = replace(best, why=(*best.why, *why))
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams)
     return best
+
+
+def _with_undeclared(limits: Limits, effects: EffectTable) -> tuple[Limits, list[str]]:
+    """The limits, with what is undeclared kept beside the loop's body, and a sentence on each."""
+    found = [name for name, touched in effects.items() if touched.undeclared]
+    why, tasks = [], [name for name in found if name != PULL]
+    if tasks:
+        which = f"{listed(tasks)} {'stays' if len(tasks) == 1 else 'stay'}"
+        why.append(
+            f"{which} with the loop's body, since nothing is declared of what they touch: say "
+            "pure=True, or name their states in io."
+        )
+    if PULL in found:
+        limits = Limits(1, limits.threads, limits.frozen)
+        why.append("Batches are not pulled ahead: nothing is declared of what the loader uses.")
+    return Limits(limits.in_flight, limits.threads, {*limits.frozen, *tasks}), why
 
 
 def _choice(
@@ -124,18 +136,11 @@ def _choice(
     limits: Limits,
     streams: bool,
     effort: float,
-    *,
-    alone: bool,
 ) -> Choice:
-    """The plan found, with the pull on the thread group that ``plan`` gives it.
-
-    With ``alone``, all tasks are on the caller's thread.
-    """
+    """The plan found, with the pull on the thread group that ``plan`` gives it."""
     pulls_apart = plan.pull_group is not None
     if pulls_apart:
         limits = _without_the_loaders(limits, plan)
-    if alone:
-        limits = Limits(limits.in_flight, 1, limits.frozen)
     bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
     graph = schedule_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)

@@ -9,7 +9,7 @@ import pytest
 from swpipe import PipelinePlan, PlanError, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import Effects, Location
+from swpipe.core.effects import UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, auto_plan, lower_bounds, simulate
@@ -112,20 +112,22 @@ def test_a_thread_says_what_it_earned() -> None:
     assert choice.format().startswith("0.600 ms per iteration, 2 iterations in flight, 2 threads")
 
 
-def test_tasks_that_use_what_each_thread_has_stay_on_the_callers() -> None:
-    """A plan with a second thread was refused, and nothing was planned; the loader may leave."""
-    effects = {name: Effects() for name in loop().schedule}
-    first = next(iter(effects))
-    effects[first] = Effects(own_thread=frozenset({Location("local", True)}))
+def test_what_is_undeclared_stays_with_the_body() -> None:
+    """The others may leave it; a loader of which nothing is declared is pulled in turn."""
+    first, last = loop().schedule
+    effects = {first: Effects(), last: UNKNOWN}
+    assert auto_plan(loop(), COSTS, streams=False, effects=effects).ii_us == 600
+    effects = {first: UNKNOWN, last: Effects()}
     choice = auto_plan(loop(), COSTS, streams=False, effects=effects)
-    assert (choice.plan.thread_groups, choice.threads) == (("default",), 1)
-    said = f"All tasks stay on the caller's thread, of which {first} may use own values."
-    assert choice.why[-1] == said
+    entry = choice.plan.schedule[first]
+    assert (entry.stage, entry.thread_group) == (choice.plan.max_stage, "default")
+    assert choice.why[-1].startswith(f"{first} stays with the loop's body, since nothing is")
     pulled = CostModel({**COSTS.tasks, PULL: TaskCost(500)})
-    choice = auto_plan(loop(), pulled, streams=False, effects=effects)
-    assert (choice.plan.pull_group, choice.threads) == ("loader", 2)
-    effects = {PULL: Effects(own_thread=frozenset({Location("local", True)})), **effects}
-    assert auto_plan(loop(), pulled, streams=False, effects=effects).plan.pull_group is None
+    free = {first: Effects(), last: Effects()}
+    assert auto_plan(loop(), pulled, streams=False, effects=free).in_flight > 1
+    choice = auto_plan(loop(), pulled, streams=False, effects={PULL: UNKNOWN, **free})
+    assert (choice.plan.pull_group, choice.in_flight) == (None, 1)
+    assert choice.why[-1].startswith("Batches are not pulled ahead")
 
 
 def test_depth_comes_before_threads() -> None:

@@ -1,0 +1,112 @@
+"""Which loaders are known to be apart from the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from swpipe.core.loaders import generators_in_pass, is_apart
+
+ROWS: Dataset[Any] = TensorDataset(torch.arange(12.0))
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(12.0))
+
+
+class OwnSampler(Sampler[int]):
+    """Code of a user's."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+class OwnLoader(DataLoader[Any]):
+    """A subclass, which may override anything."""
+
+
+class OwnList(list[Any]):
+    """Likewise."""
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    """A loader with a worker."""
+    return DataLoader(ROWS, **({"num_workers": 1} | options))
+
+
+def generator() -> torch.Generator:
+    """One that a user gives."""
+    return torch.Generator().manual_seed(0)
+
+
+APART: dict[str, Callable[[], object]] = {
+    "list": lambda: [1],
+    "tuple": lambda: (1,),
+    "range": lambda: range(3),
+    "workers": loader,
+    "shuffled": lambda: loader(shuffle=True),
+    "batches": lambda: loader(batch_sampler=BatchSampler(SequentialSampler(range(12)), 2, False)),
+    "no batches": lambda: loader(batch_size=None),
+    "subset": lambda: loader(sampler=SubsetRandomSampler([1, 2])),
+    "weighted": lambda: loader(sampler=WeightedRandomSampler([0.5] * 12, 12)),
+    "distributed": lambda: loader(sampler=DistributedSampler(ROWS, 2, 0)),
+    "weighted by a generator, which draws once": lambda: loader(
+        sampler=WeightedRandomSampler([0.5] * 12, 12, generator=generator())
+    ),
+    "stream": lambda: DataLoader(Stream(), num_workers=1),
+    "torchdata's": lambda: StatefulDataLoader(ROWS, num_workers=1),
+}
+
+NOT_APART: dict[str, Callable[[], object]] = {
+    "a generator": lambda: iter([1]),
+    "no workers": lambda: loader(num_workers=0),
+    "a subclass": lambda: OwnLoader(ROWS, num_workers=1),
+    "a list of its own": OwnList,
+    "a dict": dict,
+    "a sampler of its own": lambda: loader(sampler=OwnSampler()),
+    "one within torch's": lambda: loader(batch_sampler=BatchSampler(OwnSampler(), 2, False)),
+    "a list within torch's": lambda: loader(batch_sampler=BatchSampler([1, 2], 2, False)),
+    "a sampler's generator": lambda: loader(shuffle=True, generator=generator()),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_is_known_to_be_apart(name: str) -> None:
+    """Sequences, and torch's and torchdata's loaders with workers and torch's samplers."""
+    assert is_apart(APART[name]())
+
+
+@pytest.mark.parametrize("name", NOT_APART)
+def test_what_is_not_known_to_be_apart(name: str) -> None:
+    """Whatever runs code of its own in this process, or draws in mid-pass from what was given."""
+    assert not is_apart(NOT_APART[name]())
+
+
+def test_a_given_generator_can_be_watched() -> None:
+    """It is told, and a loader whose generators are watched is apart."""
+    given = generator()
+    one = loader(sampler=RandomSampler(range(12), generator=given))
+    assert generators_in_pass(one) == [given]
+    assert is_apart(one, draws_watched=True)
+    assert not is_apart(one)
