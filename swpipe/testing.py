@@ -7,19 +7,20 @@ values: a counter, an object's attribute, a file. ``assert_same_numbers`` compar
 from __future__ import annotations
 
 import copy
-import struct
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.default_generators import default_generators, set_default_generators
+from swpipe._tensors.containers import LEAF, TENSOR, kind_of
+from swpipe._tensors.pytree import Node, parts_of
 from swpipe.core.context import IterContext
+from swpipe.core.messages import shown
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
 from swpipe.loops.overlap import overlap
@@ -127,46 +128,92 @@ def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, An
 
 def _contents(loop: Loop, ctx: Any) -> dict[str, Any]:
     """What is compared, by its name."""
-    found = dict(_leaves("ctx", vars(ctx), lambda path: f".{path[0].key}{_at(path[1:])}"))
-    return found | dict(_leaves("state()", loop.state(), _at))
+    values = {f"ctx.{name}": value for name, value in vars(ctx).items()}
+    found: dict[str, Any] = {}
+    for name, value in {**values, "state()": loop.state()}.items():
+        _collect(name, value, found, set())
+    return found
 
 
-_at = pytree.keystr
-
-
-def _leaves(name: str, value: Any, shown: Callable[[Any], str]) -> Iterator[tuple[str, Any]]:
-    for path, leaf in pytree.tree_leaves_with_path(value):
-        if hasattr(leaf, "state_dict"):
-            yield from _leaves(name + shown(path), leaf.state_dict(), _at)
-        else:
-            yield name + shown(path), leaf
+def _collect(name: str, value: Any, found: dict[str, Any], outer: set[int]) -> None:
+    kind = kind_of(type(value))
+    if kind is LEAF and hasattr(value, "state_dict"):
+        _collect(name, value.state_dict(), found, outer)
+    elif kind is LEAF or kind is TENSOR:
+        found[name] = value
+    elif id(value) not in outer:  # a container may contain itself
+        node = Node.of(value)
+        for key, child in zip(node.keys or range(len(node.children)), node.children, strict=True):
+            _collect(f"{name}[{key!r}]", child, found, outer | {id(value)})
 
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
-    return copy.deepcopy(leaf) if _has_equality(leaf) else leaf
+    return copy.deepcopy(leaf) if _is_compared(leaf) else leaf
 
 
-def _has_equality(leaf: Any) -> bool:
+def _is_compared(leaf: Any) -> bool:
     return type(leaf).__eq__ is not object.__eq__
 
 
-def _compare(iteration: int, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    for (name, plain), (other, ahead) in zip_longest(
-        expected.items(), found.items(), fillvalue=("", "nothing")
-    ):
-        where = f"iteration {iteration}: {name or other}"
-        if name != other:
-            raise AssertionError(f"{where} is {name and 'not '}there in the overlapped loop alone")
+def _compare(iteration: int, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise at the first difference."""
+    for name in {**expected, **found}:
+        where = f"iteration {iteration}: {name}"
+        if name not in found or name not in expected:
+            side = "plain" if name in expected else "overlapped"
+            raise AssertionError(f"{where} is there in the {side} loop only")
+        plain, ahead = expected[name], found[name]
         if isinstance(plain, Tensor) and isinstance(ahead, Tensor):
-            _compare_tensors(where, plain, ahead)
-        elif not _equal(plain, ahead):
-            raise AssertionError(f"{where} is {plain!r} plainly, and {ahead!r} overlapped")
+            element = _first_different(plain, ahead)
+        else:
+            element = None if _equal(plain, ahead) else ""
+        if element is not None:
+            raise AssertionError(
+                f"{where}{element} differs: {_shown(plain, element)} plainly, "
+                f"{_shown(ahead, element)} overlapped. {_MEND}"
+            )
 
 
-def _compare_tensors(where: str, plain: Tensor, ahead: Tensor) -> None:
-    kinds = [(one.dtype, tuple(one.shape), one.layout) for one in (plain, ahead)]
-    if kinds[0] != kinds[1]:
-        raise AssertionError(f"{where} is {kinds[0]} plainly, and {kinds[1]} overlapped")
-    
+_MEND = (
+    "Something that runs ahead, a pure task or the loader, uses what the loop changes, or changes "
+    "what the loop uses"
+)
+
+
+def _first_different(plain: Tensor, ahead: Tensor) -> str | None:
+    """Where two tensors differ: "[3, 1]", "" if as a whole, None if nowhere."""
+    if plain.shape != ahead.shape or plain.layout != ahead.layout:
+        return ""
+    for one, other in zip(parts_of(plain), parts_of(ahead), strict=True):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return ""
+        different = (_bits(one) != _bits(other)).any(1).nonzero()
+        if len(different):
+            place = torch.unravel_index(different[0, 0], one.shape)
+            return str([int(number) for number in place]) if one is plain and place else ""
+    return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """One row of bytes for each element: so NaN equals NaN, and 0.0 is not -0.0."""
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1, 1).contiguous()
+    return flat.view(torch.uint8)
+
+
+def _equal(plain: Any, ahead: Any) -> bool:
+    if type(plain) is not type(ahead):
+        return False
+    if hasattr(plain, "tobytes") and hasattr(plain, "dtype"):  # numpy's
+        kinds = [(one.dtype, one.shape, one.tobytes()) for one in (plain, ahead)]
+        return bool(kinds[0] == kinds[1])
+    if isinstance(plain, float | complex):
+        return repr(plain) == repr(ahead)
+    return not _is_compared(plain) or bool(plain == ahead)
+
+
+def _shown(value: Any, element: str) -> str:
+    if isinstance(value, Tensor) and element:
+        return shown(value[tuple(json.loads(element))].item())
+    return shown(value)

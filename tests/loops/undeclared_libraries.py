@@ -46,7 +46,7 @@ def data_frame(job: Job) -> State:
 
 @state("numpy's generator", writer="body")
 def numpy_random(job: Job) -> State:
-    return State(lambda: float(np.random.rand()), lambda number: np.random.rand())  # noqa: NPY002
+    return State(lambda: float(np.random.rand()), lambda number: np.random.rand())
 
 
 @state("numpy array of a tensor")
@@ -190,9 +190,7 @@ def averaged(job: Job) -> State:
 
 @state("p.data", reader="loader", when="always")
 def parameter_data(job: Job) -> State:
-    return State(
-        lambda: float(job.weight.data.sum()), lambda number: job.weight.data.add_(0.1)
-    )
+    return State(lambda: float(job.weight.data.sum()), lambda number: job.weight.data.add_(0.1))
 
 
 @state("gradients", writer="train")
@@ -260,14 +258,14 @@ def raising(level: list[float], number: int) -> None:
     level[0] += 1.0
 
 
-@state("dataset without workers", when="fourth")
+@state("dataset without workers", when="fourth", own_loader=True)
 def dataset(job: Job) -> State:
     level = [1.0]
     loader = DataLoader(Rows(job.batches, level), batch_size=None)
     return State(lambda: 1.0, partial(raising, level), loader, shown=lambda: level)
 
 
-@state("collate function", writer="body", when="once")
+@state("collate function", writer="body", when="once", own_loader=True)
 def collate(job: Job) -> State:
     level = [1.0]
     loader = DataLoader(
@@ -287,14 +285,14 @@ class Hard(Sampler[int]):
             yield (number + int(self.skip[0])) % self.count
 
 
-@state("sampler of the loop's own, with a worker", writer="body", when="fourth")
+@state("sampler of the loop's own, with a worker", writer="body", when="fourth", own_loader=True)
 def own_sampler(job: Job) -> State:
     sampler = Hard(len(job.batches))
     loader = DataLoader(Rows(job.batches), batch_size=None, sampler=sampler, num_workers=1)
     return State(lambda: 1.0, partial(raising, sampler.skip), loader, shown=lambda: sampler.skip)  # type: ignore[arg-type]
 
 
-@state("indices of torch's sampler, with a worker", writer="body")
+@state("indices of torch's sampler, with a worker", writer="body", own_loader=True)
 def indices(job: Job) -> State:
     sampler = SubsetRandomSampler([*range(len(job.batches))])
 
@@ -305,7 +303,7 @@ def indices(job: Job) -> State:
     return State(lambda: 1.0, write, loader, shown=lambda: list(sampler.indices))
 
 
-@state("generator of torch's sampler, with a worker", writer="body")
+@state("generator of torch's sampler, with a worker", writer="body", own_loader=True)
 def samplers_generator(job: Job) -> State:
     draws = torch.Generator().manual_seed(5)
     rows = [row * factor for row in job.batches for factor in (1, 2, 3, 4, 5)]
@@ -319,7 +317,9 @@ def samplers_generator(job: Job) -> State:
     )
 
 
-@state("position of torchdata's loader, with a worker", reader="body", writer="loader")
+@state(
+    "position of torchdata's loader, with a worker", reader="body", writer="loader", own_loader=True
+)
 def loaders_position(job: Job) -> State:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -332,13 +332,13 @@ def loaders_position(job: Job) -> State:
     )
 
 
-@state("iterator that the body skips in", writer="body", when="fourth")
+@state("iterator that the body skips in", writer="body", when="fourth", own_loader=True)
 def skipped(job: Job) -> State:
     batches = iter(job.batches * 2)
     return State(lambda: 1.0, lambda number: next(batches, None), batches)
 
 
-@state("list that the body changes", writer="body")
+@state("list that the body changes", writer="body", own_loader=True)
 def changed_list(job: Job) -> State:
     batches = list(job.batches)
 
@@ -349,13 +349,13 @@ def changed_list(job: Job) -> State:
     return State(lambda: 1.0, write, batches, shown=lambda: torch.stack(batches))
 
 
-@state("list that a task adds to", when="fourth")
+@state("list that a task adds to", when="fourth", own_loader=True)
 def longer_list(job: Job) -> State:
     batches = list(job.batches)
     return State(lambda: 1.0, lambda number: batches.append(batches[number] * 2), batches)
 
 
-@state("one buffer for all batches", reader="train")
+@state("one buffer for all batches", reader="train", own_loader=True)
 def one_buffer(job: Job) -> State:
     buffer = torch.zeros(4)
 

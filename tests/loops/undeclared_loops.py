@@ -40,7 +40,7 @@ class Loop:
     def __init__(self, kind: Kind, folder: Path, *, pure: bool = False) -> None:
         torch.manual_seed(0)
         random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
+        np.random.seed(0)
         draws = torch.Generator().manual_seed(1)
         batches = [torch.rand(4, generator=draws) for _ in range(BATCHES)]
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4))
@@ -50,14 +50,15 @@ class Loop:
         moved = {"decode": "train", "loader": "train"} if pure else {}
         self._reader = moved.get(kind.reader, kind.reader)
         self._writer = moved.get(kind.writer, kind.writer)
-        self.uses_loader = "loader" in (kind.reader, kind.writer) or self.state.loader is not None
         self.loader: Iterable[Tensor] = batches
+        assert kind.own_loader == (self.state.loader is not None)
         if self.state.loader is not None:
             self.loader = self.state.loader
         elif "loader" in (self._reader, self._writer):
             self.loader = self._batches(batches)
+        self.uses_loader = self.loader is not batches  # as the other part may
         self.tasks = [
-            PipelineTask("decode", self._decode, **({"pure": True} if pure else {})),
+            PipelineTask("decode", self._decode, pure=pure),
             PipelineTask("train", self._train),
             PipelineTask("step", self._step),
         ]

@@ -72,13 +72,21 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a state is used: by whom it is read and written ("decode", "train", "step", "body" or
-    "loader"), and when: "always", "fourth" (every fourth iteration), or "once" (iteration 7)."""
+    """How a state is used.
+
+    Attributes:
+        make: Makes it.
+        reader: Who reads it: "decode", "train", "step", "body", or "loader".
+        writer: Who writes it: the same.
+        when: It is written "always", "fourth" (every fourth iteration), or "once" (iteration 7).
+        own_loader: Whether the state has a loader of its own, which leads to it.
+    """
 
     make: Callable[[Job], State]
     reader: str
     writer: str
     when: str
+    own_loader: bool
 
 
 STATES: dict[str, Kind] = {}
@@ -87,13 +95,17 @@ Maker = Callable[[Job], State]
 
 
 def state(
-    name: str, reader: str = "decode", writer: str = "step", when: str = "always"
+    name: str,
+    reader: str = "decode",
+    writer: str = "step",
+    when: str = "always",
+    own_loader: bool = False,
 ) -> Callable[[Maker], Maker]:
     """Enter the state that a function makes."""
 
     def enter(make: Maker) -> Maker:
         assert name not in STATES
-        STATES[name] = Kind(make, reader, writer, when)
+        STATES[name] = Kind(make, reader, writer, when, own_loader)
         return make
 
     return enter
