@@ -14,7 +14,6 @@ in a row, runs no code of the objects, and does not enter torch or the standard 
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import threading
 from collections import defaultdict, deque
@@ -33,9 +32,9 @@ from types import (
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
 from swpipe._tensors.pytree import nodes_in
+from swpipe._tensors.stateful import PLAIN, WHOLE, has_state, is_foreign, is_generator
 from swpipe.core.task import PipelineTask
 
 MAX_HOPS = 2
@@ -43,14 +42,6 @@ MAX_HOPS = 2
 
 MAX_ITEMS = 1000
 """Larger containers are data, not state."""
-
-FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
-
-WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
-"""Restored as a whole. Other objects are searched: their state_dict may be incomplete."""
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Values without parts. Equal values may be one object, so these are found on all their paths."""
 
 CACHE: Any = type(lru_cache(lambda: None))
 """What ``functools`` makes of a function: its results are those of the function."""
@@ -69,41 +60,6 @@ class Found(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path} ({type(self.owner).__name__})"
-
-
-def has_state(value: Any) -> bool:
-    """Whether ``value`` has state to restore.
-
-    This is an object with ``state_dict`` and ``load_state_dict``, a generator of random numbers,
-    or a leaf tensor that requires grad; not a pipeline or loop of swpipe, which may be in use.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad and value.is_leaf
-    return (has_state_dict(value) and not _is_pipeline(value)) or is_generator(value)
-
-
-def has_state_dict(value: Any) -> bool:
-    """Whether the class of ``value`` has ``state_dict`` and ``load_state_dict``.
-
-    A wrapper has the methods whatever it wraps; of a ``DataLoader`` it tells the class. The methods
-    are not called: torchdata begins a pass, and draws its seed, when it is asked for a state.
-    """
-    classes = (type(value), value.__class__) if isinstance(value, DataLoader) else (type(value),)
-    names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(cls, name, None)) for cls in classes for name in names)
-
-
-def _is_pipeline(value: Any) -> bool:
-    """Whether a value is a pipeline of swpipe, or a loop over one."""
-    own = any(cls.__module__.partition(".")[0] == "swpipe" for cls in type(value).__mro__)
-    return own and (hasattr(type(value), "progress") or hasattr(type(value), "__iter__"))
-
-
-def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a random generator of torch, Python or numpy."""
-    numpy = sys.modules.get("numpy.random")
-    types = () if numpy is None else (numpy.Generator, numpy.RandomState)
-    return isinstance(value, (torch.Generator, random.Random, *types))
 
 
 def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
@@ -370,8 +326,3 @@ def content_of(cell: CellType, default: Any = None) -> Any:
 def is_installed(file: str | None) -> bool:
     """Whether a source file belongs to an installed package."""
     return any(part in (file or "") for part in ("site-packages", "dist-packages"))
-
-
-def is_foreign(module: str | None) -> bool:
-    """Whether a module is torch's, numpy's or Python's own."""
-    return (module or "").partition(".")[0] in FOREIGN

@@ -12,11 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from swpipe._state.code_names import CodeNames, read_code
-from swpipe._state.discovery import is_generator
-
-TORCH = "torch's default generators"
-PYTHON = "Python's default generator"
-NUMPY = "numpy's default generator"
+from swpipe._state.generators import NUMPY, PYTHON, TORCH
+from swpipe._tensors.stateful import is_generator
 
 _TORCH_NAMES = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",

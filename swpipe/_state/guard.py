@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from swpipe._state.discovery import Found, find_all, has_state
+from swpipe._state.discovery import Found, find_all
 from swpipe._state.snapshot import Snapshot
+from swpipe._tensors.stateful import has_state
 from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 

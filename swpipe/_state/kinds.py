@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from swpipe._state.discovery import PLAIN, is_foreign
+from swpipe._tensors.stateful import PLAIN, is_foreign
 
 CONTAINERS = (list, dict, set, deque)
 NAMESPACES = (SimpleNamespace, argparse.Namespace)

@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from swpipe._state.discovery import FOREIGN, WHOLE, Found, find_all, find_state, given_state
+from swpipe._state.discovery import Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
-from swpipe._state.snapshot import Snapshot, modules_in
+from swpipe._state.snapshot import Snapshot
 from swpipe._state.torch_settings import save_torch_settings
 from swpipe._state.values import SavedValues
 from swpipe._state.written_files import SavedFiles
+from swpipe._tensors.stateful import FOREIGN, WHOLE, modules_in
 from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device

@@ -17,8 +17,9 @@ from typing import Any, Generic, Protocol
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from swpipe._state.discovery import CACHE, is_foreign, is_installed
+from swpipe._state.discovery import CACHE, is_installed
 from swpipe._state.kinds import CONTAINERS, NAMESPACES
+from swpipe._tensors.stateful import is_foreign
 
 _NOT_CALLED = {
     "__init__", "__post_init__", "__new__", "__repr__", "__str__", "__init_subclass__",

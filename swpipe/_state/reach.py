@@ -38,13 +38,9 @@ from swpipe._state.code_names import LENGTH, SELF, CodeNames, read_code, takes_f
 from swpipe._state.discovery import (
     CACHE,
     MAX_ITEMS,
-    PLAIN,
-    WHOLE,
     attributes_of,
     content_of,
     dict_of,
-    is_foreign,
-    is_generator,
     is_installed,
 )
 from swpipe._state.draws import (
@@ -75,7 +71,7 @@ from swpipe._state.owners import (
     methods_of,
 )
 from swpipe._state.reached import PlaceId, Reach
-from swpipe._state.snapshot import modules_in
+from swpipe._tensors.stateful import PLAIN, WHOLE, is_foreign, is_generator, modules_in
 from swpipe.core.task import PipelineTask
 
 MAX_HOPS = 4

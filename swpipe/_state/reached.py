@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from swpipe._state.code_names import LENGTH, SELF, CodeNames, modifies_argument
 from swpipe._state.discovery import MAX_ITEMS, attributes_of, content_of, dict_of
-from swpipe._state.draws import TORCH, is_drawing
+from swpipe._state.draws import is_drawing
+from swpipe._state.generators import TORCH
 from swpipe._state.kinds import CONTAINERS, content_value, identity, is_array
 from swpipe._state.owners import is_users_descriptor
 

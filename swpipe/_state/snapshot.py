@@ -18,7 +18,6 @@ and buffers that are initialized after the snapshot keep their values.
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import warnings
 from collections import deque
@@ -30,10 +29,16 @@ import torch
 from torch import Tensor
 
 from swpipe._state.copies import SavedTensors
-from swpipe._state.default_generators import default_generators, set_default_generators
-from swpipe._state.discovery import WHOLE, Found, has_state_dict, optimizers_in
+from swpipe._state.discovery import Found, optimizers_in
+from swpipe._state.generators import (
+    default_generators,
+    saved_state,
+    set_back,
+    set_default_generators,
+)
 from swpipe._state.unsaved import UnsavedTensors
 from swpipe._tensors.pytree import nodes_in, parts_of, tensors_in
+from swpipe._tensors.stateful import WHOLE, has_state_dict, modules_in
 from swpipe.core.errors import add_note
 from swpipe.core.messages import listed
 from swpipe.device import Device
@@ -167,7 +172,7 @@ def _save(found: Found, tensors: SavedTensors) -> Restore:
         return _save_optimizer(owner, tensors)
     if has_state_dict(owner):
         return _save_state_dict(found)
-    return _save_generator(owner)
+    return partial(set_back, owner, saved_state(owner))
 
 
 def _save_optimizer(optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> Restore:
@@ -194,21 +199,6 @@ def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
             restores.append(_save_extra_state(module))
     restores += [partial(setattr, module, "training", module.training) for module in modules]
     return lambda: [restore() for restore in restores]
-
-
-def modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """``root`` and all modules below it, including those in plain lists and dicts."""
-    seen = {id(root)}
-    ahead = [root]
-    while ahead:
-        module = ahead.pop()
-        yield module
-        for value in list(vars(module).values()):
-            items = [value, *(item for node in nodes_in(value) for item in node.children)]
-            for item in items:
-                if isinstance(item, torch.nn.Module) and id(item) not in seen:
-                    seen.add(id(item))
-                    ahead.append(item)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -265,12 +255,3 @@ def _save_containers(value: Any, tensors: SavedTensors) -> Restore:
                 container.extend(content)
 
     return restore
-
-
-def _save_generator(owner: Any) -> Restore:
-    if isinstance(owner, torch.Generator):
-        return partial(owner.set_state, owner.get_state())
-    if isinstance(owner, random.Random):
-        return partial(owner.setstate, owner.getstate())
-    bits = owner.bit_generator if hasattr(owner, "bit_generator") else owner._bit_generator
-    return partial(setattr, bits, "state", copy.deepcopy(bits.state))

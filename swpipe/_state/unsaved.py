@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from swpipe._state.copies import SavedTensors
-from swpipe._state.discovery import FOREIGN, MAX_ITEMS, PLAIN, WHOLE, key_name
+from swpipe._state.discovery import MAX_ITEMS, key_name
+from swpipe._tensors.stateful import FOREIGN, PLAIN, WHOLE
 
 MAX_DEPTH = 4
 """How many objects and containers deep a module's attribute is searched."""

@@ -39,9 +39,6 @@ from swpipe._state.copies import attributes_given
 from swpipe._state.discovery import (
     BOUND,
     CACHE,
-    FOREIGN,
-    PLAIN,
-    WHOLE,
     content_of,
     dict_of,
     find_all,
@@ -59,7 +56,7 @@ from swpipe._state.put_back import (
 )
 from swpipe._state.reach import reach_of, reaches_of
 from swpipe._state.reached import Reach
-from swpipe._state.snapshot import modules_in
+from swpipe._tensors.stateful import FOREIGN, PLAIN, WHOLE, modules_in
 from swpipe.core.task import PipelineTask
 
 MAX_ITEMS = 10**6

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swpipe._state.draws import TORCH
+from swpipe._state.generators import TORCH
 from swpipe.inference.observation import IterationObservation, TaskObservation
 from swpipe.inference.reachable_state import ObjectId
 from swpipe.inference.state_items import StateItem

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from swpipe._state.code_names import SELF
-from swpipe._state.discovery import PLAIN
-from swpipe._state.draws import TORCH, modules_draw
+from swpipe._state.draws import modules_draw
+from swpipe._state.generators import TORCH
 from swpipe._state.reached import PlaceId, Reach
-from swpipe._state.snapshot import modules_in
 from swpipe._state.torch_settings import PROCESS_WIDE
 from swpipe._tensors.pytree import grad_or_none
+from swpipe._tensors.stateful import PLAIN, modules_in
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask

@@ -38,7 +38,7 @@ from typing import Any
 from torch import Tensor
 
 from swpipe._engine.iterations import Engine
-from swpipe._state.draws import TORCH
+from swpipe._state.generators import TORCH
 from swpipe._state.reach import reach_of
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.analysis.races import guarantees, race_problems
@@ -49,7 +49,7 @@ from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
-from swpipe.inference.generators import DrawRecorder
+from swpipe.inference.draw_recorder import DrawRecorder
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import reachable_items
 from swpipe.inference.storages import StorageId, Storages

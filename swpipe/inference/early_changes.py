@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from swpipe._state.discovery import is_generator
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import Reach
+from swpipe._tensors.stateful import is_generator
 from swpipe.core.messages import listed
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.task import PipelineTask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from swpipe._state.draws import TORCH
+from swpipe._state.generators import TORCH
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.inference.accesses import TaskAccesses

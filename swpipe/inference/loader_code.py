@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from swpipe._state.discovery import is_foreign, is_installed
+from swpipe._state.discovery import is_installed
+from swpipe._tensors.stateful import is_foreign
 from swpipe.core.task import PipelineTask
 
 LOADER = "the loader"

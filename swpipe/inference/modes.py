@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swpipe._state.discovery import find_all
-from swpipe._state.snapshot import modules_in
+from swpipe._tensors.stateful import modules_in
 from swpipe.core.task import PipelineTask
 
 

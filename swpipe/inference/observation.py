@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.discovery import PLAIN
 from swpipe._state.reach import reaches_of
 from swpipe._state.reached import PlaceId
 from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import map_tensors, nodes_in, tensors_in
+from swpipe._tensors.stateful import PLAIN
 from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.inference.generators import states_set
+from swpipe.inference.draw_recorder import states_set
 from swpipe.inference.modes import ModeObserver, Modes
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from swpipe._state.generators import generator_states
+from swpipe._tensors.content import same_node
 from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.declared import assign_declared
-from swpipe.inference.generators import generator_states
 from swpipe.inference.recorded_context import RecordedContext, attributes
 from swpipe.inference.state_items import StateItem, reachable_items
 from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
-from swpipe.shortcut.contents import same_node
 
 
 class ObjectId(NamedTuple):

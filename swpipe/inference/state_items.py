@@ -7,8 +7,7 @@ items are collected again after each task, since optimizers create their state i
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from swpipe._state.discovery import PLAIN, Found, find_all, is_generator
-from swpipe._tensors.pytree import grad_or_none, nodes_in, tensors_in
+from swpipe._state.discovery import Found, find_all
+from swpipe._tensors.pytree import grad_or_none, tensors_in
+from swpipe._tensors.stateful import PLAIN, is_generator, named_modules_in
 from swpipe.core.task import PipelineTask
 from swpipe.inference.storages import unsharded
 
@@ -69,7 +69,7 @@ def reachable_items(tasks: Iterable[PipelineTask]) -> ReachableItems:
 
     for found in find_all(tasks):
         owner, path = found.owner, _path(found)
-        if is_generator(owner) or isinstance(owner, random.Random):
+        if is_generator(owner):
             reached.generators[unique(path)] = owner
         elif isinstance(owner, Optimizer):
             optimizers.append((unique(path), owner))
@@ -112,7 +112,7 @@ def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
     if isinstance(owner, Tensor):
         yield StateItem(root, root, ""), owner
         return
-    modules = list(_modules_in(root, owner))
+    modules = list(named_modules_in(root, owner))
     # Registered tensors first: their names are better than those of a wrapper's lists.
     for path, module in modules:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -126,37 +126,6 @@ def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-
-_WRAPPED = ("_dmp_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""Attributes in which wrappers keep the wrapped module; names leave them out."""
-_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-
-
-def _modules_in(root: str, owner: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The module and its descendants, also those in plain lists and dicts, with their paths."""
-    seen = {id(owner)}
-    queue: deque[tuple[str, torch.nn.Module]] = deque([(root, owner)])
-    while queue:
-        path, module = queue.popleft()
-        yield path, module
-        for name, value in list(vars(module).items()):
-            for key, item in value.items() if name == "_modules" else [(name, value)]:
-                wrapped = key in _WRAPPED or (key == "module" and isinstance(module, _PARALLEL))
-                for where, child in _children(path if wrapped else f"{path}.{key}", item):
-                    if id(child) not in seen:
-                        seen.add(id(child))
-                        queue.append((where, child))
-
-
-def _children(path: str, value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The module itself, or the modules in a plain list or dict."""
-    if isinstance(value, torch.nn.Module):
-        yield path, value
-    elif not isinstance(value, (*PLAIN, Tensor)):
-        for node in nodes_in(value):
-            for index, item in enumerate(node.children):
-                if isinstance(item, torch.nn.Module):
-                    yield f"{path}[{node.keys[index] if node.keys else index}]", item
 
 
 def _indexed(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[StateItem, Tensor]]:

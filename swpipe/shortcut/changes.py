@@ -1,6 +1,6 @@
 """What a task did to its context: attributes added, rebound, deleted, or modified in place.
 
-An attribute is modified in place if anything inside it is (``swpipe.shortcut.contents``).
+An attribute is modified in place if anything inside it is (``swpipe._tensors.content``).
 
 Not counted: values of parameters, which belong to their module; what an object with a
 ``record_stream`` method computes lazily into a private attribute that was None; and attributes that
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from swpipe.shortcut.contents import Content
+from swpipe._tensors.content import Content
 from swpipe.shortcut.writes import AttributeWrites
 
 

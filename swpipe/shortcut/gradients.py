@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from swpipe._tensors.content import version_of
 from swpipe._tensors.pytree import parts_of, tensors_in
-from swpipe.shortcut.contents import version_of
 
 
 class GradientForm(NamedTuple):

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe.shortcut.contents import Content, same_bits, version_of
+from swpipe._tensors.content import Content, same_bits, version_of
 
 MAX_WATCHED = 16
 """More iterations than these are not watched at once: the oldest counts as ended."""

@@ -23,8 +23,8 @@ from collections.abc import AsyncIterator, Iterator
 from threading import Lock, RLock
 from typing import Any
 
-from swpipe._state.discovery import WHOLE, has_state
-from swpipe.shortcut.contents import Content, is_fixed, is_object, node_of, replays_itself
+from swpipe._tensors.content import Content, is_fixed, is_object, node_of, replays_itself
+from swpipe._tensors.stateful import WHOLE, has_state
 
 _CANNOT_COPY = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError, copy.Error)
 """What ``copy.deepcopy`` raises for objects that cannot be copied."""

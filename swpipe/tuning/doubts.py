@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swpipe._state.draws import TORCH, modules_draw
+from swpipe._state.draws import modules_draw
+from swpipe._state.generators import TORCH
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import Reach
-from swpipe._state.snapshot import modules_in
+from swpipe._tensors.stateful import modules_in
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask

@@ -13,10 +13,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from swpipe._state.code_names import read_code
-from swpipe._state.discovery import is_generator
 from swpipe._state.draws import draws_by
 from swpipe._state.owners import is_librarys
 from swpipe._state.reach import reach_of
+from swpipe._tensors.stateful import is_generator
 from swpipe.inference.loader_code import in_workers
 from swpipe.tuning.accelerate_loader import AccelerateLoader
 

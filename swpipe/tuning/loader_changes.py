@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.generators import NUMPY, PYTHON, TORCH
 from swpipe._state.kinds import CONTAINERS
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import PlaceId, Reach

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from swpipe._state.discovery import attributes_of
-from swpipe._state.draws import PYTHON, TORCH
+from swpipe._state.generators import PYTHON, TORCH
 from swpipe._state.reached import Reach
 from swpipe._tensors.pytree import nodes_in, tensors_in
 from swpipe.tuning.accelerate_loader import AccelerateLoader

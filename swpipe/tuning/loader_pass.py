@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe._state.default_generators import default_generators, set_default_generators
-from swpipe._state.discovery import has_state_dict
+from swpipe._state.generators import default_generators, set_default_generators
 from swpipe._tensors.pytree import tensors_in
+from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.errors import add_note
 from swpipe.device import Device
 from swpipe.tuning.live_workers import are_live, check_workers, end_workers

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from swpipe._state.discovery import PLAIN, has_state_dict, is_generator
 from swpipe._state.kinds import CONTAINERS, is_array
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import Reach
+from swpipe._tensors.stateful import PLAIN, has_state_dict, is_generator
 from swpipe.core.messages import listed
 from swpipe.inference.loader_code import reaching
 from swpipe.tuning.accelerate_loader import AccelerateLoader

@@ -20,14 +20,17 @@ from typing import Any, Self
 
 import torch
 
-from swpipe._state.default_generators import (
+from swpipe._state.generators import (
+    NUMPY,
+    PYTHON,
+    TORCH,
     changed_generators,
     default_generators,
     set_default_generators,
 )
-from swpipe._state.draws import NUMPY, PYTHON, TORCH
 from swpipe._state.reach import reach_of
 from swpipe._state.reached import PlaceId, Reach
+from swpipe._tensors.content import Content, same_bits
 from swpipe._tensors.pytree import tensors_in
 from swpipe.analysis import verify
 from swpipe.core.context import C
@@ -39,7 +42,6 @@ from swpipe.inference import Recording
 from swpipe.inference.loader_code import reaching
 from swpipe.inference.record_tasks import record_beside
 from swpipe.pipeline import SWPipeline
-from swpipe.shortcut.contents import Content, same_bits
 from swpipe.tuning.accelerate_loader import AccelerateLoader, is_prepared
 from swpipe.tuning.ahead_tasks import AheadTasks
 from swpipe.tuning.choice import Overlap, choose, reaches_of_undeclared, serial

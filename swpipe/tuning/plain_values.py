@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from swpipe._state.discovery import PLAIN, is_generator
+from swpipe._tensors.stateful import PLAIN, is_generator
 
 MAX_ITEMS = 2**16
 """Of a list and the like."""

@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe._state.discovery import attributes_of, content_of, is_generator
-from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.discovery import attributes_of, content_of
+from swpipe._state.generators import NUMPY, PYTHON, TORCH, state_of
 from swpipe._state.kinds import CONTAINERS, content_value, is_array
 from swpipe._state.put_back import flat, refill
 from swpipe._state.reached import PlaceId, Reach
+from swpipe._tensors.stateful import is_generator
 from swpipe.device import Device
-from swpipe.inference.generators import state_of
 
 MOST = 32
 MAX_ITEMS = 64

@@ -20,8 +20,8 @@ import torch
 
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.waiting import ProgressCounter
-from swpipe._state.default_generators import changed_generators, default_generators
-from swpipe._state.discovery import has_state_dict
+from swpipe._state.generators import changed_generators, default_generators
+from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.messages import listed, shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes

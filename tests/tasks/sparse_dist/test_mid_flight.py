@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from swpipe._state.snapshot import modules_in
+from swpipe._tensors.stateful import modules_in
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist import (
     EvenData,

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from swpipe._state.draws import NUMPY, PYTHON, TORCH
+from swpipe._state.generators import TORCH
 from swpipe.device import Device
 from swpipe.inference.operators import OperatorRecorder
 from swpipe.inference.storages import Storages
-
-
-def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
-    """Name to state, of the default generators of torch, Python and numpy and of ``found``."""
-    states: dict[str, object] = {
-        TORCH: [_bytes(state) for state in device.generator_states().values()],
-        PYTHON: random.getstate(),
-    }
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        states[NUMPY] = pickle.dumps(numpy.get_state())
-    return states | {name: state_of(generator) for name, generator in found.items()}
-
-
-def state_of(generator: Any) -> object:
-    """The state of a generator of torch, Python or numpy, to be compared."""
-    if isinstance(generator, torch.Generator):
-        return _bytes(generator.get_state())
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
-    return pickle.dumps(bits.state)
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    return bytes(state.numpy())
 
 
 @contextmanager

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from swpipe._state.discovery import FOREIGN, WHOLE, has_state
 from swpipe._tensors.containers import (
     KINDS,
     LEAF,
@@ -41,6 +40,7 @@ from swpipe._tensors.containers import (
     kind_of,
 )
 from swpipe._tensors.pytree import Node, grad_or_none, parts_of
+from swpipe._tensors.stateful import WHOLE, has_state, is_foreign
 
 _FIXED = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, type),
@@ -111,7 +111,7 @@ def is_object(value: Any) -> bool:
     cls: Any = type(value)
     return (
         kind_of(cls) is LEAF
-        and cls.__module__.partition(".")[0] not in FOREIGN
+        and not is_foreign(cls.__module__)
         and _all_in_attributes(cls)
         and not isinstance(value, (*WHOLE, *_FIXED))
         and not has_state(value)

@@ -1,0 +1,100 @@
+"""Objects with state of their own: modules, optimizers, generators, and others with state_dict."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from swpipe._tensors.pytree import nodes_in
+
+FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
+"""Modules whose objects are not searched."""
+
+WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+"""Saved as a whole. Other objects are searched: their state_dict may be incomplete."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Values without parts. Equal values may be one object, so these are found on all their paths."""
+
+_WRAPPED = ("_dmp_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Attributes in which wrappers keep the wrapped module; names leave them out."""
+
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def is_foreign(module: str | None) -> bool:
+    """Whether a module is torch's, numpy's or Python's own."""
+    return (module or "").partition(".")[0] in FOREIGN
+
+
+def has_state(value: Any) -> bool:
+    """Whether ``value`` has state to restore.
+
+    This is an object with ``state_dict`` and ``load_state_dict``, a generator of random numbers,
+    or a leaf tensor that requires grad; not a pipeline or loop of swpipe, which may be in use.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad and value.is_leaf
+    return (has_state_dict(value) and not _is_pipeline(value)) or is_generator(value)
+
+
+def has_state_dict(value: Any) -> bool:
+    """Whether the class of ``value`` has ``state_dict`` and ``load_state_dict``.
+
+    A wrapper has the methods whatever it wraps; of a ``DataLoader`` it tells the class. The methods
+    are not called: torchdata begins a pass, and draws its seed, when it is asked for a state.
+    """
+    classes = (type(value), value.__class__) if isinstance(value, DataLoader) else (type(value),)
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(cls, name, None)) for cls in classes for name in names)
+
+
+def _is_pipeline(value: Any) -> bool:
+    """Whether a value is a pipeline of swpipe, or a loop over one."""
+    own = any(cls.__module__.partition(".")[0] == "swpipe" for cls in type(value).__mro__)
+    return own and (hasattr(type(value), "progress") or hasattr(type(value), "__iter__"))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a random generator of torch, Python or numpy."""
+    numpy = sys.modules.get("numpy.random")
+    types = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *types))
+
+
+def modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """``root`` and all modules below it, including those in plain lists and dicts."""
+    return (module for _, module in named_modules_in("", root))
+
+
+def named_modules_in(name: str, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The same with their paths, which begin with ``name`` and leave wrappers out."""
+    seen = {id(root)}
+    queue: deque[tuple[str, torch.nn.Module]] = deque([(name, root)])
+    while queue:
+        path, module = queue.popleft()
+        yield path, module
+        for attribute, value in list(vars(module).items()):
+            for key, item in value.items() if attribute == "_modules" else [(attribute, value)]:
+                wrapped = key in _WRAPPED or (key == "module" and isinstance(module, _PARALLEL))
+                for where, child in _children(path if wrapped else f"{path}.{key}", item):
+                    if id(child) not in seen:
+                        seen.add(id(child))
+                        queue.append((where, child))
+
+
+def _children(path: str, value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The module itself, or the modules in a plain list or dict."""
+    if isinstance(value, torch.nn.Module):
+        yield path, value
+    elif not isinstance(value, (*PLAIN, torch.Tensor)):
+        for node in nodes_in(value):
+            for index, item in enumerate(node.children):
+                if isinstance(item, torch.nn.Module):
+                    yield f"{path}[{node.keys[index] if node.keys else index}]", item
