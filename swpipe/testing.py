@@ -7,7 +7,6 @@ values: a counter, an object's attribute, a file. ``assert_same_numbers`` compar
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.default_generators import default_generators, set_default_generators
+from swpipe._state.generators import default_generators, set_default_generators
 from swpipe._tensors.containers import LEAF, TENSOR, kind_of
 from swpipe._tensors.pytree import Node, parts_of
 from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
-from swpipe.loops.overlap import overlap
+from swpipe.loops.overlapping import overlap
 
 __all__ = ["Loop", "assert_same_numbers"]
 
@@ -80,7 +79,7 @@ def assert_same_numbers(
     Both runs begin with the same states of the default random generators, and both use one pass
     over the loader. What the plain run leaves after each iteration is copied: use a small model.
     Tensors, arrays and floats are the same if all bits are, other objects if they are ``==``;
-    objects whose class defines no ``==`` are passed over.
+    functions, and objects whose class defines no ``==``, are not compared.
 
     Args:
         make_loop: Called twice; makes everything that the loop changes.
@@ -137,7 +136,7 @@ def _contents(loop: Loop, ctx: Any) -> dict[str, Any]:
 
 def _collect(name: str, value: Any, found: dict[str, Any], outer: set[int]) -> None:
     kind = kind_of(type(value))
-    if kind is LEAF and hasattr(value, "state_dict"):
+    if kind is LEAF and hasattr(value, "state_dict") and not isinstance(value, type):
         _collect(name, value.state_dict(), found, outer)
     elif kind is LEAF or kind is TENSOR:
         found[name] = value
@@ -154,50 +153,52 @@ def _copied(leaf: Any) -> Any:
 
 
 def _is_compared(leaf: Any) -> bool:
-    return type(leaf).__eq__ is not object.__eq__
+    return type(leaf).__eq__ is not object.__eq__ and not callable(leaf)
 
 
 def _compare(iteration: int, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Raise at the first difference."""
     for name in {**expected, **found}:
-        where = f"iteration {iteration}: {name}"
         if name not in found or name not in expected:
             side = "plain" if name in expected else "overlapped"
-            raise AssertionError(f"{where} is there in the {side} loop only")
+            raise AssertionError(f"iteration {iteration}: only the {side} loop has {name}. {_WHY}")
         plain, ahead = expected[name], found[name]
         if isinstance(plain, Tensor) and isinstance(ahead, Tensor):
-            element = _first_different(plain, ahead)
+            place = _first_different(plain, ahead)
+            if place:
+                name = f"{name}{[*place]}"
+                plain, ahead = plain[place].item(), ahead[place].item()
         else:
-            element = None if _equal(plain, ahead) else ""
-        if element is not None:
+            place = None if _equal(plain, ahead) else ()
+        if place is not None:
             raise AssertionError(
-                f"{where}{element} differs: {_shown(plain, element)} plainly, "
-                f"{_shown(ahead, element)} overlapped. {_MEND}"
+                f"iteration {iteration}: {name} differs: plainly {shown(plain)}, overlapped "
+                f"{shown(ahead)}. {_WHY}"
             )
 
 
-_MEND = (
-    "Something that runs ahead, a pure task or the loader, uses what the loop changes, or changes "
-    "what the loop uses"
+_WHY = (
+    "A pure task or the loader, which run ahead, uses what the loop changes, or changes what the "
+    "loop uses"
 )
 
 
-def _first_different(plain: Tensor, ahead: Tensor) -> str | None:
-    """Where two tensors differ: "[3, 1]", "" if as a whole, None if nowhere."""
+def _first_different(plain: Tensor, ahead: Tensor) -> tuple[int, ...] | None:
+    """Where two tensors differ; () as a whole, None nowhere."""
     if plain.shape != ahead.shape or plain.layout != ahead.layout:
-        return ""
+        return ()
     for one, other in zip(parts_of(plain), parts_of(ahead), strict=True):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return ""
-        different = (_bits(one) != _bits(other)).any(1).nonzero()
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return ()
+        different = (_bytes(one) != _bytes(other)).any(1).nonzero()
         if len(different):
             place = torch.unravel_index(different[0, 0], one.shape)
-            return str([int(number) for number in place]) if one is plain and place else ""
+            return tuple(int(number) for number in place) if one is plain else ()
     return None
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """One row of bytes for each element: so NaN equals NaN, and 0.0 is not -0.0."""
+def _bytes(tensor: Tensor) -> Tensor:
+    """One row for each element: as bytes NaN equals NaN, and 0.0 does not equal -0.0."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1, 1).contiguous()
     return flat.view(torch.uint8)
 
@@ -211,9 +212,3 @@ def _equal(plain: Any, ahead: Any) -> bool:
     if isinstance(plain, float | complex):
         return repr(plain) == repr(ahead)
     return not _is_compared(plain) or bool(plain == ahead)
-
-
-def _shown(value: Any, element: str) -> str:
-    if isinstance(value, Tensor) and element:
-        return shown(value[tuple(json.loads(element))].item())
-    return shown(value)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from tests.bench.measure import Row, compared, interleaved
 
 STEP_US = 1000
