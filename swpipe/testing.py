@@ -166,14 +166,13 @@ def _compare(iteration: int, expected: Mapping[str, Any], found: Mapping[str, An
         if isinstance(plain, Tensor) and isinstance(ahead, Tensor):
             place = _first_different(plain, ahead)
             if place:
-                name = f"{name}{[*place]}"
                 plain, ahead = plain[place].item(), ahead[place].item()
         else:
             place = None if _equal(plain, ahead) else ()
         if place is not None:
             raise AssertionError(
-                f"iteration {iteration}: {name} differs: plainly {shown(plain)}, overlapped "
-                f"{shown(ahead)}. {_WHY}"
+                f"iteration {iteration}: {name}{[*place] or ''} differs: plainly {shown(plain)}, "
+                f"overlapped {shown(ahead)}. {_WHY}"
             )
 
 

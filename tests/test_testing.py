@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +75,12 @@ def test_a_lie_about_a_python_value_is_found() -> None:
             ctx.x = ctx.batch * job.scale
 
         def body(ctx: Any) -> None:
-            if ctx.iter_idx == 3:
-                job.scale = 2.0
+            if ctx.iter_idx >= 3:
+                job.scale += 1
 
         return job.loop(decode, body=body)
 
-    said = r"iteration 4: ctx\.x\[0, 0\] differs: plainly \d\.\d+, overlapped \d\.\d+\. A pure task"
+    said = r"iteration [4-7]: ctx\.x\[0, 0\] differs: plainly \d\.\d+, overlapped \d\.\d+\. A pure"
     with pytest.raises(AssertionError, match=said):
         assert_same_numbers(make)
     assert_same_numbers(make, iterations=4)
@@ -99,7 +100,7 @@ def test_a_lie_about_the_loader_is_found() -> None:
 
         return job.loop(decode, loader=job.batches(), body=body, pull_ahead=True)
 
-    with pytest.raises(AssertionError, match=r"iteration 1: ctx\.batch\[0, 0\] differs"):
+    with pytest.raises(AssertionError, match=r"iteration [1-7]: ctx\.batch\[0, 0\] differs"):
         assert_same_numbers(make)
 
 
@@ -119,6 +120,11 @@ def test_what_a_pure_task_changes_is_found_in_the_state() -> None:
     said = r"iteration 0: state\(\)\[1\]\['seen'\]\[0\] differs: plainly 1, overlapped [2-4]\."
     with pytest.raises(AssertionError, match=said):
         assert_same_numbers(make)
+
+
+def on_main_thread() -> bool:
+    """Whether nothing runs ahead here: a lie that does not depend on timing."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @dataclass
@@ -145,18 +151,13 @@ def test_a_difference_of_any_kind_is_told(plain: Any, ahead: Any, said: str) -> 
     """Bits of tensors, arrays, fields of dataclasses, keys, types."""
 
     def make() -> Loop:
-        job, changed = Job(), [False]
-
         def decode(ctx: Any) -> None:
             ctx.x = ctx.batch
-            ctx.y = plain if changed[0] else ahead
+            ctx.y = plain if on_main_thread() else ahead
 
-        def body(ctx: Any) -> None:
-            changed[0] = True
+        return Job().loop(decode)
 
-        return job.loop(decode, body=body)
-
-    with pytest.raises(AssertionError, match=f"iteration 1: {said}"):
+    with pytest.raises(AssertionError, match=f"iteration 0: {said}"):
         assert_same_numbers(make)
 
 
@@ -176,25 +177,21 @@ def test_what_has_no_equality_is_not_compared_and_nan_equals_nan() -> None:
 
 
 def test_another_number_of_iterations_is_told() -> None:
-    """A loader that ends when the loop says so."""
+    """A loader that ends early on the thread of a plain loop."""
 
     def make() -> Loop:
         job = Job()
-        more = [True]
 
         def batches() -> Iterator[Tensor]:
-            for batch in job.batches():
-                if not more[0]:
+            for number, batch in enumerate(job.batches()):
+                if number == 4 and on_main_thread():
                     return
                 yield batch
 
         def decode(ctx: Any) -> None:
             ctx.x = ctx.batch
 
-        def body(ctx: Any) -> None:
-            more[0] = ctx.iter_idx < 3
-
-        return job.loop(decode, loader=batches(), body=body, pull_ahead=True)
+        return job.loop(decode, loader=batches(), pull_ahead=True)
 
     with pytest.raises(AssertionError, match="4 iterations plainly, and more overlapped"):
         assert_same_numbers(make)
