@@ -566,3 +566,30 @@ def test_the_same_plan_with_the_dependence_gives_the_serial_numbers() -> None:
     expected = losses(SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu"), batches())
     plan, tasks, batches = by_hand(order=True)
     assert losses(SWPipeline(plan, tasks, device="cpu"), batches()) == expected
+
+
+@pytest.mark.parametrize("how", ["deletes", "rebinds"])
+def test_a_pure_task_without_the_order_of_what_an_undeclared_one_made(how: str) -> None:
+    """The plan has the two the other way round; what each does to the context is watched."""
+
+    def make(ctx: Any) -> None:
+        ctx.batch.add_(1.0)
+        ctx.total = ctx.batch.sum()
+
+    def finish(ctx: Any) -> None:
+        before = ctx.batch
+        if how == "deletes":
+            del ctx.batch
+            ctx.batch = torch.zeros(2)
+        else:
+            ctx.batch = before * 2.0
+
+    tasks = [PipelineTask("make", make), PipelineTask("finish", finish, pure=True)]
+    plan = PipelinePlan(
+        {"make": TaskSchedule(1), "finish": TaskSchedule(0, thread_group="io")},
+        same_period_deps=[("make", "finish")],  # of the next iteration
+    )
+    batches = [torch.ones(2) * number for number in range(6)]
+    said = r"touched ctx\.batch.*'finish' on iteration i must come after 'make' on iteration i"
+    with SWPipeline(plan, tasks, device="cpu") as pipe, pytest.raises(PlanError, match=said):
+        list(pipe.iterate(batches))
