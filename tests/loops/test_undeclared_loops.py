@@ -24,6 +24,7 @@ import swpipe
 from swpipe import PipelinePlan, PlanError, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.effects import UNKNOWN, EffectTable, declared_effects
+from swpipe.core.loaders import is_apart
 from swpipe.core.plan import PULL
 from swpipe.inference import record
 from tests.loops.undeclared_loops import LOOPS, Loop
@@ -146,8 +147,16 @@ def recorded(loop: Loop) -> EffectTable:
 def test_overlapped_numbers_are_those_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     """Nothing is declared: the tasks keep their order, and so does the loader with the body."""
     expected = Loop(LOOPS[name], tmp_path).plain()
-    found, _, _ = overlapped(Loop(LOOPS[name], tmp_path))
+    loop = Loop(LOOPS[name], tmp_path)
+    apart = is_apart(loop.loader, draws_watched=True)
+    found, told, choice = overlapped(loop)
     same(found, expected)
+    assert choice.ahead == ()
+    assert choice.loader_ahead == apart
+    if not apart:
+        (warning,) = told
+        for mend in ("DataLoader(num_workers=1)", "pull_ahead=True", "pure=True"):
+            assert mend in warning
 
 
 @pytest.mark.parametrize("name", LOOPS)
