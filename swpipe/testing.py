@@ -153,7 +153,8 @@ def _copied(leaf: Any) -> Any:
 
 
 def _is_compared(leaf: Any) -> bool:
-    return type(leaf).__eq__ is not object.__eq__ and not callable(leaf)
+    own: Any = type(leaf).__eq__
+    return own is not object.__eq__ and not callable(leaf)
 
 
 def _compare(iteration: int, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
