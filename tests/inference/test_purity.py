@@ -34,6 +34,10 @@ AHEAD = PipelinePlan(
 """``decode`` runs one iteration ahead, on a thread of its own."""
 
 
+def nothing(ctx: Any) -> None:
+    """The training loop does nothing else."""
+
+
 class Job:
     """What a training loop has: a model, a table, features, a generator."""
 
@@ -48,7 +52,7 @@ class Job:
         self.array = np.zeros(4, dtype=np.float32)
         self.draws = torch.Generator().manual_seed(1)
         self.batches = [torch.randint(8, (3,)) for _ in range(BATCHES)]
-        self.train_also: Callable[[Any], object] = lambda ctx: None
+        self.train_also: Callable[[Any], object] = nothing
 
     def looked_up(self, ctx: Any) -> Tensor:
         """What the frozen table has for a batch."""
@@ -288,7 +292,10 @@ def kept(job: Job) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("run", [under_a_plan, under_overlap])
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
-    """The error names the task and what it touched, and says what pure means."""
+    """The error names the task and what it touched, and says what pure means.
+
+    What others change shows only after they have changed it, when the task may be two ahead.
+    """
     make, names = LIES[name]
     job = Job()
     tasks = job.tasks(make(job))
@@ -296,7 +303,7 @@ def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     with pytest.raises(PlanError) as caught:
         done.extend(ctx.iter_idx for ctx in run(job, tasks))
     text = str(caught.value)
-    assert len(done) <= 2
+    assert len(done) <= (3 if job.train_also is not nothing else 2)
     assert "'decode'" in text
     assert re.search(names, text), text
     assert "pure" in text
@@ -521,7 +528,7 @@ def test_what_a_task_drops_is_freed_while_it_is_watched() -> None:
     assert alive == [1] * BATCHES
 
 
-def test_lies_are_let_go_where_nobody_checks() -> None:
+def test_lies_are_let_go_where_nobody_looks() -> None:
     """``check_effects=False`` is the user's own word."""
     job = Job()
     tasks = job.tasks(trained(job))
