@@ -180,6 +180,7 @@ def test_plans_that_are_accepted_give_the_numbers_of_the_plain_loop(
     expected = Loop(kind, tmp_path).plain()
     used = Loop(kind, tmp_path)
     plans = {*accepted(used, known(used))}
+    used.state.close()
     assert "serial" in plans
     assert plans <= {*ALWAYS, *PULLED_AHEAD}
     for plan in sorted(plans):
