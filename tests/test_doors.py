@@ -22,7 +22,8 @@ OF_OTHERS = {
     "_engine_run_backward", "_functorch", "_get_default_store", "_get_dispatch_stack_at",
     "_get_function_stack_at", "_has_storage", "_indices", "_is_profiler_enabled", "_iterator",
     "_is_torch_function_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
-    "_len_torch_function_stack", "_mesh_resources", "_parameters", "_pytree", "_record_function_enter_new",
+    "_len_torch_function_stack", "_mesh_resources", "_parameters", "_pytree",
+    "_record_function_enter_new",
     "_saved_tensors_hooks_get_disabled_error_message", "_top_saved_tensors_default_hooks",
     "_values", "_version",
     # TorchRec's

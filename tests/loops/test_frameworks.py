@@ -62,6 +62,23 @@ def test_an_overlapped_loop_equals_the_tools_own(make: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_prepared_loader_with_workers_runs_ahead_without_a_word() -> None:
+    """Accelerate's samplers are known, also one that seeds itself in each pass."""
+
+    def made() -> OfAccelerate:
+        torch.manual_seed(3)
+        config = DataLoaderConfiguration(use_seedable_sampler=True)
+        loop = OfAccelerate(dataloader_config=config)
+        loop.loader = loop.accelerator.prepare(loaders(num_workers=1)[0])
+        return loop
+
+    expected, loop = plainly(made()), made()
+    with swpipe.overlap(loop.loader, loop.tasks, device="cpu") as contexts:
+        assert contexts.overlap.ahead == ("unpack batch", "decode")
+        found = train(loop, (contexts for _ in range(EPOCHS)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_accelerate_steps_at_the_end_of_each_epoch() -> None:
     """And the last batch of a pass is told as such, after the loader has ended."""
     loop = OfAccelerate()
