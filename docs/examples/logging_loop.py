@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
+from swpipe.trace import Observer
 
 EVERY = 5
 
@@ -22,7 +23,7 @@ class Writer:
         self.steps.setdefault(tag, []).append(step)
 
 
-class TaskTimes(swpipe.Observer):
+class TaskTimes(Observer):
     """How long each task took, by iteration.
 
     It is called on the thread that runs the task, and for iterations that the loop's body gets
@@ -51,9 +52,11 @@ class TaskTimes(swpipe.Observer):
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.Adam(model.parameters())
-loader = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=4, shuffle=True)
+rows = TensorDataset(torch.randn(48, 4))
+loader = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1)
 
 
+@swpipe.task(pure=True)
 def decode(ctx):
     """Runs ahead, on a thread of its own."""
     ctx.x = ctx.batch[0] * 2
