@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler
 
-from tests.tuning.ordinary_loops import ROWS, Fn, Rows, Training, batches
+from tests.loops.ordinary_loops import ROWS, Fn, Rows, Training, batches
 
 Over = Callable[[Any, list[Fn]], Any]
 Script = Callable[[Over], Any]

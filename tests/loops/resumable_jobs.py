@@ -1,6 +1,6 @@
 """Training jobs that can be stopped at any iteration: seven loops, and plans for their tasks.
 
-As a script, ``python -m tests.tuning.resumable_jobs LOOP PLAN CHECKPOINT``, it goes on from the
+As a script, ``python -m tests.loops.resumable_jobs LOOP PLAN CHECKPOINT``, it goes on from the
 checkpoint if there is one, writes a new one after each iteration, and prints its number and loss.
 """
 
@@ -24,7 +24,7 @@ from torch.utils.data import Sampler
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.plans import prefetch_plan
-from tests.tuning.ordinary_loops import NoisyRows, Rows, batches
+from tests.loops.ordinary_loops import NoisyRows, Rows, batches
 
 EPOCHS = 3
 
@@ -288,7 +288,7 @@ class Job:
         tasks = self.parts.tasks()
         names = [task.name for task in tasks]
         self.pipe = SWPipeline(PLANS[plan](names), tasks, device="cpu")
-        self.loop = swpipe.ResumableLoop(self.pipe, self.parts.loader)
+        self.loop = swpipe.loops.ResumableLoop(self.pipe, self.parts.loader)
         self.epoch = 0
 
     def losses(self) -> Iterator[float]:

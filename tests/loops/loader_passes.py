@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn, normal
 from torch.utils.data import ConcatDataset, IterableDataset
 
-from tests.tuning.loader_loops import PARTS, Over, ahead, keep, refused, serial, train
-from tests.tuning.ordinary_loops import ROWS, NoisyRows, Rows, Training, batches
+from tests.loops.loader_loops import PARTS, Over, ahead, keep, refused, serial, train
+from tests.loops.ordinary_loops import ROWS, NoisyRows, Rows, Training, batches
 
 
 def dropout() -> Training:

@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import swpipe
 from swpipe import IterContext
 
 ROWS = 38
@@ -32,9 +33,15 @@ def loaders(rows: int = ROWS) -> list[DataLoader[Any]]:
     return [DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8)]
 
 
+@swpipe.task(pure=True)
 def decode(ctx: Any) -> None:
     """The part that needs no model."""
     ctx.x = ctx.batch[0] * 2
+
+
+def declared(tasks: list[Any]) -> list[swpipe.PipelineTask]:
+    """Functions as tasks; tasks as they are."""
+    return [one if isinstance(one, swpipe.PipelineTask) else swpipe.task(one) for one in tasks]
 
 
 class OfAccelerate:

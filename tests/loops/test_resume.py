@@ -15,10 +15,10 @@ from torch.utils.data import SubsetRandomSampler
 
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.loops.overlapping import OverlappedLoop
 from swpipe.plans import prefetch_plan
-from swpipe.tuning.overlapping import OverlappedLoop
-from tests.tuning.ordinary_loops import NoisyRows, Rows, Training, batches
-from tests.tuning.resumable_jobs import (
+from tests.loops.ordinary_loops import NoisyRows, Rows, Training, batches
+from tests.loops.resumable_jobs import (
     KeepingOrder,
     KeepingRows,
     StatefulRows,

@@ -62,7 +62,7 @@ class Own(lightning.LightningModule):
             optimizer.zero_grad()
 
     def tasks(self) -> list[PipelineTask]:
-        return [PipelineTask(name, getattr(self, name)) for name in NAMES]
+        return [PipelineTask(n, getattr(self, n), pure=n == "decode") for n in NAMES]
 
     def training_step(self, *given: Any) -> None:
         batch, number = given
@@ -126,6 +126,7 @@ class Overlapped(Own):
         return ctx.loss
 
 
+@swpipe.task(pure=True)
 def decode(ctx: Any) -> None:
     """Of an overlapped loop."""
     ctx.x = ctx.batch[0] * 2
@@ -134,10 +135,10 @@ def decode(ctx: Any) -> None:
 def loop_of(module: Own, loader: Any) -> Any:
     """The loop that takes the loader's place."""
     if isinstance(module, Overlapped):
-        return swpipe.overlap(loader, [decode], device="cpu")
+        return swpipe.overlap(loader, [decode], pull_ahead=True, device="cpu")
     plan = prefetch_plan(NAMES[:1], NAMES[1:])
     module.pipe = SWPipeline(plan, module.tasks(), device="cpu")
-    return swpipe.ResumableLoop(module.pipe, loader)
+    return swpipe.loops.ResumableLoop(module.pipe, loader)
 
 
 def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.tuning.resumable_jobs import LOOPS, PLANS, Job
+from tests.loops.resumable_jobs import LOOPS, PLANS, Job
 
 # torchdata, when a loader is made
 
@@ -78,7 +78,7 @@ def test_a_killed_process_is_gone_on_with_by_a_new_one(
     expected = whole(loop, "serial").losses
     draws, seen = random.Random(loop), {}
     for number, plan in enumerate(plans, start=1):
-        command = [sys.executable, "-m", "tests.tuning.resumable_jobs", loop, plan]
+        command = [sys.executable, "-m", "tests.loops.resumable_jobs", loop, plan]
         process = subprocess.Popen(
             [*command, str(tmp_path / "checkpoint.pt")], stdout=subprocess.PIPE, text=True
         )

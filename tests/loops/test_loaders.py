@@ -14,10 +14,10 @@ import torch
 
 import swpipe
 from swpipe import PipelineTask
-from swpipe.tuning.overlapping import OverlappedLoop
-from tests.tuning import loader_passes  # noqa: F401 - adds its scripts
-from tests.tuning.loader_loops import AHEAD, REFUSED, SERIAL, Over, Script
-from tests.tuning.ordinary_loops import NoisyRows, Training, batches
+from swpipe.loops.overlapping import OverlappedLoop
+from tests.loops import loader_passes  # noqa: F401 - adds its scripts
+from tests.loops.loader_loops import AHEAD, REFUSED, SERIAL, Over, Script
+from tests.loops.ordinary_loops import NoisyRows, Training, batches
 
 
 class Plain:

@@ -4,32 +4,30 @@
     handed out       0  1  2  3                  the body of the loop is at 3: a state is saved
     resumed                      4  5  6 ...     the loader is set back; numbers and draws go on
 
-``LoaderPass`` knows how a loader is set back. ``_MeasuredPass`` adds how many batches the pipeline
-was given, and which random generators the loader draws from: what these were after the pull of the
-batch handed out last is where a resumed run goes on, and for others what they are when a state is
-saved. The second pull tells, before any task runs: samplers draw their seed in the first.
+``LoaderPass`` knows how a loader is set back. Generators that the loader draws from go on from
+where the pull of the batch handed out last left them; others from where they are when a state is
+saved. The second pull tells which these are, before any task runs: samplers draw their seed in the
+first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
-from swpipe._engine.waiting import ProgressCounter
-from swpipe._state.generators import changed_generators, default_generators
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.messages import listed, shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
+from swpipe.loops.accelerate import AccelerateLoader
+from swpipe.loops.live_loaders import end_workers, has_live_workers, has_place, torchs
+from swpipe.loops.loader_draws import LoaderDraws
+from swpipe.loops.loader_pass import LoaderPass, PulledLoader, length_of, set_back
+from swpipe.loops.pass_generators import PassGenerators, told
+from swpipe.loops.saved_state import VERSION, checked
 from swpipe.pipeline import SWPipeline
-from swpipe.tuning.accelerate_loader import AccelerateLoader
-from swpipe.tuning.live_workers import check_workers
-from swpipe.tuning.loader_pass import LoaderPass, state_between_passes
-from swpipe.tuning.loader_values import LoaderValues
 
 __all__ = ["Resumable", "ResumableLoop"]
 
@@ -84,11 +82,11 @@ class ResumableLoop(Generic[Out]):
                 f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
             )
         self.pipe = pipe
-        self._device = resolve(getattr(pipe, "device", None) if device is None else device)
         self._loader = loader
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
-        self._values = LoaderValues(loader)
+        where = resolve(getattr(pipe, "device", None) if device is None else device)
+        self._pulled = self._pulled_loader(PassGenerators(torchs(loader), where))
         self._pass: LoaderPass | None = None
         self._rest: LoaderPass | None = None  # of the pass of a state that was loaded
         self._running: LoaderPass | None = None
@@ -100,43 +98,47 @@ class ResumableLoop(Generic[Out]):
 
         In the body it leads to the rest of this pass, between passes to a new one. It has numbers,
         strings and tensors: the pipeline's state, how many batches of this pass were handed out,
-        the loader's state if it has one, what it keeps from pass to pass, and random generators.
+        the loader's state if it has one, and random generators: the default ones, and what a
+        ``DataLoader`` and its sampler were given.
 
         Args:
             rest: After a pass that was left early: whether to go on with the rest of it.
-            check: Refuse what a state cannot have of the loader; False if other numbers, such as
-                other augmentations in workers that live on, do not matter.
+            check: Refuse where the state may not lead to the same numbers; False if the loader
+                gives the same batches whenever it is begun, or if others do not matter.
 
         Raises:
             RuntimeError: A run that goes on from here would not surely have the numbers of one that
                 was never stopped; it says why, and what to do.
         """
-        state = {"pipeline": self._pipeline_state()}
+        state: dict[str, Any] = {"version": VERSION, "pipeline": self._pipeline_state()}
         if self._left and rest is None:
             raise RuntimeError(
                 "the last pass was left early, and a state could lead to the rest of it or to a "
                 "new pass: save in the body of the loop, before you leave it, or say which by "
                 "state_dict(rest=True) or state_dict(rest=False)"
             )
-        current = self._pass
         # A task with random=True may be running, which has seeded the generators for itself.
-        with GeneratorAccess(TaskSeeds(0, self._device), ProgressCounter()).exclusive():
-            if current is None or (self._left and not rest):
-                self._check_new_pass()
-                values = self._values
-                return state_between_passes(self._loader, self._device, values, check) | state
-            if others := self._others_in_flight(current):
-                raise RuntimeError(
-                    f"iterations are in flight ({others}) that are not of this loop: finish their "
-                    "iterator, or call drain(), before you save"
-                )
-            if isinstance(current, _MeasuredPass) and not current.ended:
-                if not self._dropped:
-                    current.count(state["pipeline"]["in_flight"])
-                current.check_draws()
-            if self.counted and self._is_complete(current):
-                current.end()
-            return current.state_dict(check) | state
+        with self._pulled.generators.exclusive():
+            return state | self._place(state["pipeline"]["in_flight"], rest, check)
+
+    def _place(self, in_flight: int, rest: bool | None, check: bool) -> dict[str, Any]:
+        """What a state has beside the pipeline's."""
+        current = self._pass
+        if current is None or (self._left and not rest):
+            return self._between_passes(check)
+        if others := self._others_in_flight(current):
+            raise RuntimeError(
+                f"iterations are in flight ({others}) that are not of this loop: finish their "
+                "iterator, or call drain(), before you save"
+            )
+        if not (current.ended or self._dropped):
+            self._count(current, in_flight)
+        if self.counted and self._is_complete(current):
+            current.end()
+        if current.ended:
+            return self._between_passes(check)
+        self._check_place(current, check)
+        return current.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on where a state was saved, in this process or another.
@@ -151,12 +153,18 @@ class ResumableLoop(Generic[Out]):
                 or the state is not that of such a loop.
         """
         self._refuse_running()
-        if not (isinstance(state, Mapping) and {"at_start", "pipeline"} <= state.keys()):
-            raise ValueError(
-                f"the state is not one that {type(self).__name__}.state_dict() returned"
-            )
+        loader, generators = self._loader, self._pulled.generators
+        state = checked(state, type(self).__name__, loader, generators)
+        self._pulled.draws.names |= frozenset(state["loader_draws"])
+        end_workers(loader)
+        self._pass = self._rest = None
+        if state["batches"]:
+            self._pass = self._rest = LoaderPass(self._pulled, state)
+        else:
+            if state["loader"] is not None:
+                set_back(loader, state["loader"])
+            generators.write(state["generators"])
         self.pipe.load_state_dict(state["pipeline"])
-        self._pass = self._rest = self._begin(state)
         self._left = False
 
     def __iter__(self) -> Iterator[Out]:
@@ -175,13 +183,16 @@ class ResumableLoop(Generic[Out]):
         if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
             self._refuse_left()
         if rest is not None and rest.is_of_another_epoch:
-            rest = self._begin(rest.saved_anew())
-        current = self._pass = rest or self._first_pass() or self._new_pass()
+            end_workers(self._loader)
+            rest = LoaderPass(self._pulled, rest.saved)
+        current = self._pass = rest or self._rest_of_left() or self._new_pass()
+        self._begin(current)
         iterator = current.iterator
         self._dropped = self._left = False
         self._running, failed = current, False
         try:
             while True:
+                self._make_ready(current)
                 try:
                     out = self.pipe.progress(iterator)
                 except StopIteration:
@@ -192,10 +203,9 @@ class ResumableLoop(Generic[Out]):
                 except BaseException:
                     failed = True
                     raise
-                self._hand_out(current)
+                current.hand_out()
                 yield out
                 del out
-                self._take_back(current)
         finally:
             if self._running is current:
                 self._end(current, failed=failed)
@@ -206,66 +216,66 @@ class ResumableLoop(Generic[Out]):
         if isinstance(self._loader, AccelerateLoader):
             self._loader.leave()
         if not current.ended:
-            self._leave(current, failed=failed)
+            self._drop(current)
             if self._is_complete(current):
                 current.end()
+        if current.ended:
+            current.release()
+        else:
+            self._leave(current, failed=failed)
         self._left = not current.ended
 
     def _is_complete(self, current: LoaderPass) -> bool:
         """Whether all was handed out, by the loader's length."""
-        try:
-            return current.handed_out == len(self)
-        except TypeError:  # it has none
-            return False
+        return current.handed_out == length_of(self._loader)
 
     def __len__(self) -> int:
         """The loader's length."""
         return len(self._loader)  # type: ignore[arg-type]
 
-    def _begin(self, saved: Mapping[str, Any] | None) -> LoaderPass:
-        before = self._pass.draws if isinstance(self._pass, _MeasuredPass) else None
+    def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         # What is not pulled ahead is drawn in the order of a plain loop.
         ahead = not isinstance(self.pipe, SWPipeline) or self.pipe.plan.depth > 1
-        return _MeasuredPass(self._loader, self._device, saved, before, ahead, self._values)
+        draws = LoaderDraws(generators, generators.own if ahead else (), measured=ahead)
+        return PulledLoader(self._loader, generators, draws, ahead)
 
     def _new_pass(self) -> LoaderPass:
-        left = self._pass
-        if self._left and left is not None and left.pulled > left.handed_out:
-            check_workers(self._loader, "also for batches that were dropped when a pass was left")
-        return self._begin(None)
+        return LoaderPass(self._pulled)
 
-    def _first_pass(self) -> LoaderPass | None:
-        """A pass that was begun already, once."""
+    def _rest_of_left(self) -> LoaderPass | None:
+        """The pass that was left, where a new one goes on with it."""
         return None
 
-    def _hand_out(self, current: LoaderPass) -> None:
-        """The body gets the next result."""
-        current.hand_out()
+    def _begin(self, current: LoaderPass) -> None:
+        """A pass begins, or goes on."""
+        if self._pulled.ahead and not current.pulled:
+            current.pull_alone(2)
 
-    def _take_back(self, current: LoaderPass) -> None:
-        """The body is done with it."""
+    def _make_ready(self, current: LoaderPass) -> None:
+        """The next iteration is asked for."""
+
+    def _count(self, current: LoaderPass, in_flight: int) -> None:
+        """Set how many batches were handed out, ``drain`` included."""
+        current.handed_out = current.fed - in_flight
 
     def _pipeline_state(self) -> dict[str, int]:
         return self.pipe.state_dict()
 
-    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
+    def _drop(self, current: LoaderPass) -> None:
         """Drop what is in flight, if nothing can have changed by it."""
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
             return
         if any(early_changes(pipe.plan, pipe.tasks)):
             return
-        if isinstance(current, _MeasuredPass):
-            current.count(pipe.in_flight)
+        self._count(current, pipe.in_flight)
         pipe.drop()
         self._dropped = True
 
-    def _check_new_pass(self) -> None:
-        if self._left and has_state_dict(self._loader):
-            raise RuntimeError(
-                "the loader has a state of its own, which leads to the rest of the pass that was "
-                "left early: save in the body of the next pass"
-            )
+    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
+        """The pass is left before its end."""
+        if self._dropped:
+            current.release()
 
     def _refuse_left(self) -> None:
         if in_flight := self.pipe.state_dict()["in_flight"]:
@@ -284,85 +294,54 @@ class ResumableLoop(Generic[Out]):
                 "a pass over this loop has not ended: leave its for, or close() its iterator, first"
             )
 
+    def _between_passes(self, check: bool) -> dict[str, Any]:
+        """What a state has that leads to a new pass.
 
-class _MeasuredPass(LoaderPass):
-    """A pass that knows what the pipeline was given, and which generators the loader draws from.
-
-    Attributes:
-        draws: Names of these generators; None where that is not known yet.
-        fed: How many batches the pipeline was given.
-
-    Args:
-        loader: As for ``LoaderPass``.
-        device: As for ``LoaderPass``.
-        saved: As for ``LoaderPass``.
-        draws: As found in an earlier pass.
-        ahead: Whether batches are pulled ahead of tasks.
-        values: As for ``LoaderPass``.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        device: Device,
-        saved: Mapping[str, Any] | None,
-        draws: frozenset[str] | None,
-        ahead: bool,
-        values: LoaderValues,
-    ) -> None:
-        self._after_pull: dict[str, Any] = {}
-        if saved is not None and (found := saved.get("loader_draws")) is not None:
-            draws = (draws or frozenset()) | frozenset(found)
-        self.draws = draws
-        ahead_then = saved is not None and saved.get("ahead", 0) > 0
-        known = (ahead_then and draws) or frozenset[str]()
-        super().__init__(loader, device, saved, known, values=values)
-        self.fed = self.handed_out
-        pulls = self._measured(self.iterator) if ahead and draws is None else self.iterator
-        self.iterator = self._feed(pulls)
-
-    def state_dict(self, check: bool) -> dict[str, Any]:
-        """As ``LoaderPass.state_dict``, with what was pulled ahead and what the loader draws."""
-        found = super().state_dict(check)
-        ahead = 0 if self.ended else self.pulled - self.handed_out
-        draws = None if self.draws is None else sorted(self.draws)
-        return found | {"ahead": ahead, "loader_draws": draws}
-
-    def count(self, in_flight: int) -> None:
-        """Set how many batches were handed out, ``drain`` included."""
-        self.handed_out = self.fed - in_flight
-
-    def check_draws(self) -> None:
-        """Refuse to save where the loader and others draw in turn, and it has drawn ahead."""
-        if not self.draws or self.pulled == self.handed_out:
-            return
-        changed = (
-            changed_generators(self._after_pull, default_generators(self._device)) & self.draws
-        )
-        if changed:
+        Raises:
+            RuntimeError: It would not surely have the same numbers, and ``check``.
+        """
+        loader: Any = self._loader
+        if self._left and has_state_dict(loader):
             raise RuntimeError(
-                f"the loader and something else, a task or the body of the loop, draw from the "
-                f"default random generators of {listed(sorted(changed))}, and the loader has drawn "
-                "ahead: call drain() before you save, let the loader's workers draw "
+                "the loader has a state of its own, which leads to the rest of the pass that was "
+                "left early: save in the body of the next pass"
+            )
+        if check and has_live_workers(loader):
+            raise RuntimeError(_LIVE)
+        now = self._pulled.generators.saved()
+        return {
+            "batches": 0,
+            "at_start": now,
+            "generators": now,
+            "loader": loader.state_dict() if has_state_dict(loader) else None,
+            "after_pull": None,
+            "loader_draws": sorted(self._pulled.draws.names),
+            "ahead": 0,
+        }
+
+    def _check_place(self, current: LoaderPass, check: bool) -> None:
+        """Refuse to save in mid-pass where no state leads back to the same batches and draws."""
+        if shared := current.drawn_by_others():
+            raise RuntimeError(
+                "the loader and something else, a task or the body of the loop, draw from "
+                f"{listed(sorted(map(told, shared)))}, and the loader has drawn ahead: call "
+                "drain() before you save, let the loader's workers draw "
                 "(DataLoader(num_workers=1)), or give tasks random=True"
             )
+        if check and not has_place(self._loader):
+            raise RuntimeError(
+                f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
+                "DataLoader over a map-style dataset, and does not say where it is in its pass: "
+                "give it state_dict and load_state_dict, as torchdata's StatefulDataLoader has; or "
+                "save between two passes; or, if it gives the same batches whenever it is begun, "
+                "by state_dict(check=False)"
+            )
+        if check and current.had_live_workers:
+            raise RuntimeError(_LIVE)
 
-    def _advance(self) -> bool:
-        found = super()._advance()
-        if found and self.draws:
-            self._after_pull = default_generators(self._device)
-        return found
 
-    def _measured(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the first two are pulled together."""
-        head = [*islice(batches, 1)]
-        before = default_generators(self._device)
-        head += islice(batches, 1)
-        self._after_pull = default_generators(self._device)
-        self.draws = changed_generators(before, self._after_pull)
-        yield from chain(head, batches)
-
-    def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.fed += 1
-            yield batch
+_LIVE = (
+    "the loader's workers live on from pass to pass, and what they have drawn or counted is in no "
+    "state: let each pass have new ones, by DataLoader(persistent_workers=False); or, if they draw "
+    "and count nothing, save by state_dict(check=False)"
+)

@@ -19,7 +19,15 @@ from tqdm import tqdm
 import swpipe
 from swpipe import PipelinePlan, PlanError, SWPipeline, TaskSchedule
 from swpipe.plans import prefetch_plan
-from tests.tuning.framework_loops import EPOCHS, STEPS, OfAccelerate, loaders, plainly, train
+from tests.loops.framework_loops import (
+    EPOCHS,
+    STEPS,
+    OfAccelerate,
+    declared,
+    loaders,
+    plainly,
+    train,
+)
 
 UNPACK, SHOW = "unpack batch", "show end_of_dataloader"
 
@@ -30,10 +38,10 @@ def compared(make: Callable[[], Any], plan: Callable[[list[str]], PipelinePlan])
     expected = plainly(make())
     torch.manual_seed(3)
     loop = make()
-    loader = swpipe.AccelerateLoader(loop.loader)
-    tasks = loader.tasks([swpipe.task(each) for each in loop.tasks])
+    loader = swpipe.loops.AccelerateLoader(loop.loader)
+    tasks = loader.tasks(declared(loop.tasks))
     with SWPipeline(plan([task.name for task in tasks]), tasks, device="cpu") as pipe:
-        contexts = swpipe.ResumableLoop(pipe, loader)
+        contexts = swpipe.loops.ResumableLoop(pipe, loader)
         found = train(loop, (contexts for _ in range(EPOCHS)))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not GradientState().in_dataloader
@@ -173,7 +181,7 @@ def test_a_depth_of_one_takes_it_as_it_is() -> None:
     expected = plainly(OfAccelerate())
     torch.manual_seed(3)
     loop = OfAccelerate()
-    tasks = [swpipe.task(each) for each in loop.tasks]
+    tasks = declared(loop.tasks)
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         found = train(loop, (pipe.iterate(loop.loader) for _ in range(EPOCHS)))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -192,17 +200,17 @@ def test_other_loaders_are_taken_within_a_prepared_ones_pass() -> None:
 
 def test_the_adapter_is_iterated_over_by_a_loop() -> None:
     """Which lets Accelerate forget the pass; a loader that was not prepared needs no adapter."""
-    loader = swpipe.AccelerateLoader(OfAccelerate().loader)
-    with made() as pipe, pytest.raises(RuntimeError, match="swpipe.ResumableLoop"):
+    loader = swpipe.loops.AccelerateLoader(OfAccelerate().loader)
+    with made() as pipe, pytest.raises(RuntimeError, match="swpipe.loops.ResumableLoop"):
         pipe.run(loader)
     with pytest.raises(TypeError, match="a loader that Accelerator.prepare returned, not a Data"):
-        swpipe.AccelerateLoader(loaders()[0])
+        swpipe.loops.AccelerateLoader(loaders()[0])
 
 
 def test_tasks_that_ask_before_the_flags_are_shown_are_refused() -> None:
-    """The plan is verified for it, where a task's code leads to Accelerate."""
+    """The plan is verified for it: a task of which nothing is declared may ask."""
     loop = OfAccelerate()
-    tasks = swpipe.AccelerateLoader(loop.loader).tasks([swpipe.task(each) for each in loop.tasks])
+    tasks = swpipe.loops.AccelerateLoader(loop.loader).tasks(declared(loop.tasks))
     plan = prefetch_plan([UNPACK, "decode", "forward"], [SHOW, "backward", "step"])
     with pytest.raises(PlanError, match="'forward'.*Accelerate's GradientState"):
         SWPipeline(plan, tasks, device="cpu")

@@ -26,10 +26,10 @@ from swpipe import (
     overlap,
 )
 from swpipe.inference import record
+from swpipe.loops.overlapping import OverlappedLoop
 from swpipe.plans import prefetch_plan
-from swpipe.tuning.overlapping import OverlappedLoop
-from tests.tuning.ordinary_loops import HarderRows, NoisyRows, Rows, batches
-from tests.tuning.resumable_jobs import KeepingOrder, KeepingRows, StatefulRows
+from tests.loops.ordinary_loops import HarderRows, NoisyRows, Rows, batches
+from tests.loops.resumable_jobs import KeepingOrder, KeepingRows, StatefulRows
 
 
 def tasks_of(*functions: Callable[[Any], None], **io: Any) -> list[PipelineTask]:

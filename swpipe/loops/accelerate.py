@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from swpipe._state.reach import reach_of
 from swpipe.core.task import DeclaredIO, PipelineTask
 
 __all__ = ["AccelerateLoader"]
@@ -38,8 +37,8 @@ class PulledBatch(NamedTuple):
 class AccelerateLoader:
     """A prepared loader whose flags go with its batches.
 
-    ``swpipe.overlap`` makes it itself. For a plan of your own give it to ``swpipe.ResumableLoop``,
-    and ``tasks`` to the plan.
+    ``swpipe.overlap`` makes it itself. For a plan of your own give it to
+    ``swpipe.loops.ResumableLoop``, and ``tasks`` to the plan.
 
     Attributes:
         prepared: The loader.
@@ -83,7 +82,7 @@ class AccelerateLoader:
         if not self.in_loop:
             raise RuntimeError(
                 "an AccelerateLoader is iterated over by a loop that lets Accelerate forget the "
-                "pass at its end: for ctx in swpipe.ResumableLoop(pipe, loader)"
+                "pass at its end: for ctx in swpipe.loops.ResumableLoop(pipe, loader)"
             )
         return self._pulled_batches()
 
@@ -99,15 +98,26 @@ class AccelerateLoader:
     def tasks(self, given: Sequence[PipelineTask]) -> tuple[PipelineTask, ...]:
         """The tasks, after two that take the batch and its flags apart and show the flags.
 
-        Tasks whose code leads to an object of Accelerate come after the flags are shown.
+        Tasks of which nothing is declared come after the flags are shown; one that names states in
+        its ``io`` and asks Accelerate names ``swpipe.loops.accelerate.STATE``, too.
         """
         shows = DeclaredIO(state=STATE, mode="w")
         asks = DeclaredIO(state=STATE, mode="r")
         return (
-            PipelineTask("unpack batch", _unpack),
-            PipelineTask("show end_of_dataloader", self._show, io=[shows]),
-            *(replace(task, io=[*task.io, asks]) if _may_ask(task) else task for task in given),
+            self.unpack,
+            replace(self.show, io=[shows]),
+            *(replace(one, io=[*one.io, asks]) if one.undeclared else one for one in given),
         )
+
+    @property
+    def unpack(self) -> PipelineTask:
+        """The task that takes the batch and its flags apart."""
+        return PipelineTask("unpack batch", _unpack, pure=True)
+
+    @property
+    def show(self) -> PipelineTask:
+        """The task that shows the flags to Accelerate."""
+        return PipelineTask("show end_of_dataloader", self._show)
 
     def leave(self) -> None:
         """Let Accelerate forget the pass."""
@@ -151,12 +161,3 @@ class _Apart:
 
 def _unpack(ctx: Any) -> None:
     ctx.batch, *ctx.pulled_flags = ctx.batch
-
-
-def _may_ask(task: PipelineTask) -> bool:
-    found = reach_of(task).holders.values()
-    return any(_module_of(one).partition(".")[0] == "accelerate" for one in found)
-
-
-def _module_of(value: Any) -> str:
-    return getattr(value if isinstance(value, type) else type(value), "__module__", None) or ""

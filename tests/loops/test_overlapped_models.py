@@ -34,6 +34,7 @@ def train(what: str, ahead: bool) -> list[Any]:
     apply: Any = torch.compile(model, backend="aot_eager") if what == "compiled" else model
     change = torch.compile(update, backend="aot_eager") if what == "compiled step" else update
 
+    @swpipe.task(pure=True)
     def decode(ctx: Any) -> None:
         ctx.x = ctx.batch[0] * 2
 
@@ -67,7 +68,7 @@ def plain(loader: Any, tasks: list[Any]) -> list[Tensor]:
 
 def overlapped(loader: Any, tasks: list[Any]) -> list[Tensor]:
     """The losses with one call more."""
-    with swpipe.overlap(loader, tasks, device="cpu") as loop:
+    with swpipe.overlap(loader, tasks, pull_ahead=True, device="cpu") as loop:
         assert loop.overlap.ahead == ("decode",)
         return [ctx.loss.detach() for _ in range(2) for ctx in loop]
 

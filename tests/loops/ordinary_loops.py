@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import swpipe
+
 Fn = Callable[[Any], None]
 ROWS = 22  # the last batch of 4 has 2
 
@@ -134,6 +136,11 @@ class Training:
         for name, function in others.items():
             function.__name__ = name
         return list(found.values())
+
+    def tasks(self, **others: Fn) -> list[Any]:
+        """The same, with decode declared."""
+        decode, *rest = self.functions(**others)
+        return [swpipe.task(pure=True)(decode), *rest]
 
     def state(self) -> Any:
         kept = [one.state_dict() if isinstance(one, nn.Module) else one for one in self.kept]
