@@ -6,7 +6,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
-from swpipe.trace import Observer
 
 EVERY = 5
 
@@ -23,7 +22,7 @@ class Writer:
         self.steps.setdefault(tag, []).append(step)
 
 
-class TaskTimes(Observer):
+class TaskTimes(swpipe.Observer):
     """How long each task took, by iteration.
 
     It is called on the thread that runs the task, and for iterations that the loop's body gets

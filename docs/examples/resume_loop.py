@@ -73,7 +73,5 @@ for make_loader in (DataLoader, StatefulDataLoader):
     rows = Rows()
     resumed = train(make_loader, rows, seed=1)  # the state has the random numbers
     assert resumed == {number: expected[number] for number in range(16, 30)}
-    print(
-        f"{make_loader.__name__}: from iteration {min(resumed)}; {rows.read} rows were read"
-    )
+    print(f"{make_loader.__name__}: from iteration {min(resumed)}; {rows.read} rows were read")
     CHECKPOINT.unlink()
