@@ -30,7 +30,8 @@ def learn(ctx):
 
 
 def loop():
-    return [PipelineTask("load", load, pure=True), PipelineTask("learn", learn)], [torch.ones(4)] * 60
+    tasks = [PipelineTask("load", load, pure=True), PipelineTask("learn", learn)]
+    return tasks, [torch.ones(4)] * 60
 
 
 class Loader:
