@@ -78,7 +78,7 @@ class AheadTasks:
             except Exception as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
                 self._failures[number] = error
-            if last:
+            if last and number in self._tensors:  # not where a shortcut replays the first
                 self._versions[number] = [*map(_version, self._tensors[number])]
 
         return replace(task, fn=run)
@@ -89,8 +89,8 @@ class AheadTasks:
             number = ctx.iter_idx
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            now = map(_version, self._tensors.pop(number))
-            then = self._versions.pop(number)
+            then = self._versions.pop(number, [])
+            now = map(_version, self._tensors.pop(number, ())) if then else ()
             # One that is gone nobody else has.
             if any(one not in (was, None) for one, was in zip(now, then, strict=True)):
                 raise self._modified(number)
