@@ -22,6 +22,7 @@ from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.serial import SerialLane
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
+from swpipe.accelerate_check import PreparedCheck
 from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
@@ -110,17 +111,15 @@ class SWPipeline(Generic[C]):
             context=self.context,
             observers=self._observers,
             mode=checked_mode(mode),
+            pull_check=PreparedCheck if plan.depth > 1 else None,
         )
         if check_effects is not False:
             from swpipe.inference.checking import checked
 
             engine = checked(engine, resolved, self.tasks, check_effects)
+        made_at, wait_s = Place.of(sys._getframe(1)), self._stall_timeout_s
         self._driver: Driver[C] = Driver(
-            engine,
-            plan,
-            self._stall_timeout_s,
-            check_ranks=check_ranks,
-            made_at=Place.of(sys._getframe(1)),
+            engine, plan, wait_s, check_ranks=check_ranks, made_at=made_at
         )
         self._driver.next_iteration = checked_start(start_iteration)
 
@@ -160,7 +159,7 @@ class SWPipeline(Generic[C]):
         return state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with a saved state's number and seed; ``swpipe.ResumableLoop`` sets back a loader.
+        """Go on with a saved number and seed; ``swpipe.loops.ResumableLoop`` sets back a loader.
 
         Raises:
             RuntimeError: Iterations are in flight.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -32,6 +32,13 @@ class TaskCheck(Protocol):
         """Watch a task that runs within the block."""
 
 
+class PullCheck(Protocol):
+    """Checks an iterator at its first pull; made before it."""
+
+    def after_pull(self) -> None:
+        """Refuse the iterator, by raising."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What all runs of a pipeline share.
@@ -41,6 +48,7 @@ class Engine:
         observers: Returns the observers that are active now.
         mode: Returns what must stay the same while iterations are in flight; "" for nothing.
         check: Begins a check of what the tasks of one run touch; None for no check.
+        pull_check: Begins a check of the iterator of one run; None for no check.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
             kept from one run to the next, so that short runs wait for the device as well.
     """
@@ -56,6 +64,7 @@ class Engine:
     observers: Callable[[], tuple[Observer, ...]]
     mode: Callable[[], object]
     check: Callable[[], TaskCheck] | None = None
+    pull_check: Callable[[Iterator[Any]], PullCheck] | None = None
     ends: dict[int, Event] = field(default_factory=dict)
 
 

@@ -11,22 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from swpipe.core.effects import UNDECLARED, declared_effects
 from swpipe.core.messages import listed
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.task import PipelineTask
 
 
+def runs_early(plan: PipelinePlan, name: str) -> bool:
+    """Whether a task may have run for an iteration that was not handed out."""
+    entry = plan.schedule[name]
+    return entry.thread_group != DEFAULT_GROUP or entry.stage < plan.max_stage
+
+
 def early_changes(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator[str]:
     """What each task may have changed for iterations in flight."""
-    for name, effects in declared_effects(tasks).items():
-        entry = plan.schedule[name]
-        if entry.thread_group == DEFAULT_GROUP and entry.stage == plan.max_stage:
-            continue  # it runs for an iteration that is handed out directly after
-        if UNDECLARED in effects.writes:
-            yield f"{name!r} may change anything, since it declares nothing,"
-        elif effects.writes:
-            yield f"{name!r} changes {listed(sorted(place.name for place in effects.writes))}"
+    for task in tasks:
+        if not runs_early(plan, task.name):
+            continue
+        if task.undeclared:
+            yield f"{task.name!r} says nothing of what it touches, and may change anything"
+        elif changed := sorted({io.state for io in task.io if io.state and "w" in io.mode}):
+            yield f"{task.name!r} changes {listed(changed)}"
 
 
 def refuse_early_changes(in_flight: int, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
@@ -39,6 +43,6 @@ def refuse_early_changes(in_flight: int, plan: PipelinePlan, tasks: Sequence[Pip
         raise RuntimeError(
             f"iterations are in flight ({in_flight}), and a run resumed from here could give other "
             f"numbers: {'; '.join(why)} before its iteration is handed out. Call drain() before "
-            "you save; or, where this changes nothing that you save, declare what the task uses "
-            "(pure=True, or DeclaredIO(state=...)), or pass check=False"
+            "you save; or, where this changes nothing that you save, declare it (pure=True, or "
+            "io=[DeclaredIO(state=...)] for what the task uses), or pass check=False"
         )

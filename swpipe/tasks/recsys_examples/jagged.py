@@ -1,7 +1,7 @@
 """The pipelines of recsys-examples: their arguments and results, each under a ready-made plan.
 
-A class says how the sharded modules are called (``_forwards``), under which plan (``_plan_for``),
-and how many batches ``execute_all_batches=False`` leaves at the end (``_left``), as there.
+A class says how the sharded modules are called (``_kind``), under which plan (``_plan_name``), and
+how many batches ``execute_all_batches=False`` leaves at the end (``_left``), as there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.recsys_examples.registry import TrainPipelineFactory
 from swpipe.tasks.recsys_examples.reported_losses import (
     JaggedTasks,
@@ -24,10 +23,9 @@ from swpipe.tasks.recsys_examples.reported_losses import (
     has_tensor_parallel,
 )
 from swpipe.tasks.sparse_dist import Shuffler, SparseDistTasks, TrainStep
-from swpipe.tasks.sparse_dist.drop_in import semi_sync, split
+from swpipe.tasks.sparse_dist.drop_in import PLANS, plan_for
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.wrappers import GradientBuffers
-from swpipe.tasks.torchrec_pipelines.refused import refuse
 from swpipe.tasks.torchrec_pipelines.translated import In, Out, Translated
 
 Finalize: TypeAlias = Callable[[nn.Module], object]
@@ -90,7 +88,7 @@ class JaggedPipeline(Translated[In, Out]):
         ValueError: Tensor parallelism without ``finalize``, and others as ``SparseDistTasks``.
     """
 
-    _forwards: ClassVar[Kind] = "pipelined"
+    _plan_name: ClassVar[str]
     _left: ClassVar[int] = 1
 
     def __init__(
@@ -108,7 +106,6 @@ class JaggedPipeline(Translated[In, Out]):
         finalize: Finalize | None = None,
         **options: Any,
     ) -> None:
-        refuse(self, apply_jit=apply_jit)
         self._group = data_parallel_group()
         self._shuffler = _shuffler(batch_shuffler, self._group)
         self._returns = returns
@@ -118,15 +115,13 @@ class JaggedPipeline(Translated[In, Out]):
             model,
             optimizer,
             device,
-            kind=self._forwards,
-            plan=self._plan_for,
+            execute_all_batches=execute_all_batches,
+            apply_jit=apply_jit,
             custom_model_fwd=custom_model_fwd,
         )
-        self._keep_back = 0 if execute_all_batches else self._left
 
-    @staticmethod
-    def _plan_for(tasks: SparseDistTasks) -> PipelinePlan:
-        raise NotImplementedError
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        return plan_for(PLANS[self._plan_name], tasks)
 
     def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
         if self._finalize is None and has_tensor_parallel() and GradientBuffers(self._model):
@@ -140,7 +135,7 @@ class JaggedPipeline(Translated[In, Out]):
             replace(step, finalize=self._finalize),
             returns=self._returns,
             group=self._group,
-            device=self._device,
+            device=self._given["device"],
             forward=kind,
             shuffler=self._shuffler,
             **self._options,
@@ -155,14 +150,14 @@ class JaggedPipeline(Translated[In, Out]):
         if batch is None:
             return None
         ticket = None if self._shuffler is None else self._shuffler.start(batch)
-        batch = batch.to(device=self._device, non_blocking=True)
+        batch = batch.to(device=self._given["device"], non_blocking=True)
         return batch if self._shuffler is None else self._shuffler.finish(batch, ticket)
 
 
 class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
     """``jagged_none``: no overlap; the model is not rewritten and may be called at any time."""
 
-    _forwards: ClassVar[Kind] = "own"
+    _kind, _plan_name = "own", "jagged_sw_serial"
 
     def __init__(
         self,
@@ -170,76 +165,39 @@ class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         batch_shuffler: Any = None,
-        *,
-        returns: Returns = "tokens",
-        finalize: Finalize | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            device,
-            batch_shuffler=batch_shuffler,
-            returns=returns,
-            finalize=finalize,
-            **options,
-        )
-
-    @staticmethod
-    def _plan_for(tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.serial()
+        super().__init__(model, optimizer, device, batch_shuffler=batch_shuffler, **options)
 
 
 class SWSerialTrainPipeline(JaggedPipeline[In, Out]):
     """``jagged_sw_serial``: the eleven tasks one after another."""
 
-    _forwards: ClassVar[Kind] = "split"
-    _left: ClassVar[int] = 0
-
-    @staticmethod
-    def _plan_for(tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.serial()
+    _kind, _plan_name, _left = "split", "jagged_sw_serial", 0
 
 
 class JaggedMegatronTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_sparse_dist``: copy and exchange of ids overlap."""
 
-    @staticmethod
-    def _plan_for(tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.sparse_dist()
+    _kind, _plan_name = "pipelined", "jagged_sparse_dist"
 
 
 class JaggedMegatronPrefetchTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_prefetch_sparse_dist``: the prefetch of caches overlaps too."""
 
-    _forwards: ClassVar[Kind] = "prefetch"
-    _left: ClassVar[int] = 2
-
-    @staticmethod
-    def _plan_for(tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.prefetch()
+    _kind, _plan_name, _left = "prefetch", "jagged_prefetch_sparse_dist", 2
 
 
 class JaggedMegatronSplitTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_split_sparse_dist``, which is not in recsys-examples: the plan ``split``."""
 
-    _forwards: ClassVar[Kind] = "split"
-    _left: ClassVar[int] = 2
-
-    @staticmethod
-    def _plan_for(tasks: SparseDistTasks) -> PipelinePlan:
-        return split(tasks)
+    _kind, _plan_name, _left = "split", "jagged_split_sparse_dist", 2
 
 
 class JaggedMegatronSemiSyncTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_semi_sync_sparse_dist``, which is not there either: reads are one batch stale."""
 
-    _forwards: ClassVar[Kind] = "split"
-    _left: ClassVar[int] = 2
-
-    @staticmethod
-    def _plan_for(tasks: SparseDistTasks) -> PipelinePlan:
-        return semi_sync(tasks)
+    _kind, _plan_name, _left = "split", "jagged_semi_sync_sparse_dist", 2
 
 
 for _name, _pipeline in {

@@ -349,10 +349,18 @@ def build(
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         step = TrainStep([one for one in several if one is not None])
     tasks = SparseDistTasks(model, step, device=device, **options)
-    made = plan(tasks) if callable(plan) else plan
     return SparseDistPipeline(
-        tasks, made, stall_timeout_s=stall_timeout_s, seed=seed, check_data=check_data
+        tasks,
+        plan_for(plan, tasks),
+        stall_timeout_s=stall_timeout_s,
+        seed=seed,
+        check_data=check_data,
     )
+
+
+def plan_for(plan: PipelinePlan | PlanFor, tasks: SparseDistTasks) -> PipelinePlan:
+    """The plan, or the one that a function makes for these tasks."""
+    return plan(tasks) if callable(plan) else plan
 
 
 class PipelineFactory:
@@ -400,12 +408,12 @@ def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
     return plans.semi_sync()
 
 
-_PLANS: dict[str, PipelinePlan | PlanFor] = {
+PLANS: dict[str, PipelinePlan | PlanFor] = {
     "jagged_sw_serial": plans.serial(),
     "jagged_sparse_dist": plans.sparse_dist(),
     "jagged_prefetch_sparse_dist": plans.prefetch(),
     "jagged_split_sparse_dist": split,
     "jagged_semi_sync_sparse_dist": semi_sync,
 }
-for _name, _plan in _PLANS.items():
+for _name, _plan in PLANS.items():
     PipelineFactory.register(_name, partial(build, _plan))

@@ -1,10 +1,13 @@
-"""Arguments of TorchRec's pipelines that have no counterpart here: refused unless at their default.
+"""Arguments of TorchRec's pipelines: bound as TorchRec's class binds them, or refused.
 
-Each entry says why, and what to do instead.
+Those without a counterpart here are refused unless at their default. Each entry says why, and what
+to do instead.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from swpipe.tasks.sparse_dist._torchrec import TrainPipelineContext
@@ -42,7 +45,45 @@ REASONS: dict[str, Refusal] = {
     "enable_inplace_copy_batch": Refusal(False, _MEMORY),
     "free_features_storage_early": Refusal(False, _MEMORY),
     "clear_data_dist_inputs": Refusal(False, _MEMORY),
+    "inplace_copy_batch_to_gpu": Refusal(False, _MEMORY),  # in TorchRec 1.5
 }
+
+TAKEN = frozenset(
+    {
+        "model", "optimizer", "device", "custom_model_fwd", "execute_all_batches",
+        "pipeline_postproc", "dmp_collection_sync_interval_batches", "enqueue_batch_after_forward",
+        "strict", "emb_lookup_stream", "embedding_lookup_after_data_dist", "start_batch",
+        "stash_gradients",
+    }
+)  # fmt: skip
+"""The arguments of pipelines that have a counterpart."""
+
+
+def bound(
+    owner: object, original: type, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a pipeline by name, as the class of TorchRec's that is installed takes them.
+
+    Raises:
+        NotImplementedError: As ``refuse``, and for arguments that only this TorchRec has.
+        TypeError: The class of TorchRec's takes others.
+    """
+    name = type(owner).__name__
+    signature = inspect.signature(original)
+    try:
+        call = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}") from None
+    call.apply_defaults()
+    given = call.arguments
+    refuse(owner, **{key: value for key, value in given.items() if key in REASONS})
+    for key in given.keys() - REASONS.keys() - TAKEN:
+        if given[key] is not signature.parameters[key].default:
+            raise NotImplementedError(
+                f"{name}({key}={given[key]!r}): this argument of the TorchRec that is installed is "
+                "unknown to swpipe: leave it out, or keep TorchRec's class"
+            )
+    return given
 
 
 def refuse(owner: object, **given: Any) -> None:

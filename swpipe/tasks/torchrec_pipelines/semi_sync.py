@@ -7,8 +7,7 @@ plan         prefetch                   semi_sync         semi_sync
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from swpipe.tasks.sparse_dist._torchrec import DMPCollection
 from swpipe.tasks.sparse_dist.drop_in import semi_sync
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 from swpipe.tasks.torchrec_pipelines.passes import Pass
-from swpipe.tasks.torchrec_pipelines.refused import refuse
 from swpipe.tasks.torchrec_pipelines.sparse_dist import TrainPipelineSparseDist
-from swpipe.tasks.torchrec_pipelines.translated import In, Out, Translated
+from swpipe.tasks.torchrec_pipelines.translated import In, Out
 
 
 class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
@@ -31,46 +29,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     ``strict`` has no effect: tables that the optimizer steps are always refused.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        execute_all_batches: bool = True,
-        apply_jit: bool = False,
-        start_batch: int = 900,
-        stash_gradients: bool = False,
-        pipeline_postproc: bool = True,
-        custom_model_fwd: Callable[[Any], Any] | None = None,
-        strict: bool = False,
-        dmp_collection_sync_interval_batches: int | None = 1,
-        enable_inplace_copy_batch: bool = False,
-        free_features_storage_early: bool = False,
-        clear_data_dist_inputs: bool = False,
-    ) -> None:
-        refuse(
-            self,
-            apply_jit=apply_jit,
-            enable_inplace_copy_batch=enable_inplace_copy_batch,
-            free_features_storage_early=free_features_storage_early,
-            clear_data_dist_inputs=clear_data_dist_inputs,
-        )
-        self._check_interval(model, start_batch, dmp_collection_sync_interval_batches)
-        self._start_batch = start_batch
-        self._stash = _Stash() if stash_gradients else None
-        self._stale = False
-        # TorchRec's trains on all batches here, whatever execute_all_batches says.
-        Translated.__init__(
-            self,
-            model,
-            optimizer,
-            device,
-            kind="split",
-            plan=self._plan_now,
-            custom_model_fwd=custom_model_fwd,
-            pipeline_postproc=pipeline_postproc,
-            sync_every=dmp_collection_sync_interval_batches,
-        )
+    _kind = "split"
+    _left = 0  # TorchRec's trains on all batches here, whatever execute_all_batches says
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """As for the other pipelines."""
@@ -106,26 +66,29 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         super().load_state_dict(state)
         if self._stale:
             self._go_exact()
-            self._restart(partial(self._start, self._plan_now))
+            self._restart(self._start)
 
     def is_semi_sync(self) -> bool:
         """Whether the next output is that of a batch from ``start_batch`` on."""
         return self._pass is not None and self._done >= self._start_batch
 
-    @staticmethod
-    def _check_interval(model: nn.Module, start_batch: int, interval: int | None) -> None:
-        if isinstance(model, DMPCollection) and interval and start_batch % interval:
+    def _take(self, given: Mapping[str, Any]) -> None:
+        start_batch, interval = given["start_batch"], given["dmp_collection_sync_interval_batches"]
+        if isinstance(self._model, DMPCollection) and interval and start_batch % interval:
             raise NotImplementedError(
                 f"start_batch={start_batch} is no multiple of dmp_collection_sync_interval_batches="
                 f"{interval}, which counts from there: give a multiple"
             )
+        self._start_batch: int = start_batch
+        self._stash = _Stash() if given["stash_gradients"] else None
+        self._stale = False
 
     def _go_stale(self) -> None:
         """Change the plan: the last exact batch is done, and none is in flight."""
         self._stale = True
         if self._stash is not None:
             self._stash.begin(self._model)
-        self._restart(partial(self._start, self._plan_now))
+        self._restart(self._start)
 
     def _go_exact(self) -> None:
         self._stale = False
@@ -137,7 +100,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         """How many batches were returned, or dropped by a failure."""
         return self.drop_in.pipe.state_dict(check=False)["next_iteration"]
 
-    def _plan_now(self, tasks: SparseDistTasks) -> PipelinePlan:
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start
         return stale if self._stale else plans.prefetch()
 

@@ -13,8 +13,9 @@ the mode of the model                     as for SparseDistPipeline
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -29,38 +30,29 @@ from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 from swpipe.tasks.sparse_dist.wrappers import ddp_modules, unwrapped
 from swpipe.tasks.torchrec_pipelines.passes import Pass
-from swpipe.tasks.torchrec_pipelines.refused import no_internal, refuse_overrides
+from swpipe.tasks.torchrec_pipelines.refused import bound, no_internal, refuse_overrides
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-Forward: TypeAlias = Callable[[Any], Any]
-PlanFor: TypeAlias = Callable[[SparseDistTasks], PipelinePlan]
-
-DROPPED = 2
-"""Batches that TorchRec's pipelines drop at the end with ``execute_all_batches=False``."""
-
 
 class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
-    """A pipeline of TorchRec's, with its methods; a subclass has its arguments.
+    """A pipeline of TorchRec's, with its methods and arguments.
 
-    A class here has the name of the class of TorchRec's that it stands for. Subclasses of the
+    A class here has the name of the class of TorchRec's that it stands for, and takes the arguments
+    of that class. It says how the sharded modules are called (``_kind``), under which plan, and how
+    many batches ``execute_all_batches=False`` leaves at the end (``_left``). Subclasses of the
     user's may override ``progress``; other methods of TorchRec's are refused.
 
-    Args:
-        model: As for TorchRec.
-        optimizer: As for TorchRec.
-        device: As for TorchRec.
-        kind: How the sharded modules are called.
-        plan: The plan for the tasks.
-        custom_model_fwd: Called with the batch instead of the model.
-        execute_all_batches: As for TorchRec.
-        pipeline_postproc: As for TorchRec; modules that hold parameters are not run ahead.
-        sync_every: Batches between two averages of the replicas of a ``DMPCollection``. Those of
-            TorchRec's pipelines that have no argument for it never average them.
+    Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
+    argument for it, which never do so there. Modules that hold parameters are not run ahead by
+    ``pipeline_postproc``.
     """
 
+    __signature__: ClassVar[inspect.Signature | None]
     _original: ClassVar[type]  # the class of TorchRec's
+    _kind: ClassVar[Kind] = "pipelined"
+    _left: ClassVar[int] = 2
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -69,32 +61,27 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             cls._original = getattr(torchrec_pipelines, cls.__name__, default)
         else:
             refuse_overrides(cls, cls._original)
+        own = cls.__init__ is not Translated.__init__
+        cls.__signature__ = None if own else inspect.signature(cls._original)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        *,
-        kind: Kind,
-        plan: PlanFor,
-        custom_model_fwd: Forward | None = None,
-        execute_all_batches: bool = True,
-        pipeline_postproc: bool = False,
-        sync_every: int | None = 1,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        self._model = model
-        self._optimizer_given = optimizer
-        self._device = device
-        self._kind = kind
-        self._plan = plan
-        self._model_fwd = custom_model_fwd
-        self._keep_back = 0 if execute_all_batches else DROPPED
-        self._pipeline_postproc = pipeline_postproc
-        self._sync_every = sync_every
+        given = bound(self, self._original, args, kwargs)
+        self._given = given
+        self._model: nn.Module = given["model"]
+        self._model_fwd = given.get("custom_model_fwd")
+        self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
+        self._keep_back = 0 if given.get("execute_all_batches", True) else self._left
         self._pass: Pass | None = None
+        self._take(given)
         self._build()
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        """Take the arguments that only this class has, before the model is rewritten."""
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        """The plan for the tasks."""
+        raise NotImplementedError
 
     # ----------------------------------------------------------------------- TorchRec's methods
 
@@ -121,7 +108,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         """Drop the batches in flight. On several ranks, call it on all after the same step."""
         self.drop_in.close()
         self._pass = None
-        self._start(self._plan)
+        self._start()
 
     def detach(self) -> nn.Module:
         """Restore and return the model; batches in flight are kept."""
@@ -228,24 +215,24 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         step = TrainStep(
             self._optimizers(),
             forward=self._model_fwd,
-            sync_interval=self._sync_every,
+            sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
         )
         kind = self._kind if sharded_modules(unwrapped(self._model)) else "own"
         self._tasks = self._tasks_for(step, kind)
-        self._start(self._plan)
+        self._start()
 
     def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
         return SparseDistTasks(
             self._model,
             step,
-            device=self._device,
+            device=self._given["device"],
             forward=kind,
             strict=False,
-            pipeline_postproc=self._pipeline_postproc and kind != "own",
+            pipeline_postproc=self._given.get("pipeline_postproc", False) and kind != "own",
         )
 
-    def _start(self, plan: PlanFor) -> None:
-        self.drop_in = SparseDistPipeline(self._tasks, plan(self._tasks))
+    def _start(self) -> None:
+        self.drop_in = SparseDistPipeline(self._tasks, self._plan(self._tasks))
 
     def _rebuild(self) -> None:
         self._restart(self._build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pydoc
 from typing import Any
 
 import pytest
@@ -96,6 +97,40 @@ def test_what_has_no_counterpart_is_refused_by_name(name: str, argument: str) ->
         said = refusal(lambda: kind(UNUSED, None, CPU, **{argument: value}))
         assert said.startswith(f"NotImplementedError: {name}({argument}=")
         assert ": " in said.split("=", 1)[1]
+
+
+def test_an_argument_that_only_a_newer_torchrec_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless it is at its default; what no TorchRec has is a TypeError, as for any constructor."""
+
+    class Newer:
+        def __init__(self, model: Any, optimizer: Any, device: Any, fancy: int = 3) -> None:
+            """Take one argument more."""
+
+    base = ours.TrainPipelineBase
+    monkeypatch.setattr(base, "_original", Newer)
+    said = refusal(lambda: base(UNUSED, None, CPU, fancy=4))
+    assert said.startswith("NotImplementedError: TrainPipelineBase(fancy=4): ")
+    base(UNUSED, torch.optim.SGD(UNUSED.parameters()), CPU, fancy=3).close()
+    said = refusal(lambda: base(UNUSED, None, CPU, plain=4))
+    assert said == "TypeError: TrainPipelineBase(): got an unexpected keyword argument 'plain'"
+
+
+def test_a_subclass_has_its_own_arguments() -> None:
+    """Those of its constructor where it has one, and else those of the class it extends."""
+
+    class Mine(ours.TrainPipelineBase[Any, Any]):
+        def __init__(self, rate: float) -> None:
+            super().__init__(UNUSED, None, CPU)
+
+    class Plain(ours.TrainPipelineBase[Any, Any]):
+        """Nothing else."""
+
+    assert list(arguments(Mine)) == ["rate"]
+    assert arguments(Plain) == arguments(theirs("TrainPipelineBase"))
+    assert "rate" in pydoc.render_doc(Mine)
+    assert "custom_model_fwd" in pydoc.render_doc(ours.TrainPipelineBase)
 
 
 def test_a_subclass_that_would_be_ignored_is_refused() -> None:
