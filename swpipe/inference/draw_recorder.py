@@ -13,6 +13,9 @@ from swpipe.inference.operators import OperatorRecorder
 from swpipe.inference.storages import Storages
 
 
+_RANGE = torch.ops.profiler._record_function_enter_new.default
+
+
 class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     """An operator recorder that also tells which generators the operators drew from.
 
@@ -23,7 +26,10 @@ class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     Attributes:
         storages: With those that the operators used.
         draws: A generator's number to the generator; 0 to None for torch's default generators.
+        clears: An optimizer's ``zero_grad`` was called.
     """
+
+    clears = False
 
     def __init__(self, device: Device, storages: Storages | None = None) -> None:
         self.storages = Storages() if storages is None else storages
@@ -36,6 +42,9 @@ class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         if 0 not in self.draws and _recomputes(sys._getframe()):
             self.draws[0] = None
         if torch.Tag.nondeterministic_seeded not in func.tags:
+            # By the range that torch marks for profilers: clearing gradients is no operator.
+            if func is _RANGE and str(args[0]).startswith("Optimizer.zero_grad"):
+                self.clears = True
             return func(*args, **kwargs)
         if (generator := kwargs.get("generator")) is not None:
             self.draws[generator._cdata] = generator  # one may have several Python objects
