@@ -12,7 +12,6 @@ from swpipe.device import Device
 from swpipe.inference.operators import OperatorRecorder
 from swpipe.inference.storages import Storages
 
-
 _RANGE = torch.ops.profiler._record_function_enter_new.default
 
 
