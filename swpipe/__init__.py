@@ -21,16 +21,13 @@ from swpipe.report import RunReport
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
+    from swpipe.loops.overlapping import overlap
     from swpipe.profiler import ProfileResult, TaskProfiler
-    from swpipe.tuning.accelerate_loader import AccelerateLoader
     from swpipe.tuning.autotuning import autotune
-    from swpipe.tuning.overlapping import overlap
-    from swpipe.tuning.resumable import ResumableLoop
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AccelerateLoader",
     "DeclaredIO",
     "InternalError",
     "IterContext",
@@ -39,7 +36,6 @@ __all__ = [
     "PipelineTask",
     "PlanError",
     "ProfileResult",
-    "ResumableLoop",
     "RunReport",
     "SWPipeline",
     "ShortcutError",
@@ -56,12 +52,10 @@ __all__ = [
 ]
 
 _LATE = {
-    "AccelerateLoader": "swpipe.tuning.accelerate_loader",
     "ProfileResult": "swpipe.profiler",
-    "ResumableLoop": "swpipe.tuning.resumable",
     "TaskProfiler": "swpipe.profiler",
     "autotune": "swpipe.tuning.autotuning",
-    "overlap": "swpipe.tuning.overlapping",
+    "overlap": "swpipe.loops.overlapping",
 }
 
 

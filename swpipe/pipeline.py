@@ -22,9 +22,11 @@ from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.serial import SerialLane
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
-from swpipe.analysis.verification import resolve_for_run, tasks_given
+from swpipe.accelerate_check import PreparedCheck
+from swpipe.analysis.verification import resolve_for_run, tasks_given, verify
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
+from swpipe.core.effects import EffectTable
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
@@ -46,31 +48,33 @@ class SWPipeline(Generic[C]):
         tasks: What to compute; may be omitted where the keys of the plan's schedule are tasks.
             Their order is that of a serial run, as far as the dependences allow.
         device: Where device work goes: None for the machine's accelerator, or else the CPU.
-        context: The class of the iterations' contexts, a subclass of ``TypedContext``; None for
-            ``IterContext``. A context is made as ``context(batch, iter_idx)``.
+        context: The class of contexts, a subclass of ``TypedContext``, called with ``(batch,
+            iter_idx)``; None for ``IterContext``.
         seed: What the seeds of tasks with ``random=True`` derive from; None for
             ``torch.initial_seed()``.
         start_iteration: The number of the first iteration, as if it were loaded from a state.
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
-            None to wait for ever. Must be longer than the longest task and, where tasks are random,
-            than the longest random task of any pipeline in the process: they take turns to draw.
+            None to wait for ever. Must be longer than the longest task, and than the longest random
+            task of any pipeline in the process: they take turns to draw.
         record_all_events: Record the device event of every task, needed or not, for debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled or disabled.
         mode: Returns what must stay the same while iterations are in flight, besides torch's
             gradient and inference modes; compared with ``==``: ``lambda: model.training``.
-        check_effects: Watch what the tasks touch, and raise PlanError at the first that touches
-            what the plan does not keep in serial order. Every operator takes about 15 us longer,
-            and compiled functions run eagerly. Serial runs are not watched. Instead of True, a
-            share such as 0.02: watch the first 16 iterations, and then this share of the others.
+        check_effects: Watch tasks: PlanError where a pure one breaks its word, or one touches what
+            the plan does not keep in serial order. None: in the first 16 iterations, as far as
+            declarations and ``effects`` leave it open, and pure tasks in 2% of the others; not in
+            compiled functions. True, or a share such as 0.02 of the iterations after the first 16:
+            all tasks; compiled functions run eagerly then. False: nothing. An operator that is
+            watched takes about 20 us longer. Serial runs and profiles are not watched.
+        effects: What each task touches, as recorded: the plan is verified for it.
         host: Where threads come from; for tests.
 
     Raises:
         PlanError: The plan cannot run, or tasks could access a state that they declare in another
             order than serially; lists everything that is wrong with it.
         TypeError: ``context`` cannot be used; the message says why.
-        ValueError: The device is not on this machine, ``stall_timeout_s`` is no time, or
-            ``start_iteration`` is no number of an iteration, or ``check_effects`` no share.
+        ValueError: The device is not on this machine, or an argument's value cannot be used.
     """
 
     def __init__(
@@ -86,7 +90,8 @@ class SWPipeline(Generic[C]):
         record_all_events: bool = False,
         check_ranks: bool = True,
         mode: Callable[[], object] = str,
-        check_effects: bool | float = False,
+        check_effects: bool | float | None = None,
+        effects: EffectTable | None = None,
         host: Host | None = None,
     ) -> None:
         given = tasks_given(plan, tasks)
@@ -110,17 +115,17 @@ class SWPipeline(Generic[C]):
             context=self.context,
             observers=self._observers,
             mode=checked_mode(mode),
+            pull_check=PreparedCheck if plan.depth > 1 else None,
         )
-        if check_effects is not False:
+        if known := effects is not None:
+            verify(plan, given, effects, streams=streams)
+        if check_effects is not False and (check_effects is not None or plan.depth > 1):
             from swpipe.inference.checking import checked
 
-            engine = checked(engine, resolved, self.tasks, check_effects)
+            engine = checked(engine, resolved, self.tasks, check_effects, self.context, known)
+        made_at, wait_s = Place.of(sys._getframe(1)), self._stall_timeout_s
         self._driver: Driver[C] = Driver(
-            engine,
-            plan,
-            self._stall_timeout_s,
-            check_ranks=check_ranks,
-            made_at=Place.of(sys._getframe(1)),
+            engine, plan, wait_s, check_ranks=check_ranks, made_at=made_at
         )
         self._driver.next_iteration = checked_start(start_iteration)
 
@@ -160,7 +165,7 @@ class SWPipeline(Generic[C]):
         return state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with a saved state's number and seed; ``swpipe.ResumableLoop`` sets back a loader.
+        """Go on with a saved number and seed; ``swpipe.loops.ResumableLoop`` sets back a loader.
 
         Raises:
             RuntimeError: Iterations are in flight.
@@ -226,9 +231,9 @@ class SWPipeline(Generic[C]):
         return self._driver.drain()
 
     def drop(self) -> int:
-        """Stop the tasks of all iterations in flight, and forget these; returns how many they were.
+        """Stop and forget all iterations in flight; returns how many they were.
 
-        For leaving a loop early: what tasks have already changed outside the context stays changed.
+        What their tasks have already changed outside the context stays changed.
         ``next_iteration`` goes on after the last iteration handed out, or the one that failed.
         """
         return self._driver.drop()
@@ -309,11 +314,9 @@ class SWPipeline(Generic[C]):
             shortcuts.disable(names)
 
     def check_shortcuts(self) -> None:
-        """Check that what shortcut tasks replayed until now was right; for use between iterations.
+        """Raise ShortcutError if later tasks modified what shortcut tasks replayed until now.
 
-        Raises:
-            ShortcutError: Later tasks modified an output in a way that a replay does not repeat.
-                The next replay of the task would raise the same.
+        For use between iterations; the next replay of the task would raise the same.
         """
         shortcuts = self._driver.engine.shortcuts
         shortcuts.check(sorted(shortcuts.names))
@@ -366,11 +369,7 @@ class SWPipeline(Generic[C]):
     def trace(self, last: int | None = None) -> Iterator[Trace]:
         """Record when each task runs, and where, within the block.
 
-        Args:
-            last: Keep only so many iterations, the last ones, in bounded memory; None for all.
-
-        Raises:
-            ValueError: ``last`` is below 1.
+        With ``last``, 1 or more, only so many iterations are kept, in bounded memory.
         """
         if last is not None and last < 1:
             raise ValueError(f"last is {last}: keep 1 iteration or more, or None for all")
@@ -392,15 +391,15 @@ class SWPipeline(Generic[C]):
     def borrow(self) -> Iterator[None]:
         """Use an idle pipeline for measurements; afterwards it is as it was, also on failure.
 
-        Within the block, tasks that are shortcut are cached anew, and the caches from before stay
-        untouched. ``next_iteration`` is restored.
+        Within the block no task is watched, and shortcut tasks are cached anew; the caches from
+        before stay untouched. ``next_iteration`` is restored.
         """
         self.check_idle("borrowing it")
         driver = self._driver
         engine, next_iteration = driver.engine, driver.next_iteration
         shortcuts = Shortcuts(self.device)
         shortcuts.enable(engine.shortcuts.names)
-        driver.engine = replace(engine, shortcuts=shortcuts)
+        driver.engine = replace(engine, shortcuts=shortcuts, check=None, context=self.context)
         try:
             yield
         except BaseException:

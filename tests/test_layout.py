@@ -2,7 +2,7 @@
 
 The rooms and the directions between them (an arrow reads "imports from")::
 
-    tasks ──> plans ─────────────────┐
+    tasks, loops ──> plans ──────────┐
       └──────────────────────────────┼──> the framework (swpipe/*.py) ──> torch
     tuning ──> profiler ──> planning ┘
     swpipe/cli ──> everything; swpipe/__init__.py names what the rooms offer, and loads it late
@@ -25,11 +25,12 @@ import swpipe
 PACKAGE = Path(swpipe.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-ROOMS = ("planning", "plans", "tasks", "profiler", "tuning")
+ROOMS = ("loops", "planning", "plans", "tasks", "profiler", "tuning")
 LINKED = ("plans", "tasks", "profiler")
 """Rooms that a link at the top level opens."""
 
 MAY_USE = {
+    "loops": ("plans",),
     "planning": (),
     "plans": (),
     "profiler": ("planning",),

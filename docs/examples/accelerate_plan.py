@@ -27,11 +27,11 @@ def train(ctx):
         optimizer.zero_grad()
 
 
-loader = swpipe.AccelerateLoader(loader)
+loader = swpipe.loops.AccelerateLoader(loader)
 tasks = loader.tasks([swpipe.task(decode), swpipe.task(train)])
 plan = prefetch_plan(["unpack batch", "decode"], ["show end_of_dataloader", "train"], depth=4)
 with swpipe.SWPipeline(plan, tasks) as pipe:
-    loop = swpipe.ResumableLoop(pipe, loader)
+    loop = swpipe.loops.ResumableLoop(pipe, loader)
     for epoch in range(2):
         steps = [ctx.iter_idx for ctx in loop if accelerator.sync_gradients]
         print(f"epoch {epoch}: steps at {steps}")

@@ -49,7 +49,7 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
 )
 with swpipe.SWPipeline(prefetch_plan(["decode"], ["compute", "update"]), tasks) as pipe:
-    loop = swpipe.ResumableLoop(pipe, loader)
+    loop = swpipe.loops.ResumableLoop(pipe, loader)
     loop.counted = True  # the Trainer counts batches
     trainer.fit(model, loop)
 print(f"{pipe.next_iteration} batches, {trainer.global_step} steps")

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from swpipe import PipelinePlan, PipelineTask, ResumableLoop, SWPipeline
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.loops import ResumableLoop
 from swpipe.plans import prefetch_plan
 
 EPOCHS, ACCUMULATE, CHECKPOINT = 3, 3, Path("checkpoint.pt")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from swpipe import ResumableLoop
+from swpipe.loops import ResumableLoop
 from swpipe.tasks.torchrec_pipelines import PrefetchTrainPipelineSparseDist
 
 with warnings.catch_warnings():

@@ -23,7 +23,6 @@ from typing import Any
 
 from swpipe._engine.bind import Step
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
-from swpipe._engine.prepared import PreparedCheck
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled
@@ -59,7 +58,7 @@ class Admission:
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         has_group = PULL in engine.program.instructions
         self._pulls_there = has_group and not isinstance(iterator, PushedBatches)
-        self._check = PreparedCheck(iterator) if iterations.depth > 1 else None
+        self._check = engine.pull_check(iterator) if engine.pull_check else None
 
     def step(self, task: str) -> Step:
         """What the lane does at ``<admit>`` or ``<pull>``."""

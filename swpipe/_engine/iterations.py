@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -32,15 +32,24 @@ class TaskCheck(Protocol):
         """Watch a task that runs within the block."""
 
 
+class PullCheck(Protocol):
+    """Checks an iterator at its first pull; made before it."""
+
+    def after_pull(self) -> None:
+        """Refuse the iterator, by raising."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What all runs of a pipeline share.
 
     Attributes:
-        context: The class of the iterations' contexts.
+        context: Makes the context of an iteration, of a batch and a number.
         observers: Returns the observers that are active now.
         mode: Returns what must stay the same while iterations are in flight; "" for nothing.
-        check: Begins a check of what the tasks of one run touch; None for no check.
+        check: Begins a check of what the tasks of one run touch, given the number of its first
+            iteration; it may return None. None for no check.
+        pull_check: Begins a check of the iterator of one run; None for no check.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
             kept from one run to the next, so that short runs wait for the device as well.
     """
@@ -52,10 +61,11 @@ class Engine:
     host: Host
     shortcuts: Shortcuts
     seeds: TaskSeeds
-    context: type[TypedContext]
+    context: Callable[[Any, int], TypedContext]
     observers: Callable[[], tuple[Observer, ...]]
     mode: Callable[[], object]
-    check: Callable[[], TaskCheck] | None = None
+    check: Callable[[int], TaskCheck | None] | None = None
+    pull_check: Callable[[Iterator[Any]], PullCheck] | None = None
     ends: dict[int, Event] = field(default_factory=dict)
 
 
@@ -99,7 +109,7 @@ class InFlightIterations:
         self.depth = engine.program.depth
         self.ring = engine.program.ring
         self.slots: list[Any] = [None] * self.depth
-        self.check = None if engine.check is None else engine.check()
+        self.check = None if engine.check is None else engine.check(first)
         self.generators = GeneratorAccess(engine.seeds, engine.host.counter())
         self.caller_stream = engine.device.current_stream()
         self.events: dict[str, list[Event]] = {

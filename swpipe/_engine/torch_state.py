@@ -43,9 +43,18 @@ _MESHES: Any = None
 if torch.distributed.is_available():
     _MESHES = torch.distributed.device_mesh._mesh_resources
 
+
+def _dispatch_modes() -> int:
+    """How many dispatch modes are active, without those on top that only watch."""
+    count: int = torch._C._len_torch_dispatch_stack()
+    while count and getattr(torch._C._get_dispatch_stack_at(count - 1), "only_watches", False):
+        count -= 1
+    return count
+
+
 # Getter, its value outside such a mode, and the name; that of a dispatch mode is its type's.
 _REFUSED: tuple[tuple[Callable[[], Any], Any, str], ...] = (
-    (torch._C._len_torch_dispatch_stack, 0, ""),
+    (_dispatch_modes, 0, ""),
     (torch._C._is_torch_function_enabled, True, "DisableTorchFunctionSubclass"),
     (torch._C._functorch.maybe_current_level, None, "a transform of torch.func"),
 )

@@ -93,6 +93,47 @@ def generators_in_pass(loader: object) -> list[torch.Generator]:
     return [one.generator for one in found if type(one) in kinds and one.generator is not None]
 
 
+def own_generators(loader: object) -> dict[str, torch.Generator]:
+    """What a ``DataLoader`` and its samplers have as ``generator``, by a name to tell it by.
+
+    Accelerate's sampler seeds its own whenever a pass begins.
+    """
+    loader = unprepared(loader)
+    if not isinstance(loader, DataLoader):
+        return {}
+    seeded = _of("accelerate.data_loader", "SeedableRandomSampler")
+    found: dict[str, torch.Generator] = {}
+    for one in (loader, *samplers_of(loader)):
+        given = getattr(one, "generator", None)
+        known = type(one) in seeded or any(given is other for other in found.values())
+        if isinstance(given, torch.Generator) and not known:
+            found[f"the generator of its {type(one).__name__}"] = given
+    return found
+
+
+def read_in_pass(loader: object) -> list[Any]:
+    """What torch's samplers still read of their attributes in the middle of a pass.
+
+    A pass that is pulled ahead reads it earlier than a plain one: it has to stay as it was.
+    """
+    loader = unprepared(loader)
+    found: list[Any] = []
+    for one in samplers_of(loader) if isinstance(loader, DataLoader) else ():
+        attributes = vars(one) if hasattr(one, "__dict__") else {}
+        found += attributes.values()
+        if isinstance(one, RandomSampler):  # at its end
+            found.append(len(one.data_source))
+    return found
+
+
+def are_same(before: list[Any], after: list[Any]) -> bool:
+    """Whether values are the same objects, or equal numbers."""
+    return len(before) == len(after) and all(
+        one is other or (type(one) is int and one == other)
+        for one, other in zip(before, after, strict=True)
+    )
+
+
 def _of(module: str, *names: str) -> tuple[type, ...]:
     """Classes of a library; none if nobody has loaded it."""
     loaded = sys.modules.get(module)

@@ -1,13 +1,14 @@
-"""Checks, while a pipeline runs, that its plan orders what the tasks really touch.
+"""Checks, while a pipeline runs, that tasks keep their word and the plan orders what they touch.
 
     task T, iteration i      function returned
         operators  ──────>   memory: read, written         ┐   each place keeps who touched it,
         context    ──────>   attributes: read, set         ├─> and each pair of which one writes
         generators ──────>   drawn from                    ┘   is asked of ``HappensBefore``
 
-A plan is verified for what was declared, recorded or assumed. This looks at the iterations
-themselves, and at nothing else: whatever touches the same place as another task, and is not kept in
-serial order with it by the plan, is refused, in whichever order the two have just run.
+Two things are checked. Tasks that are pure must keep their word (``swpipe.inference.purity``). And
+whatever touches the same place as another task must be kept in serial order with it by the plan, or
+is refused, in whichever order the two have just run; a plan that is proved by what its tasks
+declare, or verified for recorded effects, is taken to do that.
 
 Guarantees
     - Two tasks that touch the same place, one of them writing, raise unless every interleaving of
@@ -23,57 +24,88 @@ Guarantees
 Assumptions
     - What neither goes through torch's operators nor through the context is not seen: numpy,
       kernels launched directly, Python values, an optimizer's options, threads that a task starts.
-      A recording finds most of these before a run.
-    - A gradient that is cleared without an operator counts for a task whose code says so.
+    - Gradients that are cleared by hand, not by an optimizer's ``zero_grad``, are seen where no
+      other task runs at the same time, on the thread that began the run.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
 from swpipe._engine.iterations import Engine
 from swpipe._state.generators import TORCH
-from swpipe._state.reach import reach_of
 from swpipe._tensors.pytree import grad_or_none
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal
+from swpipe.analysis.verification import is_proved_by_declarations
+from swpipe.core.context import TypedContext
 from swpipe.core.effects import Effects, Location
 from swpipe.core.errors import Problem
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
-from swpipe.inference.draw_recorder import DrawRecorder
+from swpipe.inference.purity import PureRecorder, PureUses, pure_recorder, told
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import reachable_items
 from swpipe.inference.storages import StorageId, Storages
+from swpipe.inference.watched_iterations import Watched
 from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
 
-_CLEARS = ("zero_grad", "grad")
-"""Names in code that may clear gradients."""
-
-_FIRST = 16
-"""So many iterations are watched in any case: what comes every fourth or tenth time shows there."""
-
-_SCATTER = 2_654_435_761
-"""A prime, by which windows do not keep step with what comes every so many iterations."""
+_PURE_SHARE = 0.02
+"""Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
 
 _MOST_DEAD = 4096
 """How many places are added before those are dropped whose memory or iteration is gone."""
 
 
 def checked(
-    engine: Engine, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], share: float
+    engine: Engine,
+    resolved: ResolvedPlan,
+    tasks: Sequence[PipelineTask],
+    share: float | None,
+    context: type[TypedContext],
+    verified: bool,
 ) -> Engine:
-    """The engine, with a check of what tasks touch in a share of the iterations."""
-    check = EffectCheck(resolved, tasks, engine.device, share)
-    return replace(engine, check=check, context=recorded_class(engine.context))
+    """The engine, with a check of what tasks do.
+
+    Args:
+        engine: The engine.
+        resolved: The plan.
+        tasks: In serial order.
+        share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
+            a share of the later ones; all tasks in the first ones, unless the plan is known to be
+            right.
+        context: The class of the contexts.
+        verified: The plan was verified for recorded effects.
+
+    Raises:
+        ValueError: ``share`` is no such number.
+    """
+    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+        raise ValueError(
+            f"check_effects is {share!r}: give True, False, or the share of the iterations that "
+            "are watched, above 0 and up to 1"
+        )
+    depth = resolved.plan.depth
+    every = pure = Watched(depth, share)
+    if share is None:
+        streams = engine.device.has_streams
+        known = verified or is_proved_by_declarations(resolved, tasks, streams=streams)
+        every = Watched(depth, None if known else 0)
+        pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
+    if every.none and pure.none:
+        return engine
+    recorder = partial(pure_recorder, engine.device, sees_compiled=share is not None)
+    check = EffectCheck(resolved, tasks, engine.device, every, pure, context, recorder)
+    return replace(engine, check=check, context=check.make_context)
 
 
 class EffectCheck:
@@ -83,14 +115,13 @@ class EffectCheck:
         resolved: The pipeline's plan.
         tasks: Its tasks, in serial order.
         device: Its device.
-        share: Of the iterations, how many are watched: above 0, up to 1.
+        every: The iterations in which all tasks are watched.
+        pure: Those in which pure tasks are.
+        context: The class of its contexts.
+        recorder: Makes the recorder that watches a task.
 
     Attributes:
-        clears: Tasks whose code may clear gradients.
         depth: How many iterations may be in flight.
-
-    Raises:
-        ValueError: ``share`` is no such number.
     """
 
     def __init__(
@@ -98,32 +129,32 @@ class EffectCheck:
         resolved: ResolvedPlan,
         tasks: Sequence[PipelineTask],
         device: Device,
-        share: float = 1.0,
+        every: Watched,
+        pure: Watched,
+        context: type[TypedContext],
+        recorder: Callable[[], PureRecorder],
     ) -> None:
-        if not (isinstance(share, int | float) and 0 < share <= 1):
-            raise ValueError(
-                f"check_effects is {share!r}: give True, False, or the share of the iterations "
-                "that are watched, above 0 and up to 1"
-            )
         self.tasks, self.device, self.plan = tuple(tasks), device, resolved.plan
-        self.clears = frozenset(task.name for task in tasks if _may_clear_gradients(task))
+        self.every, self.pure = every, pure
+        self.recorder = recorder
         self.depth = resolved.plan.depth
+        self.context = context
+        self._recorded = recorded_class(context)
         self._random = frozenset(task.name for task in tasks if task.random)
         self._serial = {task.name: number for number, task in enumerate(tasks)}
         self._resolved = resolved
         (self._guaranteed,) = guarantees(resolved, device.has_streams)
         self._kept: dict[tuple[str, str, int], bool] = {}
-        self._window = self.depth + 1
-        self._every = round(self._window / share)  # iterations, with one window among them
 
-    def __call__(self) -> RunCheck:
-        return RunCheck(self)
+    def __call__(self, first: int) -> RunCheck | None:
+        """A check of the run that begins with this iteration; None if none of it is watched."""
+        if self.every.any_from(first) or self.pure.any_from(first):
+            return RunCheck(self)
+        return None
 
-    def watches(self, iteration: int) -> bool:
-        """Whether an iteration is watched; the same on all ranks."""
-        turn, place = divmod(iteration, self._every)
-        begin = turn * _SCATTER % (self._every - self._window + 1)
-        return iteration < _FIRST or begin <= place < begin + self._window
+    def make_context(self, batch: Any, iteration: int) -> TypedContext:
+        """The context of an iteration, of a class that records if all tasks are watched."""
+        return (self._recorded if iteration in self.every else self.context)(batch, iteration)
 
     def keeps(self, place: WatchedPlace, first: str, then: str, distance: int) -> bool:
         """Whether every interleaving has ``first`` before ``then``, ``distance`` iterations on."""
@@ -165,47 +196,133 @@ class EffectCheck:
         return race_problems(self._resolved, effects, streams=self.device.has_streams)
 
 
+# Not contextlib.contextmanager, which sets the traceback of what the task raised: it may refuse.
+class _WordWatch:
+    """Watches whether a pure task keeps its word."""
+
+    def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
+        self.check, self.task, self.ctx = check, task, ctx
+        self.operators = check.new_recorder()
+
+    def __enter__(self) -> None:
+        self.operators.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
+        self.operators.__exit__(kind, *failure)  # type: ignore[no-untyped-call]
+        if kind is None and self.task.pure:
+            self.check.check_word(self.task, self.ctx, self.operators)
+
+
+class _Watch(_WordWatch):
+    """Watches also what a task touches, to be compared with others.
+
+    Attributes:
+        log: What it does to the context.
+        gradients: Those of the parameters when it began.
+        alone: It runs on the thread that began the run, and no other task has run beside it.
+    """
+
+    alone = False
+
+    def __enter__(self) -> None:
+        self.log = AttributeLog()
+        self.gradients: list[Tensor | None] = []
+        self.check.begin(self)
+        set_log(self.ctx, self.log)
+        super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
+        set_log(self.ctx, None)
+        self.check.end(self)
+        super().__exit__(kind, *failure)
+        if kind is None:
+            self.check.compare(self)
+
+
+_NOTHING = nullcontext()
+
+
 class RunCheck:
     """Checks the iterations of one run."""
 
     def __init__(self, check: EffectCheck) -> None:
         self._check = check
+        self.new_recorder = check.recorder
         self._lock = threading.Lock()
         self._places: dict[tuple[str, int, str], WatchedPlace] = {}
         self._most = _MOST_DEAD
-        reached = reachable_items(check.tasks).tensors.values()
-        self._parameters = [one for one in reached if one.requires_grad and one.is_leaf]
+        self._pure = PureUses()
+        self._caller = threading.get_ident()
+        self._running: list[_Watch] = []
+        self._left: dict[int, int] = {}  # iteration to how many of its tasks have not ended
 
-    @contextmanager
-    def watching(self, task: PipelineTask, ctx: Any) -> Iterator[None]:
+    @cached_property
+    def _parameters(self) -> list[Tensor]:
+        reached = reachable_items(self._check.tasks).tensors.values()
+        return [one for one in reached if one.requires_grad and one.is_leaf]
+
+    def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
         """Watch a task that runs within the block, on this thread.
 
         Raises:
-            PlanError: The plan does not order what it touched.
+            PlanError: The task did not keep its word, or the plan does not order what it touched.
         """
-        if not self._check.watches(ctx.iter_idx):
-            yield
-            return
-        log, operators = AttributeLog(), DrawRecorder(self._check.device)
-        before = [grad_or_none(one) for one in self._parameters]
-        set_log(ctx, log)
-        try:
-            with operators:
-                yield
-        finally:
-            set_log(ctx, None)
-        run = TaskRun(ctx.iter_idx, task.name)
+        if ctx.iter_idx in self._check.every:
+            return _Watch(self, task, ctx)
+        if task.pure and ctx.iter_idx in self._check.pure:
+            return _WordWatch(self, task, ctx)
+        return _NOTHING
+
+    def begin(self, watch: _Watch) -> None:
+        """A task begins of which everything is compared."""
         with self._lock:
-            for place, access in self._touched(run, log, operators, before):
-                self._add(place, run, access, ctx)
+            watch.alone = threading.get_ident() == self._caller and not self._running
+            for other in self._running:
+                other.alone = False
+            self._running.append(watch)
+            watch.gradients = [grad_or_none(one) for one in self._parameters]
+
+    def end(self, watch: _Watch) -> None:
+        """It has ended, whether or not it failed."""
+        ctx = watch.ctx
+        with self._lock:
+            self._running.remove(watch)
+            left = self._left.pop(ctx.iter_idx, len(self._check.tasks)) - 1
+            if left:
+                self._left[ctx.iter_idx] = left
+            else:  # of the user's class again
+                ctx.__class__ = self._check.context
+
+    def compare(self, watch: _Watch) -> None:
+        """Compare what it touched with what others did."""
+        watch.operators.clears |= watch.alone
+        run = TaskRun(watch.ctx.iter_idx, watch.task.name)
+        with self._lock:
+            touched = self._touched(run, watch.log, watch.operators, watch.gradients)
+            for place, access in touched:
+                self._add(place, run, access, watch.ctx)
             if len(self._places) > self._most:
                 self._forget(run)
+
+    def check_word(self, task: PipelineTask, ctx: Any, operators: PureRecorder) -> None:
+        """Refuse what a pure task did against its word."""
+        with self._lock:
+            self._check_word(task, ctx, operators)
+
+    def _check_word(self, task: PipelineTask, ctx: Any, operators: PureRecorder) -> None:
+        for number, fault in self._pure.faults(task, ctx.iter_idx, operators):
+            what = ""
+            if number:
+                name = operators.storages.description(number)
+                place = WatchedPlace("memory", number, name)
+                what = str(locations_of(place, [task], ctx, one_iteration=False)[0])
+            raise refusal(self._check.plan, [told(task, ctx.iter_idx, fault, what)])
 
     def _touched(
         self,
         run: TaskRun,
         log: AttributeLog,
-        operators: DrawRecorder,
+        operators: PureRecorder,
         before: Sequence[Tensor | None],
     ) -> Iterator[tuple[WatchedPlace, Access]]:
         """Each place that a task touched, and how."""
@@ -225,17 +342,16 @@ class RunCheck:
                     place.reference = storages.reference(number)
                     place.name = storages.description(number)
                 yield place, Access(number in reads, number in writes)
-        yield from self._gradients(run, storages, (reads, writes), before)
+        yield from self._gradients(operators.clears, storages, (reads, writes), before)
 
     def _gradients(
         self,
-        run: TaskRun,
+        clears: bool,
         storages: Storages,
         used: tuple[set[StorageId], set[StorageId]],
         before: Sequence[Tensor | None],
     ) -> Iterator[tuple[WatchedPlace, Access]]:
         """Parameters whose gradient a task used, whichever memory that is in; or cleared."""
-        clears = run.task in self._check.clears
         for parameter, old in zip(self._parameters, before, strict=True):
             new = grad_or_none(parameter)
             found = [grad for grad in (old, None if new is old else new) if grad is not None]
@@ -297,12 +413,6 @@ class RunCheck:
             if gone:
                 del self._places[key]
         self._most = 2 * len(self._places) + _MOST_DEAD
-
-
-def _may_clear_gradients(task: PipelineTask) -> bool:
-    reach = reach_of(task)
-    taken = set[str | None]().union(reach.stores, reach.sets, *reach.uses.values())
-    return not taken.isdisjoint(_CLEARS)
 
 
 def _told(location: Location, run: TaskRun, other: TaskRun, problem: Problem) -> Problem:

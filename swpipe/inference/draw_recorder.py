@@ -34,13 +34,19 @@ def states_set() -> Iterator[set[str]]:
         torch.set_rng_state = set_state
 
 
+_RANGE = torch.ops.profiler._record_function_enter_new.default
+
+
 class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     """An operator recorder that also tells which generators the operators drew from.
 
     Attributes:
         storages: Those that the operators used.
         draws: A generator's number to the generator; 0 to None for torch's default generators.
+        clears: An optimizer's ``zero_grad`` was called.
     """
+
+    clears = False
 
     def __init__(self, device: Device) -> None:
         self.storages = Storages()
@@ -51,6 +57,9 @@ class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and see whether it draws; dropout with a rate of 0 does not."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
+            # By the range that torch marks for profilers: clearing gradients is no operator.
+            if func is _RANGE and str(args[0]).startswith("Optimizer.zero_grad"):
+                self.clears = True
             return func(*args, **kwargs)
         if (generator := kwargs.get("generator")) is not None:
             self.draws[generator._cdata] = generator  # one may have several Python objects

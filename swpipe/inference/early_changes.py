@@ -4,20 +4,13 @@
     in flight     i + 1     those before the last stage have run, and those on worker threads may
 
 What these have changed is in a model that is saved now, and is changed again when a resumed run
-pulls their batches again. A task that declares states is taken at its word. Any other may change
-what its code can reach and training changes, and the Python values that it assigns to; not seen are
-tensors without gradients, and the items of lists and dictionaries.
+pulls their batches again. Tasks are taken at their word; one that says nothing may change anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
-from swpipe._state.reach import reach_of
-from swpipe._state.reached import Reach
-from swpipe._tensors.stateful import is_generator
 from swpipe.core.messages import listed
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.task import PipelineTask
@@ -34,12 +27,10 @@ def early_changes(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator
     for task in tasks:
         if not runs_early(plan, task.name):
             continue
-        states = {io.state: io.mode for io in task.io if io.state is not None}
-        if states:
-            if changed := sorted(name for name, mode in states.items() if "w" in mode):
-                yield f"{task.name!r} changes {listed(changed)}"
-        elif found := sorted({*_trained(reach := reach_of(task)), *_assigned(reach)}):
-            yield f"{task.name!r} may change {listed(found, most=3)}"
+        if task.undeclared:
+            yield f"{task.name!r} says nothing of what it touches, and may change anything"
+        elif changed := sorted({io.state for io in task.io if io.state and "w" in io.mode}):
+            yield f"{task.name!r} changes {listed(changed)}"
 
 
 def refuse_early_changes(in_flight: int, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
@@ -52,26 +43,6 @@ def refuse_early_changes(in_flight: int, plan: PipelinePlan, tasks: Sequence[Pip
         raise RuntimeError(
             f"iterations are in flight ({in_flight}), and a run resumed from here could give other "
             f"numbers: {'; '.join(why)} before its iteration is handed out. Call drain() before "
-            "you save; or, where this changes nothing that you save, declare what the task uses "
-            "(DeclaredIO(state=...)), or pass check=False"
+            "you save; or, where this changes nothing that you save, declare it (pure=True, or "
+            "io=[DeclaredIO(state=...)] for what the task uses), or pass check=False"
         )
-
-
-def _trained(reach: Reach) -> Iterator[str]:
-    """What training changes, or drawing, of what the code can reach."""
-    for number, names in reach.wholes.items():
-        one = reach.holders[number]
-        if isinstance(one, torch.nn.Module):
-            changes = any(each.requires_grad for each in one.parameters()) or (
-                one.training and any(True for _ in one.buffers())
-            )
-        elif isinstance(one, torch.Tensor):
-            changes = one.requires_grad
-        else:
-            changes = isinstance(one, torch.optim.Optimizer) or is_generator(one)
-        if changes:
-            yield min(names) or type(one).__name__
-
-
-def _assigned(reach: Reach) -> Iterator[str]:
-    return (path for place, path in reach.places.items() if place.name in reach.stores)

@@ -66,7 +66,18 @@ class OperatorAccesses:
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the accesses of operators while it is active, in ``accesses``."""
+    """Records the accesses of operators while it is active, in ``accesses``.
+
+    Attributes:
+        only_watches: Threads that run without it compute the same, so a task may run a pipeline.
+    """
+
+    only_watches = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch keeps its compiler off ``__torch_dispatch__``; it would load it, in 1 s."""
+        return False
 
     def __init__(self, storages: Storages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,13 +93,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value, mode in self._arguments(func, args, kwargs):
             self._record(value, mode, replays)
             if mode == ALIASED:
-                aliased.extend(_tensors(value))
+                aliased.extend(tensors_of(value))
         if func.namespace in COLLECTIVES:
             self.accesses.collectives.add(str(func))
         result = self.run(func, args, kwargs)
         self._record(result, CREATED)
         if aliased:  # what the result does not view was read and copied
-            self.accesses.reads |= self._of(aliased) - self._of(_tensors(result))
+            self.accesses.reads |= self._of(aliased) - self._of(tensors_of(result))
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +112,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         accesses = self.accesses
         reads = accesses.replays if replays else accesses.reads
-        for tensor in _tensors(value):
+        for tensor in tensors_of(value):
             for storage, new in self._storages.add(tensor):
                 accesses.seen.add(storage)
                 if new and mode == CREATED:
@@ -165,9 +176,10 @@ def _mode(operator: str, argument: Any) -> str:
     return "w" if operator in OVERWRITES or argument.is_out else "rw"
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors_of(value: Any) -> Iterable[Tensor]:
+    """The tensors of an operator's argument or result."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, torch.Size | str) or not isinstance(value, list | tuple):
         return ()
-    return (tensor for item in value for tensor in _tensors(item))
+    return (tensor for item in value for tensor in tensors_of(item))

@@ -424,7 +424,7 @@ def test_what_a_task_does_now_and_then_is_met_in_the_end(every: int) -> None:
     assert 16 <= count < 1_000
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.5, "all", None])
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, "all"])
 def test_a_share_that_is_none_is_refused(share: Any) -> None:
     """With the rule."""
     task = PipelineTask("a", lambda ctx: None)

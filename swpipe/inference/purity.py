@@ -1,0 +1,229 @@
+"""Checks the word of pure tasks, as far as torch's operators show what they do.
+
+    iteration    3              4              5
+    task T       reads table    reads table    reads table      memory that T used in an earlier
+                 reads batch    reads batch    reads batch      iteration as well is outside of its
+                                writes mean    writes mean      contexts: here the table, the mean
+
+Guarantees
+    - A pure task that draws without ``random=True``, or in a watched iteration uses memory that
+      pure tasks used in an earlier watched one, and writes it, or finds it changed, or finds that
+      it is of a tensor that training changes (a leaf that requires grad), raises PlanError.
+    - A task's own tensors, its batch's, and what a cache of its own gave it, may be anything.
+
+Assumptions
+    - What does not go through torch's operators is the author's word: Python values, numpy, files,
+      kernels launched directly, and what compiled functions do.
+    - Memory that was reached through ``tensor.data`` has no version that shows a change.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swpipe.core.errors import Problem
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device
+from swpipe.inference.draw_recorder import DrawRecorder
+from swpipe.inference.operators import OperatorRecorder, tensors_of
+from swpipe.inference.storages import StorageId, Storages
+
+_MOST_KEPT = 4096
+"""How many storages are added before those are dropped whose memory is gone."""
+
+_MOST_SPANS = 256
+"""So many uses are kept of a storage, such as that of a dataset whose batches are slices."""
+
+
+class _Span(NamedTuple):
+    """Bytes of a storage: from the first, up to the last and without it."""
+
+    first: int
+    end: int
+
+    def meets(self, other: _Span) -> bool:
+        """Whether they share bytes."""
+        return self.first < other.end and other.first < self.end
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a task did with some memory in one iteration.
+
+    Attributes:
+        tensor: The tensor whose version counter stands for the memory: the first one that the task
+            met there, or its base.
+        version: Of the counter: when the task began to use it; then, when the task had ended. None
+            for a tensor without one.
+        trains: It is a leaf that requires grad.
+        writes: The task wrote it.
+    """
+
+    span: _Span
+    tensor: Any
+    version: int | None
+    trains: bool
+    writes: bool = False
+
+
+class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
+    """Records also how a pure task uses memory.
+
+    Attributes:
+        uses: Storage to its uses.
+
+    Args:
+        device: The pipeline's device.
+        sees_compiled: Compiled functions run eagerly; otherwise they stay compiled, and unseen.
+            (An older torch does not ask, and runs them eagerly.)
+    """
+
+    def __init__(self, device: Device, *, sees_compiled: bool) -> None:
+        super().__init__(device)
+        self.uses: dict[StorageId, list[_Use]] = {}
+        self._owners: dict[StorageId, Tensor] = {}
+        self._sees_compiled = sees_compiled
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Asked by torch when the recorder becomes active."""
+        return not self._sees_compiled
+
+    def _record(self, value: Any, mode: str, replays: bool = False) -> None:
+        super()._record(value, mode, replays)
+        for tensor in tensors_of(value) if mode else ():
+            if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
+                self._use(tensor, mode)
+
+    def _use(self, tensor: Tensor, mode: str) -> None:
+        for number in self.storages.of(tensor):
+            # What detach() makes of it shares its version counter, and does not lead back to it.
+            owner = self._owners.setdefault(
+                number, tensor if tensor._base is None else tensor._base
+            )
+            if mode not in ("r", "w", "rw"):
+                continue
+            span, uses = _span_of(tensor), self.uses.setdefault(number, [])
+            use = next((use for use in uses if use.span == span), None)
+            if use is None:
+                version = None if owner.is_inference() else owner._version
+                use = _Use(span, owner, version, owner.is_leaf and owner.requires_grad)
+                uses.append(use)
+            use.writes |= mode != "r"
+
+
+class _BesideCompiler(PureRecorder):  # type: ignore[no-untyped-call]
+    """One whose own code torch's compiler does not compile."""
+
+    __torch_dispatch__ = OperatorRecorder.__torch_dispatch__
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+
+def pure_recorder(device: Device, *, sees_compiled: bool) -> PureRecorder:
+    """A recorder for one task."""
+    kind = _BesideCompiler if "torch._dynamo" in sys.modules else PureRecorder
+    return kind(device, sees_compiled=sees_compiled)
+
+
+def _span_of(tensor: Tensor) -> _Span:
+    size = tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = sum((n - 1) * int(step) for n, step in steps)
+    first = int(tensor.storage_offset()) * size
+    return _Span(first, first + (extent + 1) * size)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What pure tasks did with some memory in the last iteration that they used it in."""
+
+    iteration: int
+    use: _Use
+    reference: Any  # to the storage: its number is not used again while this is kept
+
+
+class PureUses:
+    """What the pure tasks of one run have used outside their contexts; call it under a lock."""
+
+    def __init__(self) -> None:
+        self._known: dict[StorageId, list[_Known]] = {}
+        self._generators: dict[int, tuple[torch.Generator, int]] = {}
+        self._most = _MOST_KEPT
+
+    def faults(
+        self, task: PipelineTask, iteration: int, recorder: PureRecorder
+    ) -> Iterator[tuple[int, str]]:
+        """What a task did in an iteration against its word; the storage, 0 for a generator."""
+        for number, generator in recorder.draws.items():
+            if generator is None:
+                if not task.random:
+                    yield 0, _DRAWS
+            elif self._generators.setdefault(number, (generator, iteration))[1] != iteration:
+                yield 0, _DRAWS_FROM
+        for number, uses in recorder.uses.items():
+            known = self._known.setdefault(number, [])
+            for use in uses:
+                for one in known:
+                    if one.iteration != iteration and one.use.span.meets(use.span):
+                        yield from ((number, fault) for fault in _against(one.use, use))
+                self._note(known, iteration, use, recorder.storages, number)
+        if len(self._known) > self._most:
+            alive = {n: k for n, k in self._known.items() if not k[0].reference.expired()}
+            self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
+
+    def _note(
+        self, known: list[_Known], iteration: int, use: _Use, storages: Storages, number: StorageId
+    ) -> None:
+        base = use.tensor
+        use.version = None if base.is_inference() else base._version
+        use.tensor = weakref.ref(base)
+        known[:] = [one for one in known if one.use.span != use.span][-_MOST_SPANS:]
+        known.append(_Known(iteration, use, storages.reference(number)))
+
+
+def _against(before: _Use, now: _Use) -> Iterator[str]:
+    """Why a task may not use memory that pure tasks used in an earlier iteration."""
+    if now.writes:
+        yield _WRITES
+    elif now.trains:
+        yield _TRAINS
+    elif before.tensor() is now.tensor and before.version != now.version:
+        yield _CHANGED
+
+
+_DRAWS = (
+    "draws from torch's default generators, so its numbers depend on who draws before it. Give it "
+    "random=True as well, which seeds it for each iteration"
+)
+_DRAWS_FROM = (
+    "draws from a generator that it drew from in an earlier iteration: a pure task changes its "
+    "context only. Seed a generator from ctx.iter_idx, or use random=True and torch's default ones"
+)
+_WRITES = (
+    "writes {what}, which it or another pure task used in an earlier iteration: a pure task "
+    "changes its context only. Make a new tensor, or take pure=True away and declare "
+    'io=[DeclaredIO(state="its name")]'
+)
+_TRAINS = (
+    "reads {what}, which requires grad, so training may change it while the task runs ahead. "
+    "Freeze it (requires_grad_(False)), or take pure=True away"
+)
+_CHANGED = (
+    "reads {what}, which something has changed since the task read it last: it finds other values "
+    "than in a plain loop when it runs ahead. Take pure=True away, or let nobody change it"
+)
+
+
+def told(task: PipelineTask, iteration: int, fault: str, what: str) -> Problem:
+    """A fault as an error's text."""
+    text = f"task {task.name!r} is pure, but on iteration {iteration} it {fault.format(what=what)}"
+    return Problem(f"{text}. The run may have differed from a serial one already", (task.name,))

@@ -1,0 +1,7 @@
+"""What a plain loop gets: work ahead of it, resume in mid-pass, Accelerate's flags."""
+
+from swpipe.loops.accelerate import AccelerateLoader
+from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
+from swpipe.loops.resumable import ResumableLoop
+
+__all__ = ["AccelerateLoader", "Overlap", "OverlappedLoop", "ResumableLoop", "overlap"]

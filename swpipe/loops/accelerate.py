@@ -1,0 +1,163 @@
+"""Loaders that Accelerate prepared, pulled ahead.
+
+Such a loader tells whether its batch is the last one of the pass, and how many of its samples were
+added to fill it. ``Accelerator.accumulate`` and ``gather_for_metrics`` ask for this through
+``accelerate.state.GradientState``, which knows the loader that is iterated over. A loader that is
+pulled ahead tells it of a later batch, or is no longer known::
+
+    pull thread       pull 8    pull 9 (the last)    the end
+    tasks                       7                    8            9    whose flag is asked for
+
+So the flags are read at the pull and go with the batch. Before the tasks that may ask, a task of
+the iteration shows them to Accelerate, on the thread of these tasks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from swpipe.core.task import DeclaredIO, PipelineTask
+
+__all__ = ["AccelerateLoader"]
+
+STATE = "Accelerate's GradientState"
+
+
+class PulledBatch(NamedTuple):
+    """A batch, and what its loader told of it."""
+
+    batch: Any
+    end_of_dataloader: bool
+    remainder: int
+
+
+class AccelerateLoader:
+    """A prepared loader whose flags go with its batches.
+
+    ``swpipe.overlap`` makes it itself. For a plan of your own give it to
+    ``swpipe.loops.ResumableLoop``, and ``tasks`` to the plan.
+
+    Attributes:
+        prepared: The loader.
+        in_loop: Whether such a loop iterates over it.
+
+    Args:
+        loader: What ``Accelerator.prepare`` returned for a ``DataLoader``.
+
+    Raises:
+        TypeError: Accelerate did not prepare the loader.
+        ValueError: The loader sends batches from one process to the others.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        dispatcher = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", ())
+        if isinstance(loader, dispatcher):
+            raise ValueError(
+                "the loader is Accelerate's DataLoaderDispatcher, which sends batches to the other "
+                "processes: a batch that is pulled ahead would exchange them while tasks do. Let "
+                "each process read its own: DataLoaderConfiguration(dispatch_batches=False)"
+            )
+        if not is_prepared(loader):
+            raise TypeError(
+                f"AccelerateLoader takes a loader that Accelerator.prepare returned, not a "
+                f"{type(loader).__name__}, which SWPipeline takes as it is"
+            )
+        self.in_loop = False
+        self.prepared = loader
+        self._gradient_state = loader.gradient_state
+        self._shown = _ShownLoader(loader)
+
+    def __len__(self) -> int:
+        return len(self.prepared)
+
+    def __iter__(self) -> Iterator[PulledBatch]:
+        """The batches, for the pipeline's tasks to take apart.
+
+        Raises:
+            RuntimeError: No loop would let Accelerate forget the pass at its end.
+        """
+        if not self.in_loop:
+            raise RuntimeError(
+                "an AccelerateLoader is iterated over by a loop that lets Accelerate forget the "
+                "pass at its end: for ctx in swpipe.loops.ResumableLoop(pipe, loader)"
+            )
+        return self._pulled_batches()
+
+    def _pulled_batches(self) -> Iterator[PulledBatch]:
+        loader = self.prepared
+        loader.gradient_state = _Apart()
+        try:
+            for batch in loader:
+                yield PulledBatch(batch, loader.end_of_dataloader, loader.remainder)
+        finally:
+            loader.gradient_state = self._gradient_state
+
+    def tasks(self, given: Sequence[PipelineTask]) -> tuple[PipelineTask, ...]:
+        """The tasks, after two that take the batch and its flags apart and show the flags.
+
+        Tasks of which nothing is declared come after the flags are shown; one that names states in
+        its ``io`` and asks Accelerate names ``swpipe.loops.accelerate.STATE``, too.
+        """
+        shows = DeclaredIO(state=STATE, mode="w")
+        asks = DeclaredIO(state=STATE, mode="r")
+        return (
+            self.unpack,
+            replace(self.show, io=[shows]),
+            *(replace(one, io=[*one.io, asks]) if one.undeclared else one for one in given),
+        )
+
+    @property
+    def unpack(self) -> PipelineTask:
+        """The task that takes the batch and its flags apart."""
+        return PipelineTask("unpack batch", _unpack, pure=True)
+
+    @property
+    def show(self) -> PipelineTask:
+        """The task that shows the flags to Accelerate."""
+        return PipelineTask("show end_of_dataloader", self._show)
+
+    def leave(self) -> None:
+        """Let Accelerate forget the pass."""
+        self._gradient_state._remove_dataloader(self._shown)
+
+    def _show(self, ctx: Any) -> None:
+        shown, known = self._shown, self._gradient_state.dataloader_references
+        shown.end_of_dataloader, shown.remainder = ctx.pulled_flags
+        if not any(one is shown for one in known):
+            self._gradient_state._add_dataloader(shown)
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether ``Accelerator.prepare`` returned the loader."""
+    module = sys.modules.get("accelerate.data_loader")
+    return module is not None and issubclass(type(loader), module.DataLoaderStateMixin)
+
+
+class _ShownLoader:
+    """What Accelerate takes for the loader: its flags are those of the iteration that runs."""
+
+    end_of_dataloader = False
+    remainder = -1
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Apart:
+    """In place of the state that the loader tells of its pass, from whatever thread pulls."""
+
+    def _add_dataloader(self, loader: Any) -> None:
+        """Nothing: a task shows the loader."""
+
+    def _remove_dataloader(self, loader: Any) -> None:
+        """Nothing, likewise: tasks of earlier batches may still ask."""
+
+
+def _unpack(ctx: Any) -> None:
+    ctx.batch, *ctx.pulled_flags = ctx.batch

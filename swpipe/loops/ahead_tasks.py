@@ -1,0 +1,101 @@
+"""The functions of tasks that run ahead of the loop's body, as a plain loop's body would find them.
+
+    io thread    decode 2    decode 3 fails    decode 4
+    caller                   body 1            body 2      forward 3: raises what decode 3 raised
+
+An exception of a task is raised when the iterations before are complete, by the first task on the
+caller's thread. This one also looks whether the batch is as the tasks ahead have left it: a batch
+that the loader gives twice, say, may be modified for its first iteration when a task has already
+read it for the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from swpipe._tensors.pytree import tensors_in
+from swpipe.core.errors import PlanError, Problem, add_note
+from swpipe.core.messages import listed
+from swpipe.core.task import PipelineTask
+
+
+def versions_in(batch: Any) -> list[int]:
+    """The version counters of a batch's tensors, which count modifications in place."""
+    tensors = (batch,) if type(batch) is Tensor else tensors_in(batch)
+    return [one._version for one in tensors if not one.is_inference()]
+
+
+class AheadTasks:
+    """Tasks of which the first run ahead of the others.
+
+    Attributes:
+        tasks: All tasks, with functions that do this.
+
+    Args:
+        tasks: All tasks, in serial order.
+        ahead: How many of them run ahead; not all.
+    """
+
+    def __init__(self, tasks: Sequence[PipelineTask], ahead: int) -> None:
+        self._failures: dict[int, Exception] = {}
+        self._batches: dict[int, Any] = {}  # by iteration, as they were given to the first task
+        self._versions: dict[int, list[int]] = {}  # and as the last one left them
+        self._names = [task.name for task in tasks[:ahead]]
+        self.tasks = tuple(
+            self._ahead(task) if number < ahead else self._behind(task) if number == ahead else task
+            for number, task in enumerate(tasks)
+        )
+        if not ahead:
+            self.tasks = tuple(tasks)
+
+    def _ahead(self, task: PipelineTask) -> PipelineTask:
+        first, last = task.name == self._names[0], task.name == self._names[-1]
+
+        @wraps(task.fn)
+        def run(ctx: Any) -> None:
+            number = ctx.iter_idx
+            if first:
+                self._batches[number] = ctx.batch
+            try:
+                if number not in self._failures:
+                    task.fn(ctx)
+            except Exception as error:  # noqa: BLE001 - raised by the first task behind
+                add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
+                self._failures[number] = error
+            if last:
+                self._versions[number] = versions_in(self._batches[number])
+
+        return replace(task, fn=run)
+
+    def _behind(self, task: PipelineTask) -> PipelineTask:
+        @wraps(task.fn)
+        def run(ctx: Any) -> None:
+            number = ctx.iter_idx
+            if (failure := self._failures.pop(number, None)) is not None:
+                raise failure
+            if versions_in(self._batches.pop(number)) != self._versions.pop(number):
+                raise self._modified(number)
+            task.fn(ctx)
+
+        return replace(task, fn=run)
+
+    def _modified(self, number: int) -> PlanError:
+        names = listed([repr(name) for name in self._names])
+        text = (
+            f"the batch of iteration {number} was modified in place, by the loop's body or a task "
+            f"of another iteration, after {names} had run on it ahead: a pure task uses what "
+            "nobody else changes while the loop runs. Let the loader give each batch memory of its "
+            f"own, or leave out pure=True of {names}"
+        )
+        return PlanError([Problem(text, tuple(self._names))])
+
+    def drop(self) -> None:
+        """The iterations in flight are dropped."""
+        self._failures.clear()
+        self._batches.clear()
+        self._versions.clear()

@@ -1,0 +1,61 @@
+"""What a loader has beside its batches that outlives a pass: its place, its epoch, its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from swpipe._tensors.stateful import has_state_dict
+from swpipe.core.loaders import unprepared
+from swpipe.loops.accelerate import AccelerateLoader
+
+
+def goes_on(loader: Any) -> bool:
+    """Whether the loader is an iterator of Python's own, such as a generator: a pass goes on.
+
+    An object of another class whose ``iter`` is itself may go on or begin anew.
+    """
+    begin = getattr(type(loader), "__iter__", None)
+    return hasattr(type(loader), "__next__") and not hasattr(begin, "__code__")
+
+
+def epochs_of(loader: Any) -> tuple[Any, ...]:
+    """What a ``set_epoch`` of the loader or of its sampler or dataset has set."""
+    loader = loader.prepared if isinstance(loader, AccelerateLoader) else loader
+    parts = [loader]
+    for name in ("sampler", "batch_sampler", "dataset"):
+        part = getattr(loader, name, None)
+        parts += [part, getattr(part, "sampler", None)]
+    return tuple((getattr(p, "epoch", None), getattr(p, "iteration", None)) for p in parts)
+
+
+def has_place(loader: Any) -> bool:
+    """Whether its place in a pass is known: by a state, or by how many batches it gave."""
+    loader = torchs(loader)
+    if isinstance(loader, DataLoader):
+        return not isinstance(loader.dataset, IterableDataset) or has_state_dict(loader)
+    return isinstance(loader, Sequence | Tensor) or has_state_dict(loader)
+
+
+def torchs(loader: Any) -> Any:
+    """The loader within what Accelerate and swpipe put around it."""
+    return unprepared(loader.prepared if isinstance(loader, AccelerateLoader) else loader)
+
+
+def has_live_workers(loader: Any) -> bool:
+    """Whether worker processes of an earlier pass are used again, with what they drew and kept."""
+    loader = torchs(loader)
+    return (
+        isinstance(loader, DataLoader)
+        and loader.persistent_workers
+        and loader._iterator is not None
+    )
+
+
+def end_workers(loader: Any) -> None:
+    """Let the next pass have new workers, as the first one has."""
+    if has_live_workers(loader):
+        torchs(loader)._iterator = None

@@ -1,0 +1,396 @@
+"""One pass over a loader: what it pulls ahead, where it is, and how to get there again.
+
+An error of the loader, and the end of its batches, come when the caller has got the batches before.
+An iterator has no other pass: batches that were pulled and not handed out are given again.
+
+A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's, is asked for its state
+after each pull, and set back. Any other is begun again under the random states of the beginning,
+and as many batches are pulled and dropped as were handed out: it has to give the same batches then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swpipe._tensors.pytree import tensors_in
+from swpipe._tensors.stateful import has_state_dict
+from swpipe.core.errors import add_note
+from swpipe.core.loaders import are_same, read_in_pass
+from swpipe.loops.ahead_tasks import versions_in
+from swpipe.loops.live_loaders import epochs_of, goes_on, has_live_workers, torchs
+from swpipe.loops.loader_draws import LoaderDraws
+from swpipe.loops.pass_generators import PassGenerators, States, saved_form
+
+
+@dataclass(frozen=True, slots=True)
+class PulledLoader:
+    """A loader, and how its passes are pulled.
+
+    Attributes:
+        loader: The loader.
+        generators: The random generators that matter.
+        draws: What it draws in mid-pass.
+        ahead: Whether batches are pulled while earlier ones are in use.
+        guarded: Whether it is looked whether they may be.
+        makes_batches: Whether its code in this process makes the batches.
+    """
+
+    loader: Any
+    generators: PassGenerators
+    draws: LoaderDraws
+    ahead: bool
+    guarded: bool = False
+    makes_batches: bool = False
+
+
+class _Kept(NamedTuple):
+    """A batch that was pulled and not handed out, and the version counters of its tensors."""
+
+    batch: Any
+    versions: list[int]
+
+
+class _PulledState(NamedTuple):
+    """After a pull: of the loader, and of the generators that it draws from."""
+
+    loader: Any
+    generators: States
+
+
+class _Memory(NamedTuple):
+    """A tensor of a batch that may still be used, and its version counter when it was pulled."""
+
+    tensor: Tensor
+    version: int
+
+
+def _memory_of(batch: Any) -> dict[int, _Memory]:
+    """Address to the tensor there."""
+    found = [one for one in tensors_in(batch) if one.layout is torch.strided and one.numel()]
+    return {
+        one.data_ptr(): _Memory(one, 0 if one.is_inference() else one._version) for one in found
+    }
+
+
+class LoaderPass:
+    """A pass that has begun.
+
+    Attributes:
+        iterator: The rest of its batches.
+        pulled: How many batches were pulled of this pass.
+        fed: How many of these the pipeline was given.
+        handed_out: How many batches the caller got of this pass.
+        ended: There are no more; the caller says so.
+        failure: What the loader raised; the caller raises it at the end of the iterator.
+        saved: Where it began, as given.
+        lost: Whether batches that were pulled ahead were dropped.
+        had_live_workers: Whether it has worker processes of an earlier pass.
+
+    Args:
+        of: The loader, and how it is pulled.
+        saved: Where to go on in mid-pass, as ``state_dict`` returned it; None for a new pass.
+
+    Raises:
+        ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
+    """
+
+    def __init__(self, of: PulledLoader, saved: Mapping[str, Any] | None = None) -> None:
+        self._of, self.saved = of, saved
+        self.had_live_workers = has_live_workers(of.loader)
+        self._epochs = epochs_of(of.loader)
+        self._states: dict[int, _PulledState] = {}  # by batches pulled
+        self._has_state = has_state_dict(of.loader)
+        self._again: deque[Any] = deque()
+        self._ahead: deque[_Kept] = deque()  # of an iterator or a list
+        self._in_use: deque[dict[int, _Memory]] = deque()  # of the body's batch and those ahead
+        self.lost = self._modified = False
+        self._goes_on = goes_on(of.loader)
+        self._is_list = type(of.loader) is list
+        self._at_end = self.ended = False
+        self._latest: Any = None
+        self.failure: Exception | None = None
+        self.handed_out = self.pulled = self.fed = 0
+        of.draws.begin()
+        if saved is not None:
+            self.handed_out = self.pulled = self.fed = saved["batches"]
+            of.generators.write(saved["at_start"])
+        self._at_start = of.generators.read()
+        self._batches = iter(of.loader) if saved is None else self._begun_again(saved)
+        self._is_own_iterator = self._batches is of.loader
+        self._sampling = read_in_pass(torchs(of.loader)) if of.guarded else []
+        self.iterator = self._pull()
+
+    def _begun_again(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        loader = self._of.loader
+        if saved["loader"] is not None:
+            batches = set_back(loader, saved["loader"])
+        else:
+            batches = self._skipped()
+        self._of.generators.write({**saved["generators"], **(saved["after_pull"] or {})})
+        self._of.draws.begin()
+        self._epochs = epochs_of(loader)
+        return batches
+
+    def _skipped(self) -> Iterator[Any]:
+        """The loader begun again, without the batches that were handed out."""
+        loader, wanted = self._of.loader, self.handed_out
+        batches: Iterator[Any] = iter(loader)
+        if batches is loader:
+            raise ValueError(
+                f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
+                "again: give a DataLoader or another object that makes a new iterator"
+            )
+        known = length_of(loader)
+        skipped = known if known < wanted else sum(1 for _ in islice(batches, wanted))
+        if skipped < wanted:
+            raise ValueError(
+                f"the loader has {skipped} batches, but {wanted} were handed out before "
+                "the state was saved: resume with the same data"
+            )
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass is: after the last batch handed out."""
+        of, after_pull = self._of, None
+        if (pulled := self._states.get(self.handed_out)) is not None:
+            loader, after_pull = pulled.loader, saved_form(self._drawn(pulled.generators))
+        else:
+            loader = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
+        return {
+            "batches": self.handed_out,
+            "at_start": saved_form(self._at_start),
+            "generators": of.generators.saved(),
+            "loader": loader,
+            "after_pull": after_pull,
+            "loader_draws": sorted(of.draws.names),
+            "ahead": self.pulled - self.handed_out,
+        }
+
+    @property
+    def is_of_another_epoch(self) -> bool:
+        """Whether ``set_epoch`` was called since the pass began."""
+        return epochs_of(self._of.loader) != self._epochs
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether more was pulled than was handed out."""
+        return self.pulled > self.handed_out
+
+    def drawn_by_others(self) -> frozenset[str]:
+        """Generators that others have drawn from since the last pull, which drew ahead of them."""
+        return self._of.draws.drawn_by_others() if self.is_ahead else frozenset()
+
+    def end(self) -> None:
+        """The caller got the last batch, and asks for no more: the loader is asked, as a for would.
+
+        Raises:
+            ValueError: It has more.
+        """
+        if not self.ended:
+            for _ in self.iterator:
+                raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
+        self.ended = True
+        if self.failure is not None:
+            raise self.failure
+
+    def make_ready(self, depth: int) -> None:
+        """The caller asks for one iteration more, of so many that are then in flight.
+
+        Raises:
+            RuntimeError: The loop has changed what was used ahead, or drawn what the loader draws.
+        """
+        if self.is_ahead or self._at_end:
+            self._check_unchanged()
+        if self.is_ahead:
+            self._of.draws.check_others()
+        self.pull_alone(self.handed_out + depth)
+
+    def pull_alone(self, most: int) -> None:
+        """Pull so many batches in all now, if one of them is to be pulled while none else runs."""
+        draws = self._of.draws
+        if any(draws.wants_alone(number) for number in range(self.pulled + 1, most + 1)):
+            while self.pulled < most and not self._at_end and self._advance(alone=True):
+                self._again.append(self._latest)
+
+    def _check_unchanged(self) -> None:
+        """Refuse a list, or samplers, that would now give other batches than were pulled ahead."""
+        loader = self._of.loader
+        now = read_in_pass(torchs(loader))
+        changed = "" if are_same(self._sampling, now) else "the loader's sampler or dataset"
+        if self._is_list:
+            now = loader[self.handed_out : self.pulled]
+            same = are_same([kept.batch for kept in self._ahead], now)
+            if not same or (self._at_end and len(loader) != self.pulled):
+                changed = "the list"
+        if changed:
+            raise RuntimeError(
+                f"the loop has changed {changed} while batches were pulled ahead: a plain loop "
+                "would get others now. Change it between two passes, or leave the loader in turn "
+                "(pull_ahead=False)"
+            )
+
+    def _pull(self) -> Iterator[Any]:
+        while True:
+            if self._again:
+                batch = self._again.popleft()
+            elif self._at_end or not self._advance():
+                return
+            else:
+                batch, self._latest = self._latest, None
+            self.fed += 1
+            yield batch
+            del batch
+
+    def _advance(self, *, alone: bool = False) -> bool:
+        """Pull the next batch; whether there is one."""
+        of = self._of
+        before = of.draws.before_pull(alone=alone, ahead=of.guarded and self.is_ahead)
+        try:
+            self._latest = next(self._batches)
+            self.pulled += 1
+        except StopIteration:
+            self._at_end = True
+        except Exception as error:  # noqa: BLE001 - raised when the batches before are handed out
+            add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
+            self.failure, self._at_end = error, True
+        of.draws.after_pull(before, alone=alone, first=self.pulled == 1)
+        if self._at_end:
+            self._batches = iter(())
+            return False
+        if of.ahead:
+            self._note_pulled(of.draws.after if before else {})
+        return True
+
+    def _note_pulled(self, after: States) -> None:
+        of = self._of
+        if of.makes_batches:
+            self._check_memory()
+        if self._goes_on or self._is_list:
+            versions = versions_in(self._latest) if self._goes_on else []
+            self._ahead.append(_Kept(self._latest, versions))
+        if self._has_state or after:
+            state = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
+            self._states[self.pulled] = _PulledState(state, after)
+            for old in [number for number in self._states if number < self.handed_out]:
+                del self._states[old]
+
+    def _check_memory(self) -> None:
+        """Refuse a batch in the memory of an earlier one that tasks or the body may still use.
+
+        Raises:
+            RuntimeError: It is.
+        """
+        own = _memory_of(self._latest)
+        for earlier in self._in_use:
+            for address in own.keys() & earlier.keys():
+                now, then = own[address], earlier[address]
+                if now.tensor is not then.tensor or now.version != then.version:
+                    raise RuntimeError(
+                        "the loader has made a batch in the memory of an earlier one, which was "
+                        "pulled ahead and is still in use: let it make a new tensor for each batch"
+                    )
+        self._in_use.append(own)
+
+    def hand_out(self) -> None:
+        """The caller gets the next batch."""
+        self.handed_out += 1
+        if self._ahead:
+            self._ahead.popleft()
+        while len(self._in_use) > self.pulled - self.handed_out + 1:
+            self._in_use.popleft()
+
+    def leave(self, *, failed: bool) -> frozenset[str]:
+        """The caller leaves the pass before its end.
+
+        Args:
+            failed: In the middle of an iteration, whose batch is lost.
+
+        Returns:
+            Generators that the loader has drawn from ahead, and that cannot be set back.
+        """
+        if failed and self.is_ahead:
+            self.hand_out()
+        if self._goes_on:
+            kept = list(self._ahead)
+            self._modified = any(versions_in(one.batch) != one.versions for one in kept)
+            self._ahead.clear()
+            self._again = deque(one.batch for one in kept)
+            self.iterator = self._pull()
+            return frozenset()
+        self.lost = self.is_ahead
+        self.release()
+        after = self._states.get(self.handed_out)
+        if not (self._of.guarded and self._of.draws.names and self.is_ahead):
+            return frozenset()
+        if others := self.drawn_by_others() or (self._of.draws.names if after is None else ()):
+            return frozenset(others)
+        if after is not None:
+            self._of.generators.write(self._drawn(after.generators))
+            self._of.draws.begin()
+        return frozenset()
+
+    def _drawn(self, states: States) -> States:
+        """Those of the generators that the loader draws from."""
+        return {name: states[name] for name in self._of.draws.names & states.keys()}
+
+    def release(self) -> None:
+        """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""
+        self._batches = iter(())
+        self._again.clear()
+        self._ahead.clear()
+        self._at_end = True
+
+    def goes_on(self) -> bool:
+        """Whether a new pass is the rest of this one.
+
+        Raises:
+            RuntimeError: Tasks that ran ahead have modified its batches.
+        """
+        if self.lost and self._is_own_iterator:
+            raise RuntimeError(
+                f"the loader ({type(self._of.loader).__name__}) is its own iterator, and batches "
+                "that were pulled ahead were dropped when the last pass was left: whether a new "
+                "pass begins anew or goes on is not known. Let its __iter__ be a generator, or "
+                "leave the loader in turn (pull_ahead=False)"
+            )
+        if not self._goes_on or self.ended:
+            return False
+        if self._modified:
+            raise RuntimeError(
+                "the loader is an iterator, and tasks that ran ahead have modified batches that "
+                "were dropped when the last pass was left: the loop cannot go on with them. Let "
+                "the tasks make new tensors, or give a loader that makes a new iterator"
+            )
+        return True
+
+
+def set_back(loader: Any, state: Any) -> Iterator[Any]:
+    """A loader with a state of its own, begun where the state was saved.
+
+    Raises:
+        ValueError: It does not take the state.
+    """
+    try:
+        loader.load_state_dict(state)
+        return iter(loader)
+    except Exception as error:
+        raise ValueError(
+            f"the loader ({type(loader).__name__}) does not take the state that was saved of it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def length_of(loader: Any) -> float:
+    """How many batches it says it has; infinity if it does not."""
+    try:
+        return len(loader)
+    except TypeError:
+        return float("inf")

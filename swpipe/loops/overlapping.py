@@ -1,0 +1,340 @@
+"""One call from a plain loop to an overlapped one.
+
+    @swpipe.task(pure=True)
+    def decode(ctx): ...
+
+    for ctx in swpipe.overlap(loader, [decode, forward, backward, step]):
+        ...                                              # as after the tasks of a plain loop
+
+The tasks that come first and are declared pure, and the loader, run ahead, on threads of their own;
+the other tasks stay on the caller's thread, in order, and so does the body. So what they see, and
+where the body leaves the loop, is as in a plain loop, bit for bit. For plans that overlap more, see
+``swpipe.autotune``.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, Self
+
+import torch
+
+from swpipe.core.context import C
+from swpipe.core.errors import PlanError, Problem
+from swpipe.core.loaders import generators_in_pass, is_apart
+from swpipe.core.messages import listed
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask, refs_in, task
+from swpipe.device import Device, resolve
+from swpipe.loops.accelerate import AccelerateLoader, is_prepared
+from swpipe.loops.ahead_tasks import AheadTasks
+from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
+from swpipe.loops.loader_draws import LoaderDraws
+from swpipe.loops.loader_pass import LoaderPass, PulledLoader
+from swpipe.loops.pass_generators import PassGenerators, told
+from swpipe.loops.resumable import ResumableLoop
+from swpipe.pipeline import SWPipeline
+from swpipe.plans.prefetch import prefetch_plan
+
+__all__ = ["Overlap", "OverlappedLoop", "overlap"]
+
+_GROUP = "loader"
+
+_HAND_OVER = PipelineTask("hand over", lambda ctx: None)
+"""On the caller's thread, where all other tasks run ahead."""
+
+_GONE = {
+    "iterations": ": overlap() records nothing, and what may run ahead is declared, by pure=True "
+    "of a task and pull_ahead=True of the loader. Leave it out",
+}
+"""Arguments that there were."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What runs ahead, and why the rest does not.
+
+    Attributes:
+        plan: The plan.
+        ahead: Names of the tasks that run ahead of the others.
+        loader_ahead: Whether the loader does.
+        why: Sentences on what does not, and what would have to be said of it.
+    """
+
+    plan: PipelinePlan
+    ahead: tuple[str, ...]
+    loader_ahead: bool
+    why: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = [*(["the loader"] if self.loader_ahead else []), *self.ahead]
+        return "\n".join([f"ahead: {listed(names) if names else 'nothing'}", *self.why])
+
+
+class OverlappedLoop(ResumableLoop[C]):
+    """An iterable of contexts, one pass over the loader each time.
+
+    Use it as a context manager, or call ``close``, to end its threads; they also end with each
+    pass. A pass that is left early drops the batches that were pulled ahead; a loader that is an
+    iterator gives them again in the next one.
+
+    Attributes:
+        overlap: What runs ahead, and why the rest does not.
+        pipe: The pipeline, to profile or trace.
+    """
+
+    pipe: SWPipeline[C]
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        overlap: Overlap,
+        pipe: SWPipeline[C],
+        ahead: AheadTasks,
+        said: bool,
+    ) -> None:
+        self.overlap = overlap
+        self._ahead, self._said = ahead, said
+        super().__init__(pipe, loader)
+
+    def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
+        loader, ahead = self._loader, self.overlap.loader_ahead
+        # Where it is known to be apart, it draws from nothing but what it was given.
+        apart = is_apart(torchs(loader), draws_watched=True)
+        given = generators_in_pass(torchs(loader))
+        names = [name for name, one in generators.own.items() if any(one is g for g in given)]
+        draws = LoaderDraws(generators, names if ahead else (), measured=ahead and not apart)
+        return PulledLoader(
+            loader, generators, draws, ahead, guarded=ahead, makes_batches=not apart
+        )
+
+    def _rest_of_left(self) -> LoaderPass | None:
+        left = self._pass
+        return left if left is not None and left.goes_on() else None
+
+    def _new_pass(self) -> LoaderPass:
+        left = self._pass
+        if left is not None and left.lost and not self._said and has_live_workers(self._loader):
+            raise RuntimeError(
+                "the last pass was left, and the loader's workers, which live on, have made "
+                "batches that were pulled ahead and dropped: what they draw or count would not be "
+                "that of a plain loop. Let each pass have new ones, by "
+                "DataLoader(persistent_workers=False), or say pull_ahead=True if they draw and "
+                "count nothing, or pull_ahead=False"
+            )
+        return super()._new_pass()
+
+    def _begin(self, current: LoaderPass) -> None:
+        """Nothing: the first batches are pulled when they are asked for."""
+
+    def _make_ready(self, current: LoaderPass) -> None:
+        if self.overlap.loader_ahead:
+            current.make_ready(self.overlap.plan.depth)
+
+    def _count(self, current: LoaderPass, in_flight: int) -> None:
+        """Nothing: only what the body got was handed out."""
+
+    def _pipeline_state(self) -> dict[str, int]:
+        # No task of an iteration in flight has changed any state.
+        return self.pipe.state_dict(check=not self.pipe.in_flight)
+
+    def _drop(self, current: LoaderPass) -> None:
+        self.pipe.drop()  # no task of these iterations has changed any state
+        self._ahead.drop()
+
+    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
+        if drawn := current.leave(failed=failed):
+            warnings.warn(
+                f"the pass was left, and the loader has drawn ahead from "
+                f"{listed(sorted(map(told, drawn)))}, from which the loop draws, too: what is "
+                "drawn from now on is not what a plain loop draws",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """End the threads. An iterator that was given is let go: its ``finally`` may run."""
+        self.pipe.close()
+        _pulled.pop(id(self._loader), None)
+        if self._running is None and goes_on(self._loader) and self._pass is not None:
+            self._pass.release()
+            self._pass = self._rest = None
+            self._loader = ()
+            self._pulled = replace(self._pulled, loader=())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+_pulled: weakref.WeakValueDictionary[int, OverlappedLoop[Any]] = weakref.WeakValueDictionary()
+"""The loops that pull ahead from an iterator, by its id; each holds its iterator."""
+
+
+def overlap(
+    loader: Iterable[Any],
+    tasks: Iterable[PipelineTask | Callable[[Any], None]],
+    *,
+    pull_ahead: bool | None = None,
+    device: Device | torch.device | str | None = None,
+    seed: int | None = None,
+    start_iteration: int = 0,
+    context: type[C] | None = None,
+    check_effects: bool | float | None = None,
+    **gone: Any,
+) -> OverlappedLoop[C]:
+    """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
+
+    Nothing is run or pulled before the ``for``. The numbers are those of the plain loop, bit for
+    bit, if what is declared is true.
+
+    Args:
+        loader: As in ``for batch in loader``.
+        tasks: In the order of the plain loop. A function is a task of the function's name. Those
+            that come first and are pure run ahead.
+        pull_ahead: Whether batches are pulled ahead. None: if the loader is a list, tuple or range,
+            or a ``DataLoader`` (torch's or torchdata's own class) with workers and torch's
+            samplers. True, for any other, says that it does not read what the loop changes, that
+            nobody asks it for more than its batches, and that the loop draws from no random
+            generator from which it draws; and that it begins each pass anew, or is an iterator.
+            False: never.
+        device: As for ``SWPipeline``.
+        seed: For tasks with ``random=True``; as for ``SWPipeline``.
+        start_iteration: The number of the first iteration, that of the loader's first batch.
+        context: The class of the contexts; as for ``SWPipeline``.
+        check_effects: As for ``SWPipeline``: whether the tasks do what they declare. The body of
+            the loop is not watched.
+        gone: Nothing; an argument that there was is an error that says what replaces it.
+
+    Raises:
+        ValueError: ``pull_ahead`` is True over an iterator that another loop pulls from; or
+            ``start_iteration`` is no number of an iteration.
+        PlanError: There are no tasks, or two have the same name.
+        TypeError: One of the tasks is neither a task nor a function with a name.
+
+    Warns:
+        RuntimeWarning: Nothing can run ahead, and what to do.
+    """
+    for name in gone:
+        raise TypeError(
+            f"overlap() has no argument {name!r}{': ' * (name in _GONE)}{_GONE.get(name, '')}"
+        )
+    if pull_ahead is not None and type(pull_ahead) is not bool:
+        raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
+    given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
+    if not given:
+        raise PlanError([Problem("there are no tasks: give at least one")])
+    ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
+    if ahead:
+        _check_shared(loader)
+    leading = tuple(takewhile(_may_run_ahead, given)) if ahead else ()
+    if ahead and is_prepared(loader):
+        loader = AccelerateLoader(loader)
+        rest = given[len(leading) :]
+        leading = (loader.unpack, *leading)
+        given = (*leading, loader.show, *rest)
+    found, given = _choose(loader, given, leading, ahead, pull_ahead)
+    if not ahead and pull_ahead is None:
+        warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
+    functions = AheadTasks(given, len(leading))
+    pipe = SWPipeline(
+        found.plan,
+        functions.tasks,
+        device=resolve(device),
+        seed=seed,
+        start_iteration=start_iteration,
+        context=context,
+        check_effects=False if check_effects is None else check_effects,
+    )
+    loop = OverlappedLoop(loader, found, pipe, functions, said=pull_ahead is True)
+    if ahead and goes_on(loader):
+        _pulled[id(loader)] = loop
+    return loop
+
+
+def _may_run_ahead(one: PipelineTask) -> bool:
+    # A random task seeds torch's default generators, which all threads share, while it runs: the
+    # body, or another task, may draw from them at the same time.
+    return one.pure and not one.random
+
+
+def _check_shared(loader: Iterable[Any]) -> None:
+    if hasattr(type(loader), "__next__") and id(loader) in _pulled:
+        raise ValueError(
+            f"another loop pulls ahead from this iterator ({type(loader).__name__}), and has "
+            "batches of it that this one would miss: an iterator is pulled ahead by one loop. "
+            "close() the other one, or go on with it"
+        )
+
+
+def _choose(
+    loader: Iterable[Any],
+    given: tuple[PipelineTask, ...],
+    leading: Sequence[PipelineTask],
+    ahead: bool,
+    pull_ahead: bool | None,
+) -> tuple[Overlap, tuple[PipelineTask, ...]]:
+    """What runs ahead, and the tasks."""
+    why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(given, len(leading), ahead))
+    if ahead and len(leading) == len(given):  # the body of the loop is what they run ahead of
+        given = (*given, _HAND_OVER)
+    names = tuple(one.name for one in leading)
+    if leading:
+        plan = prefetch_plan(leading, given[len(leading) :], pull_group=_GROUP)
+    else:
+        plan = PipelinePlan.serial(given)
+        if ahead:
+            plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
+    return Overlap(plan, names, ahead, why), given
+
+
+def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str, ...]:
+    if ahead:
+        return ()
+    if pull_ahead is False:
+        return ("The loader is pulled in turn (pull_ahead=False).",)
+    text = (
+        f"The loader ({type(loader).__name__}) makes its batches in this process, and may read "
+        "what the loop changes, so it is pulled in turn. Let a worker make them "
+        "(DataLoader(num_workers=1)); or say pull_ahead=True, if it does not, nobody asks it for "
+        "more than its batches, and the loop draws from no random generator from which it draws."
+    )
+    return (text,)
+
+
+def _why_behind(given: Sequence[PipelineTask], ahead: int, pulled: bool) -> tuple[str, ...]:
+    behind = given[ahead:]
+    undeclared = [repr(one.name) for one in behind if one.undeclared]
+    pure = [repr(one.name) for one in behind if one.pure and not one.random]
+    random = [repr(one.name) for one in behind if one.pure and one.random]
+    why = []
+    if undeclared:
+        text = (
+            f"{listed(undeclared)}: of what they touch nothing is said, so they keep their order "
+            "with the body of the loop."
+        )
+        if behind[0].undeclared:
+            name = behind[0].name
+            text += (
+                f" {name!r} could run ahead if it uses its context and what nobody changes while "
+                "the loop runs, and changes its context only: say so by @swpipe.task(pure=True), "
+                f"or PipelineTask({name!r}, ..., pure=True)."
+            )
+        why.append(text)
+    if random and pulled:
+        why.append(
+            f"{listed(random)}: random, and draws from torch's default generators, as the body of "
+            "the loop may. Let it draw from a torch.Generator of its own, seeded by ctx.iter_idx."
+        )
+    if pure and pulled:
+        why.append(
+            f"{listed(pure)}: pure, and comes after {behind[0].name!r}, which runs in turn: what "
+            "it uses of that is not known."
+        )
+    return tuple(why)

@@ -1,0 +1,347 @@
+"""A loop over a pipeline that can be stopped and gone on with, whatever was pulled ahead.
+
+    pulled           0  1  2  3  4  5
+    handed out       0  1  2  3                  the body of the loop is at 3: a state is saved
+    resumed                      4  5  6 ...     the loader is set back; numbers and draws go on
+
+``LoaderPass`` knows how a loader is set back. Generators that the loader draws from go on from
+where the pull of the batch handed out last left them; others from where they are when a state is
+saved. The second pull tells which these are, before any task runs: samplers draw their seed in the
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from swpipe._tensors.stateful import has_state_dict
+from swpipe.core.messages import listed, shown
+from swpipe.device import Device, resolve
+from swpipe.inference.early_changes import early_changes
+from swpipe.loops.accelerate import AccelerateLoader
+from swpipe.loops.live_loaders import end_workers, has_live_workers, has_place, torchs
+from swpipe.loops.loader_draws import LoaderDraws
+from swpipe.loops.loader_pass import LoaderPass, PulledLoader, length_of, set_back
+from swpipe.loops.pass_generators import PassGenerators, told
+from swpipe.loops.saved_state import VERSION, checked
+from swpipe.pipeline import SWPipeline
+
+__all__ = ["Resumable", "ResumableLoop"]
+
+Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
+
+
+@runtime_checkable
+class Resumable(Protocol[Out]):
+    """A pipeline: ``SWPipeline``, or one with TorchRec's names but ``StagedTrainPipeline``."""
+
+    def progress(self, iterator: Iterator[Any], /) -> Out:
+        """Return the next result; StopIteration at the end."""
+
+    def state_dict(self) -> dict[str, int]:
+        """As ``SWPipeline.state_dict``."""
+
+    def load_state_dict(self, state: Mapping[str, int], /) -> None:
+        """As ``SWPipeline.load_state_dict``."""
+
+
+class ResumableLoop(Generic[Out]):
+    """An iterable of what ``progress`` returns, one pass over the loader each time.
+
+    A pass that is left early, by ``break`` or an exception, drops what was pulled ahead if no task
+    can have changed anything for it. Otherwise it stays in flight, for ``drain`` of the pipeline.
+
+    Attributes:
+        pipe: The pipeline.
+        counted: Whether whoever iterates counts the batches, and does not ask for another one after
+            the last, as Lightning's Trainer: set it to True, and the last batch ends the pass.
+
+    Args:
+        pipe: The pipeline. Tasks with ``random=True`` draw by the iteration's number; others may
+            draw from the default generators if the loader does not.
+        loader: As in ``for batch in loader``; an ``AccelerateLoader`` in place of a loader that
+            Accelerate prepared.
+        device: Whose default generators are saved besides the CPU's; None for the pipeline's, or
+            else the machine's accelerator.
+    """
+
+    counted = False
+
+    def __init__(
+        self,
+        pipe: Resumable[Out],
+        loader: Iterable[Any],
+        *,
+        device: Device | torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(pipe, Resumable):
+            raise TypeError(
+                f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
+            )
+        self.pipe = pipe
+        self._loader = loader
+        if isinstance(loader, AccelerateLoader):
+            loader.in_loop = True
+        where = resolve(getattr(pipe, "device", None) if device is None else device)
+        self._pulled = self._pulled_loader(PassGenerators(torchs(loader), where))
+        self._pass: LoaderPass | None = None
+        self._rest: LoaderPass | None = None  # of the pass of a state that was loaded
+        self._running: LoaderPass | None = None
+        self._left = False  # early
+        self._dropped = False  # what was in flight then
+
+    def state_dict(self, *, rest: bool | None = None, check: bool = True) -> dict[str, Any]:
+        """What to save beside models and optimizers, in the body of the loop or between passes.
+
+        In the body it leads to the rest of this pass, between passes to a new one. It has numbers,
+        strings and tensors: the pipeline's state, how many batches of this pass were handed out,
+        the loader's state if it has one, and random generators: the default ones, and what a
+        ``DataLoader`` and its sampler were given.
+
+        Args:
+            rest: After a pass that was left early: whether to go on with the rest of it.
+            check: Refuse where the state may not lead to the same numbers; False if the loader
+                gives the same batches whenever it is begun, or if others do not matter.
+
+        Raises:
+            RuntimeError: A run that goes on from here would not surely have the numbers of one that
+                was never stopped; it says why, and what to do.
+        """
+        state: dict[str, Any] = {"version": VERSION, "pipeline": self._pipeline_state()}
+        if self._left and rest is None:
+            raise RuntimeError(
+                "the last pass was left early, and a state could lead to the rest of it or to a "
+                "new pass: save in the body of the loop, before you leave it, or say which by "
+                "state_dict(rest=True) or state_dict(rest=False)"
+            )
+        # A task with random=True may be running, which has seeded the generators for itself.
+        with self._pulled.generators.exclusive():
+            return state | self._place(state["pipeline"]["in_flight"], rest, check)
+
+    def _place(self, in_flight: int, rest: bool | None, check: bool) -> dict[str, Any]:
+        """What a state has beside the pipeline's."""
+        current = self._pass
+        if current is None or (self._left and not rest):
+            return self._between_passes(check)
+        if others := self._others_in_flight(current):
+            raise RuntimeError(
+                f"iterations are in flight ({others}) that are not of this loop: finish their "
+                "iterator, or call drain(), before you save"
+            )
+        if not (current.ended or self._dropped):
+            self._count(current, in_flight)
+        if self.counted and self._is_complete(current):
+            current.end()
+        if current.ended:
+            return self._between_passes(check)
+        self._check_place(current, check)
+        return current.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on where a state was saved, in this process or another.
+
+        Call it before the first pass, after models and optimizers are loaded. The pipeline may have
+        another plan. A loader without a state of its own has to give the same batches again: those
+        that were handed out are skipped. Random generators are set as they were.
+
+        Raises:
+            RuntimeError: A pass has not ended.
+            ValueError: The loader has fewer batches than were handed out, or cannot be begun again;
+                or the state is not that of such a loop.
+        """
+        self._refuse_running()
+        loader, generators = self._loader, self._pulled.generators
+        state = checked(state, type(self).__name__, loader, generators)
+        self._pulled.draws.names |= frozenset(state["loader_draws"])
+        end_workers(loader)
+        self._pass = self._rest = None
+        if state["batches"]:
+            self._pass = self._rest = LoaderPass(self._pulled, state)
+        else:
+            if state["loader"] is not None:
+                set_back(loader, state["loader"])
+            generators.write(state["generators"])
+        self.pipe.load_state_dict(state["pipeline"])
+        self._left = False
+
+    def __iter__(self) -> Iterator[Out]:
+        """What the pipeline returns for each batch.
+
+        Raises:
+            RuntimeError: Another pass has not ended.
+        """
+        # The rest of a pass is this iterator's even if nobody asks it for anything: Lightning does
+        # not, when it goes on from the last batch of an epoch. A new pass begins when it is asked.
+        rest, self._rest = self._rest, None
+        return self._iterate(rest)
+
+    def _iterate(self, rest: LoaderPass | None) -> Iterator[Out]:
+        self._refuse_running()
+        if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
+            self._refuse_left()
+        if rest is not None and rest.is_of_another_epoch:
+            end_workers(self._loader)
+            rest = LoaderPass(self._pulled, rest.saved)
+        current = self._pass = rest or self._rest_of_left() or self._new_pass()
+        self._begin(current)
+        iterator = current.iterator
+        self._dropped = self._left = False
+        self._running, failed = current, False
+        try:
+            while True:
+                self._make_ready(current)
+                try:
+                    out = self.pipe.progress(iterator)
+                except StopIteration:
+                    current.ended = True
+                    if current.failure is not None:
+                        raise current.failure from None
+                    return
+                except BaseException:
+                    failed = True
+                    raise
+                current.hand_out()
+                yield out
+                del out
+        finally:
+            if self._running is current:
+                self._end(current, failed=failed)
+
+    def _end(self, current: LoaderPass, *, failed: bool) -> None:
+        """The pass is over, or left."""
+        self._running = None
+        if isinstance(self._loader, AccelerateLoader):
+            self._loader.leave()
+        if not current.ended:
+            self._drop(current)
+            if self._is_complete(current):
+                current.end()
+        if current.ended:
+            current.release()
+        else:
+            self._leave(current, failed=failed)
+        self._left = not current.ended
+
+    def _is_complete(self, current: LoaderPass) -> bool:
+        """Whether all was handed out, by the loader's length."""
+        return current.handed_out == length_of(self._loader)
+
+    def __len__(self) -> int:
+        """The loader's length."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
+        # What is not pulled ahead is drawn in the order of a plain loop.
+        ahead = not isinstance(self.pipe, SWPipeline) or self.pipe.plan.depth > 1
+        draws = LoaderDraws(generators, generators.own if ahead else (), measured=ahead)
+        return PulledLoader(self._loader, generators, draws, ahead)
+
+    def _new_pass(self) -> LoaderPass:
+        return LoaderPass(self._pulled)
+
+    def _rest_of_left(self) -> LoaderPass | None:
+        """The pass that was left, where a new one goes on with it."""
+        return None
+
+    def _begin(self, current: LoaderPass) -> None:
+        """A pass begins, or goes on."""
+        if self._pulled.ahead and not current.pulled:
+            current.pull_alone(2)
+
+    def _make_ready(self, current: LoaderPass) -> None:
+        """The next iteration is asked for."""
+
+    def _count(self, current: LoaderPass, in_flight: int) -> None:
+        """Set how many batches were handed out, ``drain`` included."""
+        current.handed_out = current.fed - in_flight
+
+    def _pipeline_state(self) -> dict[str, int]:
+        return self.pipe.state_dict()
+
+    def _drop(self, current: LoaderPass) -> None:
+        """Drop what is in flight, if nothing can have changed by it."""
+        pipe = self.pipe
+        if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
+            return
+        if any(early_changes(pipe.plan, pipe.tasks)):
+            return
+        self._count(current, pipe.in_flight)
+        pipe.drop()
+        self._dropped = True
+
+    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
+        """The pass is left before its end."""
+        if self._dropped:
+            current.release()
+
+    def _refuse_left(self) -> None:
+        if in_flight := self.pipe.state_dict()["in_flight"]:
+            raise RuntimeError(
+                f"batches of the pass that was left early are in flight ({in_flight}): call "
+                "drain() before the next pass"
+            )
+
+    def _others_in_flight(self, current: LoaderPass) -> int:
+        pipe = self.pipe
+        return pipe.in_flight_of_others(current.iterator) if isinstance(pipe, SWPipeline) else 0
+
+    def _refuse_running(self) -> None:
+        if self._running is not None:
+            raise RuntimeError(
+                "a pass over this loop has not ended: leave its for, or close() its iterator, first"
+            )
+
+    def _between_passes(self, check: bool) -> dict[str, Any]:
+        """What a state has that leads to a new pass.
+
+        Raises:
+            RuntimeError: It would not surely have the same numbers, and ``check``.
+        """
+        loader: Any = self._loader
+        if self._left and has_state_dict(loader):
+            raise RuntimeError(
+                "the loader has a state of its own, which leads to the rest of the pass that was "
+                "left early: save in the body of the next pass"
+            )
+        if check and has_live_workers(loader):
+            raise RuntimeError(_LIVE)
+        now = self._pulled.generators.saved()
+        return {
+            "batches": 0,
+            "at_start": now,
+            "generators": now,
+            "loader": loader.state_dict() if has_state_dict(loader) else None,
+            "after_pull": None,
+            "loader_draws": sorted(self._pulled.draws.names),
+            "ahead": 0,
+        }
+
+    def _check_place(self, current: LoaderPass, check: bool) -> None:
+        """Refuse to save in mid-pass where no state leads back to the same batches and draws."""
+        if shared := current.drawn_by_others():
+            raise RuntimeError(
+                "the loader and something else, a task or the body of the loop, draw from "
+                f"{listed(sorted(map(told, shared)))}, and the loader has drawn ahead: call "
+                "drain() before you save, let the loader's workers draw "
+                "(DataLoader(num_workers=1)), or give tasks random=True"
+            )
+        if check and not has_place(self._loader):
+            raise RuntimeError(
+                f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
+                "DataLoader over a map-style dataset, and does not say where it is in its pass: "
+                "give it state_dict and load_state_dict, as torchdata's StatefulDataLoader has; or "
+                "save between two passes; or, if it gives the same batches whenever it is begun, "
+                "by state_dict(check=False)"
+            )
+        if check and current.had_live_workers:
+            raise RuntimeError(_LIVE)
+
+
+_LIVE = (
+    "the loader's workers live on from pass to pass, and what they have drawn or counted is in no "
+    "state: let each pass have new ones, by DataLoader(persistent_workers=False); or, if they draw "
+    "and count nothing, save by state_dict(check=False)"
+)

@@ -1,0 +1,78 @@
+"""The form of a loop's saved state, and whether what is loaded has it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from swpipe._tensors.stateful import has_state_dict
+from swpipe.core.messages import listed, shown
+from swpipe.loops.pass_generators import PassGenerators
+
+VERSION = 1
+
+_OF_PASS = ("at_start", "generators", "loader", "after_pull", "loader_draws")
+_KEYS = frozenset(["version", "pipeline", "batches", "ahead", *_OF_PASS])
+
+
+def checked(
+    state: object, owner: str, loader: Any, generators: PassGenerators
+) -> Mapping[str, Any]:
+    """The state, if it is one of such a loop.
+
+    Raises:
+        ValueError: It is not, or is damaged, or of another kind of loader; it says how.
+    """
+    try:
+        return _checked(state, loader, generators)
+    except ValueError as error:
+        raise ValueError(
+            f"the state is not one that {owner}.state_dict() returned for such a loop: {error}"
+        ) from error
+
+
+def _checked(state: object, loader: Any, generators: PassGenerators) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"it is {shown(state)}")
+    if "version" in state and state["version"] != VERSION:
+        raise ValueError(
+            f"its version is {shown(state['version'])}, and this swpipe has {VERSION}: go on with "
+            "the version of swpipe that saved it"
+        )
+    if different := _KEYS ^ {*state}:
+        names = listed(sorted(map(shown, different)), most=3)
+        raise ValueError(f"it lacks, or should not have, {names}")
+    _check_numbers(state, ("batches", "ahead"))
+    pipeline = state["pipeline"]
+    if not isinstance(pipeline, Mapping):
+        raise ValueError(f"its pipeline is {shown(pipeline)}")
+    _check_numbers(pipeline, ("next_iteration", "in_flight"))
+    if type(pipeline.get("seed")) is not int:
+        raise ValueError(f"its seed is {shown(pipeline.get('seed'))}: an integer")
+    for name in ("at_start", "generators"):
+        generators.check(state[name], name)
+        if missing := {"torch", "python", *generators.own} - state[name].keys():
+            raise ValueError(f"its {name} has no state of {listed(sorted(missing), most=3)}")
+    if state["after_pull"] is not None:
+        generators.check(state["after_pull"], "after_pull")
+    draws = state["loader_draws"]
+    known = {"torch", "python", "numpy", *generators.own}
+    if not isinstance(draws, list | tuple) or not all(
+        isinstance(name, str) and name in known for name in draws
+    ):
+        raise ValueError(f"its loader_draws is {shown(draws)}")
+    if (state["loader"] is not None) != has_state_dict(loader):
+        kind = "one with" if state["loader"] is not None else "one without"
+        raise ValueError(
+            f"it was saved of {kind} a state of its own, and the loader is a "
+            f"{type(loader).__name__}: resume with a loader of the same kind"
+        )
+    return state
+
+
+def _check_numbers(values: Mapping[Any, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        value = values.get(name)
+        if type(value) is not int or not 0 <= value <= sys.maxsize:
+            raise ValueError(f"its {name} is {shown(value)}: an integer from 0")

@@ -1,0 +1,312 @@
+"""``swpipe.overlap``: ordinary loops run overlapped, and give the numbers of the plain loop."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import swpipe
+from swpipe import PipelineTask
+from tests.loops.ordinary_loops import LOOPS, Loop, StopTraining, Training, batches
+
+CURRICULA = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
+"""The loader reads what a task changes: nobody can honestly say that it is pulled ahead."""
+
+SHARED = {"augmentation and dropout", "noise in a map and dropout", "a hidden draw and dropout"}
+"""Loader and forward draw from one generator; likewise."""
+
+NOT_PURE = {"a cache of the module"}
+"""Here, decode keeps something."""
+
+APART = {"a list", "a loader with workers", "persistent workers"}
+"""The loader runs ahead without a word."""
+
+
+def made(name: str) -> Loop:
+    """The loop, with the generators as at the beginning of a script."""
+    torch.manual_seed(11)
+    random.seed(11)
+    return LOOPS[name]()
+
+
+def plain(loop: Loop) -> Iterator[Any]:
+    """One pass of a plain loop."""
+    for batch in loop.loader:
+        ctx = SimpleNamespace(batch=batch, iter_idx=loop.count)  # type: ignore[attr-defined]
+        for function in loop.functions:
+            function(ctx)
+        loop.count += 1  # type: ignore[attr-defined]
+        yield ctx
+
+
+def run(loop: Loop, passes: Iterable[Iterable[Any]]) -> list[Any]:
+    """Run the loop's body on each context; returns the losses, and all that the loop leaves."""
+    losses = []
+    try:
+        for contexts in passes:
+            for ctx in contexts:
+                losses.append(ctx.loss.detach().clone())
+                loop.body(ctx)
+            loop.after_epoch()
+    except StopTraining:
+        contexts.close()  # type: ignore[attr-defined]
+    return [losses, loop.state()]
+
+
+def run_plain(loop: Loop) -> list[Any]:
+    """As a plain loop."""
+    loop.count = 0  # type: ignore[attr-defined]
+    return run(loop, (plain(loop) for _ in range(loop.epochs)))
+
+
+def run_overlapped(loop: Loop, **options: Any) -> list[Any]:
+    """With one call more."""
+    with swpipe.overlap(loop.loader, loop.functions, device="cpu", **options) as overlapped:
+        return run(loop, (iter(overlapped) for _ in range(loop.epochs)))
+
+
+def declared(name: str) -> tuple[Loop, dict[str, Any]]:
+    """The loop, and the arguments, with all that its author can say."""
+    loop = made(name)
+    if name not in NOT_PURE:
+        loop.functions[0] = swpipe.task(name="decode", pure=True)(loop.functions[0])
+    return loop, {} if name in APART else {"pull_ahead": True}
+
+
+def plain_numbers(name: str) -> list[Any]:
+    """All that the plain loop has, and what the generators draw next."""
+    return [run_plain(made(name)), torch.rand(1), random.random()]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_which_nothing_is_said_has_the_numbers_of_the_plain_one(name: str) -> None:
+    """Losses, parameters, optimizers, counters and random states; one warning, or none."""
+    expected = plain_numbers(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [run_overlapped(made(name)), torch.rand(1), random.random()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    told = [str(one.message) for one in caught]
+    assert [one.startswith("nothing runs ahead: ") for one in told] == [True] * (name not in APART)
+
+
+@pytest.mark.parametrize("name", [name for name in LOOPS if name not in {*CURRICULA, *SHARED}])
+def test_a_loop_that_is_declared_runs_ahead_with_the_same_numbers(name: str) -> None:
+    """The loader, and decode."""
+    expected = plain_numbers(name)
+    loop, options = declared(name)
+    with swpipe.overlap(loop.loader, loop.functions, device="cpu", **options) as overlapped:
+        assert overlapped.overlap.loader_ahead
+        assert overlapped.overlap.ahead == (() if name in NOT_PURE else ("decode",))
+        found = [run(loop, (iter(overlapped) for _ in range(loop.epochs)))]
+    found += [torch.rand(1), random.random()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_a_loader_that_draws_what_a_task_draws_is_refused(name: str) -> None:
+    """At the second iteration, with what to do: the plain loop draws in turn."""
+    loop, options = declared(name)
+    reason = r"the loader and the loop.* both draw from torch's default.*num_workers=1.*random=True"
+    with pytest.raises(RuntimeError, match=reason):
+        run_overlapped(loop, **options)
+
+
+def test_there_are_forty_loops() -> None:
+    """And more."""
+    assert len(LOOPS) >= 40
+
+
+def test_what_runs_ahead_is_told_and_what_to_say_of_the_rest() -> None:
+    """Decoding does; the rest says nothing."""
+    loop, options = declared("a plain loader")
+    with swpipe.overlap(loop.loader, loop.functions, device="cpu", **options) as overlapped:
+        assert overlapped.overlap.plan.pull_group == "loader"
+        assert str(overlapped.overlap).startswith(
+            "ahead: the loader, decode\n'forward', 'backward', 'step': of what they touch nothing"
+        )
+        assert "PipelineTask('forward', ..., pure=True)" in str(overlapped.overlap)
+        assert len(overlapped) == 6
+
+
+def test_a_loader_in_this_process_is_told() -> None:
+    """With the two mends, and how to say that a task is pure; not where it was asked for."""
+    loop = made("a plain loader")
+    reason = (
+        r"nothing runs ahead: The loader \(DataLoader\).*num_workers=1.*pull_ahead=True.*'decode'"
+        ".*pure=True"
+    )
+    with pytest.warns(RuntimeWarning, match=reason):
+        overlapped = swpipe.overlap(loop.loader, loop.functions, device="cpu")
+    assert overlapped.overlap.plan.depth == 1
+    overlapped.close()
+    swpipe.overlap(loop.loader, loop.functions, device="cpu", pull_ahead=False).close()
+
+
+def test_a_loop_that_is_left_can_be_begun_again() -> None:
+    """Batches that were pulled ahead are dropped, as those of a DataLoader's workers are."""
+    parts = Training()
+    with swpipe.overlap(batches(), parts.tasks(), pull_ahead=True, device="cpu") as overlapped:
+        for ctx in overlapped:
+            if ctx.iter_idx == 1:
+                break
+        del ctx
+        assert overlapped.pipe.in_flight == 0
+        before = copy.deepcopy(parts.model.state_dict())
+        numbers = [ctx.iter_idx for ctx in overlapped]
+        assert numbers == [2, 3, 4, 5, 6, 7]
+        assert not torch.equal(parts.model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_a_loop_may_be_closed_before_it_is_left() -> None:
+    """A pass that is left after that has nothing to drop."""
+    overlapped = swpipe.overlap(batches(), Training().tasks(), pull_ahead=True, device="cpu")
+    contexts = iter(overlapped)
+    next(contexts)
+    overlapped.close()
+    contexts.close()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iter(overlapped))
+
+
+class Told(swpipe.Observer):
+    """Which tasks of which iteration ended, and on which thread."""
+
+    def __init__(self) -> None:
+        self.threads: dict[int, dict[str, int]] = {}
+
+    def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
+        if exists:
+            self.threads.setdefault(iteration, {})[ins.task] = threading.get_ident()
+
+
+def test_an_observer_was_told_of_all_tasks_of_the_iteration_that_the_body_gets() -> None:
+    """By the context's number, also after a pass that was left; each on its own thread."""
+    told, numbers = Told(), []
+    here = {"<admit>", "forward", "backward", "step", "<retire>"}
+    loop = swpipe.overlap(batches(), Training().tasks(), pull_ahead=True, device="cpu")
+    with loop, loop.pipe.observe(told):
+        for last in (2, 8):
+            for ctx in loop:
+                threads = told.threads.pop(ctx.iter_idx)
+                numbers.append(ctx.iter_idx)
+                assert threads.keys() == {*here, "<pull>", "decode"}
+                mine = threading.get_ident()
+                assert {name for name, thread in threads.items() if thread == mine} == here
+                if ctx.iter_idx == last:
+                    break
+    assert numbers == list(range(9))
+
+
+def test_a_random_task_stays_with_the_body_which_may_draw() -> None:
+    """All threads share torch's default generators, which it seeds; what to do is told."""
+
+    def noise(ctx: Any) -> None:
+        ctx.x = ctx.x + torch.rand(4)
+
+    def drawn(**options: Any) -> Any:
+        functions = Training().tasks()
+        functions.insert(1, PipelineTask("noise", noise, random=True, pure=True))
+        torch.manual_seed(5)
+        with swpipe.overlap(batches(), functions, device="cpu", seed=3, **options) as loop:
+            found = [(ctx.x.sum(), torch.rand(1)) for _ in range(2) for ctx in loop]
+            return loop.overlap, found
+
+    ahead, found = drawn(pull_ahead=True)
+    nothing, expected = drawn(pull_ahead=False)
+    assert (ahead.ahead, nothing.ahead) == (("decode",), ())
+    assert "'noise': random, and draws from torch's default generators" in str(ahead)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_pure_task_after_one_that_is_not_stays_with_it() -> None:
+    """What it reads of that is not known."""
+    parts = Training()
+    functions = [*parts.functions(), PipelineTask("measure", lambda ctx: None, pure=True)]
+    with swpipe.overlap([torch.ones(2, 4)], functions, device="cpu") as loop:
+        assert loop.overlap.ahead == ()
+        assert "'measure': pure, and comes after 'decode', which runs in turn" in str(loop.overlap)
+        assert len(list(loop)) == 1
+
+
+def test_tasks_that_are_all_pure_run_ahead_of_the_body() -> None:
+    """On their thread, the last of them too."""
+    threads: list[int] = []
+    note = PipelineTask("note", lambda ctx: threads.append(threading.get_ident()), pure=True)
+    with swpipe.overlap(range(5), [note], device="cpu") as loop:
+        assert loop.overlap.ahead == ("note",)
+        assert [ctx.batch for ctx in loop] == list(range(5))
+    assert threading.get_ident() not in threads
+    assert len(threads) == 5
+
+
+def test_mistakes_are_refused() -> None:
+    """Something that is no task, no tasks, what no argument can be, and one that there was."""
+    with pytest.raises(TypeError, match="has no name for a task"):
+        swpipe.overlap([1], [lambda ctx: None], device="cpu")
+    with pytest.raises(TypeError, match="a task is a function of the context, not 3"):
+        swpipe.overlap([1], [3], device="cpu")  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="give the tasks.* in a list"):
+        swpipe.overlap([1], Training().functions()[0], device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(swpipe.PlanError, match="there are no tasks"):
+        swpipe.overlap([1], [], device="cpu")
+    functions = Training().functions()
+    with pytest.raises(TypeError, match="pull_ahead is 1: give True, False or None"):
+        swpipe.overlap([1], functions, pull_ahead=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no argument 'iterations': overlap.. records nothing"):
+        swpipe.overlap([1], functions, iterations=3)
+    with pytest.raises(TypeError, match="no argument 'depth'$"):
+        swpipe.overlap([1], functions, depth=3)
+
+
+def test_an_empty_loader_gives_nothing() -> None:
+    """As in a plain loop."""
+    with swpipe.overlap([], Training().tasks(), device="cpu") as loop:
+        assert list(loop) == []
+
+
+class RowsContext(swpipe.TypedContext):
+    """The contexts of a user."""
+
+    x: torch.Tensor
+    loss: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.batch)
+
+
+def test_contexts_may_be_of_a_class_of_the_users() -> None:
+    """The tasks and the body get it."""
+    parts = Training()
+    loop = swpipe.overlap(
+        batches(), parts.tasks(), pull_ahead=True, device="cpu", context=RowsContext
+    )
+    with loop:
+        assert loop.overlap.ahead == ("decode",)
+        assert [ctx.rows for ctx in loop] == [4, 4, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize("name", ["a list", "a curriculum"])
+def test_a_second_pass_beside_the_first_is_refused(name: str) -> None:
+    """It dropped what the first one had in flight; also where the plan is serial."""
+    loop = made(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        overlapped = swpipe.overlap(loop.loader, loop.functions, device="cpu")
+    with overlapped:
+        first = iter(overlapped)
+        numbers = [next(first).iter_idx]
+        with pytest.raises(RuntimeError, match="a pass over this loop has not ended"):
+            next(iter(overlapped))
+        with pytest.raises(RuntimeError, match="a pass over this loop has not ended"):
+            overlapped.load_state_dict(overlapped.state_dict())
+        assert [*numbers, *(ctx.iter_idx for ctx in first)] == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,681 @@
+"""A state is saved where it leads back to the same numbers, and refused by name elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from swpipe import (
+    DeclaredIO,
+    PipelinePlan,
+    PipelineTask,
+    ResumableLoop,
+    SWPipeline,
+    TaskProfiler,
+    TaskSchedule,
+    overlap,
+)
+from swpipe.inference import record
+from swpipe.loops.overlapping import OverlappedLoop
+from swpipe.plans import prefetch_plan
+from tests.loops.ordinary_loops import HarderRows, NoisyRows, Rows, batches
+from tests.loops.resumable_jobs import KeepingOrder, KeepingRows, StatefulRows
+
+
+def tasks_of(*functions: Callable[[Any], None], **io: Any) -> list[PipelineTask]:
+    """Tasks of the functions' names; ``io`` by the name."""
+    return [PipelineTask(one.__name__, one, io=io.get(one.__name__, ())) for one in functions]
+
+
+def ahead(*functions: Callable[[Any], None], group: str = "io", **io: Any) -> SWPipeline[Any]:
+    """The first function runs ahead of the others, of the given thread group."""
+    tasks = tasks_of(*functions, **io)
+    names = [task.name for task in tasks]
+    plan = PipelinePlan(
+        schedule={
+            names[0]: TaskSchedule(stage=0, thread_group=group),
+            **{name: TaskSchedule(stage=1) for name in names[1:]},
+        },
+        deps=[(after, before) for before, after in pairwise(names)],
+    )
+    return SWPipeline(plan, tasks, device="cpu")
+
+
+def read(ctx: Any) -> None:
+    """Uses the context alone."""
+    ctx.x = ctx.batch
+
+
+def use(ctx: Any) -> None:
+    """The same."""
+    ctx.y = ctx.x
+
+
+def use_nothing(ctx: Any) -> None:
+    """Nothing."""
+
+
+# ------------------------------------------------------------------------------ within a call
+
+
+@pytest.mark.parametrize("run", ["run", "run_serial"])
+def test_a_state_is_not_saved_in_a_task(run: str) -> None:
+    """Its iteration is not done: the number would be its own, and the model after its step."""
+
+    def save(ctx: Any) -> None:
+        pipe.state_dict()
+
+    tasks = tasks_of(read, save)
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        with pytest.raises(RuntimeError, match="within a call of the pipeline.*between two calls"):
+            getattr(pipe, run)(range(3))
+
+
+# ---------------------------------------------------------------------- what is lost, or is not
+
+
+def failing(at: int) -> SWPipeline[Any]:
+    """A task ahead fails, once."""
+    numbers = [at]
+
+    def read(ctx: Any) -> None:
+        if ctx.iter_idx in numbers:
+            numbers.clear()
+            raise KeyError
+
+    return ahead(read, use_nothing)
+
+
+def test_what_a_failure_has_dropped_is_not_saved() -> None:
+    """The number after it skips these batches; a new run, or a loaded state, may be saved."""
+    with failing(at=3) as pipe:
+        early = pipe.state_dict()
+        with pytest.raises(KeyError):
+            pipe.run(range(9))
+        with pytest.raises(RuntimeError, match="iterations 2 to 3 were dropped by a failure"):
+            pipe.state_dict()
+        assert pipe.state_dict(check=False)["next_iteration"] == 4
+        pipe.run(range(2))
+        assert pipe.state_dict()["next_iteration"] == 6
+    with failing(at=0) as pipe:
+        with pytest.raises(KeyError):
+            pipe.run(range(9))
+        pipe.load_state_dict(early)
+        assert pipe.state_dict()["next_iteration"] == 0
+
+
+def test_a_serial_iteration_that_failed_is_not_saved() -> None:
+    """Some of its tasks may have changed the model."""
+    with failing(at=1) as pipe:
+        pipe.run_one_serial_iter(0)
+        with pytest.raises(KeyError):
+            pipe.run_one_serial_iter(1)
+        with pytest.raises(RuntimeError, match="iteration 1 was run serially, and has failed"):
+            pipe.state_dict()
+        pipe.run_one_serial_iter(1)
+        assert pipe.state_dict()["next_iteration"] == 2
+
+
+def test_a_closed_pipeline_is_saved_only_if_it_was_idle() -> None:
+    """``close`` drops what is in flight; ``drop`` leaves the number where it was."""
+    with ahead(read, use) as idle:
+        idle.run(range(3))
+    assert idle.state_dict()["next_iteration"] == 3
+    with ahead(read, use) as pipe:
+        pipe.progress(iter(range(9)))
+    with pytest.raises(RuntimeError, match=r"iterations 1 to 1 were dropped .* or by close\(\)"):
+        pipe.state_dict()
+    with ahead(read, use) as pipe:
+        pipe.progress(iter(range(9)))
+        pipe.drop()
+        assert pipe.state_dict()["next_iteration"] == 1
+
+
+# ------------------------------------------------------------------- changed by what is in flight
+
+
+class Trainer:
+    """What tasks may change."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1)
+        self.frozen = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)).requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.generator = torch.Generator()
+        self.scale = 2.0
+        self.count = 0
+
+    def train(self, ctx: Any) -> None:
+        ctx.x = self.model(ctx.batch)
+
+    def step(self, ctx: Any) -> None:
+        self.optimizer.step()
+
+    def draw(self, ctx: Any) -> None:
+        ctx.x = torch.rand(1, generator=self.generator)
+
+    def counts(self, ctx: Any) -> None:
+        self.count += 1
+
+    def normalize(self, ctx: Any) -> None:
+        ctx.x = self.frozen(ctx.batch)
+
+    def scaled(self, ctx: Any) -> None:
+        ctx.scale = self.scale
+
+    def unbound(self, ctx: Any) -> None:
+        ctx.x = ctx.batch
+
+
+CHANGES = {
+    "train": "'train' may change model",
+    "step": "'step' may change optimizer",
+    "draw": "'draw' may change generator",
+    "counts": "'counts' may change count",
+    "normalize": "'normalize' may change frozen",
+}
+
+
+@pytest.mark.parametrize("group", ["io", "default"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_may_have_changed_ahead_is_not_saved(name: str, group: str) -> None:
+    """On another thread or before the last stage; after a drain it is."""
+    trainer, batch = Trainer(), torch.ones(2, 1)
+    with ahead(getattr(trainer, name), read, group=group) as pipe:
+        pipe.progress(iter([batch] * 9))
+        with pytest.raises(RuntimeError, match=rf"iterations are in flight \(1\).*{CHANGES[name]}"):
+            pipe.state_dict()
+        assert pipe.state_dict(check=False)["in_flight"] == 1
+        pipe.drain()
+        assert pipe.state_dict()["next_iteration"] == 2
+
+
+def test_a_worker_of_the_last_stage_may_be_ahead_of_what_is_saved() -> None:
+    """Nothing keeps it from the next iteration while the caller saves."""
+    trainer = Trainer()
+    tasks = tasks_of(read, trainer.train)
+    schedule = {"read": TaskSchedule(0), "train": TaskSchedule(1, thread_group="compute")}
+    plan = PipelinePlan(schedule=schedule, deps=[("train", "read")])
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        pipe.progress(iter([torch.ones(2, 1)] * 9))
+        with pytest.raises(RuntimeError, match="'train' may change model"):
+            pipe.state_dict()
+
+
+class Net(nn.Linear):
+    """A model with a method that does not use it."""
+
+    def decode(self, ctx: Any) -> None:
+        ctx.x = ctx.batch
+
+
+def test_a_method_that_does_not_use_its_object_changes_nothing() -> None:
+    """Though that is a model in training."""
+    with ahead(Net(1, 1).decode, read) as pipe:
+        pipe.progress(iter(range(9)))
+        assert pipe.state_dict()["in_flight"] == 1
+
+
+class Holder(Trainer):
+    """Its tasks lead to the pipeline that runs them, and to the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks = tasks_of(self.train, self.use)
+        plan = PipelinePlan.serial(self.tasks)
+        self.pipe = SWPipeline(plan, self.tasks, device="cpu")
+        self.loop = ResumableLoop(self.pipe, [torch.ones(2, 1)] * 3)
+
+    def use(self, ctx: Any) -> None:
+        ctx.y = 2 * ctx.x
+
+
+def test_recording_and_profiling_leave_the_pipeline_that_tasks_lead_to_alone() -> None:
+    """It is in use, or closed, and not what the tasks train."""
+    holder, batch = Holder(), torch.ones(2, 1)
+    with holder.pipe as pipe:
+        profiler = TaskProfiler(pipe)
+        rows = profiler.profile(batch, num_warmup=1, num_measure=1, num_rounds=2)
+        assert set(rows.exposed_s) == {"train", "use"}
+        assert len(list(holder.loop)) == 3
+        record(holder.tasks, batch, device="cpu")
+        assert pipe.next_iteration == 3
+    record(holder.tasks, batch, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["scaled", "unbound", "normalize"])
+def test_what_cannot_have_changed_is_saved(name: str) -> None:
+    """Values that are read, an object that is not used, a frozen model in evaluation."""
+    trainer = Trainer()
+    trainer.frozen.eval()
+    with ahead(getattr(trainer, name), read) as pipe:
+        pipe.progress(iter([torch.ones(2, 1)] * 9))
+        assert pipe.state_dict()["in_flight"] == 1
+
+
+def test_a_task_that_declares_what_it_uses_is_taken_at_its_word() -> None:
+    """Whether it changes it, or reads it, whatever else it can reach."""
+    trainer, batches = Trainer(), [torch.ones(2, 1)] * 9
+    for mode, refused in (("r", False), ("rw", True)):
+        io = [DeclaredIO(state="the features", mode=mode)]  # type: ignore[arg-type]
+        with ahead(trainer.train, read, train=io) as pipe:
+            pipe.progress(iter(batches))
+            if not refused:
+                assert pipe.state_dict()["in_flight"] == 1
+                continue
+            with pytest.raises(RuntimeError, match="'train' changes the features before"):
+                pipe.state_dict()
+
+
+# ---------------------------------------------------------------------------- a pass that was left
+
+
+def loop_over(loader: Any, depth: int = 3) -> ResumableLoop[Any]:
+    """A loop that pulls ahead."""
+    tasks = tasks_of(read, use)
+    pipe = SWPipeline(prefetch_plan(["read"], ["use"], depth=depth), tasks, device="cpu")
+    return ResumableLoop(pipe, loader)
+
+
+def test_after_a_break_a_state_has_to_say_where_it_leads() -> None:
+    """To the rest of the pass, or to a new one."""
+    loop = loop_over(range(9))
+    for ctx in loop:
+        if ctx.batch == 3:
+            inside = loop.state_dict()
+            break
+    with pytest.raises(RuntimeError, match=r"left early.*state_dict\(rest=True\)"):
+        loop.state_dict()
+    for state, first in (
+        (inside, 4),
+        (loop.state_dict(rest=True), 4),
+        (loop.state_dict(rest=False), 0),
+    ):
+        other = loop_over(range(9))
+        other.load_state_dict(state)
+        found = [(ctx.iter_idx, ctx.batch) for ctx in other]
+        assert found == list(enumerate(range(first, 9), start=4))
+        other.pipe.close()
+    assert [ctx.iter_idx for ctx in loop] == list(range(4, 13))  # as in a run that goes on
+    loop.pipe.close()
+
+
+def test_a_loader_with_a_state_leads_to_the_rest_of_a_pass_that_was_left() -> None:
+    """Nobody can tell it to begin anew."""
+    loop = loop_over(StatefulRows())
+    for _ in loop:
+        break
+    with pytest.raises(RuntimeError, match="the loader has a state of its own"):
+        loop.state_dict(rest=False)
+    assert loop.state_dict(rest=True)["batches"] == 1
+    loop.pipe.close()
+
+
+def test_a_pass_of_a_plan_that_changes_state_ahead_stays_in_flight() -> None:
+    """It is handed out by ``drain``, and counts."""
+    trainer = Trainer()
+    with ahead(trainer.counts, read) as pipe:
+        loop = ResumableLoop(pipe, range(9))
+        for _ in loop:
+            break
+        assert [ctx.batch for ctx in pipe.drain()] == [1]
+        state = loop.state_dict(rest=True)
+        assert (state["batches"], state["pipeline"]["next_iteration"]) == (2, 2)
+
+
+def body_fails(loop: ResumableLoop[Any]) -> None:
+    """At the fifth batch."""
+    for ctx in loop:
+        _ = 1 / (ctx.batch - 4)
+
+
+def test_a_failure_in_the_loop_is_not_saved_and_one_in_the_body_is() -> None:
+    """The iteration of the body is done."""
+    with failing(at=3) as pipe:
+        loop = ResumableLoop(pipe, range(9))
+        with pytest.raises(KeyError):
+            list(loop)
+        with pytest.raises(RuntimeError, match="were dropped by a failure"):
+            loop.state_dict(rest=True)
+    loop = loop_over(range(9))
+    with pytest.raises(ZeroDivisionError):
+        body_fails(loop)
+    assert loop.state_dict(rest=True)["batches"] == 5
+    loop.pipe.close()
+
+
+# ----------------------------------------------------------------------------- how a state is used
+
+
+def test_a_plan_that_changes_the_model_ahead_is_drained_before_it_is_saved() -> None:
+    """What the drain hands out counts as handed out."""
+
+    def train(weight: torch.Tensor, loop: ResumableLoop[Any], save_at: int = -1) -> Any:
+        for ctx in loop:
+            if ctx.iter_idx == save_at:
+                loop.pipe.drain()  # type: ignore[attr-defined]
+                return weight.clone(), loop.state_dict()
+        return weight
+
+    def make(weight: torch.Tensor) -> ResumableLoop[Any]:
+        def add(ctx: Any) -> None:
+            weight.mul_(2).add_(ctx.batch)
+
+        io = {"add": [DeclaredIO(state="weight", mode="rw")]}
+        return ResumableLoop(ahead(add, read, **io), range(1, 10))
+
+    first, second = torch.zeros(1), torch.zeros(1)
+    expected = train(first, whole := make(first))
+    saved, state = train(second, stopped := make(second), save_at=3)
+    assert (state["batches"], state["pipeline"]["next_iteration"]) == (5, 5)
+    third = saved.clone()
+    resumed = make(third)
+    resumed.load_state_dict(state)
+    assert torch.equal(train(third, resumed), expected)
+    for loop in (whole, stopped, resumed):
+        loop.pipe.close()  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_with_the_same_pipeline_is_not_counted() -> None:
+    """After a drain, in the body."""
+    loop = loop_over(range(9))
+    for ctx in loop:
+        if ctx.batch == 2:
+            rest = [late.batch for late in loop.pipe.drain()]  # type: ignore[attr-defined]
+            list(loop.pipe.iterate(range(100, 104)))  # type: ignore[attr-defined]
+            state = loop.state_dict()
+            loop.pipe.progress(iter(range(9)))  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match=r"in flight \(3\) that are not of this loop"):
+                loop.state_dict()
+            loop.pipe.drain()  # type: ignore[attr-defined]
+            break
+    assert rest == [3, 4, 5]
+    assert (state["batches"], state["pipeline"]["next_iteration"]) == (6, 10)
+    loop.pipe.close()  # type: ignore[attr-defined]
+
+
+def test_a_state_may_be_loaded_twice_and_saved_again() -> None:
+    """At once, and in the rest of the pass."""
+
+    def rest_of(state: Any) -> list[Any]:
+        other = loop_over(batches(NoisyRows(), shuffle=True))
+        other.load_state_dict(state)
+        other.load_state_dict(state)
+        found = [(ctx.iter_idx, ctx.batch, copy.deepcopy(other.state_dict())) for ctx in other]
+        other.pipe.close()  # type: ignore[attr-defined]
+        return found
+
+    loop = loop_over(batches(NoisyRows(), shuffle=True))
+    states = [copy.deepcopy(loop.state_dict()) for _ in loop]
+    loop.pipe.close()  # type: ignore[attr-defined]
+    first = rest_of(states[1])
+    loop = loop_over(batches(NoisyRows(), shuffle=True))
+    loop.load_state_dict(states[1])
+    at_once = rest_of(loop.state_dict())
+    assert len(first) == 4
+    for found in (at_once[1:], rest_of(first[0][2]), rest_of(states[2])):
+        expected = [one[:2] for one in first[1:]]
+        torch.testing.assert_close([one[:2] for one in found], expected, rtol=0, atol=0)
+
+
+def test_a_state_of_another_device_is_loaded() -> None:
+    """The generators of a device that is not here are left out."""
+    loop = loop_over(range(9))
+    state = next(copy.deepcopy(loop.state_dict()) for ctx in loop if ctx.batch == 4)
+    for states in (state["at_start"], state["generators"]):
+        states["torch"]["cuda:0"] = torch.zeros(16, dtype=torch.uint8)
+    other = loop_over(range(9), depth=6)
+    other.load_state_dict(state)
+    assert [ctx.batch for ctx in other] == [5, 6, 7, 8]
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    """Such as the pipeline's own."""
+    loop = loop_over(range(9))
+    with pytest.raises(ValueError, match="not one that ResumableLoop"):
+        loop.load_state_dict(loop.pipe.state_dict())
+
+
+def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None:
+    """With the number that was handed out."""
+    loop = loop_over(range(9))
+    state = next(loop.state_dict() for ctx in loop if ctx.batch == 4)
+    for loader, said in (
+        (range(3), "the loader has 3 batches, but 5 were handed out"),
+        (iter(range(9)), "the loader is an iterator"),
+    ):
+        other = loop_over(loader)
+        with pytest.raises(ValueError, match=said):
+            other.load_state_dict(state)
+
+
+class Keeping:
+    """A loader that goes on from pass to pass with whatever it has."""
+
+    def __init__(self, kept: Any, change: Callable[[Keeping], object]) -> None:
+        self.kept, self.change = kept, change
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(number, self.kept) for number in range(3)])
+
+
+class Continuing(Keeping):
+    """Over an iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.kept, 3)
+
+
+class Reopening(Keeping):
+    """The same, but that each pass makes the iterator anew."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.kept = iter(range(3))
+        return self
+
+    def __next__(self) -> int:
+        return int(next(self.kept))
+
+
+def nothing(loader: Keeping) -> None:
+    """To be changed between two passes."""
+
+
+KEPT: dict[str, tuple[Callable[[], Keeping], bool]] = {
+    "another object": (lambda: Keeping(object(), lambda it: setattr(it, "kept", object())), True),
+    "a list that grows": (lambda: Keeping([], lambda it: it.kept.append(object())), True),
+    "an iterator": (lambda: Continuing(iter(range(99)), nothing), True),
+    "a list of numbers": (lambda: Keeping([], lambda it: it.kept.append(1)), False),
+    "made on demand": (lambda: Keeping(None, lambda it: setattr(it, "kept", object())), False),
+    "a cache": (lambda: Keeping({}, lambda it: it.kept.update(a=object())), False),
+    "made for each pass": (lambda: Reopening(iter(range(3)), nothing), False),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_loader_keeps_and_a_state_cannot_have_is_refused(name: str) -> None:
+    """Before the next pass, and in it."""
+    make, refused = KEPT[name]
+    loop = loop_over(loader := make())
+    said = pytest.raises(RuntimeError, match="the loader keeps .*kept.* from one pass to the next")
+    assert len(list(loop)) == 3
+    loader.change(loader)
+    with said if refused else nullcontext():
+        loop.state_dict()
+    for _ in loop:
+        with said if refused else nullcontext():
+            loop.state_dict()
+    loop.pipe.close()  # type: ignore[attr-defined]
+
+
+def test_a_state_of_a_loader_that_keeps_something_else_is_refused() -> None:
+    """By the name of what it lacks."""
+    loop = loop_over(batches(shuffle=True, generator=torch.Generator()))
+    with pytest.raises(ValueError, match="'Generator' of the loader, and this loader does not"):
+        loop_over(batches(shuffle=True)).load_state_dict(loop.state_dict())
+
+
+def test_an_epoch_that_is_set_after_a_state_was_loaded_holds() -> None:
+    """A state from between two passes has that of the pass before."""
+
+    def made() -> tuple[KeepingOrder, ResumableLoop[Any]]:
+        sampler = KeepingOrder()
+        return sampler, loop_over(batches(KeepingRows(), sampler=sampler))
+
+    (sampler, loop), (other_sampler, other) = made(), made()
+    assert len(list(loop)) == 6
+    state = copy.deepcopy(loop.state_dict())
+    sampler.epoch = 5
+    expected = [ctx.batch for ctx in loop]
+    other.load_state_dict(state)
+    other_sampler.epoch = 5
+    torch.testing.assert_close([ctx.batch for ctx in other], expected, rtol=0, atol=0)
+    for one in (loop, other):
+        one.pipe.close()  # type: ignore[attr-defined]
+
+
+def test_what_a_task_has_changed_of_a_loader_is_as_it_was() -> None:
+    """In a serial loop: batches that are skipped are made without the task."""
+
+    def made() -> ResumableLoop[Any]:
+        rows = HarderRows()
+
+        def harder(ctx: Any) -> None:
+            rows.level += 1
+
+        tasks = tasks_of(read, harder)
+        pipe = SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu")
+        return ResumableLoop(pipe, batches(rows))
+
+    loop, other = made(), made()
+    seen = [(ctx.x, copy.deepcopy(loop.state_dict())) for ctx in loop]
+    other.load_state_dict(seen[2][1])
+    rest = [ctx.x for ctx in other]
+    torch.testing.assert_close(rest, [x for x, _ in seen[3:]], rtol=0, atol=0)
+
+
+def test_a_loader_and_a_task_that_draw_in_turn_are_saved_after_a_drain() -> None:
+    """In mid-flight the loader has drawn ahead what the task would draw in a resumed run."""
+
+    def draw(ctx: Any) -> None:
+        ctx.noise = torch.rand(1)
+
+    def made(seed: int) -> ResumableLoop[Any]:
+        torch.manual_seed(seed)
+        tasks = tasks_of(read, draw)
+        plan = prefetch_plan(["read"], ["draw"], depth=2, pull_group=None)
+        return ResumableLoop(SWPipeline(plan, tasks, device="cpu"), batches(NoisyRows()))
+
+    first, second = made(0), made(1)
+    contexts = iter(first)
+    next(contexts)
+    with pytest.raises(RuntimeError, match=r"draw from the.*generators of torch.*random=True"):
+        first.state_dict()
+    first.pipe.drain()  # type: ignore[attr-defined]
+    torch.rand(3)  # by the body
+    state = copy.deepcopy(first.state_dict())
+    expected = [(ctx.batch, ctx.noise) for ctx in contexts]
+    random.seed(5)
+    second.load_state_dict(state)
+    found = [(ctx.batch, ctx.noise) for ctx in second]
+    assert len(found) == 4
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for loop in (first, second):
+        loop.pipe.close()  # type: ignore[attr-defined]
+
+
+def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
+    """It has seeded the generators while it runs; the state has those of the process."""
+    inside, saved = threading.Event(), threading.Event()
+
+    def noise(ctx: Any) -> None:
+        if ctx.iter_idx == 1:
+            inside.set()
+            saved.wait(5)
+        ctx.x = torch.rand(1)
+
+    tasks = [PipelineTask("noise", noise, random=True), *tasks_of(use)]
+    plan = prefetch_plan(["noise"], ["use"], depth=2, pull_group=None)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        loop = ResumableLoop(pipe, range(4))
+        contexts = iter(loop)
+        next(contexts)
+        assert inside.wait(5)
+        threading.Timer(0.05, saved.set).start()
+        assert torch.equal(loop.state_dict()["generators"]["torch"]["cpu"], before)
+        assert len(list(contexts)) == 3
+
+
+def living(rows: Rows) -> DataLoader[torch.Tensor]:
+    """Its worker lives on from pass to pass."""
+    return batches(rows, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+def test_a_pass_that_is_begun_anew_has_new_workers() -> None:
+    """What they drew when the tasks were recorded, or before a state was loaded, is not drawn on.
+
+    Workers that lived on gave other augmentation in every resumed pass.
+    """
+
+    def made(seed: int) -> OverlappedLoop[Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return overlap(living(NoisyRows()), [read, use], device="cpu")
+
+    with made(3) as loop, made(4) as other:
+        torch.manual_seed(5)
+        seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
+        other.load_state_dict(seen[1][1])
+        rest = [ctx.batch for ctx in other]
+    torch.manual_seed(5)
+    plain = list(living(NoisyRows()))
+    torch.testing.assert_close([batch for batch, _ in seen], plain, rtol=0, atol=0)
+    torch.testing.assert_close(rest, plain[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(NoisyRows, True), (Rows, False)])
+def test_workers_that_live_on_and_draw_are_refused_where_they_cannot_be_set_back(
+    rows: type[Rows], refused: bool
+) -> None:
+    """After a pass, and after batches that were pulled ahead and dropped."""
+    said = pytest.raises(RuntimeError, match=r"workers live on .*persistent_workers=False")
+    with overlap(living(rows()), [read, use], device="cpu") as loop:
+        for _ in loop:
+            break
+        with said if refused else nullcontext():
+            list(loop)
+        with said if refused else nullcontext():
+            loop.state_dict(rest=False)
+        assert loop.state_dict(rest=False, check=False)["batches"] == 0
+
+
+@pytest.mark.slow
+def test_a_loader_with_workers_is_set_back() -> None:
+    """Their draws go on."""
+
+    def made() -> ResumableLoop[Any]:
+        torch.manual_seed(3)
+        random.seed(3)
+        return loop_over(batches(NoisyRows(), shuffle=True, num_workers=1))
+
+    loop = made()
+    seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
+    for place in (1, 4):
+        other = made()
+        other.load_state_dict(seen[place][1])
+        rest = [ctx.batch for ctx in other]
+        torch.testing.assert_close(rest, [b for b, _ in seen[place + 1 :]], rtol=0, atol=0)
+        other.pipe.close()  # type: ignore[attr-defined]
+    loop.pipe.close()  # type: ignore[attr-defined]
