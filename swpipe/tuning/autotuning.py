@@ -24,7 +24,6 @@ from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import Effects
-from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
@@ -262,19 +261,19 @@ def autotune(
     simple, left_out = _simple(loop, recording, costs, limits, ready_made or {})
     candidates = _try(loop, (*simple, *planned))
     chosen = choose(candidates)
-    why = (*explain(candidates, chosen, alone), *in_turn, *left_out)
+    why = (*explain(candidates, chosen, alone), *in_turn, *left_out, *recording.undeclared)
     return Tuned(chosen, candidates, why, recording, costs)
 
 
 def _for_the_loader(limits: Limits, recording: Recording) -> tuple[Limits, tuple[str, ...]]:
     """The limits, with one iteration in flight if batches cannot be pulled ahead; and why."""
-    own = recording.effects.get(PULL, Effects())
-    for name, touched in recording.effects.items():
-        if shared := touched.writes & own.reads:
-            places = listed(sorted(map(str, shared)), most=3)
-            why = f"The loader and {name!r} may both use {places}, so batches are not pulled ahead."
-            return replace(limits, in_flight=1), (why,)
-    return limits, ()
+    if not recording.effects.get(PULL, Effects()).undeclared:
+        return limits, ()
+    why = (
+        "The loader may use what the loop changes, so batches are not pulled ahead. With "
+        "DataLoader(..., num_workers=1) another process makes them, and they may be."
+    )
+    return replace(limits, in_flight=1), (why,)
 
 
 # ------------------------------------------------------------------------------------ candidates

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import swpipe
-from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.inference import Recording
@@ -44,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotuning, "EFFORT", 0.1)
 
 
-TASKS = (PipelineTask("read", read), PipelineTask("train", train))
+TASKS = (PipelineTask("read", read, pure=True), PipelineTask("train", train, pure=True))
 BATCHES = [torch.ones(2), torch.zeros(2)]
 SERIAL = replace(PipelinePlan.serial(TASKS), tasks=())
 PREFETCH = PipelinePlan(
@@ -291,24 +291,26 @@ def test_a_slow_loader_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     costs = CostModel({**COSTS.tasks, "<pull>": TaskCost(host_us=3000)})
     monkeypatch.setattr(Loop, "measure", lambda loop, plan: costs)
     limits = Limits(frozen=["train"])
-    tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, loader=Loader())
+    tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, loader=BATCHES)
     assert tuned.plan.pull_group == "loader"
     assert tuned.recording.effects["<pull>"].writes == frozenset()
     assert any("pulled on a thread of their own" in sentence for sentence in tuned.why)
     assert list(tuned.recording.effects) == ["<pull>", "read", "train"]
 
 
-def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead() -> None:
+def test_a_loader_of_this_process_is_not_pulled_ahead() -> None:
     """A batch is made after the step before; the reasons say so, and the costs have its calls."""
     loader = Loader()
+    level = DeclaredIO(lambda: loader.level, lambda kept: setattr(loader, "level", kept))
 
     def harder(ctx: IterContext) -> None:
         loader.level *= 1.5
 
-    tasks = (*TASKS, PipelineTask("harder", harder))
+    tasks = (*TASKS, PipelineTask("harder", harder, io=[level]))
     tuned = autotune(tasks, BATCHES, device="cpu", loader=loader)
     assert {candidate.plan.depth for candidate in tuned.candidates} == {1}
-    assert any("'harder' may both use state" in one for one in tuned.why)
+    assert any("num_workers=1" in one for one in tuned.why)
+    assert any("Nothing is declared of 'harder'" in one for one in tuned.why)
     assert tuned.costs.tasks["<pull>"].host_us > 0
     assert loader.level == 1.0
 
