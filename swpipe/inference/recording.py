@@ -15,10 +15,6 @@ from swpipe.core.plan import PULL, DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
 
-NOTHING_DECLARED = "Nothing is declared of "
-"""How such notes begin."""
-
-
 @dataclass(frozen=True)
 class Recording:
     """What some tasks read and write.
@@ -40,11 +36,6 @@ class Recording:
     sizes: Mapping[tuple[str, str], int]
     collectives: frozenset[str]
     notes: tuple[str, ...]
-
-    @property
-    def undeclared(self) -> tuple[str, ...]:
-        """The notes on tasks of which nothing is declared, and on how to declare it."""
-        return tuple(note for note in self.notes if note.startswith(NOTHING_DECLARED))
 
     def together(self, others: Iterable[Recording]) -> Recording:
         """Merge with recordings of the same tasks on other ranks or batches.

@@ -9,7 +9,6 @@ from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.inference.observation import TaskObservation
-from swpipe.inference.recording import NOTHING_DECLARED
 from swpipe.inference.state_items import StateItem
 
 _MOST = 3
@@ -47,7 +46,7 @@ def notes_on_words(
             yield _serial(task.name, effects, lasting)
     if free:
         yield (
-            f"{NOTHING_DECLARED}{listed([repr(name) for name in free])}, seen to change the "
+            f"Nothing is declared of {listed([repr(name) for name in free])}, seen to change the "
             "context only, and to use what no task changes. Say so with pure=True, if it is always "
             "so, and they may run ahead of what is undeclared."
         )
@@ -79,7 +78,7 @@ def _only_torch(drawn: Set[Location]) -> bool:
 
 def _serial(name: str, effects: Effects, lasting: Set[Location]) -> str:
     """Why a task keeps its serial order, and what says what it was seen to do."""
-    why = f"{NOTHING_DECLARED}{name!r}, so it keeps its serial order with all of its like."
+    why = f"Nothing is declared of {name!r}, so it keeps its serial order with all of its like."
     if not lasting:
         return f"{why} It changes Python values: declare them, DeclaredIO(state=..., mode=...)."
     modes = {

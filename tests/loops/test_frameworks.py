@@ -132,17 +132,6 @@ def test_a_loop_of_accelerate_goes_on_where_it_was_stopped(stopped: int) -> None
     torch.testing.assert_close(found, expected[stopped + 1 :], rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_recording_does_not_count_accelerates_steps() -> None:
-    """Nor does it leave the flag that it has set."""
-    loop = OfAccelerate()
-    loop.accelerator.step = 2
-    batch = next(iter(loop.loader))
-    before = dict(vars(loop.accelerator.gradient_state))
-    record(declared(loop.tasks), batch, iterations=3)
-    assert loop.accelerator.step == 2
-    assert vars(loop.accelerator.gradient_state) == before
-
-
 def test_a_task_that_asks_accelerate_comes_after_the_flags_are_shown() -> None:
     """Whether it uses the accelerator, or the state by its class."""
     loop = OfAccelerate()
