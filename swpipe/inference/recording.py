@@ -15,6 +15,7 @@ from swpipe.core.plan import PULL, DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
 
+
 @dataclass(frozen=True)
 class Recording:
     """What some tasks read and write.

@@ -21,14 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
 from swpipe import IterContext, PipelineTask
-from swpipe.inference import record
 from tests.loops.framework_loops import (
     EPOCHS,
     MIDDLE,
     STEPS,
     OfAccelerate,
     OfFabric,
-    declared,
     decode,
     loaders,
     network,
