@@ -67,7 +67,7 @@ class AheadTasks:
             except Exception as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
                 self._failures[number] = error
-            if last:
+            if last and number in self._batches:  # not where a shortcut replays the first
                 self._versions[number] = versions_in(self._batches[number])
 
         return replace(task, fn=run)
@@ -78,7 +78,8 @@ class AheadTasks:
             number = ctx.iter_idx
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            if versions_in(self._batches.pop(number)) != self._versions.pop(number):
+            batch, versions = self._batches.pop(number, None), self._versions.pop(number, None)
+            if versions is not None and versions_in(batch) != versions:
                 raise self._modified(number)
             task.fn(ctx)
 
