@@ -54,6 +54,9 @@ class PrefetchedBatches:
         self._ahead: deque[list[_State]] = deque()
         self._behind: deque[list[_State]] = deque()
 
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
     def io(self, task: str) -> list[DeclaredIO]:
         """What a task declares: its part where it is replayed, and where batches are dropped."""
         replay = {
