@@ -60,7 +60,9 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the profiler and the planners, loaded when asked for."""
+    """The names of the rooms, and the rooms for loops, loaded when asked for."""
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
+    if name in ("loops", "tuning"):
+        return import_module(f"swpipe.{name}")
     raise AttributeError(f"module 'swpipe' has no attribute {name!r}")

@@ -123,10 +123,8 @@ class SWPipeline(Generic[C]):
             from swpipe.inference.checking import checked
 
             engine = checked(engine, resolved, self.tasks, check_effects, self.context, known)
-        made_at, wait_s = Place.of(sys._getframe(1)), self._stall_timeout_s
-        self._driver: Driver[C] = Driver(
-            engine, plan, wait_s, check_ranks=check_ranks, made_at=made_at
-        )
+        timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
+        self._driver = Driver[C](engine, plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)
 
     def in_flight_of_others(self, iterator: Iterator[Any]) -> int:

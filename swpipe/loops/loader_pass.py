@@ -161,7 +161,8 @@ class LoaderPass:
         """Where the pass is: after the last batch handed out."""
         of, after_pull = self._of, None
         if (pulled := self._states.get(self.handed_out)) is not None:
-            loader, after_pull = pulled.loader, saved_form(self._drawn(pulled.generators))
+            loader = pulled.loader
+            after_pull = saved_form(self._drawn(pulled.generators)) if self.is_ahead else None
         else:
             loader = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
         return {

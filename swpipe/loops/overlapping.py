@@ -24,10 +24,11 @@ from typing import Any, Self
 import torch
 
 from swpipe.core.context import C
+from swpipe.core.effects import UNKNOWN, Effects, declared_effects
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.loaders import generators_in_pass, is_apart
 from swpipe.core.messages import listed
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
@@ -222,9 +223,7 @@ def overlap(
         RuntimeWarning: Nothing can run ahead, and what to do.
     """
     for name in gone:
-        raise TypeError(
-            f"overlap() has no argument {name!r}{': ' * (name in _GONE)}{_GONE.get(name, '')}"
-        )
+        raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
     if pull_ahead is not None and type(pull_ahead) is not bool:
         raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
@@ -250,7 +249,8 @@ def overlap(
         seed=seed,
         start_iteration=start_iteration,
         context=context,
-        check_effects=False if check_effects is None else check_effects,
+        check_effects=check_effects,
+        effects={PULL: Effects() if ahead else UNKNOWN, **declared_effects(given)},
     )
     loop = OverlappedLoop(loader, found, pipe, functions, said=pull_ahead is True)
     if ahead and goes_on(loader):

@@ -130,6 +130,25 @@ def test_a_hang_in_any_task_is_reported(
         assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
 
 
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [(PLANS["serial"], "forward"), (piped(), "dist"), (spread(), "step")],
+    ids=["serial", "two groups", "four groups"],
+)
+def test_a_hang_is_reported_after_the_time_that_was_set(plan: PipelinePlan, name: str) -> None:
+    """On the machine's own clock, with the interrupt's own time to arrive."""
+    release = threading.Event()
+    hang = at(3, release.wait)
+    with SWPipeline(plan, tasks(**{name: hang}), stall_timeout_s=1.0) as pipe:
+        begin_s = time.monotonic()
+        with pytest.raises(StallError, match=r"nothing has moved for [1-9]\d*\.\d s") as caught:
+            pipe.run(range(10))
+        assert time.monotonic() - begin_s >= 1.0
+        assert f"inside task {name!r} of iteration 3" in str(caught.value)
+        release.set()
+        assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
+
+
 def test_a_caller_is_interrupted_though_a_library_hooked_sigint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

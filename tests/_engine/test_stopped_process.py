@@ -23,7 +23,7 @@ from tests.support.sequencer import await_event
 
 ROOT = Path(__file__).parents[2]
 
-STALL_S = 0.5
+STALL_S = 0.1
 STOPPED_S = 3 * STALL_S
 
 

@@ -22,7 +22,7 @@ from tests.support.scripts import Script, Scripts
 from tests.trace.test_fuzz import SAVED
 
 QUICK = 10
-SLOW = 60
+SLOW = 25
 ADDRESS_SPACE = 4 * 2**30
 CPU_S = 60  # ends a command that would never end; how long one takes is no verdict here
 

@@ -231,6 +231,12 @@ def test_costs_are_measured_where_none_are_given(
 # -------------------------------------------------------------------- auto
 
 
+@pytest.fixture
+def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is spent on the search for a plan says nothing about the command."""
+    monkeypatch.setattr("swpipe.tuning.autotuning.EFFORT", 0.1)
+
+
 def test_a_published_plan_on_paper_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """Fourteen tasks for a machine that is elsewhere: the default stream is the bound, and met."""
     assert run("plan", "auto", "recsys14", "--frozen", "forward,optimizer_step") == 0
@@ -266,6 +272,7 @@ def test_the_users_own_tasks_may_have_contexts_of_their_own(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_search")
 def test_a_plan_is_made_for_the_users_own_tasks(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +285,7 @@ def test_a_plan_is_made_for_the_users_own_tasks(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_search")
 @needs_clicks
 def test_training_under_auto_says_what_it_expects_and_what_it_got(
     capsys: pytest.CaptureFixture[str], log: Path
@@ -291,6 +299,7 @@ def test_training_under_auto_says_what_it_expects_and_what_it_got(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_search")
 @needs_clicks
 def test_a_profile_under_auto_makes_the_plan(capsys: pytest.CaptureFixture[str], log: Path) -> None:
     """As training does; the help offers it."""

@@ -20,8 +20,8 @@ from swpipe.core.drawing import format_stages
 from tests.support.hostile import NAMES, check_message, edited, mostly, table
 from tests.support.plans_for_tests import piped
 
-QUICK = 150
-SLOW = 1500
+QUICK = 25
+SLOW = 250
 
 NAME = mostly(st.sampled_from(["a", "b", "c", "d e", "f.g"]))
 KEY = st.integers(0, 29).flatmap(

@@ -15,6 +15,9 @@ EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 WITH_CODE = [page for page in PAGES if python_blocks(page)]
 END = "(end of a block)"
 
+QUICKLY = "import swpipe.tuning.autotuning; swpipe.tuning.autotuning.EFFORT = 0.1"
+"""What is spent on the search for a plan says nothing about the page."""
+
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
     r"\{literalinclude\} \.\./examples/\w+\.(py|txt)|\{toctree\}|\{eval-rst\}"
@@ -50,7 +53,7 @@ def test_the_python_on_a_page_runs(scripts: Scripts, page: Path, tmp_path: Path)
     """One block after the other, as a reader would paste them; "It prints:" is taken literally."""
     script = tmp_path / "page.py"
     pieces = [f"{block.code}\nprint({END!r})" for block in python_blocks(page)]
-    script.write_text("\n".join(pieces), encoding="utf-8")
+    script.write_text("\n".join([QUICKLY, *pieces]), encoding="utf-8")
     printed = run(scripts, script, tmp_path).split(f"{END}\n")
     outputs = dict(zip(python_blocks(page), printed, strict=False))
     for block, shown in printed_by(page):

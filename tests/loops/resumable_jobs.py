@@ -14,12 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import Sampler
 
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
@@ -47,39 +45,6 @@ class StatefulRows:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at, self.epoch = state["at"], state["epoch"]
-
-
-class KeepingRows(Rows):
-    """Rows that are augmented by what the dataset keeps: a count, and generators of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.recent = 0, [0]
-        self.python, self.numpy = random.Random(3), np.random.default_rng(4)
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.count += 1
-        self.recent.append(index)
-        factor = self.python.random() + self.numpy.random() + self.count + self.recent.pop(0)
-        return super().__getitem__(index) * (1 + 0.01 * factor)
-
-
-class KeepingOrder(Sampler[int]):
-    """An order that each pass shuffles further, in place."""
-
-    def __init__(self) -> None:
-        self.order, self.epoch = list(range(22)), 0
-        self.cache = dict[int, Tensor]()
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        self.draws = np.random.default_rng(self.epoch)
-        self.draws.shuffle(self.order)
-        for index in self.order:
-            yield int(self.cache.setdefault(index, torch.tensor(index)))
-        self.epoch += 1
 
 
 def with_generator() -> torch.Generator:
@@ -134,8 +99,8 @@ class Training:
 
     def tasks(self) -> list[PipelineTask]:
         return [
-            PipelineTask("decode", self.decode),
-            PipelineTask("noise", self.noise, random=True),
+            PipelineTask("decode", self.decode, pure=True),
+            PipelineTask("noise", self.noise, random=True, pure=True),
             PipelineTask("forward", self.forward, random=self.random_forward),
             PipelineTask("backward", self.backward),
             PipelineTask("step", self.step),
@@ -205,18 +170,18 @@ class TorchData(Dropout):
         return torchdata(NoisyRows())
 
 
-class Keeping(Dropout):
-    """A dataset and a sampler that go on from pass to pass."""
+class Given(Dropout):
+    """A loader that shuffles by a generator that it was given."""
 
     def make_loader(self) -> Any:
-        return batches(KeepingRows(), sampler=KeepingOrder(), generator=with_generator())
+        return batches(shuffle=True, generator=with_generator())
 
 
-class TorchDataKeeping(Dropout):
-    """The same of a loader of torchdata, which shuffles by a generator that it was given."""
+class TorchDataGiven(Dropout):
+    """The same of a loader of torchdata."""
 
     def make_loader(self) -> Any:
-        return torchdata(KeepingRows(), generator=with_generator())
+        return torchdata(generator=with_generator())
 
 
 class Averaged(Training):
@@ -251,8 +216,8 @@ LOOPS: dict[str, Callable[[], Training]] = {
     "accumulating": Accumulating,
     "torchdata": TorchData,
     "averaged": Averaged,
-    "keeping": Keeping,
-    "torchdata, keeping": TorchDataKeeping,
+    "given": Given,
+    "torchdata, given": TorchDataGiven,
 }
 
 

@@ -68,7 +68,7 @@ def test_any_place_is_good_for_a_checkpoint(loop: str, plan: str) -> None:
     [
         ("dropout", ["two workers"] * 3),
         ("torchdata", ["prefetched", "two workers", "serial"]),
-        ("keeping", ["prefetched", "serial", "two workers"]),
+        ("given", ["prefetched", "serial", "two workers"]),
     ],
 )
 def test_a_killed_process_is_gone_on_with_by_a_new_one(

@@ -19,8 +19,6 @@ from swpipe.loops.overlapping import OverlappedLoop
 from swpipe.plans import prefetch_plan
 from tests.loops.ordinary_loops import NoisyRows, Rows, Training, batches
 from tests.loops.resumable_jobs import (
-    KeepingOrder,
-    KeepingRows,
     StatefulRows,
     torchdata,
     with_generator,
@@ -47,10 +45,9 @@ def _sampler() -> SubsetRandomSampler:
 
 WORKER = "with a worker"
 GENERATOR = "shuffled by a generator of its own"
-KEEPING = "a dataset and a sampler that go on from pass to pass"
 TORCHDATA = "torchdata"
 TORCHDATA_SAMPLER = "torchdata, with a sampler of torch's"
-TORCHDATA_KEEPING = "torchdata, going on from pass to pass"
+TORCHDATA_GIVEN = "torchdata, shuffled by a generator of its own"
 TORCHDATA_AUGMENTED = "torchdata, augmented in the loader"
 TORCHDATA_WORKER = "torchdata, with a worker"
 LOOPS: dict[str, Any] = {
@@ -61,13 +58,9 @@ LOOPS: dict[str, Any] = {
     WORKER: lambda: (_dropout(), batches(NoisyRows(), shuffle=True, num_workers=1)),
     "a loader with a state": lambda: (_dropout(), StatefulRows()),
     GENERATOR: lambda: (_dropout(), batches(shuffle=True, generator=with_generator())),
-    KEEPING: lambda: (Training(), batches(KeepingRows(), sampler=KeepingOrder())),
     TORCHDATA: lambda: (_dropout(), torchdata()),
     TORCHDATA_SAMPLER: lambda: (_dropout(), torchdata(sampler=_sampler(), shuffle=None)),
-    TORCHDATA_KEEPING: lambda: (
-        _dropout(),
-        torchdata(KeepingRows(), generator=with_generator()),
-    ),
+    TORCHDATA_GIVEN: lambda: (_dropout(), torchdata(generator=with_generator())),
     TORCHDATA_AUGMENTED: lambda: (Training(), torchdata(NoisyRows())),
     TORCHDATA_WORKER: lambda: (_dropout(), torchdata(num_workers=1)),
 }
@@ -81,9 +74,10 @@ class Job:
         torch.manual_seed(seed)
         random.seed(seed)
         self.parts, loader = LOOPS[name]()
-        functions = self.parts.functions()
+        decode, *rest = self.parts.tasks()
         noise = PipelineTask("noise", self.noise, random=True)
-        self.loop = swpipe.overlap(loader, [functions[0], noise, *functions[1:]], device="cpu")
+        tasks = [decode, noise, *rest]
+        self.loop = swpipe.overlap(loader, tasks, pull_ahead=True, device="cpu")
         self.epoch = 0
 
     def noise(self, ctx: Any) -> None:
@@ -117,7 +111,7 @@ class Job:
             pytest.param(name, 2 if name in WORKERS else 12, marks=pytest.mark.slow)
             for name in LOOPS
         ],
-        *[(name, 3) for name in (GENERATOR, KEEPING, TORCHDATA_SAMPLER, TORCHDATA_KEEPING)],
+        *[(name, 3) for name in (GENERATOR, TORCHDATA_SAMPLER, TORCHDATA_GIVEN)],
     ],
 )
 def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
@@ -142,7 +136,9 @@ def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
 
 
 TASKS = [
-    PipelineTask("x", lambda ctx: setattr(ctx, "x", ctx.batch + torch.rand(2)), random=True),
+    PipelineTask(
+        "x", lambda ctx: setattr(ctx, "x", ctx.batch + torch.rand(2)), random=True, pure=True
+    ),
     PipelineTask("y", lambda ctx: setattr(ctx, "y", 2 * ctx.x)),
 ]
 SERIAL = PipelinePlan.serial(TASKS)
@@ -233,7 +229,7 @@ def test_a_loader_that_cannot_go_back_is_refused() -> None:
     """An iterator has no beginning; a shorter loader lacks what was handed out."""
 
     def loop(loader: Any) -> OverlappedLoop:
-        return swpipe.overlap(loader, Training().functions(), device="cpu")
+        return swpipe.overlap(loader, Training().tasks(), pull_ahead=True, device="cpu")
 
     with loop(Rows().rows.split(4)) as first:
         states = [first.state_dict() for _ in first]
@@ -251,7 +247,8 @@ def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
     def loop() -> OverlappedLoop:
         torch.manual_seed(7)
         random.seed(7)
-        return swpipe.overlap(torchdata(NoisyRows()), Training().functions(), device="cpu")
+        tasks = Training().tasks()
+        return swpipe.overlap(torchdata(NoisyRows()), tasks, pull_ahead=True, device="cpu")
 
     with loop() as first:
         seen = [(ctx.batch, first.state_dict()) for ctx in first]
@@ -265,7 +262,7 @@ def test_a_stateful_loader_of_torchdata_is_set_back() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["shuffled, with dropout", KEEPING, "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED],
+    ["shuffled, with dropout", GENERATOR, "a loader with a state", TORCHDATA, TORCHDATA_AUGMENTED],
 )
 def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     """Not to the rest of the one that has ended, which has none."""
@@ -290,7 +287,8 @@ def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     "name",
     [
         "augmented in the loader",
-        KEEPING,
+        GENERATOR,
+        TORCHDATA_GIVEN,
         "a loader with a state",
         TORCHDATA,
         TORCHDATA_SAMPLER,
@@ -298,7 +296,7 @@ def test_a_state_from_between_passes_leads_to_a_new_pass(name: str) -> None:
     ],
 )
 def test_a_state_from_before_the_first_iteration_leads_to_it(name: str) -> None:
-    """Whatever the new process has drawn, and pulled to record the tasks."""
+    """Whatever the new process has drawn."""
     first = Job(name)
     saved = first.save()
     expected = list(first.losses())

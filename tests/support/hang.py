@@ -5,7 +5,8 @@
     the end          waits for every thread but the one that hangs
 
 The watchdog's clock stands still while nobody hangs, so that it takes no slow thread for a stalled
-one. Of a run that ends, the threads that can end are waited for as long as they need.
+one. Of a run that ends, the threads that can end are waited for as long as they need. A caller that
+hangs is let go by the watchdog's interrupt, which has come by then, and so is not awaited.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 
 import pytest
 
+import swpipe._engine.run
 import swpipe._engine.watchdog
 from swpipe._engine.waiting import Host, HostThread
 from swpipe.pipeline import SWPipeline
@@ -43,6 +45,7 @@ class Hang(Host):
     ) -> None:
         monkeypatch.setattr(swpipe._engine.watchdog, "time", self)
         monkeypatch.setattr(swpipe._engine.watchdog, "LOOK_COUNTS_AT_MOST", math.inf)
+        monkeypatch.setattr(swpipe._engine.run, "_LEAVE_S", 0.0)
         self.inside, self.release = threading.Event(), threading.Event()
         self.looks = 0
         self.noticed = noticed

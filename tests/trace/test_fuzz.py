@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from swpipe import Trace
 from tests.support.hostile import check_message, edited, replaced
 
-QUICK = 150
-SLOW = 1000
+QUICK = 25
+SLOW = 250
 
 TASK = {"ph": "X", "cat": "task", "pid": 1, "tid": 1}
 ROW = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "default"}}
