@@ -169,7 +169,8 @@ def _ahead_of_the_body(
             f"stream {entry.stream!r}": entry.stream is not None and streams is not False,
         }
         if where := [words for words, holds in found.items() if holds]:
-            yield name, f"nothing is declared of what {name!r} touches, {_BEHIND} {listed(where)}"
+            what = f"what {name!r} touches (or, if it is random, of what may draw beside it)"
+            yield name, f"nothing is declared of {what}, {_BEHIND} {listed(where)}"
 
 
 _PULLED = (

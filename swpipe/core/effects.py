@@ -83,19 +83,21 @@ class Conflict(NamedTuple):
 def declared_effects(
     tasks: Iterable[PipelineTask], *, undeclared: bool = True
 ) -> dict[str, Effects]:
-    """The effects that the tasks declare in their ``DeclaredIO``.
+    """The effects that the tasks declare.
 
-    A task that says nothing touches ``UNDECLARED``; nothing, if ``undeclared`` is False.
+    A task that says nothing touches ``UNDECLARED``; nothing, if ``undeclared`` is False. So does a
+    random task beside one that says nothing, which may draw from the same generators.
     """
-    return {
-        task.name: UNKNOWN
-        if undeclared and task.undeclared
-        else Effects(
-            frozenset(Location(io.state, True) for io in task.io if io.state and "r" in io.mode),
-            frozenset(Location(io.state, True) for io in task.io if io.state and "w" in io.mode),
-        )
-        for task in tasks
-    }
+    tasks = tuple(tasks)
+    unknown = undeclared and any(task.undeclared for task in tasks)
+    found = {}
+    for task in tasks:
+        states = [(Location(io.state, True), io.mode) for io in task.io if io.state]
+        reads, writes = (frozenset(s for s, mode in states if one in mode) for one in "rw")
+        found[task.name] = Effects(reads, writes)
+        if unknown and (task.undeclared or task.random):
+            found[task.name] |= UNKNOWN
+    return found
 
 
 def conflicts(effects: EffectTable) -> list[Conflict]:

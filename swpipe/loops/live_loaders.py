@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.loaders import unprepared
@@ -14,12 +15,13 @@ from swpipe.loops.accelerate import AccelerateLoader
 
 
 def goes_on(loader: Any) -> bool:
-    """Whether the loader is an iterator of Python's own, such as a generator: a pass goes on.
+    """Whether the loader is an iterator of Python's own, such as a generator, or of a DataLoader.
 
-    An object of another class whose ``iter`` is itself may go on or begin anew.
+    A new pass goes on with it. An object of another class whose ``iter`` is itself may begin anew.
     """
     begin = getattr(type(loader), "__iter__", None)
-    return hasattr(type(loader), "__next__") and not hasattr(begin, "__code__")
+    pythons = hasattr(type(loader), "__next__") and not hasattr(begin, "__code__")
+    return pythons or isinstance(loader, _BaseDataLoaderIter)
 
 
 def epochs_of(loader: Any) -> tuple[Any, ...]:

@@ -11,16 +11,18 @@ and as many batches are pulled and dropped as were handed out: it has to give th
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._tensors.pytree import leaves_in, tensors_in
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.errors import add_note
 from swpipe.core.loaders import are_same, read_in_pass
@@ -66,18 +68,31 @@ class _PulledState(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A tensor of a batch that may still be used, and its version counter when it was pulled."""
+    """A tensor or array of a batch that may still be used, and what tells when it is written."""
 
-    tensor: Tensor
-    version: int
+    value: Any
+    content: int
 
 
 def _memory_of(batch: Any) -> dict[int, _Memory]:
-    """Address to the tensor there."""
-    found = [one for one in tensors_in(batch) if one.layout is torch.strided and one.numel()]
-    return {
-        one.data_ptr(): _Memory(one, 0 if one.is_inference() else one._version) for one in found
+    """Address to the tensor or array there: its version counter, or a checksum of its beginning."""
+    found = {
+        one.data_ptr(): _Memory(one, 0 if one.is_inference() else one._version)
+        for one in tensors_in(batch)
+        if one.layout is torch.strided and one.numel()
     }
+    arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
+    for one in () if isinstance(batch, Tensor) else leaves_in(batch):
+        if isinstance(one, arrays) and one.size:
+            address = one.__array_interface__["data"][0]
+            found[address] = _Memory(one, crc32(one.flat[:512].tobytes()))
+    return found
+
+
+def _is_used_again(now: _Memory, then: _Memory) -> bool:
+    """Whether what is there now may be another content."""
+    other = isinstance(now.value, Tensor) and now.value is not then.value
+    return other or now.content != then.content
 
 
 class LoaderPass:
@@ -291,13 +306,11 @@ class LoaderPass:
         """
         own = _memory_of(self._latest)
         for earlier in self._in_use:
-            for address in own.keys() & earlier.keys():
-                now, then = own[address], earlier[address]
-                if now.tensor is not then.tensor or now.version != then.version:
-                    raise RuntimeError(
-                        "the loader has made a batch in the memory of an earlier one, which was "
-                        "pulled ahead and is still in use: let it make a new tensor for each batch"
-                    )
+            if any(_is_used_again(own[one], earlier[one]) for one in own.keys() & earlier.keys()):
+                raise RuntimeError(
+                    "the loader has made a batch in the memory of an earlier one, which was "
+                    "pulled ahead and is still in use: let it make a new tensor for each batch"
+                )
         self._in_use.append(own)
 
     def hand_out(self) -> None:
@@ -320,18 +333,17 @@ class LoaderPass:
         if failed and self.is_ahead:
             self.hand_out()
         if self._goes_on:
-            kept = list(self._ahead)
+            kept = self._ahead
             self._modified = any(versions_in(one.batch) != one.versions for one in kept)
-            self._ahead.clear()
             self._again = deque(one.batch for one in kept)
             self.iterator = self._pull()
             return frozenset()
         self.lost = self.is_ahead
         self.release()
-        after = self._states.get(self.handed_out)
-        if not (self._of.guarded and self._of.draws.names and self.is_ahead):
+        after, draws = self._states.get(self.handed_out), self._of.draws
+        if not (self._of.guarded and draws.names and draws.after and self.is_ahead):
             return frozenset()
-        if others := self.drawn_by_others() or (self._of.draws.names if after is None else ()):
+        if others := self.drawn_by_others() or (draws.names if after is None else ()):
             return frozenset(others)
         if after is not None:
             self._of.generators.write(self._drawn(after.generators))
@@ -341,6 +353,11 @@ class LoaderPass:
     def _drawn(self, states: States) -> States:
         """Those of the generators that the loader draws from."""
         return {name: states[name] for name in self._of.draws.names & states.keys()}
+
+    def close(self) -> None:
+        """Let an iterator that was given go, too; there is no other pass."""
+        self.release()
+        self._of = replace(self._of, loader=())
 
     def release(self) -> None:
         """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""

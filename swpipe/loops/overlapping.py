@@ -162,7 +162,7 @@ class OverlappedLoop(ResumableLoop[C]):
         self.pipe.close()
         _pulled.pop(id(self._loader), None)
         if self._running is None and goes_on(self._loader) and self._pass is not None:
-            self._pass.release()
+            self._pass.close()
             self._pass = self._rest = None
             self._loader = ()
             self._pulled = replace(self._pulled, loader=())

@@ -12,7 +12,7 @@ The planner's simulator predicts the iteration under each plan from the measured
 proportion to what it says for the plan that was measured. The cores that there are limit it too.
 Moving tasks cannot save more than their exposed times, so that is the most that is promised. If the
 plan declares no dependences between iterations, it is not known which task may move, and none is
-moved.
+moved; nor is a task of which nothing is declared, away from the loop's body.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+from swpipe.analysis.races import race_problems
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.errors import PlanError
+from swpipe.core.effects import EffectTable
+from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
-from swpipe.core.resolved import dependences_of
+from swpipe.core.resolved import dependences_of, resolve_plan
 from swpipe.profiler.diff import ms
 from swpipe.profiler.spread import Estimate
 
@@ -96,6 +98,7 @@ class Seen(NamedTuple):
         cpu_s: Task to its time on the CPU.
         device_s: Task to its time on its stream, where it has one.
         exposed_s: Task to its exposed time, with its sign.
+        declared: What tasks and loader declare that they touch, in serial order.
     """
 
     plan: PipelinePlan
@@ -106,6 +109,7 @@ class Seen(NamedTuple):
     cpu_s: Mapping[str, float]
     device_s: Mapping[str, float]
     exposed_s: Mapping[str, Estimate]
+    declared: EffectTable
 
 
 class _Change(NamedTuple):
@@ -155,6 +159,25 @@ class _Paper:
         )
         self.not_moved: dict[str, str] = {}  # task to why it does not help to move it
         self._now_us, _ = self.predict(self.plan, self.costs)
+        self._known = self._broken(self.plan)
+
+    def _broken(self, plan: PipelinePlan) -> dict[tuple[str, ...], str]:
+        """The orders that a plan does not keep, by the tasks that they are about."""
+        tasks = {name: touched for name, touched in self.seen.declared.items() if name != PULL}
+        found = race_problems(resolve_plan(plan), tasks, streams=self.seen.streams)
+        return {problem.tasks: problem.text for problem in found}
+
+    def place(self, change: _Change) -> PipelinePlan:
+        """The new plan.
+
+        Raises:
+            PlanError: It cannot run, or breaks an order that the present one keeps.
+        """
+        plan = change.place() if change.place else self.plan
+        broken = self._broken(plan)
+        for tasks in broken.keys() - self._known.keys():
+            raise PlanError([Problem(broken[tasks], tasks)])
+        return plan
 
     def predict(self, plan: PipelinePlan, costs: CostModel) -> tuple[float, str]:
         """Microseconds of an iteration, and what limits it.
@@ -174,7 +197,7 @@ class _Paper:
     def advice(self, change: _Change) -> Advice | None:
         """What a change promises; None if the plan cannot run or it is not worth it."""
         try:
-            plan = change.place() if change.place else self.plan
+            plan = self.place(change)
             then_us, limit = self.predict(plan, change.costs)
         except PlanError as error:
             self.not_moved.setdefault(change.task, error.problems[0].text)
@@ -213,6 +236,8 @@ def _changes(paper: _Paper) -> Iterator[_Change]:
                 depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
                 place = partial(replace, plan, pull_group=own, pipeline_depth=depth)
                 words = "call the loader on a thread of its own"
+                if paper.seen.declared[PULL].undeclared:
+                    words += ", if it uses nothing that the loop changes"
                 yield _Change(task, (task,), words, place, costs)
         elif plan.cross_iter_deps:
             needed = [name for name in plan.schedule if name in _needs(plan, task)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean, median
 from typing import NamedTuple
 
+from swpipe.core.effects import declared_effects
 from swpipe.core.plan import PULL
 from swpipe.profiler.advice import Advice, Seen, advise
 from swpipe.profiler.measure import WindowTimer
@@ -64,7 +65,8 @@ class Measured(NamedTuple):
 
     def advice(self, step: Estimate, exposed: dict[str, Estimate]) -> tuple[Advice, ...]:
         """What to change next."""
-        pipe = self.timer.pipe
+        pipe, pulls = self.timer.pipe, self.timer.pulls
+        loader = {PULL: pulls.effects} if pulls else {}
         seen = Seen(
             plan=pipe.plan,
             pipelined=self.timer.pipelined,
@@ -74,6 +76,7 @@ class Measured(NamedTuple):
             cpu_s=self.cpu_s,
             device_s=self.device_s,
             exposed_s=exposed,
+            declared={**loader, **declared_effects(pipe.tasks)},
         )
         return advise(seen)
 

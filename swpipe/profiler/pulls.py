@@ -8,15 +8,22 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
+from swpipe.core.effects import UNKNOWN, Effects
+from swpipe.core.loaders import is_apart
+
 
 class Pulls:
     """Calls a loader once per iteration, as training does, and drops what it returns.
 
     It is begun again at its end. The iterations get the batch that is profiled.
+
+    Attributes:
+        effects: What its calls may touch.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
+        self.effects = Effects() if is_apart(loader) else UNKNOWN
         self._batches: Iterator[Any] | None = None
         self._on = True
         self._times: list[tuple[float, float]] = []

@@ -23,16 +23,14 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
-from swpipe.core.effects import Effects
-from swpipe.core.messages import listed
-from swpipe.core.plan import PULL, PipelinePlan, StreamRef
+from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.auto import Choice, auto_plan
+from swpipe.planning.modulo.auto import Choice, auto_plan, with_undeclared
 from swpipe.planning.simulation.simulator import simulate
 from swpipe.profiler import measure_costs, try_plans
 
@@ -173,7 +171,9 @@ class Loop:
     def measure(self, plan: PipelinePlan) -> CostModel:
         """Measure what the tasks cost while ``plan`` runs."""
         self.progress("measuring what the tasks cost")
-        with SWPipeline(plan, self.tasks, device=self.device, context=self.context) as pipe:
+        with SWPipeline(
+            plan, self.tasks, device=self.device, context=self.context, check_effects=False
+        ) as pipe:
             own = measure_costs(
                 pipe, self.batches[:_BATCHES], pipelined=plan.depth > 1, loader=self.loader
             )
@@ -231,8 +231,8 @@ def autotune(
         progress: Called with one line before each step.
         loader: What training takes its batches from, such as a ``DataLoader``. Its calls are
             measured and planned too, and each trial makes them. They come after the iteration
-            before, if the loader may use what a task changes. Otherwise a thread of their own may
-            make them, if that is faster.
+            before, if nothing is known of what the loader uses. Otherwise (a list, or a DataLoader
+            with workers) a thread of their own may make them, if that is faster.
 
     Raises:
         ValueError: There are no batches.
@@ -252,7 +252,6 @@ def autotune(
         loader,
     )
     recording = loop.record()
-    limits, in_turn = _for_the_loader(limits, recording)
     inferred = loop.inferred_plan(recording)
     alone = costs = loop.measure(inferred)
     planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
@@ -262,19 +261,9 @@ def autotune(
     simple, left_out = _simple(loop, recording, costs, limits, ready_made or {})
     candidates = _try(loop, (*simple, *planned))
     chosen = choose(candidates)
-    why = (*explain(candidates, chosen, alone), *in_turn, *left_out)
-    return Tuned(chosen, candidates, why, recording, costs)
-
-
-def _for_the_loader(limits: Limits, recording: Recording) -> tuple[Limits, tuple[str, ...]]:
-    """The limits, with one iteration in flight if batches cannot be pulled ahead; and why."""
-    own = recording.effects.get(PULL, Effects())
-    for name, touched in recording.effects.items():
-        if shared := touched.writes & own.reads:
-            places = listed(sorted(map(str, shared)), most=3)
-            why = f"The loader and {name!r} may both use {places}, so batches are not pulled ahead."
-            return replace(limits, in_flight=1), (why,)
-    return limits, ()
+    _, undeclared = with_undeclared(limits, recording.effects)
+    why = dict.fromkeys((*explain(candidates, chosen, alone), *undeclared, *left_out))
+    return Tuned(chosen, candidates, tuple(why), recording, costs)
 
 
 # ------------------------------------------------------------------------------------ candidates

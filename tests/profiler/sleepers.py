@@ -19,7 +19,7 @@ def sleeper(host: TimedHost, milliseconds: float) -> Callable[[IterContext], Non
 
 def sleepers(host: TimedHost, **milliseconds: float) -> list[PipelineTask]:
     """Tasks that sleep, by name."""
-    return [PipelineTask(name, sleeper(host, ms)) for name, ms in milliseconds.items()]
+    return [PipelineTask(name, sleeper(host, ms), pure=True) for name, ms in milliseconds.items()]
 
 
 def overlapped(groups: dict[str, Iterable[str]]) -> PipelinePlan:

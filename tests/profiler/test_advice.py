@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.support.virtual_clock import TimedHost
 
 DEPS = [("train", "read"), ("step", "train")]
 LOOP = {"deps": DEPS, "cross_iter_deps": [("train", "step")]}
+ITS_THREAD = "call the loader on a thread of its own, if it uses nothing that the loop changes"
 ONE_THREAD = PipelinePlan({n: TaskSchedule() for n in ("read", "train", "step")}, **LOOP)
 
 
@@ -59,6 +61,17 @@ def test_what_stands_in_the_way_is_named(host: TimedHost) -> None:
     assert first.plan == ""
     assert "train i -> step i -> train i+1" in first.not_moved
     assert "Not moved: it would be limited by" in first.text
+
+
+def test_a_task_of_which_nothing_is_declared_is_not_moved(host: TimedHost) -> None:
+    """The body of the loop may change what it uses; the advice says what to declare."""
+    read, *others = sleepers(host, read=6, train=7, step=2)
+    tasks = [replace(read, pure=False), *others]
+    result = profiled(ONE_THREAD, tasks, pipelined=False)
+    about = {advice.task: advice for advice in result.advice}
+    assert about["read"].plan == ""
+    assert "nothing is declared of what 'read' touches" in about["read"].not_moved
+    assert "pure=True" in about["read"].not_moved
 
 
 def test_a_hidden_task_is_not_worth_a_change(host: TimedHost) -> None:
@@ -164,7 +177,7 @@ def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
     assert result.exposed_s["<pull>"] == pytest.approx(6e-3)
     assert result.host_s["<pull>"] == result.blocked_s["<pull>"] == pytest.approx(6e-3)
     first = result.advice[0]
-    assert first.change == "call the loader on a thread of its own"
+    assert first.change == ITS_THREAD
     assert first.saved_s == pytest.approx(6e-3)
     with SWPipeline(PipelinePlan.from_json(first.plan), tasks, device="cpu") as pipe:
         tried = TaskProfiler(pipe).profile(None, pipelined=True, loader=Loader(host))
@@ -183,4 +196,4 @@ def test_a_loader_on_the_callers_thread_is_part_of_its_load(host: TimedHost) -> 
         result = TaskProfiler(pipe).profile(None, pipelined=True, loader=Loader(host))
     assert result.busy_s == pytest.approx({"default": 13e-3, "io": 2e-3})
     assert result.exposed_s["<pull>"] == pytest.approx(6e-3)
-    assert result.advice[0].change == "call the loader on a thread of its own"
+    assert result.advice[0].change == ITS_THREAD

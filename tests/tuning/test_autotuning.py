@@ -44,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotuning, "EFFORT", 0.1)
 
 
-TASKS = (PipelineTask("read", read), PipelineTask("train", train))
+TASKS = (PipelineTask("read", read, pure=True), PipelineTask("train", train, pure=True))
 BATCHES = [torch.ones(2), torch.zeros(2)]
 SERIAL = replace(PipelinePlan.serial(TASKS), tasks=())
 PREFETCH = PipelinePlan(
@@ -291,26 +291,27 @@ def test_a_slow_loader_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     costs = CostModel({**COSTS.tasks, "<pull>": TaskCost(host_us=3000)})
     monkeypatch.setattr(Loop, "measure", lambda loop, plan: costs)
     limits = Limits(frozen=["train"])
-    tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, loader=Loader())
+    tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, loader=[1, 2])
     assert tuned.plan.pull_group == "loader"
-    assert tuned.recording.effects["<pull>"].writes == frozenset()
+    assert tuned.recording.effects["<pull>"] == Effects()
     assert any("pulled on a thread of their own" in sentence for sentence in tuned.why)
     assert list(tuned.recording.effects) == ["<pull>", "read", "train"]
 
 
-def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead() -> None:
-    """A batch is made after the step before; the reasons say so, and the costs have its calls."""
-    loader = Loader()
-
-    def harder(ctx: IterContext) -> None:
-        loader.level *= 1.5
-
-    tasks = (*TASKS, PipelineTask("harder", harder))
-    tuned = autotune(tasks, BATCHES, device="cpu", loader=loader)
+def test_a_loader_of_which_nothing_is_known_is_not_pulled_ahead() -> None:
+    """It may read what the body changes; the reasons say so, and the costs have its calls."""
+    tuned = autotune(TASKS, BATCHES, device="cpu", loader=Loader())
     assert {candidate.plan.depth for candidate in tuned.candidates} == {1}
-    assert any("'harder' may both use state" in one for one in tuned.why)
+    assert "Batches are not pulled ahead: nothing is declared of what the loader uses." in tuned.why
     assert tuned.costs.tasks["<pull>"].host_us > 0
-    assert loader.level == 1.0
+
+
+def test_of_tasks_that_say_nothing_none_overlaps() -> None:
+    """The reasons name them, and what to say."""
+    tasks = [replace(task, pure=False) for task in TASKS]
+    tuned = autotune(tasks, BATCHES, device="cpu")
+    assert {candidate.plan.depth for candidate in tuned.candidates} == {1}
+    assert any("read, train stay with the loop's body" in one for one in tuned.why)
 
 
 # ---------------------------------------------------------------------------------- several ranks

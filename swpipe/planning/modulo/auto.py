@@ -98,7 +98,7 @@ def auto_plan(
         raise PlanError([Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")])
     limits = limits if limits is not None else Limits()
     limits.check(plan)
-    limits, why = _with_undeclared(limits, effects or {})
+    limits, why = with_undeclared(limits, effects or {})
     best = _choice(plan, costs, limits, streams, effort)
     pull = costs.tasks.get(PULL, TaskCost())
     if plan.pull_group is None and pull.host_us and min(limits.threads, limits.in_flight) > 1:
@@ -114,7 +114,7 @@ def auto_plan(
     return best
 
 
-def _with_undeclared(limits: Limits, effects: EffectTable) -> tuple[Limits, list[str]]:
+def with_undeclared(limits: Limits, effects: EffectTable) -> tuple[Limits, list[str]]:
     """The limits, with what is undeclared kept beside the loop's body, and a sentence on each."""
     found = [name for name, touched in effects.items() if touched.undeclared]
     why, tasks = [], [name for name in found if name != PULL]
