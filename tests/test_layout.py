@@ -39,7 +39,7 @@ MAY_USE = {
 }
 """Room to the other rooms it may import."""
 
-EDGE = ("cli", "__init__")
+EDGE = ("cli", "testing", "__init__")
 """Modules of the framework that may name the rooms."""
 
 SHARED_NAMES = {"_torchrec", "clicks", "sparse_dist"}

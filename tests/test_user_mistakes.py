@@ -46,6 +46,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         r"io is one DeclaredIO: .*io=\[\.\.\.\]",
     ),
     "a name as io": (lambda: PipelineTask("a", decode, io=["model"]), "io has 'model': give"),  # type: ignore[list-item]
+    "a pure task that writes": (
+        lambda: PipelineTask("a", decode, io=[DeclaredIO(state="model")], pure=True),
+        "is pure.*state 'model'",
+    ),
     "record functions": (lambda: record([any_decode], 1), r"swpipe\.task\(fn\) makes one"),
     "record a function": (lambda: record(any_decode, 1), "in a list"),
     "record a name": (lambda: record("decode", 1), "tasks is 'decode': .* in a list"),  # type: ignore[arg-type]

@@ -7,9 +7,10 @@
 
 Guarantees
     - A pure task that draws without ``random=True``, or in a watched iteration uses memory that
-      pure tasks used in an earlier watched one, and writes it, or finds it changed, or finds that
-      it is of a tensor that training changes (a leaf that requires grad), raises PlanError.
-    - A task's own tensors, its batch's, and what a cache of its own gave it, may be anything.
+      pure tasks used or made in an earlier watched one, and writes it, or finds it changed, or
+      finds that it is of a tensor that training changes (a leaf that requires grad), raises
+      PlanError.
+    - A task's own tensors, and its batch's, may be anything; what a cache gives it, it may read.
 
 Assumptions
     - What does not go through torch's operators is the author's word: Python values, numpy, files,
@@ -53,6 +54,9 @@ class _Span(NamedTuple):
         return self.first < other.end and other.first < self.end
 
 
+_ALL = _Span(0, sys.maxsize)
+
+
 @dataclass(slots=True)
 class _Use:
     """What a task did with some memory in one iteration.
@@ -89,6 +93,7 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
         super().__init__(device)
         self.uses: dict[StorageId, list[_Use]] = {}
         self._owners: dict[StorageId, Tensor] = {}
+        self._made: dict[StorageId, weakref.ref[Tensor]] = {}
         self._sees_compiled = sees_compiled
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
@@ -102,11 +107,13 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
                 self._use(tensor, mode)
 
     def _use(self, tensor: Tensor, mode: str) -> None:
+        base = tensor if tensor._base is None else tensor._base
         for number in self.storages.of(tensor):
+            if number in self.accesses.created:
+                self._made[number] = weakref.ref(base)  # it must not live longer for being watched
+                continue
             # What detach() makes of it shares its version counter, and does not lead back to it.
-            owner = self._owners.setdefault(
-                number, tensor if tensor._base is None else tensor._base
-            )
+            owner = self._owners.setdefault(number, base)
             if mode not in ("r", "w", "rw"):
                 continue
             span, uses = _span_of(tensor), self.uses.setdefault(number, [])
@@ -116,6 +123,12 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
                 use = _Use(span, owner, version, owner.is_leaf and owner.requires_grad)
                 uses.append(use)
             use.writes |= mode != "r"
+
+    def left(self) -> Iterator[tuple[StorageId, _Use]]:
+        """The memory that the task has made and that is still there, all of it in use."""
+        for number, reference in self._made.items():
+            if (tensor := reference()) is not None:
+                yield number, _Use(_ALL, tensor, None, trains=False)
 
 
 class _BesideCompiler(PureRecorder):  # type: ignore[no-untyped-call]
@@ -176,6 +189,9 @@ class PureUses:
                     if one.iteration != iteration and one.use.span.meets(use.span):
                         yield from ((number, fault) for fault in _against(one.use, use))
                 self._note(known, iteration, use, recorder.storages, number)
+        for number, use in recorder.left():
+            known = self._known.setdefault(number, [])
+            self._note(known, iteration, use, recorder.storages, number)
         if len(self._known) > self._most:
             alive = {n: k for n, k in self._known.items() if not k[0].reference.expired()}
             self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
@@ -209,7 +225,7 @@ _DRAWS_FROM = (
     "context only. Seed a generator from ctx.iter_idx, or use random=True and torch's default ones"
 )
 _WRITES = (
-    "writes {what}, which it or another pure task used in an earlier iteration: a pure task "
+    "writes {what}, which it or another pure task had in an earlier iteration: a pure task "
     "changes its context only. Make a new tensor, or take pure=True away and declare "
     'io=[DeclaredIO(state="its name")]'
 )

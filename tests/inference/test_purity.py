@@ -1,0 +1,621 @@
+"""What a pure task does against its word stops the run, as far as torch's dispatch sees it.
+
+A lie is a task that says ``pure=True`` and is not. Each is run ahead of a training loop, under a
+plan and under ``overlap``, and has to be stopped within two iterations: by an error that names the
+task, what it touched, the rule, and what to do. Honest tasks run as if nobody looked.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import swpipe
+from swpipe import PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+
+BATCHES = 12
+
+AHEAD = PipelinePlan(
+    {
+        "decode": TaskSchedule(0, thread_group="io"),
+        "train": TaskSchedule(1),
+    },
+    deps=[("train", "decode")],
+)
+"""``decode`` runs one iteration ahead, on a thread of its own."""
+
+
+def nothing(ctx: Any) -> None:
+    """The training loop does nothing else."""
+
+
+class Job:
+    """What a training loop has: a model, a table, features, a generator."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.table = nn.Embedding(8, 4).requires_grad_(False)
+        self.features = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False).eval()
+        self.norm = nn.BatchNorm1d(4).requires_grad_(False).eval()
+        self.counts = torch.zeros(8)
+        self.array = np.zeros(4, dtype=np.float32)
+        self.draws = torch.Generator().manual_seed(1)
+        self.batches = [torch.randint(8, (3,)) for _ in range(BATCHES)]
+        self.train_also: Callable[[Any], object] = nothing
+
+    def looked_up(self, ctx: Any) -> Tensor:
+        """What the frozen table has for a batch."""
+        return self.table(ctx.batch)  # type: ignore[no-any-return]
+
+    def train(self, ctx: Any) -> None:
+        """Learn from ``ctx.x``."""
+        ctx.loss = self.model(ctx.x.float()).square().sum()
+        self.optimizer.zero_grad()
+        ctx.loss.backward()
+        self.optimizer.step()
+        self.train_also(ctx)
+
+    def tasks(self, decode: Callable[[Any], Any], **options: Any) -> list[PipelineTask]:
+        """The loop's tasks, of which the first one says that it is pure."""
+
+        def decoded(ctx: Any) -> None:
+            ctx.x = decode(ctx)
+
+        return [
+            PipelineTask("decode", decoded, pure=True, **options),
+            PipelineTask("train", self.train),
+        ]
+
+
+Run = Callable[[Job, list[PipelineTask]], Iterator[Any]]
+
+
+def under_a_plan(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
+    """Contexts of a pipeline."""
+    with SWPipeline(AHEAD, tasks, device="cpu") as pipe:
+        yield from pipe.iterate(job.batches)
+
+
+def under_overlap(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
+    """Contexts of an overlapped loop."""
+    with swpipe.overlap(job.batches, tasks, device="cpu") as loop:
+        ahead = () if tasks[0].random else ("decode",)  # the body may draw as well
+        assert loop.overlap.ahead == ahead
+        yield from loop
+
+
+def plainly(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
+    """Contexts of a plain loop."""
+    for number, batch in enumerate(job.batches):
+        ctx = swpipe.IterContext(batch, number)
+        for task in tasks:
+            task(ctx)
+        yield ctx
+
+
+# ------------------------------------------------------------------ lies
+
+Lie = Callable[[Job], Callable[[Any], Any]]
+LIES: dict[str, tuple[Lie, str]] = {}
+"""Name to what makes ``decode``, and what the error has to name."""
+
+
+def lie(name: str, names: str) -> Callable[[Lie], Lie]:
+    """Enter a lie."""
+
+    def enter(make: Lie) -> Lie:
+        LIES[name] = make, names
+        return make
+
+    return enter
+
+
+@lie("a trained parameter", "weight")
+def trained(job: Job) -> Callable[[Any], Any]:
+    return lambda ctx: job.looked_up(ctx) * job.model.weight
+
+
+@lie("a trained parameter, without gradients", "weight")
+def trained_no_grad(job: Job) -> Callable[[Any], Any]:
+    @torch.no_grad()
+    def decode(ctx: Any) -> Tensor:
+        return job.looked_up(ctx) * job.model.weight
+
+    return decode
+
+
+@lie("a trained parameter, detached", "weight")
+def trained_detached(job: Job) -> Callable[[Any], Any]:
+    return lambda ctx: job.looked_up(ctx) * job.model.weight.detach()
+
+
+@lie("a trained parameter's data", "weight")
+def trained_data(job: Job) -> Callable[[Any], Any]:
+    return lambda ctx: job.looked_up(ctx) + job.model.weight.data
+
+
+@lie("a trained parameter in a list", "weight")
+def trained_stacked(job: Job) -> Callable[[Any], Any]:
+    return lambda ctx: torch.cat([job.looked_up(ctx), job.model.weight])
+
+
+@lie("a trained parameter under inference mode", "weight")
+def trained_inference(job: Job) -> Callable[[Any], Any]:
+    def decode(ctx: Any) -> Tensor:
+        with torch.inference_mode():
+            found = job.looked_up(ctx) * job.model.weight
+        return found.clone()
+
+    return decode
+
+
+@lie("a write to a buffer", "running_mean")
+def buffer(job: Job) -> Callable[[Any], Any]:
+    def decode(ctx: Any) -> Tensor:
+        job.norm.running_mean.add_(1.0)  # type: ignore[operator, union-attr]
+        return job.looked_up(ctx)
+
+    return decode
+
+
+@lie("a write through out=", "kept")
+def written_out(job: Job) -> Callable[[Any], Any]:
+    kept = torch.zeros(3, 4)
+    return lambda ctx: torch.mul(job.looked_up(ctx), 2.0, out=kept)
+
+
+@lie("BatchNorm in training", "running_mean|num_batches_tracked")
+def batch_norm(job: Job) -> Callable[[Any], Any]:
+    job.norm.train()
+    return lambda ctx: job.norm(job.looked_up(ctx))
+
+
+@lie("a draw", "generator")
+def draw(job: Job) -> Callable[[Any], Any]:
+    return lambda ctx: job.looked_up(ctx) + torch.rand(3, 4)
+
+
+@lie("a draw in place", "generator")
+def draw_in_place(job: Job) -> Callable[[Any], Any]:
+    return lambda ctx: job.looked_up(ctx).uniform_()
+
+
+@lie("Dropout", "generator")
+def dropout(job: Job) -> Callable[[Any], Any]:
+    module = nn.Dropout(0.5)
+    return lambda ctx: module(job.looked_up(ctx))
+
+
+@lie("a draw from a generator that others use", "generator")
+def given_generator(job: Job) -> Callable[[Any], Any]:
+    job.train_also = lambda ctx: torch.rand(1, generator=job.draws)
+    return lambda ctx: job.looked_up(ctx) + torch.rand(3, 4, generator=job.draws)
+
+
+@lie("a tensor that another task changes in place", "counts")
+def changed(job: Job) -> Callable[[Any], Any]:
+    job.train_also = lambda ctx: job.counts.index_add_(0, ctx.batch, torch.ones(3))
+    return lambda ctx: job.looked_up(ctx) * job.counts[ctx.batch, None]
+
+
+@lie("a tensor that another task changes through a view", "counts")
+def changed_view(job: Job) -> Callable[[Any], Any]:
+    view = job.counts.view(2, 4)[1]
+    job.train_also = lambda ctx: view.add_(1.0)
+    return lambda ctx: job.looked_up(ctx) * job.counts.sum()
+
+
+@lie("a table that is unfrozen by another task", "table.weight")
+def unfrozen(job: Job) -> Callable[[Any], Any]:
+    def unfreeze(ctx: Any) -> None:
+        if ctx.iter_idx == 0:
+            job.table.requires_grad_(True)
+
+    job.train_also = unfreeze
+    return job.looked_up
+
+
+@lie("a write to memory of a numpy array", "shared")
+def numpy_memory(job: Job) -> Callable[[Any], Any]:
+    shared = torch.from_numpy(job.array)
+
+    def decode(ctx: Any) -> Tensor:
+        shared.add_(1.0)
+        return job.looked_up(ctx)
+
+    return decode
+
+
+@lie("an embedding that is scaled in its forward", "table.weight")
+def max_norm(job: Job) -> Callable[[Any], Any]:
+    job.table.max_norm = 1.0
+    return job.looked_up
+
+
+@lie("a teacher that follows the model", "teacher")
+def teacher(job: Job) -> Callable[[Any], Any]:
+    teacher = nn.Linear(4, 1).requires_grad_(False)
+
+    def follow(ctx: Any) -> None:
+        for own, new in zip(teacher.parameters(), job.model.parameters(), strict=True):
+            own.lerp_(new.detach(), 0.1)
+
+    job.train_also = follow
+    return lambda ctx: job.looked_up(ctx) + teacher(job.looked_up(ctx))
+
+
+@lie("the optimizer's state", "momentum_buffer|optimizer")
+def optimizer_state(job: Job) -> Callable[[Any], Any]:
+    job.optimizer.param_groups[0]["momentum"] = 0.9
+    weight = job.model.weight
+    weight.grad = torch.zeros(1, 4)
+    job.optimizer.step()
+    return lambda ctx: job.looked_up(ctx) + job.optimizer.state[weight]["momentum_buffer"]
+
+
+@lie("a multinomial draw", "generator")
+def multinomial(job: Job) -> Callable[[Any], Any]:
+    return lambda ctx: job.looked_up(ctx)[torch.ones(3).multinomial(3)]
+
+
+@lie("a gradient", "weight")
+def gradient(job: Job) -> Callable[[Any], Any]:
+    job.model.weight.grad = torch.zeros(1, 4)
+    job.optimizer.zero_grad = lambda set_to_none=False: job.model.weight.grad.zero_()  # type: ignore[method-assign, union-attr]
+    return lambda ctx: job.looked_up(ctx) + job.model.weight.grad
+
+
+@lie("memory that it kept from the iteration before", "memory")
+def kept(job: Job) -> Callable[[Any], Any]:
+    last: list[Tensor] = []
+
+    def decode(ctx: Any) -> Tensor:
+        for one in last:
+            one.add_(1.0)  # which the body may still look at
+        last[:] = [job.looked_up(ctx)]
+        return last[0]
+
+    return decode
+
+
+@pytest.mark.parametrize("run", [under_a_plan, under_overlap])
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
+    """The error names the task and what it touched, and says what pure means.
+
+    What others change shows only after they have changed it, when the task may be two ahead.
+    """
+    make, names = LIES[name]
+    job = Job()
+    tasks = job.tasks(make(job))
+    done: list[int] = []
+    with pytest.raises(PlanError) as caught:
+        done.extend(ctx.iter_idx for ctx in run(job, tasks))
+    text = str(caught.value)
+    assert len(done) <= (3 if job.train_also is not nothing else 2)
+    assert "'decode'" in text
+    assert re.search(names, text), text
+    assert "pure" in text
+    assert re.search(r"requires_grad_\(False\)|random=True|ake pure=True away", text), text
+
+
+# ------------------------------------------------------------------ honest tasks
+
+Honest = Callable[[Job], list[PipelineTask]]
+HONEST: dict[str, Honest] = {}
+
+
+def honest(name: str) -> Callable[[Honest], Honest]:
+    """Enter an honest task."""
+
+    def enter(make: Honest) -> Honest:
+        HONEST[name] = make
+        return make
+
+    return enter
+
+
+@honest("a frozen table")
+def frozen_table(job: Job) -> list[PipelineTask]:
+    return job.tasks(job.looked_up)
+
+
+@honest("a frozen model")
+def frozen_model(job: Job) -> list[PipelineTask]:
+    return job.tasks(lambda ctx: job.norm(job.features(job.looked_up(ctx))))
+
+
+@honest("a frozen model under inference mode")
+def inference_model(job: Job) -> list[PipelineTask]:
+    def decode(ctx: Any) -> Tensor:
+        with torch.inference_mode():
+            found = job.features(job.looked_up(ctx))
+        return found.clone()  # type: ignore[no-any-return]
+
+    return job.tasks(decode)
+
+
+@honest("a cache of its own")
+def cached(job: Job) -> list[PipelineTask]:
+    known: dict[int, Tensor] = {}
+
+    @lru_cache
+    def factor(number: int) -> float:
+        return 1.0 / (1 + number)
+
+    def decode(ctx: Any) -> Tensor:
+        rows = [
+            known.setdefault(int(number), job.table.weight[int(number)] * factor(int(number)))
+            for number in ctx.batch
+        ]
+        return torch.stack(rows)
+
+    return job.tasks(decode)
+
+
+@honest("a task that logs")
+def logged(job: Job) -> list[PipelineTask]:
+    log = logging.getLogger("swpipe.honest")
+
+    def decode(ctx: Any) -> Tensor:
+        log.info("batch %d", ctx.iter_idx)
+        return job.looked_up(ctx)
+
+    return job.tasks(decode)
+
+
+@honest("tensors of its own that require gradients")
+def own_gradients(job: Job) -> list[PipelineTask]:
+    def decode(ctx: Any) -> Tensor:
+        with torch.enable_grad():
+            x = job.looked_up(ctx).requires_grad_()
+            (slope,) = torch.autograd.grad(job.features(x).sum(), x)
+        return x.detach() + slope
+
+    return job.tasks(decode)
+
+
+@honest("a batch that it modifies in place")
+def own_batch(job: Job) -> list[PipelineTask]:
+    def decode(ctx: Any) -> Tensor:
+        ctx.batch = ctx.batch.clone()
+        ctx.batch.add_(1).remainder_(8)
+        return job.looked_up(ctx)
+
+    return job.tasks(decode)
+
+
+@honest("a batch of the loader that it modifies in place")
+def loaders_batch(job: Job) -> list[PipelineTask]:
+    def decode(ctx: Any) -> Tensor:
+        ctx.batch.add_(1).remainder_(8)
+        return job.looked_up(ctx)
+
+    return job.tasks(decode)
+
+
+@honest("draws of a random task")
+def random_draws(job: Job) -> list[PipelineTask]:
+    return job.tasks(lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), random=True)
+
+
+@honest("a generator of its own")
+def own_generator(job: Job) -> list[PipelineTask]:
+    def decode(ctx: Any) -> Tensor:
+        draws = torch.Generator().manual_seed(ctx.iter_idx)
+        return job.looked_up(ctx) + torch.rand(3, 4, generator=draws)
+
+    return job.tasks(decode)
+
+
+@honest("a scale on a copy of a parameter's first values")
+def copied(job: Job) -> list[PipelineTask]:
+    first = job.model.weight.detach().clone()
+    return job.tasks(lambda ctx: job.looked_up(ctx) * first)
+
+
+@honest("gradients through a pure task's inputs")
+def trained_by_others(job: Job) -> list[PipelineTask]:
+    """The next task makes the context's tensor require gradients, and reads them."""
+
+    def train(ctx: Any) -> None:
+        ctx.x.requires_grad_()
+        job.train(ctx)
+        ctx.slope = ctx.x.grad.clone()
+
+    return [job.tasks(job.looked_up)[0], PipelineTask("train", train)]
+
+
+@pytest.mark.parametrize("run", [under_a_plan, under_overlap])
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_tasks_run_to_the_end(name: str, run: Run) -> None:
+    """With the numbers of the plain loop; those of random tasks are the pipeline's."""
+    job = Job()
+    losses = [ctx.loss.detach() for ctx in run(job, HONEST[name](job))]
+    assert len(losses) == BATCHES
+    if name != "draws of a random task":
+        plain = Job()
+        expected = [ctx.loss.detach() for ctx in plainly(plain, HONEST[name](plain))]
+        torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+        torch.testing.assert_close(job.model.weight, plain.model.weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("run", [under_a_plan, under_overlap])
+def test_batches_of_a_list_may_be_read_in_many_epochs(run: Run) -> None:
+    """Other tasks have read them too, and the model has been trained meanwhile."""
+    job = Job()
+    tasks = job.tasks(job.looked_up)
+    tasks.append(PipelineTask("look", lambda ctx: setattr(ctx, "most", ctx.batch.max())))
+    plan = PipelinePlan(
+        {**AHEAD.schedule, "look": TaskSchedule(1)}, deps=[*AHEAD.deps, ("look", "train")]
+    )
+    for _ in range(3):
+        if run is under_overlap:
+            assert len([*under_overlap(job, tasks)]) == BATCHES
+        else:
+            with SWPipeline(plan, tasks, device="cpu") as pipe:
+                assert len([*pipe.iterate(job.batches)]) == BATCHES
+
+
+@pytest.mark.parametrize("run", [under_a_plan, under_overlap])
+@pytest.mark.parametrize("who", ["decode", "train"])
+def test_what_is_compiled_stays_compiled(who: str, run: Run) -> None:
+    """Neither a pure task that is watched nor the training beside it falls back to eager code."""
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append(1)
+            return graph.forward(*args)
+
+        return call
+
+    job = Job()
+    if who == "decode":
+        features = torch.compile(job.features, backend=backend)
+        tasks = job.tasks(lambda ctx: features(job.looked_up(ctx)))
+    else:
+        tasks = job.tasks(job.looked_up)
+        job.model = torch.compile(job.model, backend=backend)  # type: ignore[assignment]
+    assert len([*run(job, tasks)]) == BATCHES
+    assert len(calls) == BATCHES
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("run", [under_a_plan, under_overlap])
+def test_a_table_unfrozen_by_the_body_stops_the_run(run: Run) -> None:
+    """It was honest until then."""
+    job = Job()
+    done: list[int] = []
+
+    def train() -> None:
+        for ctx in run(job, job.tasks(job.looked_up)):
+            done.append(ctx.iter_idx)
+            if ctx.iter_idx == 5:
+                job.table.requires_grad_(True)
+                job.optimizer.add_param_group({"params": [job.table.weight]})
+
+    with pytest.raises(PlanError, match=r"'decode' is pure.*table\.weight"):
+        train()
+    assert done[-1] <= 7
+
+
+def test_what_a_task_drops_is_freed_while_it_is_watched() -> None:
+    """Its memory is the same as unwatched: intermediate results do not live to its end."""
+    alive: list[int] = []
+
+    def decode(ctx: Any) -> Tensor:
+        x, seen = job.looked_up(ctx), []
+        for _ in range(5):
+            x = x * 2.0 + 1.0
+            seen.append(weakref.ref(x))
+        alive.append(sum(one() is not None for one in seen))
+        return x
+
+    job = Job()
+    assert len([*under_a_plan(job, job.tasks(decode))]) == BATCHES
+    assert alive == [1] * BATCHES
+
+
+def test_lies_are_let_go_where_nobody_looks() -> None:
+    """``check_effects=False`` is the user's own word."""
+    job = Job()
+    tasks = job.tasks(trained(job))
+    with SWPipeline(AHEAD, tasks, device="cpu", check_effects=False) as pipe:
+        assert len([*pipe.iterate(job.batches)]) == BATCHES
+
+
+# ------------------------------------------------------------------ plans written by hand
+
+
+def by_hand(*, order: bool) -> tuple[PipelinePlan, list[PipelineTask], Callable[[], list[Tensor]]]:
+    """A plan with the next iteration's forward before this one's step, or with their order."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def forward(ctx: Any) -> None:
+        ctx.loss = (model(ctx.batch) - 3).square().sum()
+
+    def backward(ctx: Any) -> None:
+        optimizer.zero_grad()
+        ctx.loss.backward()
+
+    def step(ctx: Any) -> None:
+        optimizer.step()
+
+    tasks = [PipelineTask(each.__name__, each) for each in (forward, backward, step)]
+    plan = PipelinePlan(
+        {"forward": TaskSchedule(0), "backward": TaskSchedule(1), "step": TaskSchedule(1)},
+        deps=[("backward", "forward"), ("step", "backward")],
+        cross_iter_deps=[("forward", "step")] if order else [],
+        order=[] if order else ["forward", "backward", "step"],
+    )
+    return plan, tasks, lambda: [torch.rand(2, 4) for _ in range(6)]
+
+
+def losses(pipe: SWPipeline[Any], batches: list[Tensor]) -> list[float]:
+    """Of a run to the end."""
+    with pipe:
+        return [float(ctx.loss.detach()) for ctx in pipe.iterate(batches)]
+
+
+def test_a_plan_that_forgot_a_dependence_is_refused_by_default() -> None:
+    """It trains other numbers, without a word where nobody checks."""
+    plan, tasks, batches = by_hand(order=False)
+    expected = losses(SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu"), batches())
+    plan, tasks, batches = by_hand(order=False)
+    unchecked = losses(SWPipeline(plan, tasks, device="cpu", check_effects=False), batches())
+    assert unchecked[0] == expected[0]
+    assert unchecked[1:] != expected[1:]
+    plan, tasks, batches = by_hand(order=False)
+    with pytest.raises(
+        PlanError, match=r"'forward' on iteration i must come after 'step' on iteration i - 1"
+    ):
+        losses(SWPipeline(plan, tasks, device="cpu"), batches())
+
+
+def test_the_same_plan_with_the_dependence_gives_the_serial_numbers() -> None:
+    """It is watched in its first iterations and passes."""
+    plan, tasks, batches = by_hand(order=True)
+    expected = losses(SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu"), batches())
+    plan, tasks, batches = by_hand(order=True)
+    assert losses(SWPipeline(plan, tasks, device="cpu"), batches()) == expected
+
+
+@pytest.mark.parametrize("how", ["deletes", "rebinds"])
+def test_a_pure_task_without_the_order_of_what_an_undeclared_one_made(how: str) -> None:
+    """The plan has the two the other way round; what each does to the context is watched."""
+
+    def make(ctx: Any) -> None:
+        ctx.batch.add_(1.0)
+        ctx.total = ctx.batch.sum()
+
+    def finish(ctx: Any) -> None:
+        before = ctx.batch
+        if how == "deletes":
+            del ctx.batch
+            ctx.batch = torch.zeros(2)
+        else:
+            ctx.batch = before * 2.0
+
+    tasks = [PipelineTask("make", make), PipelineTask("finish", finish, pure=True)]
+    plan = PipelinePlan(
+        {"make": TaskSchedule(1), "finish": TaskSchedule(0, thread_group="io")},
+        same_period_deps=[("make", "finish")],  # of the next iteration
+    )
+    batches = [torch.ones(2) * number for number in range(6)]
+    said = r"touched ctx\.batch.*'finish' on iteration i must come after 'make' on iteration i"
+    with SWPipeline(plan, tasks, device="cpu") as pipe, pytest.raises(PlanError, match=said):
+        list(pipe.iterate(batches))

@@ -1,0 +1,197 @@
+"""``assert_same_numbers`` finds what a check of operators cannot see, and names where it shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import swpipe
+from swpipe.testing import Loop, assert_same_numbers
+
+BATCHES = 8
+
+
+class Job:
+    """A model that learns from scaled batches; the scale is a plain number."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.scale = 1.0
+
+    def batches(self) -> Iterator[Tensor]:
+        draws = torch.Generator().manual_seed(1)
+        for _ in range(BATCHES):
+            yield torch.rand(2, 3, generator=draws) * self.scale
+
+    def train(self, ctx: Any) -> None:
+        ctx.loss = self.model(ctx.x).square().sum()
+        self.optimizer.zero_grad()
+        ctx.loss.backward()
+        self.optimizer.step()
+
+    def loop(self, decode: Any, **options: Any) -> Loop:
+        options = {"loader": list(self.batches()), **options}
+        return Loop(
+            tasks=[swpipe.PipelineTask("decode", decode, pure=True), self.train],
+            state=lambda: {"model": self.model, "optimizer": self.optimizer},
+            **options,
+        )
+
+
+def test_an_honest_loop_passes() -> None:
+    """Random tasks, and draws of the others, are the same in both runs."""
+
+    def make() -> Loop:
+        job, noise = Job(), nn.Dropout(0.5)
+
+        def blur(ctx: Any) -> None:
+            ctx.x = ctx.batch + torch.rand(2, 3)
+
+        def drop(ctx: Any) -> None:
+            ctx.x = noise(ctx.x)
+
+        tasks = [swpipe.PipelineTask("blur", blur, pure=True, random=True), drop, job.train]
+        return Loop(list(job.batches()), tasks, lambda: [job.model, job.optimizer])
+
+    assert_same_numbers(make)
+
+
+def test_a_lie_about_a_python_value_is_found() -> None:
+    """Which no operator shows: the iteration, the attribute and the element are named."""
+
+    def make() -> Loop:
+        job = Job()
+
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch * job.scale
+
+        def body(ctx: Any) -> None:
+            if ctx.iter_idx >= 3:
+                job.scale += 1
+
+        return job.loop(decode, body=body)
+
+    said = r"iteration [4-7]: ctx\.x\[0, 0\] differs: plainly \d\.\d+, overlapped \d\.\d+\. A pure"
+    with pytest.raises(AssertionError, match=said):
+        assert_same_numbers(make)
+    assert_same_numbers(make, iterations=4)
+
+
+def test_a_lie_about_the_loader_is_found() -> None:
+    """``pull_ahead=True`` says that it does not read what the loop changes."""
+
+    def make() -> Loop:
+        job = Job()
+
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch + 1
+
+        def body(ctx: Any) -> None:
+            job.scale += 1
+
+        return job.loop(decode, loader=job.batches(), body=body, pull_ahead=True)
+
+    with pytest.raises(AssertionError, match=r"iteration [1-7]: ctx\.batch\[0, 0\] differs"):
+        assert_same_numbers(make)
+
+
+def test_what_a_pure_task_changes_is_found_in_the_state() -> None:
+    """By its path."""
+
+    def make() -> Loop:
+        job, counts = Job(), {"seen": [0]}
+
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch
+            counts["seen"][0] += 1
+
+        loop = job.loop(decode)
+        return Loop(loop.loader, loop.tasks, lambda: [job.model, counts])
+
+    said = r"iteration 0: state\(\)\[1\]\['seen'\]\[0\] differs: plainly 1, overlapped [2-4]\."
+    with pytest.raises(AssertionError, match=said):
+        assert_same_numbers(make)
+
+
+def on_main_thread() -> bool:
+    """Whether nothing runs ahead here: a lie that does not depend on timing."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@dataclass
+class Batch:
+    rows: Tensor
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("plain", "ahead", "said"),
+    [
+        (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), r"ctx\.y\[1\] differs: plainly 0\.0"),
+        (torch.tensor(1.0), torch.tensor(2.0), r"ctx\.y differs: plainly tensor\(1\.\)"),
+        (torch.zeros(2), torch.zeros(3), r"ctx\.y differs: plainly tensor"),
+        (torch.zeros(2), torch.zeros(2).double(), r"ctx\.y differs: plainly tensor"),
+        (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse(), r"ctx\.y differs"),
+        (np.zeros(2), np.array([0.0, 1.0]), r"ctx\.y differs: plainly array"),
+        (Batch(torch.ones(2), "a"), Batch(torch.ones(2), "b"), r"ctx\.y\['name'\] differs"),
+        ({"a": 1}, {"b": 1}, r"only the plain loop has ctx\.y\['a'\]"),
+        (1, True, r"ctx\.y differs: plainly 1, overlapped True"),
+    ],
+)
+def test_a_difference_of_any_kind_is_told(plain: Any, ahead: Any, said: str) -> None:
+    """Bits of tensors, arrays, fields of dataclasses, keys, types."""
+
+    def make() -> Loop:
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch
+            ctx.y = plain if on_main_thread() else ahead
+
+        return Job().loop(decode)
+
+    with pytest.raises(AssertionError, match=f"iteration 0: {said}"):
+        assert_same_numbers(make)
+
+
+def test_what_has_no_equality_is_not_compared_and_nan_equals_nan() -> None:
+    """Objects that both runs make anew."""
+
+    def make() -> Loop:
+        job = Job()
+
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch
+            ctx.y = [torch.tensor([float("nan")]), float("nan"), object(), job.train, Job]
+
+        return job.loop(decode)
+
+    assert_same_numbers(make)
+
+
+def test_another_number_of_iterations_is_told() -> None:
+    """A loader that ends early on the thread of a plain loop."""
+
+    def make() -> Loop:
+        job = Job()
+
+        def batches() -> Iterator[Tensor]:
+            for number, batch in enumerate(job.batches()):
+                if number == 4 and on_main_thread():
+                    return
+                yield batch
+
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch
+
+        return job.loop(decode, loader=batches(), pull_ahead=True)
+
+    with pytest.raises(AssertionError, match="4 iterations plainly, and more overlapped"):
+        assert_same_numbers(make)
