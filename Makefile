@@ -10,6 +10,8 @@ TORCHREC ?= 1.5.0
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Each worker has a run of neighbouring tests, which share ranks and servers of scripts.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 INSTALL := $(BIN)/python -m pip install --progress-bar off
 
 # Every pip below obeys these pins, also in the environments in which packages are built
@@ -54,8 +56,8 @@ demo: $(VENV)/.demo ## train a click model serially and pipelined, compare, brea
 
 # With the test backend a process sees an accelerator for ever: its tests have processes of their own.
 test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/accelerator
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
-	@$(if $(ARGS),,$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/accelerator)
+	@$(PYTEST) $(ARGS)
+	@$(if $(ARGS),,$(PYTEST) tests/accelerator)
 
 # In a folder ahead of the installed one. fbgemm is the installed one: older builds of it need an
 # older torch.
@@ -64,7 +66,7 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 	@mv $@.new $@
 
 test-torchrec: $(VENV)/torchrec-$(TORCHREC) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0
-	@PYTHONPATH="$(abspath $<)" $(BIN)/python -m pytest -n auto --maxprocesses 4 \
+	@PYTHONPATH="$(abspath $<)" $(PYTEST) \
 	  tests/tasks/sparse_dist tests/tasks/torchrec_pipelines tests/tasks/recsys_examples $(ARGS)
 
 peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours

@@ -10,10 +10,12 @@ torch.manual_seed(0)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.Adam(model.parameters())
-loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4, shuffle=True)
+rows = TensorDataset(torch.randn(40, 4))
+loader = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 
+@swpipe.task(pure=True)
 def decode(ctx):
     """Runs ahead, on a thread of its own."""
     ctx.x = ctx.batch[0] * 2

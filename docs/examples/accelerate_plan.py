@@ -5,6 +5,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
+from swpipe.loops import AccelerateLoader, ResumableLoop
 from swpipe.plans import prefetch_plan
 
 torch.manual_seed(0)
@@ -15,6 +16,7 @@ loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4, shuffle=Tru
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 
+@swpipe.task(pure=True)
 def decode(ctx):
     ctx.x = ctx.batch[0] * 2
 
@@ -27,11 +29,11 @@ def train(ctx):
         optimizer.zero_grad()
 
 
-loader = swpipe.loops.AccelerateLoader(loader)
-tasks = loader.tasks([swpipe.task(decode), swpipe.task(train)])
+loader = AccelerateLoader(loader)
+tasks = loader.tasks([decode, swpipe.task(train)])
 plan = prefetch_plan(["unpack batch", "decode"], ["show end_of_dataloader", "train"], depth=4)
 with swpipe.SWPipeline(plan, tasks) as pipe:
-    loop = swpipe.loops.ResumableLoop(pipe, loader)
+    loop = ResumableLoop(pipe, loader)
     for epoch in range(2):
         steps = [ctx.iter_idx for ctx in loop if accelerator.sync_gradients]
         print(f"epoch {epoch}: steps at {steps}")

@@ -18,6 +18,7 @@ def make(backend):
         optimizer.step()
         optimizer.zero_grad()
 
+    @swpipe.task(pure=True)
     def decode(ctx):
         """Runs ahead, on a thread of its own."""
         ctx.x = ctx.batch[0] * 2
@@ -32,7 +33,8 @@ def make(backend):
         update()
 
     rows = TensorDataset(torch.randn(40, 4))
-    return [decode, forward, backward, step], DataLoader(rows, batch_size=4, shuffle=True)
+    loader = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1)
+    return [decode, forward, backward, step], loader
 
 
 backend = "aot_eager"  # the default, "inductor", needs a C++ compiler

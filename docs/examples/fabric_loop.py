@@ -16,6 +16,7 @@ loader = fabric.setup_dataloaders(DataLoader(rows, batch_size=4, shuffle=True))
 steps = []
 
 
+@swpipe.task(pure=True)
 def decode(ctx):
     """Runs ahead, on a thread of its own."""
     ctx.x = ctx.batch[0] * 2
@@ -41,7 +42,7 @@ def step(ctx):
         steps.append(ctx.iter_idx)
 
 
-with swpipe.overlap(loader, [decode, forward, backward, step]) as loop:
+with swpipe.overlap(loader, [decode, forward, backward, step], pull_ahead=True) as loop:
     print("ahead: the loader,", *loop.overlap.ahead)
     for epoch in range(2):
         losses = [ctx.loss.item() for ctx in loop]

@@ -27,9 +27,10 @@ for layer in (*model, model):
 optimizer = torch.optim.Adam(model.parameters())
 rows = TensorDataset(torch.randn(40, 4))
 sampler = DistributedSampler(rows)  # gives all ranks the same number of batches
-loader = DataLoader(rows, batch_size=4, sampler=sampler)
+loader = DataLoader(rows, batch_size=4, sampler=sampler, num_workers=1)
 
 
+@swpipe.task(pure=True)
 def decode(ctx):
     """Runs ahead, on a thread of its own: it has no collective."""
     ctx.x = ctx.batch[0] * 2

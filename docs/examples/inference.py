@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import DeclaredIO, PipelinePlan, SWPipeline, TaskSchedule, task
 from swpipe.inference import record
 
 torch.manual_seed(0)
@@ -12,24 +12,28 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
+@task(pure=True)  # uses and changes its context only
 def load(ctx):
     ctx.x = torch.tensor(ctx.batch)
 
 
+@task(io=[DeclaredIO(state="model", mode="r", memory=model)])
 def forward(ctx):
     ctx.loss = model(ctx.x).square().mean()
 
 
+@task  # says nothing, as step: both stay in order on the caller's thread
 def backward(ctx):
     optimizer.zero_grad()
     ctx.loss.backward()
 
 
+@task
 def step(ctx):
     optimizer.step()
 
 
-tasks = [PipelineTask(fn.__name__, fn) for fn in (load, forward, backward, step)]
+tasks = [load, forward, backward, step]
 batches = [[[float(i + k) for k in range(4)] for i in range(n, n + 2)] for n in range(6)]
 
 # A plan that loads ahead and runs forward on another thread. One dependence is missing.

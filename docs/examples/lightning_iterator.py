@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
+from swpipe.loops import ResumableLoop
 from swpipe.plans import prefetch_plan
 
 
@@ -39,7 +40,8 @@ class Model(lightning.LightningModule):
 
 model = Model()
 loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4, shuffle=True)
-tasks = [swpipe.task(each) for each in (model.decode, model.compute, model.update)]
+decode = swpipe.PipelineTask("decode", model.decode, pure=True)
+tasks = [decode, swpipe.task(model.compute), swpipe.task(model.update)]
 trainer = lightning.Trainer(
     max_epochs=2,
     accelerator="cpu",
@@ -49,7 +51,7 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
 )
 with swpipe.SWPipeline(prefetch_plan(["decode"], ["compute", "update"]), tasks) as pipe:
-    loop = swpipe.loops.ResumableLoop(pipe, loader)
+    loop = ResumableLoop(pipe, loader)
     loop.counted = True  # the Trainer counts batches
     trainer.fit(model, loop)
 print(f"{pipe.next_iteration} batches, {trainer.global_step} steps")

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import swpipe
 
 
+@swpipe.task(pure=True)
 def decode(ctx):
     """Runs ahead of the Trainer's loop, on a thread of its own."""
     ctx.x = ctx.batch[0] * 2
@@ -28,7 +29,8 @@ class Model(lightning.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4, shuffle=True)
+rows = TensorDataset(torch.randn(40, 4))
+loader = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1)
 trainer = lightning.Trainer(
     max_epochs=2,
     accumulate_grad_batches=4,

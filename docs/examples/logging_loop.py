@@ -51,9 +51,11 @@ class TaskTimes(swpipe.Observer):
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.Adam(model.parameters())
-loader = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=4, shuffle=True)
+rows = TensorDataset(torch.randn(48, 4))
+loader = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1)
 
 
+@swpipe.task(pure=True)
 def decode(ctx):
     """Runs ahead, on a thread of its own."""
     ctx.x = ctx.batch[0] * 2

@@ -12,7 +12,7 @@ def loop():
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters())
 
-    @task
+    @task(pure=True)
     def read(ctx):
         time.sleep(0.006)  # a disk
         ctx.x = ctx.batch - 0.5

@@ -25,6 +25,7 @@ def make():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters())
 
+    @swpipe.task(pure=True)
     def decode(ctx):
         ctx.x = ctx.batch - 0.5
 
@@ -53,7 +54,8 @@ for i, batch in enumerate(DataLoader(Rows(), batch_size=8, shuffle=True)):
 plain_s = time.perf_counter() - begin
 
 tasks = make()
-with swpipe.overlap(DataLoader(Rows(), batch_size=8, shuffle=True), tasks) as loop:
+loader = DataLoader(Rows(), batch_size=8, shuffle=True)
+with swpipe.overlap(loader, tasks, pull_ahead=True) as loop:
     print(loop.overlap)
     begin = time.perf_counter()
     overlapped = [ctx.loss.item() for ctx in loop]

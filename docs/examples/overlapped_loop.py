@@ -37,7 +37,7 @@ def train(ctx):
     ctx.loss = loss.detach()
 
 
-loop = swpipe.overlap(loader, [train])
+loop = swpipe.overlap(loader, [train], pull_ahead=True)
 for epoch in range(2):
     total = 0.0
     for ctx in loop:

@@ -12,7 +12,7 @@ EPOCHS, SAVE_EVERY, CHECKPOINT = 3, 4, Path("checkpoint.pt")
 
 
 class Rows(Dataset):
-    """40 rows, and how many were read; the state has the number, too."""
+    """40 rows, and how many were read."""
 
     read = 0
 
@@ -31,6 +31,7 @@ def train(make_loader, rows, seed, stop_after=None):
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters())
 
+    @swpipe.task(pure=True)
     def decode(ctx):
         ctx.x = ctx.batch - 0.5
 
@@ -45,7 +46,7 @@ def train(make_loader, rows, seed, stop_after=None):
         optimizer.step()
 
     begin, losses = 0, {}
-    with swpipe.overlap(loader, [decode, forward, backward, step]) as loop:
+    with swpipe.overlap(loader, [decode, forward, backward, step], pull_ahead=True) as loop:
         if CHECKPOINT.exists():
             saved = torch.load(CHECKPOINT)
             model.load_state_dict(saved["model"])
@@ -72,7 +73,5 @@ for make_loader in (DataLoader, StatefulDataLoader):
     rows = Rows()
     resumed = train(make_loader, rows, seed=1)  # the state has the random numbers
     assert resumed == {number: expected[number] for number in range(16, 30)}
-    print(
-        f"{make_loader.__name__}: from iteration {min(resumed)}; {rows.read} rows were read in all"
-    )
+    print(f"{make_loader.__name__}: from iteration {min(resumed)}; {rows.read} rows were read")
     CHECKPOINT.unlink()

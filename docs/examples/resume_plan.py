@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe import PipelinePlan, SWPipeline, task
 from swpipe.loops import ResumableLoop
 from swpipe.plans import prefetch_plan
 
@@ -33,9 +33,11 @@ def train(plan, seed, stop_after=None):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
+    @task(pure=True)
     def decode(ctx):
         ctx.x = ctx.batch - 0.5
 
+    @task(random=True)  # dropout: the loader draws, too
     def forward(ctx):
         ctx.loss = (model(ctx.x) - ctx.x.sum(1, keepdim=True)).square().mean()
 
@@ -48,8 +50,7 @@ def train(plan, seed, stop_after=None):
             scheduler.step()
             optimizer.zero_grad()
 
-    tasks = [PipelineTask(one.__name__, one) for one in (decode, backward, step)]
-    tasks.insert(1, PipelineTask("forward", forward, random=True))  # dropout: the loader draws too
+    tasks = [decode, forward, task(backward), task(step)]
     begin, losses = 0, {}
     with SWPipeline(plan, tasks) as pipe:
         loop = ResumableLoop(pipe, loader)

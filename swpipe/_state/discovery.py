@@ -5,7 +5,7 @@ The search starts at the tasks' functions and follows::
     bound method  ->  self                           partial  ->  function, arguments
     function      ->  closure, defaults, and the globals it names (also via the user's functions)
     object        ->  its attributes                 list, tuple, set, dict  ->  its items
-    cache of a function  ->  function, results
+    cache of a function  ->  function
 
 ``has_state`` defines what counts as state. The search follows the attributes of at most two objects
 in a row, runs no code of the objects, and does not enter torch or the standard library.
@@ -13,7 +13,6 @@ in a row, runs no code of the objects, and does not enter torch or the standard 
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections import defaultdict, deque
@@ -44,7 +43,7 @@ MAX_ITEMS = 1000
 """Larger containers are data, not state."""
 
 CACHE: Any = type(lru_cache(lambda: None))
-"""What ``functools`` makes of a function: its results are those of the function."""
+"""What ``functools`` makes of a function."""
 
 BOUND = (BuiltinFunctionType, MethodWrapperType)
 """Methods that are written in C, of an object or of a module."""
@@ -221,7 +220,7 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
         yield from (step.to(f"args[{i}]", arg) for i, arg in enumerate(value.args))
         yield from (step.to(name, arg) for name, arg in value.keywords.items())
     elif isinstance(value, CACHE):
-        yield from (step.to("", one) for one in kept_by_cache(value))
+        yield step.to("", value.__wrapped__)
     elif isinstance(value, dict | list | tuple | set | frozenset | deque):
         yield from _of_container(step, value)
     elif not isinstance(value, ModuleType | type) and step.hops < max_hops:
@@ -239,18 +238,6 @@ def _of_container(step: _Step, value: Any) -> Iterator[_Step]:
         yield from (step.to(key_name(key), item) for key, item in value.items())
     else:
         yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
-
-
-def kept_by_cache(function: Any) -> Iterator[Any]:
-    """What a function with a cache keeps: the function itself, and its results so far.
-
-    Without a bound on their number these are in a dictionary, which can be put back; with one,
-    a dictionary leads to links of a list, and is left alone.
-    """
-    for one in gc.get_referents(function):
-        items = one.values() if isinstance(one, dict) else ()
-        if not any(type(item).__name__ == "_lru_list_elem" for item in items):
-            yield one
 
 
 def key_name(key: Any) -> str:

@@ -101,7 +101,7 @@ def checked(
         known = verified or is_proved_by_declarations(resolved, tasks, streams=streams)
         every = Watched(depth, None if known else 0)
         pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
-    if every.none and pure.none:
+    if not (every.until or pure.until):
         return engine
     recorder = partial(pure_recorder, engine.device, sees_compiled=share is not None)
     check = EffectCheck(resolved, tasks, engine.device, every, pure, context, recorder)
@@ -148,9 +148,7 @@ class EffectCheck:
 
     def __call__(self, first: int) -> RunCheck | None:
         """A check of the run that begins with this iteration; None if none of it is watched."""
-        if self.every.any_from(first) or self.pure.any_from(first):
-            return RunCheck(self)
-        return None
+        return RunCheck(self) if first < max(self.every.until, self.pure.until) else None
 
     def make_context(self, batch: Any, iteration: int) -> TypedContext:
         """The context of an iteration, of a class that records if all tasks are watched."""
@@ -251,6 +249,7 @@ class RunCheck:
         self._lock = threading.Lock()
         self._places: dict[tuple[str, int, str], WatchedPlace] = {}
         self._most = _MOST_DEAD
+        self._all_until, self._pure_until = check.every.until, check.pure.until
         self._pure = PureUses()
         self._caller = threading.get_ident()
         self._running: list[_Watch] = []
@@ -267,9 +266,10 @@ class RunCheck:
         Raises:
             PlanError: The task did not keep its word, or the plan does not order what it touched.
         """
-        if ctx.iter_idx in self._check.every:
+        number = ctx.iter_idx
+        if number < self._all_until and number in self._check.every:
             return _Watch(self, task, ctx)
-        if task.pure and ctx.iter_idx in self._check.pure:
+        if task.pure and number < self._pure_until and number in self._check.pure:
             return _WordWatch(self, task, ctx)
         return _NOTHING
 

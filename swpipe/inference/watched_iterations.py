@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 _FIRST = 16
 """So many iterations are watched in any case: what comes every fourth or tenth time shows there."""
 
@@ -15,20 +17,19 @@ class Watched:
     Args:
         depth: How many iterations may be in flight.
         share: Of those after the first ones, how many: 0 to 1. None: not even the first ones.
+
+    Attributes:
+        until: The first iteration from which none is watched any more.
     """
 
     def __init__(self, depth: int, share: float | None) -> None:
-        self.none = share is None
+        self.until = sys.maxsize if share else 0 if share is None else _FIRST
         self._window = depth + 1
         self._every = round(self._window / share) if share else 0  # with one window among them
 
     def __contains__(self, iteration: int) -> bool:
         if iteration < _FIRST or not self._every:
-            return iteration < _FIRST and not self.none
+            return iteration < self.until
         turn, place = divmod(iteration, self._every)
         begin = turn * _SCATTER % (self._every - self._window + 1)
         return begin <= place < begin + self._window
-
-    def any_from(self, iteration: int) -> bool:
-        """Whether this iteration or a later one is watched."""
-        return not self.none and (bool(self._every) or iteration < _FIRST)

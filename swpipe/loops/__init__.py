@@ -2,6 +2,6 @@
 
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
-from swpipe.loops.resumable import ResumableLoop
+from swpipe.loops.resumable import Resumable, ResumableLoop
 
-__all__ = ["AccelerateLoader", "Overlap", "OverlappedLoop", "ResumableLoop", "overlap"]
+__all__ = ["AccelerateLoader", "Overlap", "OverlappedLoop", "Resumable", "ResumableLoop", "overlap"]

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 
 from swpipe.core.task import DeclaredIO, PipelineTask
 
-__all__ = ["AccelerateLoader"]
-
 STATE = "Accelerate's GradientState"
 
 

@@ -41,8 +41,6 @@ from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
 
-__all__ = ["Overlap", "OverlappedLoop", "overlap"]
-
 _GROUP = "loader"
 
 _HAND_OVER = PipelineTask("hand over", lambda ctx: None)

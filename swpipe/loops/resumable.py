@@ -29,8 +29,6 @@ from swpipe.loops.pass_generators import PassGenerators, told
 from swpipe.loops.saved_state import VERSION, checked
 from swpipe.pipeline import SWPipeline
 
-__all__ = ["Resumable", "ResumableLoop"]
-
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
 
 

@@ -203,6 +203,7 @@ def test_a_timeline_is_recorded_and_drawn(
     assert "<svg" in (tmp_path / "other.svg").read_text()
 
 
+@pytest.mark.slow
 @needs_clicks
 @pytest.mark.parametrize("mode", ["--serially", None])
 def test_a_breakdown_is_printed_and_written(
@@ -218,6 +219,7 @@ def test_a_breakdown_is_printed_and_written(
     assert result["mode"] == ("serial" if mode else "pipelined")
 
 
+@pytest.mark.slow
 @needs_clicks
 def test_batches_are_profiled_side_by_side(capsys: pytest.CaptureFixture[str], log: Path) -> None:
     """A column for each."""

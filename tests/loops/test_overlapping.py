@@ -248,6 +248,19 @@ def test_tasks_that_are_all_pure_run_ahead_of_the_body() -> None:
     assert len(threads) == 5
 
 
+@pytest.mark.parametrize("replayed", [["decode"], ["decode", "scale"], ["scale"], ["train"]])
+def test_tasks_that_run_ahead_may_be_shortcut(replayed: list[str]) -> None:
+    """Then no batch was given to them, or they left none."""
+    decode = PipelineTask("decode", lambda ctx: setattr(ctx, "x", ctx.batch + 1), pure=True)
+    scale = PipelineTask("scale", lambda ctx: setattr(ctx, "x", 2 * ctx.x), pure=True)
+    train = PipelineTask("train", lambda ctx: setattr(ctx, "loss", ctx.x.sum()))
+    batches = [torch.ones(2) for _ in range(9)]
+    with swpipe.overlap(batches, [decode, scale, train], device="cpu") as loop:
+        with loop.pipe.shortcut(*replayed):
+            assert [ctx.loss.item() for ctx in loop] == [8.0] * 9
+        assert [ctx.loss.item() for ctx in loop] == [8.0] * 9
+
+
 def test_mistakes_are_refused() -> None:
     """Something that is no task, no tasks, what no argument can be, and one that there was."""
     with pytest.raises(TypeError, match="has no name for a task"):

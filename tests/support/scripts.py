@@ -129,6 +129,8 @@ class Scripts:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.scripts", *self._imports],
                 cwd=ROOT,
+                # As the tests: cores are shared by scripts, and idle helpers of torch's are busy.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
