@@ -23,6 +23,7 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
+from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
@@ -109,9 +110,9 @@ class Tuned:
         rows = [
             (
                 each.name,
-                _ms(each.interval_us),
-                _ms(each.spread_us),
-                _ms(each.predicted_us),
+                in_ms(each.interval_us),
+                in_ms(each.spread_us),
+                in_ms(each.predicted_us),
                 each.plan.depth,
                 len(each.plan.thread_groups),
             )
@@ -123,11 +124,10 @@ class Tuned:
             disable_numparse=True,
             colalign=("left", *["right"] * 5),
         )
-        depth, threads = self.plan.depth, len(self.plan.thread_groups)
         head = (
-            f"{_ms(self.chosen.interval_us)} per iteration, "
-            f"{depth} iteration{'s' * (depth > 1)} in flight, "
-            f"{threads} thread{'s' * (threads > 1)}: {self.chosen.name}"
+            f"{in_ms(self.chosen.interval_us)} per iteration, "
+            f"{counted(self.plan.depth, 'iteration')} in flight, "
+            f"{counted(len(self.plan.thread_groups), 'thread')}: {self.chosen.name}"
         )
         return "\n".join((head, *(f"  {sentence}" for sentence in self.why), table))
 
@@ -416,19 +416,15 @@ def explain(
             why.append(f"{best.name} is not faster by more than the spread, and less simple.")
     if abs(chosen.predicted_us - took_us) > max(chosen.spread_us, _TRUSTED * took_us):
         why.append(
-            f"Do not trust the prediction: {_ms(chosen.predicted_us)} predicted, "
-            f"{_ms(took_us)} measured."
+            f"Do not trust the prediction: {in_ms(chosen.predicted_us)} predicted, "
+            f"{in_ms(took_us)} measured."
         )
     locked_us = {name: cost.gil_us for name, cost in alone.tasks.items()}
     held_us = sum(locked_us.values())
     if held_us > _LOCKED * took_us:
         most = max(locked_us, key=lambda name: locked_us[name])
         why.append(
-            f"The interpreter lock limits the interval: tasks hold it for {_ms(held_us)}, {most} "
+            f"The interpreter lock limits the interval: tasks hold it for {in_ms(held_us)}, {most} "
             "the longest, and threads cannot share it; use processes (DataLoader workers)."
         )
     return tuple(why)
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.3f} ms"

@@ -8,7 +8,7 @@ from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import EffectTable
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.messages import listed
+from swpipe.core.messages import counted, in_ms, listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
@@ -51,8 +51,8 @@ class Choice:
     def format(self) -> str:
         """A head line, and the reasons."""
         head = (
-            f"{_ms(self.ii_us)} per iteration, {_count(self.in_flight, 'iteration')} in flight, "
-            f"{_count(self.threads, 'thread')}"
+            f"{in_ms(self.ii_us)} per iteration, {counted(self.in_flight, 'iteration')} in flight, "
+            f"{counted(self.threads, 'thread')}"
         )
         return "\n".join([head, *(f"  {sentence}" for sentence in self.why)])
 
@@ -106,7 +106,7 @@ def auto_plan(
         apart = _choice(other, costs, limits, streams, effort)
         saved_us = best.ii_us - apart.ii_us
         if saved_us > TOLERANCE * best.ii_us:
-            words = f"Batches are pulled on a thread of their own, which earns {_ms(saved_us)}."
+            words = f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
             best = replace(apart, why=(*apart.why, words))
     best = replace(best, why=(*best.why, *why))
     if effects is not None:
@@ -201,16 +201,11 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
         return
     reaching = [(graph.names[c], graph.names[p]) for c, p, d in graph.deps if d < 0]
     pairs = ", ".join(f"{c} after {p}" for c, p in reaching)
-    raise PlanError(
-        [
-            Problem(
-                f"the limit of {_count(limits.in_flight, 'iteration')} in flight admits no plan: "
-                f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} "
-                "or more",
-                tuple(dict.fromkeys(name for pair in reaching for name in pair)),
-            )
-        ]
+    text = (
+        f"the limit of {counted(limits.in_flight, 'iteration')} in flight admits no plan: "
+        f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} or more"
     )
+    raise PlanError([Problem(text, tuple(dict.fromkeys(n for pair in reaching for n in pair)))])
 
 
 # ------------------------------------------------------------------------------------------ words
@@ -219,7 +214,7 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
 def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
     gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
     above = "" if gap < 1e-6 else f"{gap:.2%} above "
-    bound = f"the lower bound of {_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
+    bound = f"the lower bound of {in_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
     words = [f"The predicted interval is {above}{bound}."]
     if best.schedule.threads == 1:
         words.append("The caller's thread is enough for the tasks.")
@@ -227,19 +222,11 @@ def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
         fewer_us = search.bound_us(threads - 1, best.depth)
         saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.depth))
         words.append(
-            f"Thread {threads} earns {_ms(saved_us)}: without it no plan of this depth is below "
-            f"{_ms(fewer_us)}."
+            f"Thread {threads} earns {in_ms(saved_us)}: without it no plan of this depth is below "
+            f"{in_ms(fewer_us)}."
             if saved_us > 0
             else f"Thread {threads}: no plan of this interval and depth was found without it."
         )
     one_by_one = sum(search.graph.host_us) + sum(search.graph.device_us)
-    words.append(f"All tasks one after the other take {_ms(one_by_one)}.")
+    words.append(f"All tasks one after the other take {in_ms(one_by_one)}.")
     return words
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.3f} ms"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

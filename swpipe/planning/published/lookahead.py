@@ -43,8 +43,9 @@ from swpipe.planning.published.lookahead_rules import (
     too_deep,
     too_many_threads,
 )
-from swpipe.planning.published.queue_rules import check_inputs, closest_order, interval_us
+from swpipe.planning.published.queue_rules import check_inputs, closest_order
 from swpipe.planning.simulation.bounds import lower_bounds
+from swpipe.planning.simulation.interval import interval_us
 
 SAME = 1e-9
 """Relative difference below which two intervals count as equal."""

@@ -19,7 +19,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, dependences_of
 from swpipe.planning.published.presets import IO, Roles
-from swpipe.planning.published.queue_rules import queue_edges
+from swpipe.planning.published.queue_rules import queue_edges, remaining_us
 
 Rank = tuple[float, ...]
 
@@ -49,12 +49,10 @@ class PolicyInputs:
         """The inputs of a plan."""
         within, serial = resolved.within_iteration, resolved.serial_order
         begin = dict.fromkeys(serial, 0.0)
-        remaining = {name: costs.tasks[name].total_us for name in serial}
+        remaining = remaining_us(serial, costs, [dep[:2] for dep in within])
         for name in serial:
             before = [p for c, p, *_ in within if c == name]
             begin[name] = max((begin[p] + costs.tasks[p].total_us for p in before), default=0.0)
-        for name in reversed(serial):
-            remaining[name] += max((remaining[c] for c, p, *_ in within if p == name), default=0.0)
         longest = max(remaining.values())
         schedule = resolved.plan.schedule
         ordered = [n for n in resolved.period_order if schedule[n].globally_ordered]

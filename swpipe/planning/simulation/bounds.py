@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
+from swpipe.core.messages import in_ms
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
@@ -66,8 +67,8 @@ class Bounds:
 
     def format(self) -> str:
         """Both bounds, one per line."""
-        rec = f"{self.rec_mii_us / 1e3:.3f} ms, {self.cycle}" if self.cycle else "none"
-        return f"ResMII: {self.res_mii_us / 1e3:.3f} ms, {self.busiest}\nRecMII: {rec}"
+        rec = f"{in_ms(self.rec_mii_us)}, {self.cycle}" if self.cycle else "none"
+        return f"ResMII: {in_ms(self.res_mii_us)}, {self.busiest}\nRecMII: {rec}"
 
 
 def lower_bounds(

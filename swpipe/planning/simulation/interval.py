@@ -7,15 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, OWN
+from swpipe._engine.program import ADMIT, OWN, compile_plan
+from swpipe.core.costs import CostModel
+from swpipe.core.messages import in_ms
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
 from swpipe.planning.simulation.event_simulator import (
     UNBOUNDED,
     EventSimulator,
-    SimulatedRun,
     simulate_run,
 )
-from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
+from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.span import Row
 
 LONGEST_RUN = 16
@@ -60,6 +63,14 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
         return Interval(bound_us, True, graph)
     ii_us, exact = _simulated_interval(graph)
     return Interval(max(ii_us, bound_us), exact, graph)
+
+
+def interval_us(
+    plan: PipelinePlan, costs: CostModel, *, streams: bool, enough_us: float = math.inf
+) -> float:
+    """The interval in microseconds of a validated plan; ``enough_us`` as for ``interval_of``."""
+    program = compile_plan(resolve_plan(plan), streams=streams)
+    return interval_of(timed_graph(program, costs, streams=streams), enough_us).ii_us
 
 
 def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
@@ -148,7 +159,7 @@ def _cycle_words(graph: TimedGraph, cycle: Cycle) -> str:
     return _path_words(graph, steps, iteration, cycle.ratio_us)
 
 
-def _chain_words(run: SimulatedRun, ii_us: float) -> str | None:
+def _chain_words(run: EventSimulator, ii_us: float) -> str | None:
     """Follow back what each execution waited for last, until it repeats; None if it never does."""
     graph = run.graph
     size, nodes = len(graph.nodes), graph.nodes
@@ -172,7 +183,7 @@ def _chain_words(run: SimulatedRun, ii_us: float) -> str | None:
     return None
 
 
-def _last_unaffected(run: SimulatedRun) -> int:
+def _last_unaffected(run: EventSimulator) -> int:
     """The last iteration retired before the end of the run could have had any effect."""
     graph, missing = run.graph, run.iterations
     admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
@@ -199,4 +210,4 @@ def _path_words(
             word += " (host)"
         if graph.nodes[node].time or graph.nodes[node].task in OWN:
             words.append(word)
-    return f"a cycle, {ratio_us / 1e3:.3f} ms per iteration: {' -> '.join(words)}"
+    return f"a cycle, {in_ms(ratio_us)} per iteration: {' -> '.join(words)}"
