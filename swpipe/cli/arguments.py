@@ -162,25 +162,19 @@ def _call(name: str) -> Any:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"workload {name}: {module_name} has no function {function_name!r}")
-    _check_arguments(name, function)
+    try:
+        signature(function).bind()
+    except ValueError:  # written in C, without a signature
+        pass
+    except TypeError as error:
+        raise UserError(
+            f"workload {name}: {error}; name a function that is called without arguments"
+        ) from error
     try:
         return function()
     except BaseException as error:
         add_note(error, f"swpipe: while {name} was called for its tasks and batches")
         raise
-
-
-def _check_arguments(name: str, function: Callable[..., Any]) -> None:
-    try:
-        expected = signature(function)
-    except ValueError:  # written in C, without a signature
-        return
-    try:
-        expected.bind()
-    except TypeError as error:
-        raise UserError(
-            f"workload {name}: {error}; name a function that is called without arguments"
-        ) from error
 
 
 def _check_device(device: str) -> None:

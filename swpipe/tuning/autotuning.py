@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -107,17 +108,10 @@ class Tuned:
         """A head line, the reasons, and a table of all candidates."""
         from tabulate import tabulate
 
-        rows = [
-            (
-                each.name,
-                in_ms(each.interval_us),
-                in_ms(each.spread_us),
-                in_ms(each.predicted_us),
-                each.plan.depth,
-                len(each.plan.thread_groups),
-            )
-            for each in self.candidates
-        ]
+        rows = []
+        for each in self.candidates:
+            times = map(in_ms, (each.interval_us, each.spread_us, each.predicted_us))
+            rows.append((each.name, *times, each.plan.depth, len(each.plan.thread_groups)))
         table = tabulate(
             rows,
             headers=("plan", "per iteration", "spread", "predicted", "in flight", "threads"),
@@ -283,10 +277,8 @@ def _planned(
         inferred, costs, limits=limits, streams=streams, effects=recording.effects, effort=EFFORT
     )
 
-    def allowed(plan: PipelinePlan) -> bool:
-        return not race_problems(resolve_plan(plan), recording.effects, streams=streams)
-
-    plan, why = join_stages(choice.plan, costs, allowed, streams=streams)
+    keeps_order = partial(_keeps_order, loop, recording)
+    plan, why = join_stages(choice.plan, costs, keeps_order, streams=streams)
     if len(plan.thread_groups) > 1 and plan.depth < limits.in_flight:
         plan = replace(plan, pipeline_depth=plan.depth + 1)
         why = (*why, "One more iteration in flight evens out batches that take longer.")
@@ -339,24 +331,27 @@ def _simple(
     ready_made: Mapping[str, PipelinePlan],
 ) -> tuple[list[Candidate], list[str]]:
     """The serial plan, then the ready-made ones; and why some of these are left out."""
-    streams = loop.has_streams
     plans = {SERIAL: replace(PipelinePlan.serial(loop.tasks), tasks=()), **ready_made}
     kept, left_out = [], []
     for name, plan in plans.items():
+        reason = ""
         if name == SERIAL:
-            reason = ""
+            pass
         elif plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
             reason = "it is above the limits"
         elif limits.frozen:
             reason = "the limits freeze tasks"
-        else:
-            wrong = race_problems(resolve_plan(plan), recording.effects, streams=streams)
-            reason = "it could give other numbers than the serial loop" if wrong else ""
+        elif not _keeps_order(loop, recording, plan):
+            reason = "it could give other numbers than the serial loop"
         if reason:
             left_out.append(f"The ready-made plan {name} was not tried: {reason}.")
         else:
-            kept.append(Candidate(name, plan, _predicted(plan, costs, streams)))
+            kept.append(Candidate(name, plan, _predicted(plan, costs, loop.has_streams)))
     return kept, left_out
+
+
+def _keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
+    return not race_problems(resolve_plan(plan), recording.effects, streams=loop.has_streams)
 
 
 def _predicted(plan: PipelinePlan, costs: CostModel, streams: bool) -> float:

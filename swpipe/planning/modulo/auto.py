@@ -169,29 +169,22 @@ def _without_the_loaders(limits: Limits, plan: PipelinePlan) -> Limits:
 
 def _least(search: Search, limits: Limits) -> Found:
     """The least interval; then the least depth for it; then the fewest threads."""
-    best = _shallower(search, search.best(limits.threads, limits.in_flight), limits.threads)
-    return search.together(_with_fewer_threads(search, best))
-
-
-def _shallower(search: Search, best: Found, threads: int) -> Found:
-    while best.depth > 1:
-        depth = best.depth - 1
-        if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
-            break
-        found = search.reach(best.ii_us, threads, depth, share=0.5)
-        if found is None or not found.beats(best):
-            break
+    best = search.best(limits.threads, limits.in_flight)
+    while best.depth > 1 and (found := _beating(best, search, limits.threads, best.depth - 1)):
         best = found
-    return best
-
-
-def _with_fewer_threads(search: Search, best: Found) -> Found:
     for threads in range(1, best.schedule.threads):
-        if search.bound_us(threads, best.depth) <= best.ii_us * (1 + TOLERANCE):
-            found = search.reach(best.ii_us, threads, best.depth, share=0.5)
-            if found is not None and found.beats(best):
-                return found
-    return best
+        if found := _beating(best, search, threads, best.depth):
+            best = found
+            break
+    return search.together(best)
+
+
+def _beating(best: Found, search: Search, threads: int, depth: int) -> Found | None:
+    """What beats the best plan under tighter limits, if that is found."""
+    if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
+        return None
+    found = search.reach(best.ii_us, threads, depth, share=0.5)
+    return found if found is not None and found.beats(best) else None
 
 
 def _admits(graph: ScheduleGraph, limits: Limits) -> None:

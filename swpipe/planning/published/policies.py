@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PipelinePlan
@@ -68,22 +67,20 @@ class PolicyInputs:
         )
 
 
-POLICIES: Mapping[str, Callable[[PolicyInputs, str], Rank]] = MappingProxyType(
-    {
-        # The caller's tasks first.
-        "critical chain first": lambda by, n: (n not in by.roles.caller, -by.remaining_us[n]),
-        # The caller's tasks last, the others by their own time.
-        "longest elsewhere first": lambda by, n: (
-            (True, -by.remaining_us[n]) if n in by.roles.caller else (False, -by.cost[n].total_us)
-        ),
-        "collectives early": lambda by, n: (
-            by.position.get(n, len(by.position)),
-            -by.remaining_us[n],
-        ),
-        "copies early": lambda by, n: (n not in by.copies, -by.remaining_us[n]),
-        "least slack first": lambda by, n: (by.slack_us[n], -by.remaining_us[n]),
-    }
-)
+POLICIES: Mapping[str, Callable[[PolicyInputs, str], Rank]] = {
+    # The caller's tasks first.
+    "critical chain first": lambda by, n: (n not in by.roles.caller, -by.remaining_us[n]),
+    # The caller's tasks last, the others by their own time.
+    "longest elsewhere first": lambda by, n: (
+        (True, -by.remaining_us[n]) if n in by.roles.caller else (False, -by.cost[n].total_us)
+    ),
+    "collectives early": lambda by, n: (
+        by.position.get(n, len(by.position)),
+        -by.remaining_us[n],
+    ),
+    "copies early": lambda by, n: (n not in by.copies, -by.remaining_us[n]),
+    "least slack first": lambda by, n: (by.slack_us[n], -by.remaining_us[n]),
+}
 """Name to policy. Ties are broken by the longest remaining path."""
 
 

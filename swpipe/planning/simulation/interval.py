@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from swpipe._engine.program import ADMIT, OWN, compile_plan
@@ -28,24 +27,11 @@ LONGEST_PATTERN = 12
 """Iterations in the longest repeating pattern that is searched for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The interval in the steady state.
-
-    Attributes:
-        ii_us: From one iteration to the next, in microseconds.
-        exact: Whether that is exact, or a mean.
-        graph: The graph that it is the interval of.
-    """
+class Interval(NamedTuple):
+    """From one iteration to the next in the steady state: exactly, or as a mean."""
 
     ii_us: float
     exact: bool
-    graph: TimedGraph = field(repr=False)
-
-    @property
-    def limit(self) -> str:
-        """What limits it, in words; computed on request, since it can take long."""
-        return _limit(self.graph, self.ii_us)
 
 
 def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
@@ -60,9 +46,9 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
     cycle = heaviest_cycle(len(graph.nodes), graph.arcs, above=busiest)
     bound_us = busiest / TICKS_PER_US if cycle is None else cycle.ratio_us
     if not graph.contended or bound_us >= enough_us:
-        return Interval(bound_us, True, graph)
+        return Interval(bound_us, exact=True)
     ii_us, exact = _simulated_interval(graph)
-    return Interval(max(ii_us, bound_us), exact, graph)
+    return Interval(max(ii_us, bound_us), exact)
 
 
 def interval_us(
@@ -116,8 +102,11 @@ def _memory(graph: TimedGraph) -> int:
 # ---------------------------------------------------------------------------------- the limit
 
 
-def _limit(graph: TimedGraph, ii_us: float) -> str:
-    """What is busy all the time, or the cycle of tasks that wait for each other."""
+def limit_in_words(graph: TimedGraph, ii_us: float) -> str:
+    """What limits an interval: what is always busy, or a cycle of tasks that wait for each other.
+
+    It can take long to find.
+    """
     cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
     if not graph.contended:
         return "nothing" if cycle is None else _cycle_words(graph, cycle)

@@ -46,7 +46,7 @@ from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import EventSimulator, simulate_run
-from swpipe.planning.simulation.interval import Interval, interval_of
+from swpipe.planning.simulation.interval import Interval, interval_of, limit_in_words
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.perfetto import Arrow, arrows_of
 from swpipe.trace.span import Row, Span, in_order
@@ -160,7 +160,7 @@ def simulate(
         plan=plan,
         ii_us=interval.ii_us,
         exact=interval.exact,
-        limit=interval.limit,
+        limit=limit_in_words(graph, interval.ii_us),
         latency_us=_latency_us(run),
         loads=tuple(sorted(_loads(graph, interval), key=lambda load: _KINDS.index(load.kind))),
         spans=in_order(_spans(run)),
