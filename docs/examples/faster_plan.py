@@ -5,12 +5,12 @@ import time
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 
 
-def blocks(name, ms):
+def blocks(name, ms, pure=False):
     """A task that blocks its thread, as reading a file does."""
-    return PipelineTask(name, lambda ctx: time.sleep(ms / 1000))
+    return PipelineTask(name, lambda ctx: time.sleep(ms / 1000), pure=pure)
 
 
-tasks = [blocks("read", 20), blocks("train", 24), blocks("step", 6)]
+tasks = [blocks("read", 20, pure=True), blocks("train", 24), blocks("step", 6)]
 plan = PipelinePlan(
     schedule={task: TaskSchedule() for task in tasks},  # one thread, one stage: a plain loop
     deps=[("train", "read"), ("step", "train")],
