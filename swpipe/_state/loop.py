@@ -1,14 +1,13 @@
-"""All state of a training loop, saved before its tasks run on trial, and restored afterwards.
+"""All state of a training loop, saved before its tasks run in a trial, and restored afterwards.
 
     models, optimizers, generators and the like    found, or given by the user; ``Snapshot``
     tensors that plain objects and globals hold    their content, and which tensor it is
-    Python values of the user's code               ``SavedValues``
-    files that tasks write by path                 ``SavedFiles``
-    torch's default dtype and other settings       their values
+    what tasks declare with capture and restore    captured before, and restored
     anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
 
-Tensors that belong to no module or optimizer are saved up to ``MAX_SAVED_BYTES`` each: larger ones
-are taken for data.
+Nothing else is restored: for a Python value that no ``DeclaredIO`` captures, or a file, a trial is
+so many more iterations. Tensors that belong to no module or optimizer are saved up to
+``MAX_SAVED_BYTES`` each: larger ones are taken for data.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
+from swpipe._state.captured import Captured
 from swpipe._state.discovery import Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
-from swpipe._state.torch_settings import save_torch_settings
-from swpipe._state.values import SavedValues
-from swpipe._state.written_files import SavedFiles
-from swpipe._tensors.stateful import FOREIGN, WHOLE, modules_in
+from swpipe._tensors.stateful import WHOLE, is_foreign, modules_in
 from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -52,8 +49,8 @@ class LoopState:
 
     Raises:
         TypeError: Something in ``given`` has no state that can be restored.
-        UnsavedStateError: Nothing is given, and tasks can change what cannot be put back, such
-            as a generator; or a module is one of TorchScript, which keeps its state to itself.
+        UnsavedStateError: A module is one of TorchScript, which keeps its state to itself.
+        BaseException: What ``DeclaredIO.capture`` of a task raised.
     """
 
     def __init__(self, tasks: Iterable[PipelineTask], given: Any, device: Device) -> None:
@@ -66,32 +63,18 @@ class LoopState:
                 "the tasks can change what TorchScript keeps",
                 "Use the module itself, or torch.compile(module)",
             )
+        self._captured = Captured(self._tasks)
         self._snapshot = Snapshot(self.owners, device)
         self._restore_attributes = _save_tensor_attributes(self._tasks)
-        self._values = SavedValues(self._tasks)
-        self._restore_settings = save_torch_settings()
-        self._files = SavedFiles(refuse=self._searched)
-        if self._searched and self._values.lost:
-            raise UnsavedStateError(
-                self._values.lost,
-                "the tasks can change what nobody can set back",
-                "Instead of a generator or another such iterator, use an object with __next__ that "
-                "keeps its position in an attribute; write to a database in the loop's body. "
-                "Or name all that has to be restored, where state= is an argument: "
-                "record(state=[model, optimizer, ...])",
-            )
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
         with ExitStack() as last_to_first:  # all, also if one of them fails
-            # Files last: who has opened one on trial has given it back by then.
-            last_to_first.callback(self._files.restore)
             last_to_first.callback(self.restore_training)
-            last_to_first.callback(self._values.restore)
-            self._restore_settings()
+            last_to_first.callback(self._captured.restore)
 
     def restore_training(self) -> None:
-        """Restore all but Python values, between two measurements of one run.
+        """Restore all but what tasks declare, between two measurements of one run.
 
         A counter goes on, so that what a task does every hundredth time is measured as well.
         """
@@ -99,19 +82,22 @@ class LoopState:
         self._snapshot.restore()
 
     @contextmanager
-    def guard(self, *, always: bool = False) -> Iterator[None]:
-        """A block in which the tasks run; what they would change for good raises.
+    def guard(
+        self, *, always: bool = False, made: Callable[[Tensor], bool] = lambda tensor: False
+    ) -> Iterator[None]:
+        """A block in which the tasks run; training that would stay raises.
 
-        Where the user has said what to restore, nothing is refused, unless ``always``: then an
-        optimizer's step on what is not restored is.
+        Where the user has said what to restore, nothing is refused, unless ``always``.
+
+        Args:
+            always: Refuse in any case.
+            made: Whether a tensor was made within the block.
 
         Raises:
-            UnsavedStateError: From such a step, or where a file is overwritten that is too large to
-                be saved.
+            UnsavedStateError: As ``TrainingGuard`` does.
         """
         watches = self._searched or always
-        training = TrainingGuard(self._tasks, self._snapshot) if watches else nullcontext()
-        with training, self._files.watching():
+        with TrainingGuard(self._tasks, self._snapshot, made) if watches else nullcontext():
             yield
 
 
@@ -159,7 +145,7 @@ def _save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    if isinstance(owner, _SKIPPED) or type(owner).__module__.partition(".")[0] in FOREIGN:
+    if isinstance(owner, _SKIPPED) or is_foreign(type(owner).__module__):
         return {}
     held = getattr(owner, "__dict__", {})
     return held if isinstance(held, dict) else {}

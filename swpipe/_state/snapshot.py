@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -62,6 +63,7 @@ class Snapshot:
         self._restores += [partial(set_default_generators, device, default_generators(device))]
         self._unsaved = UnsavedTensors(_watched(owners), tensors)
         self._told: set[str] = set()
+        self._fresh: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
         self._addresses = tensors.addresses()
         self._registered = _registered_in(owners)
         self._optimizers = {id(one.owner) for one in (*owners, *wrapped)}
@@ -83,6 +85,11 @@ class Snapshot:
         _reshard(self._modules)
         for restore in self._restores:
             restore()
+        for reference, options in self._fresh:
+            if (optimizer := reference()) is not None:
+                optimizer.state.clear()
+                for group, kept in zip(optimizer.param_groups, options, strict=False):
+                    group.update(kept)
         if changed := [path for path in self._unsaved.changed() if path not in self._told]:
             self._told.update(changed)
             warnings.warn(
@@ -92,6 +99,12 @@ class Snapshot:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def add_fresh(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the options of one more optimizer, which has no state yet; it is not kept."""
+        groups = optimizer.param_groups
+        options = [{name: v for name, v in one.items() if name != "params"} for one in groups]
+        self._fresh.append((weakref.ref(optimizer), options))
 
     def saves(self, tensor: Tensor) -> bool:
         """Whether a tensor, or the memory that it shares, is restored."""

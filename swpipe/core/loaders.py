@@ -112,18 +112,26 @@ def own_generators(loader: object) -> dict[str, torch.Generator]:
 
 
 def read_in_pass(loader: object) -> list[Any]:
-    """What torch's samplers still read of their attributes in the middle of a pass.
+    """What known samplers still read of their attributes in the middle of a pass.
 
-    A pass that is pulled ahead reads it earlier than a plain one: it has to stay as it was.
+    A pass that is pulled ahead reads it earlier than a plain one: it has to stay as it was. (The
+    indices in a list that ``SubsetRandomSampler`` was given are not compared one by one.)
     """
     loader = unprepared(loader)
     found: list[Any] = []
     for one in samplers_of(loader) if isinstance(loader, DataLoader) else ():
         attributes = vars(one) if hasattr(one, "__dict__") else {}
-        found += attributes.values()
+        found += [attributes[name] for name in _IN_PASS if name in attributes]
         if isinstance(one, RandomSampler):  # at its end
             found.append(len(one.data_source))
     return found
+
+
+_IN_PASS = (
+    *("batch_size", "drop_last", "sampler", "batch_sampler"),
+    *("indices", "replacement", "_num_samples"),
+    *("even_batches", "num_processes", "process_index"),
+)
 
 
 def are_same(before: list[Any], after: list[Any]) -> bool:

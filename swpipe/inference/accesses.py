@@ -47,13 +47,11 @@ class TaskAccesses:
         attributes: Attribute of the context to access.
         items: State item to access; generators and unnamed memory get items of their own.
         silent: Names of items and attributes that it modified without a recorded operator.
-        modified: Attributes of which it modified something in place.
     """
 
     attributes: dict[str, Access] = field(default_factory=lambda: defaultdict(Access))
     items: dict[StateItem, Access] = field(default_factory=lambda: defaultdict(Access))
     silent: set[str] = field(default_factory=set)
-    modified: set[str] = field(default_factory=set)
 
 
 def find_accesses(
@@ -146,7 +144,6 @@ class _IterationAnalysis:
             names = {name for name, objects in observed.objects.items() if one in objects}
             for name in names | ({self._home[one]} if one in self._home else set()):
                 accesses.attributes[name] |= WRITE
-                accesses.modified.add(name)
                 if one.number in observed.changes.silent - operators.writes:
                     accesses.silent.add(f"ctx.{name}")
 

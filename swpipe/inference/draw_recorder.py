@@ -1,38 +1,16 @@
-"""States of random number generators: a task that changes one has drawn from it."""
+"""Which random generators operators draw from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 
-from swpipe._state.generators import TORCH
 from swpipe.device import Device
 from swpipe.inference.operators import OperatorRecorder
 from swpipe.inference.storages import Storages
-
-
-@contextmanager
-def states_set() -> Iterator[set[str]]:
-    """Collects the default generators whose states are set within the block, as draws.
-
-    They may be as before in the end: activation checkpointing sets them, and sets them back.
-    """
-    found: set[str] = set()
-    set_state = torch.set_rng_state
-
-    def setting(new_state: torch.Tensor) -> None:
-        found.add(TORCH)
-        set_state(new_state)
-
-    torch.set_rng_state = setting
-    try:
-        yield found
-    finally:
-        torch.set_rng_state = set_state
-
 
 _RANGE = torch.ops.profiler._record_function_enter_new.default
 
@@ -40,22 +18,28 @@ _RANGE = torch.ops.profiler._record_function_enter_new.default
 class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     """An operator recorder that also tells which generators the operators drew from.
 
+    Args:
+        device: Whose default generators count.
+        storages: All storages seen so far.
+
     Attributes:
-        storages: Those that the operators used.
+        storages: With those that the operators used.
         draws: A generator's number to the generator; 0 to None for torch's default generators.
         clears: An optimizer's ``zero_grad`` was called.
     """
 
     clears = False
 
-    def __init__(self, device: Device) -> None:
-        self.storages = Storages()
+    def __init__(self, device: Device, storages: Storages | None = None) -> None:
+        self.storages = Storages() if storages is None else storages
         super().__init__(self.storages)
         self.draws: dict[int, torch.Generator | None] = {}
         self._device = device
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and see whether it draws; dropout with a rate of 0 does not."""
+        if 0 not in self.draws and _recomputes(sys._getframe()):
+            self.draws[0] = None
         if torch.Tag.nondeterministic_seeded not in func.tags:
             # By the range that torch marks for profilers: clearing gradients is no operator.
             if func is _RANGE and str(args[0]).startswith("Optimizer.zero_grad"):
@@ -72,3 +56,19 @@ class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def _states(self) -> list[bytes]:
         return [bytes(state.numpy()) for state in self._device.generator_states().values()]
+
+
+def _recomputes(frame: FrameType | None) -> bool:
+    """Whether activation checkpointing runs a forward again, in a backward.
+
+    It sets the default generators, and sets them back: others would draw other numbers meanwhile,
+    whether or not the forward draws.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    while frame is not None and frame.f_globals.get("__name__") != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
+
+
+_CHECKPOINT = "torch.utils.checkpoint"

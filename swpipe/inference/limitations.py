@@ -15,8 +15,9 @@ from swpipe.inference.transfers import Transfer
 NEVER_RECORDED = (
     "Never recorded: what threads started by a task do; Python objects outside the context, such "
     "as files and sockets; which tasks read data in a kernel outside torch's dispatcher; what "
-    "other batches do (another branch, another shape). Declare such state in every task that uses "
-    'it: DeclaredIO(state="its name", mode="r", "w" or "rw").'
+    "other batches do (another branch, another shape). Tasks of which nothing is declared keep "
+    "their serial order in any case. Where something is declared, such state has to be, too: "
+    'DeclaredIO(state="its name", mode="r", "w" or "rw").'
 )
 
 
@@ -39,7 +40,7 @@ def notes_on(
     if not_restored:
         found.append(
             f"Not restored after recording: {listed(not_restored)}. Models, optimizers, "
-            "objects with state_dict, tensors and generators were."
+            "objects with state_dict, tensors, generators and what tasks capture were."
         )
     return (*dict.fromkeys(found), NEVER_RECORDED)
 
@@ -57,23 +58,25 @@ def _silent_writes(accesses: Mapping[str, TaskAccesses]) -> Iterator[str]:
 def _plain_values(
     tasks: Sequence[PipelineTask], observed: Iterable[TaskObservation]
 ) -> Iterator[str]:
-    declaring = {task.name for task in tasks if any(io.state and "w" in io.mode for io in task.io)}
+    told = {task.name for task in tasks if any(io.state and "w" in io.mode for io in task.io)}
     changed: dict[str, set[str]] = defaultdict(set)
     for one in observed:
         changed[one.task] |= one.changes.plain
+    pure = {task.name for task in tasks if task.pure}
     for task, paths in changed.items():
-        if paths and task not in declaring:
+        if paths and task not in told:
+            names, says = listed(sorted(paths)), "says pure=True, but " * (task in pure)
             yield (
-                f"{task!r} changes {listed(sorted(paths))}: plain Python, whose readers are not "
-                f'recorded. If another task reads it, give {task!r} DeclaredIO(state="its name", '
-                'mode="rw") and the reader the same with mode="r".'
+                f"{task!r} {says}changes {names}: plain Python, whose readers are not recorded. "
+                f'Declare it, in {task!r} with DeclaredIO(state="its name", mode="rw") and in its '
+                'readers with mode="r"; with capture and restore, a trial puts it back.'
             )
 
 
 def _draws(tasks: Sequence[PipelineTask], observed: Sequence[TaskObservation]) -> Iterator[str]:
     drawing = {one.task for one in observed if TORCH in one.changes.generators}
     for task in tasks:
-        if task.name in drawing:
+        if task.name in drawing and not task.pure:  # that is told elsewhere
             yield (
                 f"{task.name!r} draws from {TORCH} without random=True: tasks that draw keep their "
                 "serial order. With random=True each run is seeded by its task and iteration, and "

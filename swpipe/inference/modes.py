@@ -1,7 +1,8 @@
 """Training and evaluation mode of modules: which tasks run a module, and which switch its mode.
 
 A task that evaluates in mid-epoch leaves the mode as it found it, and no parameter has changed;
-but another task that runs the module at the same time would run it in the wrong mode.
+but another task that runs the module at the same time would run it in the wrong mode. The switch
+itself is not seen, but the module that runs after it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ class Modes:
 
     Attributes:
         ran: Modules of which some part was called.
-        switched: Modules of which some part was switched, whether or not it was switched back.
+        switched: Modules of which some part ran in the other mode, or was left in it.
     """
 
     ran: set[str] = field(default_factory=set)
@@ -44,26 +46,22 @@ class ModeObserver:
 
     @contextmanager
     def observing(self) -> Iterator[Modes]:
-        """Observe what runs within the block."""
+        """Observe what runs within the block, on this thread."""
         modes = Modes()
-        flags = [(module, path, module.training) for module, path in self._modules.values()]
-        switch = torch.nn.Module.train
-
-        def switching(module: torch.nn.Module, mode: bool = True) -> Any:
-            modes.switched.update(self._named(module))
-            return switch(module, mode)
+        flags = {number: module.training for number, (module, _) in self._modules.items()}
+        thread = get_ident()
 
         def running(module: torch.nn.Module, args: Any) -> None:
-            modes.ran.update(self._named(module))
+            if get_ident() == thread and id(module) in flags:
+                name = self._modules[id(module)][1]
+                modes.ran.add(name)
+                if module.training != flags[id(module)]:
+                    modes.switched.add(name)
 
         with ExitStack() as stack:
-            for module, *_ in flags:
+            for module, _ in self._modules.values():
                 stack.callback(module.register_forward_pre_hook(running).remove)
-            stack.callback(setattr, torch.nn.Module, "train", switch)
-            torch.nn.Module.train = switching  # type: ignore[method-assign,assignment]
             yield modes
-        modes.switched.update(path for module, path, flag in flags if module.training != flag)
-
-    def _named(self, module: torch.nn.Module) -> Iterator[str]:
-        if id(module) in self._modules:
-            yield self._modules[id(module)][1]
+        modes.switched.update(
+            name for module, name in self._modules.values() if module.training != flags[id(module)]
+        )

@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from enum import Enum
-from types import FunctionType
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.reach import reaches_of
-from swpipe._state.reached import PlaceId
-from swpipe._tensors.containers import LEAF, kind_of
-from swpipe._tensors.pytree import map_tensors, nodes_in, tensors_in
-from swpipe._tensors.stateful import PLAIN
+from swpipe._state.generators import TORCH
+from swpipe._state.own_threads import before_steps
+from swpipe._tensors.content import is_fixed
+from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_in
 from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.inference.draw_recorder import states_set
+from swpipe.inference.draw_recorder import DrawRecorder
 from swpipe.inference.modes import ModeObserver, Modes
-from swpipe.inference.operators import OperatorAccesses, OperatorRecorder
+from swpipe.inference.operators import OperatorAccesses
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
 from swpipe.inference.recorded_context import (
     AttributeLog,
@@ -39,9 +35,6 @@ from swpipe.inference.recorded_context import (
 )
 from swpipe.inference.state_items import StateItem
 from swpipe.inference.storages import StorageId, Storages, nbytes, unsharded
-
-IMMUTABLE = (*PLAIN, torch.Size, torch.device, torch.dtype, range, slice, type, FunctionType, Enum)
-"""Types whose values cannot be modified in place, and so need not be inspected."""
 
 
 class TaskObservation(NamedTuple):
@@ -57,7 +50,6 @@ class TaskObservation(NamedTuple):
         stepped: Names of the optimizers whose ``step`` ran.
         sizes: Attribute that it set to its bytes; 0 where it deleted it.
         opaque: Attribute that it set to the class of something in it that cannot be inspected.
-        places: Places of Python values outside the context that changed.
         modes: Modules that it ran, or switched between training and evaluation.
     """
 
@@ -70,8 +62,19 @@ class TaskObservation(NamedTuple):
     stepped: frozenset[str]
     sizes: Mapping[str, int]
     opaque: Mapping[str, str]
-    places: frozenset[PlaceId]
     modes: Modes
+
+    @property
+    def touched(self) -> frozenset[object]:
+        """What it touched; memory of the iteration itself does not count."""
+        log, operators, changes = self.attributes, self.operators, self.changes
+        used = operators.all_reads | operators.writes | changes.storages
+        items = [item for item, storages in self.items.items() if storages & used]
+        return frozenset(
+            {(item.owner, item.kind) for item in (*items, *changes.items)}
+            | {*log.reads, *log.sets, *log.deletes, *self.stepped, *changes.options}
+            | {*changes.generators, *changes.plain, *self.modes.ran, *self.modes.switched}
+        )
 
 
 class IterationObservation(NamedTuple):
@@ -92,7 +95,7 @@ class Observer:
     """Runs iterations of some tasks, given in serial order, and observes them.
 
     Attributes:
-        reaches: Task to what its code could reach before the first iteration.
+        storages: All that was seen.
     """
 
     def __init__(
@@ -102,7 +105,6 @@ class Observer:
         seeds: TaskSeeds,
         context: type[TypedContext] = IterContext,
     ) -> None:
-        self.reaches = reaches_of(tasks)
         self.storages = Storages()
         self._modes = ModeObserver(tasks)
         self._tasks = tasks
@@ -131,36 +133,31 @@ class Observer:
         at_begin = before.storages()
         observed = []
         for task in self._tasks:
-            values = self._values()
-            with self._modes.observing() as modes, states_set() as drawn:
+            with self._modes.observing() as modes:
                 log, operators, stepped = self._call(task, ctx)
-            places = frozenset(p for p, value in self._values().items() if value != values[p])
             after = self._snapshot(ctx)
             log.compare(before.attributes, after.attributes)
-            seen = _observation(task, log, operators, stepped, before, after)
-            if not task.random:  # then it has states of its own
-                generators = seen.changes.generators | drawn
+            seen = _observation(task, log, operators.accesses, stepped, before, after)
+            if operators.draws.keys() & {0} and not task.random:  # then it has states of its own
+                generators = seen.changes.generators | {TORCH}
                 seen = seen._replace(changes=seen.changes._replace(generators=generators))
-            observed.append(seen._replace(places=places, modes=modes))
+            observed.append(seen._replace(modes=modes))
             before = after
         return tuple(observed), at_begin, before.storages()
 
     def _snapshot(self, ctx: RecordedContext) -> ReachableState:
         return ReachableState(ctx, self._tasks, self.storages, self._device)
 
-    def _values(self) -> dict[PlaceId, object]:
-        """What there is now in all places that tasks can reach."""
-        reaches = self.reaches.values()
-        return {place: reach.value(place) for reach in reaches for place in reach.places}
-
     def _call(
         self, task: PipelineTask, ctx: RecordedContext
-    ) -> tuple[AttributeLog, OperatorAccesses, set[int]]:
-        log, operators = AttributeLog(), OperatorRecorder(self.storages)
+    ) -> tuple[AttributeLog, DrawRecorder, set[int]]:
+        log, operators = AttributeLog(), DrawRecorder(self._device, self.storages)
         seeded = self._seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
         try:
             on_device = self._device.on(self._device.current_stream())
-            with on_device, seeded, _eager(), _optimizer_steps() as stepped, operators:
+            stepped: set[int] = set()
+            steps = before_steps(lambda optimizer: stepped.add(id(optimizer)))
+            with on_device, seeded, _eager(), steps, operators:
                 set_log(ctx, log)
                 task.fn(ctx)
         except BaseException as error:
@@ -172,7 +169,7 @@ class Observer:
             raise
         finally:
             set_log(ctx, None)
-        return log, operators.accesses, stepped
+        return log, operators, stepped
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -200,22 +197,8 @@ def _observation(
         stepped=frozenset(after.optimizers[n] for n in stepped if n in after.optimizers),
         sizes={name: _size(value) for name, value in values.items()} | dict.fromkeys(deleted, 0),
         opaque={name: kind for name, value in values.items() if (kind := _opaque(value))},
-        places=frozenset(),
         modes=Modes(),
     )
-
-
-@contextmanager
-def _optimizer_steps() -> Iterator[set[int]]:
-    """Collects the ids of the optimizers whose ``step`` is called within the block."""
-    stepped: set[int] = set()
-
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        stepped.add(id(optimizer))
-
-    with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(hook).remove)
-        yield stepped
 
 
 def _eager() -> Any:
@@ -231,17 +214,12 @@ def _size(value: Any) -> int:
     for tensor in tensors_in(value):
         for one in unsharded(tensor):
             storages |= nbytes(one)
-    leaves = list(_leaves(value))
+    leaves = list(leaves_in(value))
     sizes = [len(leaf) for leaf in leaves if isinstance(leaf, bytes | bytearray)]
     sizes += [leaf.nbytes for leaf in leaves if isinstance(getattr(leaf, "nbytes", None), int)]
     return sum(storages.values()) + sum(sizes)
 
 
 def _opaque(value: Any) -> str:
-    kinds = (type(leaf).__name__ for leaf in _leaves(value) if not isinstance(leaf, IMMUTABLE))
+    kinds = (type(leaf).__name__ for leaf in leaves_in(value) if not is_fixed(leaf))
     return next(kinds, "")
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    inside = [value, *(child for node in nodes_in(value) for child in node.children)]
-    return (one for one in inside if kind_of(type(one)) is LEAF)

@@ -117,6 +117,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 accesses.seen.add(storage)
                 if new and mode == CREATED:
                     accesses.created.add(storage)
+                    self._storages.created.add(storage)
                 if mode in ("r", "rw"):
                     reads.add(storage)
                 if mode in ("w", "rw"):

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
-from swpipe._state.reached import Reach
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.effects import Effects, declared_effects
+from swpipe.core.effects import UNKNOWN, Effects, declared_effects
 from swpipe.core.errors import PlanError, Problem
-from swpipe.core.plan import PULL, Pair
+from swpipe.core.loaders import is_apart
+from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, checked_tasks
-from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
 from swpipe.inference.accesses import find_accesses
-from swpipe.inference.assumptions import (
-    find_assumptions,
-    notes_on_assumptions,
-    touched_in,
-    with_assumptions,
-)
 from swpipe.inference.declared import assign_declared
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
-from swpipe.inference.loader_code import reaching
 from swpipe.inference.observation import IterationObservation, Observer, TaskObservation
 from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
+from swpipe.inference.words import notes_on_words
 
 MAX_ITERATIONS = 128
 """How many iterations are recorded at most, where their number is not given."""
@@ -49,9 +41,11 @@ def record(
 ) -> Recording:
     """Run a few iterations serially and record what each task reads and writes.
 
-    Parameters, buffers, gradients and optimizer state are found automatically. Afterwards models,
-    optimizers, other objects with ``state_dict``, reachable tensors and generators are restored,
-    also if a task fails. The recording's notes list what was not restored.
+    What a task declares counts too; one that says nothing also touches the state "undeclared", as
+    all its like do. Parameters, buffers, gradients and optimizer state are found automatically.
+    Afterwards models, optimizers, other objects with ``state_dict``, reachable tensors, generators
+    and what tasks declare with ``capture`` and ``restore`` are restored, also if a task fails. For
+    all else a recording is so many more iterations; the notes list what of it was seen.
 
     Args:
         tasks: In serial order.
@@ -66,8 +60,9 @@ def record(
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         state: What to restore; by default, all state that the tasks can reach.
-        loader: What training takes its batches from. It is not called. What its code can reach, it
-            may read: that is the effect of ``"<pull>"``, the first entry of ``effects``.
+        loader: What training takes its batches from. It is not called. Its effects are those of
+            ``"<pull>"``, the first entry of ``effects``: none if it is apart from the loop
+            (``swpipe.core.loaders``), and otherwise the state "undeclared".
 
     Raises:
         PlanError: There are no tasks, or two have the same name.
@@ -76,83 +71,41 @@ def record(
         UnsavedStateError: Tasks call the step of an optimizer that is not restored.
         BaseException: Whatever a task raised, with a note of where.
     """
+    tasks = checked_tasks(tasks)
+    _check(tasks, iterations)
     where = resolve_device(device)
-    others = () if loader is None else (reaching(loader),)
-    found = record_beside(others, tasks, batch, iterations, where, seed, state, context)
-    return found if loader is None else _with_loader(found)
-
-
-def _with_loader(recorded: Recording) -> Recording:
-    """The recording with what the loader may read, in place of the task that leads to it."""
-    loader, *tasks = recorded.tasks
-    own = recorded.effects[loader.name]
-    places = frozenset(place for place in own.reads | own.writes if place.persistent)
-    effects = {task.name: recorded.effects[task.name] for task in tasks}
-    effects = {PULL: Effects(places, assumed=places, own_thread=own.own_thread), **effects}
-    notes = tuple(note for note in recorded.notes if not note.startswith(repr(loader.name)))
-    return replace(recorded, tasks=tuple(tasks), effects=effects, notes=notes)
-
-
-def record_beside(
-    others: Iterable[PipelineTask],
-    own: Iterable[PipelineTask],
-    batch: Any,
-    iterations: int | None,
-    where: Device,
-    seed: int | None,
-    state: Any = None,
-    context: type[TypedContext] | None = None,
-) -> Recording:
-    """``record`` of all tasks, ``others`` first, whose state is not saved: they change none.
-
-    Saving can change something: a loader with a state goes back to it in its next pass.
-    """
-    own = checked_tasks(own)
-    tasks = (*others, *own)
-    _check(own, iterations)
-    saved = LoopState(own, state, where)
+    saved = LoopState(tasks, state, where)
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where), context_class(context))
     try:
-        # What is modified without an optimizer, and is not restored, is told in the notes.
-        with saved.guard(always=True):
+        with saved.guard(always=True, made=observer.storages.made):
             observed = _observe(observer, batch, iterations)
-            reached = reachable_items(tasks)
-            reached.tensors = assign_declared(reached.tensors, tasks)
-            accesses = find_accesses(
-                observed, observer.storages, [task.name for task in tasks if task.random]
-            )
-            names = {task.name for task in own}
-            reaches = observer.reaches
-            assumptions = find_assumptions(tasks, observed, accesses, reaches, reached, names)
+            reached = assign_declared(reachable_items(tasks).tensors, tasks)
+            trained = {item for item, tensor in reached.items() if tensor.requires_grad}
     finally:
         saved.restore()
-    states = group(accesses)
-    declared = declared_effects(tasks)
-    effects = {task: e | declared[task] for task, e in effects_of(accesses, states).items()}
-    effects, states = with_assumptions(effects, assumptions, states)
-    transfers = find_transfers(observed, effects, observer.storages)
     not_restored = list(_not_restored(before, reachable_items(tasks)))
+    accesses = find_accesses(
+        observed, observer.storages, [task.name for task in tasks if task.random]
+    )
+    states = group(accesses)
+    seen = effects_of(accesses, states)
+    transfers = find_transfers(observed, seen, observer.storages)
     runs = [one for iteration in observed for one in iteration.tasks]
+    declared = declared_effects(tasks)
+    effects = {task: e | declared[task] for task, e in add_transfers(seen, transfers).items()}
+    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else UNKNOWN}
     return Recording(
         tasks=tasks,
-        effects=add_transfers(effects, transfers),
+        effects=pull | effects,
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         sizes=_sizes(runs),
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
         notes=(
-            *notes_on_assumptions(assumptions, effects),
+            *notes_on_words(tasks, runs, seen, states, trained),
             *notes_on(tasks, runs, accesses, transfers, not_restored),
         ),
-        modified=frozenset((task, n) for task, one in accesses.items() for n in one.modified),
-        changed=_changed(runs, observer.reaches.values()),
     )
-
-
-def _changed(runs: Iterable[TaskObservation], reaches: Iterable[Reach]) -> frozenset[Pair]:
-    """Each task with the paths of the Python values that it changed."""
-    paths = {place: path for reach in reaches for place, path in reach.places.items()}
-    return frozenset((o.task, paths[p]) for o in runs for p in o.places if p in paths)
 
 
 def _observe(observer: Observer, batch: Any, iterations: int | None) -> list[IterationObservation]:
@@ -163,8 +116,7 @@ def _observe(observer: Observer, batch: Any, iterations: int | None) -> list[Ite
     while len(observed) < (iterations or MAX_ITERATIONS):
         observed.append(observer.run(batch, len(observed)))
         found = {
-            one.task: known.get(one.task, frozenset()) | touched_in(one)
-            for one in observed[-1].tasks
+            one.task: known.get(one.task, frozenset()) | one.touched for one in observed[-1].tasks
         }
         quiet = quiet + 1 if found == known else 0
         known = found

@@ -29,8 +29,6 @@ class Recording:
             recorded iterations. Shared memory counts for each attribute.
         collectives: Tasks that communicated.
         notes: Sentences on what was not recorded, or not reliably.
-        modified: (task, attribute) where the task modified in place what the attribute has.
-        changed: (task, name) of Python values outside the context that the task changed.
     """
 
     tasks: tuple[PipelineTask, ...]
@@ -39,8 +37,6 @@ class Recording:
     sizes: Mapping[tuple[str, str], int]
     collectives: frozenset[str]
     notes: tuple[str, ...]
-    modified: frozenset[tuple[str, str]] = frozenset()
-    changed: frozenset[tuple[str, str]] = frozenset()
 
     def together(self, others: Iterable[Recording]) -> Recording:
         """Merge with recordings of the same tasks on other ranks or batches.
@@ -70,8 +66,6 @@ class Recording:
             },
             frozenset().union(*(each.collectives for each in found)),
             _once(each.notes for each in found),
-            frozenset().union(*(each.modified for each in found)),
-            frozenset().union(*(each.changed for each in found)),
         )
 
     def dependences(self) -> Dependences:

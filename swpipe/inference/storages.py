@@ -21,14 +21,19 @@ from swpipe.device import on_cpu
 
 StorageId = int
 
-MAX_CHECKED_BYTES = 2**30
+MAX_CHECKED_BYTES = 2**20
 """No checksum is computed of a larger storage; its version counter is still compared."""
 
 
 class Storages:
-    """All storages seen during a recording."""
+    """All storages seen during a recording.
+
+    Attributes:
+        created: Those that an operator made.
+    """
 
     def __init__(self) -> None:
+        self.created: set[StorageId] = set()
         self._references: dict[StorageId, StorageWeakRef] = {}
         self._descriptions: dict[StorageId, str] = {}
 
@@ -50,6 +55,10 @@ class Storages:
     def of(self, tensor: Tensor) -> frozenset[StorageId]:
         """The storages of a tensor."""
         return frozenset(number for number, _ in self.add(tensor))
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether an operator has made all memory of a tensor."""
+        return self.of(tensor) <= self.created
 
     def alive(self, number: StorageId) -> bool:
         """Whether the storage still exists."""

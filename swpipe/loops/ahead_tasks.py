@@ -11,7 +11,8 @@ read it for the second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -24,10 +25,20 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 
 
+def tensors_of(batch: Any) -> Iterable[Tensor]:
+    """A batch's tensors that count their modifications in place."""
+    found = (batch,) if type(batch) is Tensor else tensors_in(batch)
+    return (one for one in found if not one.is_inference())
+
+
 def versions_in(batch: Any) -> list[int]:
-    """The version counters of a batch's tensors, which count modifications in place."""
-    tensors = (batch,) if type(batch) is Tensor else tensors_in(batch)
-    return [one._version for one in tensors if not one.is_inference()]
+    """Their version counters."""
+    return [one._version for one in tensors_of(batch)]
+
+
+def _version(tensor: weakref.ref[Tensor]) -> int | None:
+    found = tensor()
+    return None if found is None else found._version
 
 
 class AheadTasks:
@@ -43,8 +54,8 @@ class AheadTasks:
 
     def __init__(self, tasks: Sequence[PipelineTask], ahead: int) -> None:
         self._failures: dict[int, Exception] = {}
-        self._batches: dict[int, Any] = {}  # by iteration, as they were given to the first task
-        self._versions: dict[int, list[int]] = {}  # and as the last one left them
+        self._tensors: dict[int, list[weakref.ref[Tensor]]] = {}  # of batches, by iteration
+        self._versions: dict[int, list[int | None]] = {}  # as the last task ahead left them
         self._names = [task.name for task in tasks[:ahead]]
         self.tasks = tuple(
             self._ahead(task) if number < ahead else self._behind(task) if number == ahead else task
@@ -60,15 +71,15 @@ class AheadTasks:
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
             if first:
-                self._batches[number] = ctx.batch
+                self._tensors[number] = [weakref.ref(one) for one in tensors_of(ctx.batch)]
             try:
                 if number not in self._failures:
                     task.fn(ctx)
             except Exception as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
                 self._failures[number] = error
-            if last and number in self._batches:  # not where a shortcut replays the first
-                self._versions[number] = versions_in(self._batches[number])
+            if last and number in self._tensors:  # not where a shortcut replays the first
+                self._versions[number] = [*map(_version, self._tensors[number])]
 
         return replace(task, fn=run)
 
@@ -78,8 +89,10 @@ class AheadTasks:
             number = ctx.iter_idx
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            batch, versions = self._batches.pop(number, None), self._versions.pop(number, None)
-            if versions is not None and versions_in(batch) != versions:
+            then = self._versions.pop(number, [])
+            now = map(_version, self._tensors.pop(number, ())) if then else ()
+            # One that is gone nobody else has.
+            if any(one not in (was, None) for one, was in zip(now, then, strict=True)):
                 raise self._modified(number)
             task.fn(ctx)
 
@@ -98,5 +111,5 @@ class AheadTasks:
     def drop(self) -> None:
         """The iterations in flight are dropped."""
         self._failures.clear()
-        self._batches.clear()
+        self._tensors.clear()
         self._versions.clear()

@@ -136,6 +136,7 @@ class LoaderPass:
         of.draws.begin()
         if saved is not None:
             self.handed_out = self.pulled = self.fed = saved["batches"]
+            self._check_beginning()
             of.generators.write(saved["at_start"])
         self._at_start = of.generators.read()
         self._batches = iter(of.loader) if saved is None else self._begun_again(saved)
@@ -154,22 +155,28 @@ class LoaderPass:
         self._epochs = epochs_of(loader)
         return batches
 
-    def _skipped(self) -> Iterator[Any]:
-        """The loader begun again, without the batches that were handed out."""
-        loader, wanted = self._of.loader, self.handed_out
-        batches: Iterator[Any] = iter(loader)
-        if batches is loader:
+    def _check_beginning(self) -> None:
+        """Refuse a loader that cannot be begun again, or is known to have too few batches."""
+        loader = self._of.loader
+        if self._goes_on and not self._has_state:
             raise ValueError(
                 f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
                 "again: give a DataLoader or another object that makes a new iterator"
             )
-        known = length_of(loader)
-        skipped = known if known < wanted else sum(1 for _ in islice(batches, wanted))
-        if skipped < wanted:
+        if not self._has_state:
+            self._check_length(length_of(loader))
+
+    def _check_length(self, found: float) -> None:
+        if found < self.handed_out:
             raise ValueError(
-                f"the loader has {skipped} batches, but {wanted} were handed out before "
+                f"the loader has {found} batches, but {self.handed_out} were handed out before "
                 "the state was saved: resume with the same data"
             )
+
+    def _skipped(self) -> Iterator[Any]:
+        """The loader begun again, without the batches that were handed out."""
+        batches: Iterator[Any] = iter(self._of.loader)
+        self._check_length(sum(1 for _ in islice(batches, self.handed_out)))
         return batches
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from swpipe import PipelineTask
+from swpipe import DeclaredIO, PipelineTask
 from swpipe.core.effects import Location
 from swpipe.inference import Recording, record
 
+WORD = DeclaredIO(state="a word", mode="r")
+"""Says that a task touches what it is seen to touch."""
+
 
 def recorded(*functions: Callable[[Any], None], batch: Any = None, **options: Any) -> Recording:
-    """A recording of plain functions on the CPU; each task is called as its function."""
-    tasks = [PipelineTask(fn.__name__, fn) for fn in functions]
+    """A recording of plain functions on the CPU; each task is called as its function.
+
+    They declare something, so that they do not all share the state "undeclared".
+    """
+    tasks = [PipelineTask(fn.__name__, fn, io=[WORD]) for fn in functions]
     return record(tasks, batch, device="cpu", **options)
 
 
@@ -32,4 +38,5 @@ def orders(recording: Recording) -> set[tuple[str, str, int]]:
 
 
 def _names(places: frozenset[Location]) -> set[str]:
-    return {place.name if place.persistent else str(place) for place in places}
+    names = {place.name if place.persistent else str(place) for place in places}
+    return names - {WORD.state}

@@ -15,7 +15,7 @@ from swpipe.core.effects import conflicts
 from swpipe.core.resolved import resolve_plan
 from swpipe.inference import Recording, record
 from swpipe.inference.orders import Edge, Orders, edge_of
-from tests.inference.helpers import orders, reads, writes
+from tests.inference.helpers import WORD, orders, reads, writes
 from tests.support.plans_for_tests import scattered
 from tests.tasks.rows import write_log
 
@@ -50,7 +50,9 @@ def results(job: ClickJob, plan: PipelinePlan) -> list[torch.Tensor]:
 
 def test_a_training_step_is_inferred_without_declarations(tmp_path: Path) -> None:
     """Accesses to model, gradients, optimizer, loss guard and running metrics."""
-    found = recording_of(job_on(tmp_path))
+    job = job_on(tmp_path)
+    tasks = [replace(task, io=[WORD], pure=False) for task in job.tasks()]
+    found = record(tasks, next(job.batches()), device="cpu")
     assert reads(found, "embed") == {"ctx.inputs", "model parameters"}
     assert "guard.first_bad" in writes(found, "forward")
     assert writes(found, "backward") == {"model gradients"}

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from swpipe.inference import record
-from tests.inference.helpers import orders, reads, recorded, writes
+from tests.inference.helpers import WORD, orders, reads, recorded, writes
 
 
 class Job:
@@ -284,7 +284,7 @@ def test_a_checkpoint_sets_the_generators_in_the_backward(reentrant: bool) -> No
 
 def test_draws_with_random_true_need_no_order() -> None:
     """With random=True the generator is not a shared state."""
-    tasks = [PipelineTask(name, draw_torch, random=True) for name in ("a", "b")]
+    tasks = [PipelineTask(name, draw_torch, random=True, pure=True) for name in ("a", "b")]
     found = record(tasks, None, device="cpu")
     assert writes(found, "a") == {"ctx.x"}
 
@@ -308,7 +308,7 @@ def test_declared_memory_belongs_to_the_declared_state() -> None:
 
     io = {"forward": [DeclaredIO(state="table", mode="r", memory={"first": [table]})]}
     functions = (job.forward, job.backward, job.step, peek)
-    tasks = [PipelineTask(fn.__name__, fn, io.get(fn.__name__, ())) for fn in functions]
+    tasks = [PipelineTask(fn.__name__, fn, io.get(fn.__name__, [WORD])) for fn in functions]
     found = record(tasks, BATCH, device="cpu")
     assert found.states["table"] == ("model.2.weight", "rows")
     assert reads(found, "forward") == {"ctx.batch", "table", "model parameters"}
@@ -582,7 +582,7 @@ def test_equal_names_are_numbered() -> None:
     """Two models under one name are two states."""
     jobs = Job(), Job()
     tasks = [
-        PipelineTask(f"{fn.__name__} {n}", fn)
+        PipelineTask(f"{fn.__name__} {n}", fn, io=[WORD])
         for n, job in enumerate(jobs)
         for fn in (job.forward, job.backward, job.step)
     ]

@@ -27,10 +27,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
 
 
-def loaders(rows: int = ROWS) -> list[DataLoader[Any]]:
+def loaders(rows: int = ROWS, **options: Any) -> list[DataLoader[Any]]:
     """For training and for evaluation; the last batches are smaller."""
     data = TensorDataset(torch.randn(rows, 4))
-    return [DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8)]
+    return [DataLoader(data, batch_size=4, shuffle=True, **options), DataLoader(data, batch_size=8)]
 
 
 @swpipe.task(pure=True)

@@ -10,6 +10,7 @@ import csv
 import io
 import itertools
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -159,6 +160,28 @@ def a_body_that_draws_now_and_then(over: Over) -> Any:
     return train(over, loader(), body=body)
 
 
+@refused(f"{BOTH} Python's default generator")
+def a_task_that_draws_while_a_batch_is_pulled(over: Over) -> Any:
+    """At no other time: the pull waits for it, for a while."""
+    pulling, drawn = threading.Event(), threading.Event()
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(12):
+            if number >= 4:  # those before are pulled in the first call
+                pulling.set()
+                drawn.wait(0.05)
+                drawn.clear()
+            yield torch.ones(2, 4) * random.random()
+
+    def noise(ctx: Any) -> None:
+        if 1 <= ctx.iter_idx < 8 and pulling.wait(0.05):
+            random.random()
+            pulling.clear()
+            drawn.set()
+
+    return train(over, loader(), noise=noise)
+
+
 @refused(f"{BOTH} the generator of its DataLoader")
 def the_body_draws_from_the_generator_that_was_given(over: Over) -> Any:
     draws = torch.Generator().manual_seed(3)
@@ -301,6 +324,19 @@ def one_array_for_all_batches(over: Over) -> Any:
 
     decode = lambda ctx: setattr(ctx, "x", torch.tensor(ctx.batch["x"]))  # noqa: E731
     return train(over, loader(), decode=decode)
+
+
+@refused("made a batch in the memory of an earlier one")
+def one_array_for_all_tensors(over: Over) -> Any:
+    """Nothing counts that they are written."""
+    buffer = np.empty((4, 4), np.float32)
+
+    def loader() -> Iterator[Tensor]:
+        for part in PARTS[:-1]:
+            buffer[:] = part
+            yield torch.from_numpy(buffer)
+
+    return train(over, loader())
 
 
 @ahead

@@ -362,7 +362,9 @@ class _Deep:
 def test_training_that_could_not_be_undone_is_refused(pipelined: bool) -> None:
     """A model four attributes deep once was trained by the profile, without a word."""
     weight = torch.nn.Parameter(torch.ones(3))
-    trainer = _Deep(torch.optim.SGD([weight], lr=0.1))
+    trainer = _Deep(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
+    weight.grad = torch.zeros(3)
+    trainer.held.step()  # now it has moments
 
     def forward(ctx: IterContext) -> None:
         ctx.loss = (ctx.batch * weight).sum()

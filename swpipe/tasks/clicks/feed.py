@@ -85,6 +85,10 @@ class AnyClickJob(ABC, Generic[Model]):
         del ctx.raw
 
     @abstractmethod
+    def hash(self, ctx: IterContext) -> None:
+        """Ids into buckets, all into tensors on the host."""
+
+    @abstractmethod
     def tasks(self) -> tuple[PipelineTask, ...]:
         """One training step, in the order of a plain loop."""
 
@@ -92,9 +96,18 @@ class AnyClickJob(ABC, Generic[Model]):
         """Tensors in memory that the device can copy from."""
         return batch.pin_memory() if self._pins_memory else batch
 
+    def _feed(self) -> tuple[PipelineTask, ...]:
+        """The tasks that bring a batch from its file to tensors on the host."""
+        fns = {"read": self.read, "decode": self.decode, "hash": self.hash}
+        return tuple(PipelineTask(name, fn, pure=True) for name, fn in fns.items())
+
     def _histogram(self) -> DeclaredIO:
-        """The running AUC's state, for shortcuts."""
-        return DeclaredIO(lambda: self.auc.counts, self._set_histogram)
+        """The running AUC's state."""
+        return DeclaredIO(lambda: self.auc.counts, self._set_histogram, "auc", memory=self.auc)
+
+    def _guarded(self) -> DeclaredIO:
+        """The loss guard's state."""
+        return DeclaredIO(state="loss guard")
 
     def _set_histogram(self, counts: torch.Tensor) -> None:
         self.auc.counts = counts

@@ -78,17 +78,21 @@ class ClickJob(AnyClickJob[ClickModel]):
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """One training step, in the order of a plain loop."""
-        gradients = DeclaredIO(self._get_gradients, self._set_gradients)
+        reads = DeclaredIO(state="model parameters", mode="r", memory=self.model)
+        gradients = DeclaredIO(self._get_gradients, self._set_gradients, "model gradients")
+        updates = [
+            DeclaredIO(state="model gradients", mode="r"),
+            DeclaredIO(state="model parameters"),
+            DeclaredIO(state="optimizer state"),
+        ]
         return (
-            PipelineTask("read", self.read),
-            PipelineTask("decode", self.decode),
-            PipelineTask("hash", self.hash),
-            PipelineTask("copy", self.copy),
-            PipelineTask("embed", self.embed),
-            PipelineTask("forward", self.forward),
-            PipelineTask("backward", self.backward, io=[gradients]),
+            *self._feed(),
+            PipelineTask("copy", self.copy, pure=True),
+            PipelineTask("embed", self.embed, io=[reads]),
+            PipelineTask("forward", self.forward, io=[reads, self._guarded()]),
+            PipelineTask("backward", self.backward, io=[reads, gradients]),
             # Not run, it leaves the parameters as its last run did: that is its replay.
-            PipelineTask("step", self.step),
+            PipelineTask("step", self.step, io=updates),
             PipelineTask("auc", self.update_auc, io=[self._histogram()]),
         )
 

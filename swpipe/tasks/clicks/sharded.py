@@ -132,11 +132,9 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Three that feed, the eleven, and the running AUC, in serial order."""
         return (
-            PipelineTask("read", self.read),
-            PipelineTask("decode", self.decode),
-            PipelineTask("hash", self.hash),
+            *self._feed(),
             *self.step_tasks.tasks(),
-            PipelineTask("auc", self.update_auc, io=[self._histogram()]),
+            PipelineTask("auc", self.update_auc, io=[self._histogram(), self._guarded()]),
         )
 
     # -------------------------------------------------------------------- data

@@ -8,7 +8,8 @@ largest. A shuffler redistributes the rows, the same number to each rank, in two
     finish(batch, ticket)    rows ──all-to-all──> the new rows of this rank   (this thread)
 
 ``start`` returns at once; its gather uses a separate gloo group, outside the global order.
-``finish`` must be globally ordered. Every rank calls both for every batch.
+``finish`` must be globally ordered, and has what it needs in the ticket: later batches may be
+started before. Every rank calls both for every batch.
 """
 
 from __future__ import annotations

@@ -17,8 +17,11 @@ DenseForward and EmbBackward do nothing. In evaluation, nothing from LossPostpro
 InputPostproc is a twelfth task, there with ``pipeline_postproc=True`` only.
 
 Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
-``optimizer``, with learning rates and scaler; ``gradients``; and ``postproc``, what modules that
-run ahead hold. A shortcut restores gradients; the other states keep the values of the last run.
+``optimizer``, with learning rates and scaler; ``gradients``; ``postproc``, what modules that run
+ahead hold; and one for each exchange, whose collectives keep their order. A shortcut restores
+gradients; the other states keep the values of the last run. Tasks without a state are pure, except
+``LossPostprocess`` with a function of the user's (``TrainStep.on_losses``), of which nothing is
+declared.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
-from swpipe.core.task import DeclaredIO, Mode, PipelineTask
+from swpipe.core.task import DeclaredIO, Mode, PipelineTask, TaskFn
 from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
 from swpipe.tasks.sparse_dist._torchrec import DMPCollection
@@ -296,12 +299,17 @@ class SparseDistTasks:
         made = list(zip(names.TASKS, fns, strict=True))
         if self.pipeline_postproc:
             made.insert(1, (names.POSTPROC, self.postprocess_input))
-        drawing = {names.POSTPROC, names.EMBED, names.DENSE} if self._random else frozenset()
-        return tuple(
-            PipelineTask(
-                name, fn, self._io(name) + self.prefetched.io(name), random=name in drawing
-            )
-            for name, fn in made
+        return tuple(self._task(name, fn) for name, fn in made)
+
+    def _task(self, name: str, fn: TaskFn) -> PipelineTask:
+        states = self._io(name)
+        unknown = name == names.LOSS and self.step.on_losses is not None
+        return PipelineTask(
+            name,
+            fn,
+            states + self.prefetched.io(name),
+            random=self._random and name in (names.POSTPROC, names.EMBED, names.DENSE),
+            pure=not states and not unknown,
         )
 
     def _io(self, task: str) -> list[DeclaredIO]:
@@ -318,15 +326,23 @@ class SparseDistTasks:
             "gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw",
         }  # fmt: skip
         in_step: Mapping[str, Mode] = {"tables": "rw"} if self.tables_in_step else {}
+        # What each batch has pinned in the tables' cache, whose queue keeps their order.
+        pinned: dict[str, Mode] = {"pinned rows": "rw"} if self.prefetched else {}
         # The replaced forwards use the context of one batch; each task that runs them sets it.
         forwards: dict[str, Mode] = {"current batch": "rw"}
+        # Its finish takes a batch and its ticket, so that other batches may be started before.
+        shuffled: dict[str, Mode] = {} if self.shuffler is None else {"shuffled rows": "rw"}
+        start: dict[str, Mode] = {"exchange of sizes": "rw"}
         touched: dict[str, Mapping[str, Mode]] = {
-            names.POSTPROC: {"postproc": "rw"},
+            names.COPY: {} if self.shuffler is None else {"shuffler": "rw"},
+            names.POSTPROC: {"postproc": "rw", **shuffled},
+            names.START: start if self.pipeline_postproc else start | shuffled,
+            names.WAIT: {"exchange of ids": "rw"},
             names.PREFETCH: {"table cache": "rw"},
             names.EMBED: forwards | (looked_up if split else looked_up | dense),
             names.DENSE: (forwards | dense | late) if split else {},
             names.DENSE_BACK: backward if split and not late else backward | tables,
-            names.EMBED_BACK: tables if split or self._replicas is not None else {},
+            names.EMBED_BACK: tables if split or self._replicas is not None else pinned,
             names.FINALIZE: {"gradients": "rw"},
             names.STEP: {"gradients": "rw", "dense": "rw", "optimizer": "rw", **in_step},
         }

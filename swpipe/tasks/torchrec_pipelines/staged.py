@@ -22,7 +22,7 @@ from torch import nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan, TaskSchedule
-from swpipe.core.task import PipelineTask
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.sparse_dist._torchrec import PipelineStage, torchrec_pipelines
@@ -172,8 +172,9 @@ class SparseDataDistUtil(Generic[In]):
 class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
     """As TorchRec's: runs the stages ahead, and returns each batch after the last one.
 
-    Stages are taken to communicate, so all ranks run them in the same order. The batches are for
-    the caller's current stream. A stage's ``stream`` may be None on a CPU. ``pipe`` is the pipeline
+    Stages are taken to communicate, so all ranks run them in the same order, and to share nothing
+    but their batches, since each works on another one. The batches are for the caller's current
+    stream. A stage's ``stream`` may be None on a CPU. ``pipe`` is the pipeline
     underneath, for traces and its plan.
     """
 
@@ -194,15 +195,12 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         names = [f"{k} {stage.name}" for k, stage in enumerate(pipeline_stages)]
         tasks = [
             *(
-                PipelineTask(name, partial(_run_stage, stage.runnable))
+                PipelineTask(name, partial(_run_stage, stage.runnable), [DeclaredIO(state=name)])
                 for name, stage in zip(names, pipeline_stages, strict=True)
             ),
-            PipelineTask(_HAND_OUT, _hand_out),
+            PipelineTask(_HAND_OUT, _hand_out, pure=True),
         ]
-        # The order in which stages touch what they share is their author's word, as in TorchRec's.
-        self.pipe = SWPipeline(
-            _staged(names, streams), tasks, device=_device(streams), check_effects=False
-        )
+        self.pipe = SWPipeline(_staged(names, streams), tasks, device=_device(streams))
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out | None:
         """Run the stages for the batches in flight; None at the end of the data.

@@ -1,0 +1,120 @@
+"""Every ready-made plan is proved by what its ready-made tasks declare, without a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+from swpipe import PipelinePlan, PipelineTask, PlanError
+from swpipe.analysis import verify
+from swpipe.analysis.validation import validate
+from swpipe.analysis.verification import is_proved_by_declarations
+from swpipe.plans import clicks, sharded_clicks, sparse_dist
+from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
+from swpipe.tasks.clicks.sharded import ShardedClickJob
+from swpipe.tasks.sparse_dist import (
+    IdentityShuffler,
+    KarmarkarKarpShuffler,
+    SparseDistTasks,
+    TrainStep,
+)
+from swpipe.tasks.torchrec_pipelines import PipelineStage, StagedTrainPipeline
+from tests.support.ranks import Ranks
+from tests.tasks.sparse_dist.models import CPU, Batch, Job, dense_optimizer, sharded
+
+SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
+
+
+def _unproved(
+    tasks: Iterable[PipelineTask], plans: dict[str, Callable[[], PipelinePlan]]
+) -> list[str]:
+    """What is wrong with each plan by the tasks' declarations alone."""
+    tasks, found = tuple(tasks), []
+    for name, make in plans.items():
+        try:
+            if undeclared := verify(make(), tasks).undeclared:
+                found.append(f"{name}: {undeclared} are undeclared")
+        except PlanError as error:
+            found.append(f"{name}: {error}")
+        resolved = validate(make(), tasks)
+        found += [
+            f"{name}: is not proved, with streams={streams}"
+            for streams in (False, True)
+            if not is_proved_by_declarations(resolved, tasks, streams=streams)
+        ]
+    return found
+
+
+def test_the_click_job_is_declared(small_log: Path) -> None:
+    """In one process, under both of its plans."""
+    tasks = ClickJob(ClickConfig([small_log], batch_size=8, model=SMALL)).tasks()
+    assert _unproved(tasks, clicks.PLANS) == []
+    assert {task.name for task in tasks if task.pure} == set(clicks.FEED)
+
+
+def _sharded_clicks(config: ClickConfig) -> list[str]:
+    return _unproved(ShardedClickJob(config).tasks(), sharded_clicks.PLANS)
+
+
+def test_the_sharded_click_job_is_declared(two_ranks: Ranks, small_log: Path) -> None:
+    """Under all of its plans."""
+    config = ClickConfig([small_log], batch_size=8, model=SMALL)
+    assert two_ranks.run(_sharded_clicks, config) == [[], []]
+
+
+def _sparse_dist(plan_names: tuple[str, ...], **options: object) -> list[str]:
+    job = Job()
+    model = sharded(job)
+    step = TrainStep([dense_optimizer(job, model)])
+    tasks = SparseDistTasks(model, step, device=CPU, **options)  # type: ignore[arg-type]
+    plans = {name: sparse_dist.PLANS[name] for name in plan_names}
+    if tasks.pipeline_postproc:
+        plans = {n: lambda m=make: sparse_dist.with_postproc(m()) for n, make in plans.items()}
+    return _unproved(tasks.tasks(), plans)
+
+
+def _all_kinds() -> list[str]:
+    exact = ("serial", "copy_ahead", "sparse_dist", "prefetch")
+    found = _sparse_dist(tuple(sparse_dist.PLANS), forward="split")
+    for kind in ("prefetch", "pipelined", "own"):
+        found += _sparse_dist(exact, forward=kind)
+    ours = KarmarkarKarpShuffler(Batch.work)
+    for shuffler in (IdentityShuffler(), ours):
+        for postproc in (False, True):
+            found += _sparse_dist(
+                tuple(sparse_dist.PLANS), shuffler=shuffler, pipeline_postproc=postproc
+            )
+    ours.close()
+    return found
+
+
+def test_the_eleven_tasks_are_declared(two_ranks: Ranks) -> None:
+    """However the sharded modules are called, with a shuffler and modules that run ahead."""
+    assert two_ranks.run(_all_kinds) == [[], []]
+
+
+def _own_losses() -> tuple[str, ...]:
+    job = Job()
+    model = sharded(job)
+    step = TrainStep([dense_optimizer(job, model)], on_losses=lambda losses: losses / 2)
+    tasks = SparseDistTasks(model, step, device=CPU).tasks()
+    (undeclared,) = {
+        verify(make(), tasks).undeclared for make in sparse_dist.PLANS.values()
+    }  # all plans have it with the loop's body
+    return undeclared
+
+
+def test_a_users_function_of_the_losses_is_not_declared_for_him(two_ranks: Ranks) -> None:
+    """It stays with the loop's body, which is where all ready-made plans have it."""
+    assert two_ranks.run(_own_losses) == [(sparse_dist.LOSS,)] * 2
+
+
+def test_stages_share_nothing_but_their_batches() -> None:
+    """Each has a state of its own, as TorchRec runs them."""
+    stages = [PipelineStage(name, lambda rows: rows, None) for name in ("a", "b", "b")]
+    pipe = StagedTrainPipeline(stages).pipe
+    assert _unproved(pipe.tasks, {"staged": lambda: pipe.plan}) == []
