@@ -55,7 +55,7 @@ def assert_same_numbers(
     iterations: int = 50,
     device: Device | torch.device | str | None = None,
 ) -> None:
-    """Run a loop plainly, then overlapped, and compare all bits after each iteration::
+    """Run a loop plainly, then overlapped, and compare all bits after each iteration.
 
     In a test::
 
