@@ -220,3 +220,21 @@ def test_a_decode_that_uses_nothing_that_changes_runs_ahead_if_it_says_so(
         same(found, expected)
         assert choice.ahead == ("decode",)
         assert not told
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, kind in LOOPS.items() if (kind.reader, kind.writer) == ("loader", "body")],
+)
+def test_a_loader_of_which_nothing_is_known_stays_with_the_body(name: str, tmp_path: Path) -> None:
+    """Also where all tasks are declared, and none of them shares anything with the loader."""
+    kind = LOOPS[name]
+    expected = Loop(kind, tmp_path).plain()
+    loop = Loop(kind, tmp_path, declared=True)
+    plans = {*accepted(loop, known(loop))}
+    loop.state.close()
+    assert plans == {"serial", "decode on a thread"}
+    for plan in sorted(plans):
+        same(piped(Loop(kind, tmp_path, declared=True), PLANS[plan]), expected)
+    found, _, _ = overlapped(Loop(kind, tmp_path, declared=True))
+    same(found, expected)
