@@ -16,11 +16,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     MemberDescriptorType,
@@ -48,8 +48,6 @@ CACHE: Any = type(lru_cache(lambda: None))
 BOUND = (BuiltinFunctionType, MethodWrapperType)
 """Methods that are written in C, of an object or of a module."""
 
-_EMPTY = object()
-
 
 class Found(NamedTuple):
     """An object that the search found, and the path to it, such as ``"self.model"``."""
@@ -74,7 +72,6 @@ def find_state(tasks: Iterable[PipelineTask]) -> tuple[Found, ...]:
 def find_all(
     tasks: Iterable[PipelineTask],
     max_hops: int = MAX_HOPS,
-    enters: Callable[[Any], bool] = lambda value: True,
 ) -> Iterator[Found]:
     """Every object that the functions of the tasks and of their io can reach, nearest first.
 
@@ -85,7 +82,6 @@ def find_all(
     Args:
         tasks: The tasks.
         max_hops: How many times in a row the search may follow an attribute.
-        enters: Whether to search what is in an object.
     """
     tasks = tuple(tasks)
     declared = [io for task in tasks for io in task.io]
@@ -95,7 +91,7 @@ def find_all(
     ]
     seen: dict[int, Any] = {}
     modules: list[torch.nn.Module] = []
-    for found in _walk([_Step("", fn, 0) for fn in functions], seen, max_hops, enters):
+    for found in _walk([_Step("", fn, 0) for fn in functions], seen, max_hops):
         yield found
         if isinstance(found.owner, torch.nn.Module):
             modules.append(found.owner)
@@ -104,7 +100,7 @@ def find_all(
     memory = [
         _Step(io.state, io.memory, 0) for io in declared if io.state and io.memory is not None
     ]
-    yield from _walk(memory, seen, max_hops, enters)
+    yield from _walk(memory, seen, max_hops)
 
 
 def optimizers_in(owner: Any) -> Iterator[torch.optim.Optimizer]:
@@ -157,7 +153,6 @@ def _walk(
     start: Iterable[_Step],
     seen: dict[int, Any],
     max_hops: int,
-    enters: Callable[[Any], bool],
 ) -> Iterator[Found]:
     """Breadth-first search: each object is found on its shortest path.
 
@@ -176,7 +171,7 @@ def _walk(
             yield Found(step.path, step.value)
             if isinstance(step.value, torch.nn.Module):
                 near.extend(_kept_by_modules(step))
-            if isinstance(step.value, WHOLE) or not enters(step.value):
+            if isinstance(step.value, WHOLE):
                 continue
             for child in _children(step, max_hops):
                 (far if child.hops > step.hops else near).append(child)
@@ -201,8 +196,9 @@ def _kept_by_modules(step: _Step) -> Iterator[_Step]:
 
 def _is_users(defined: Any) -> bool:
     """Whether a class or a function is neither Python's or torch's nor installed."""
-    file = getattr(sys.modules.get(defined.__module__), "__file__", None)
-    return not (is_foreign(defined.__module__) or is_installed(file))
+    file = getattr(sys.modules.get(defined.__module__), "__file__", None) or ""
+    installed = any(part in file for part in ("site-packages", "dist-packages"))
+    return not (installed or is_foreign(defined.__module__))
 
 
 def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
@@ -249,11 +245,11 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
     if is_foreign(function.__module__):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if (value := content_of(cell, _EMPTY)) is not _EMPTY:
-            yield step.to(name, value)
+        with suppress(ValueError):  # it is empty as yet
+            yield step.to(name, cell.cell_contents)
     yield from (step.to("default", value) for value in function.__defaults__ or ())
     yield from (step.to(name, value) for name, value in (function.__kwdefaults__ or {}).items())
-    names = set(names_in(function.__code__))
+    names = set(_names_in(function.__code__))
     for name, value in list(function.__globals__.items()):
         if name not in names or isinstance(value, type):
             continue
@@ -264,52 +260,23 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
             yield from (step.to(f"{name}.{n}", inside[n]) for n in names if n in inside)
 
 
-def names_in(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType) -> Iterator[str]:
     """Names of globals and attributes in the code, and in functions defined in it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from names_in(inner)
+            yield from _names_in(inner)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes that an object has itself, also those in slots; no code is run."""
-    return dict(dict_of(value) or {}) | {
-        name: slot.__get__(value) for name, slot in slots_of(value)
-    }
-
-
-def dict_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, on this thread; None if it has none."""
     kind: Any = threading.local if issubclass(type(value), threading.local) else object
-    try:
-        held = kind.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return held if isinstance(held, dict) else None
-
-
-def slots_of(value: Any, *, empty: bool = False) -> Iterator[tuple[str, MemberDescriptorType]]:
-    """The slots of an object that hold something, or all, by name."""
+    held: dict[str, Any] = {}
+    with suppress(AttributeError, TypeError):
+        held.update(kind.__getattribute__(value, "__dict__"))
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
             if isinstance(member, MemberDescriptorType):
-                try:
-                    member.__get__(value)
-                except AttributeError:
-                    if not empty:
-                        continue
-                yield name, member
-
-
-def content_of(cell: CellType, default: Any = None) -> Any:
-    """What a closure's cell holds; ``default`` while it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return default
-
-
-def is_installed(file: str | None) -> bool:
-    """Whether a source file belongs to an installed package."""
-    return any(part in (file or "") for part in ("site-packages", "dist-packages"))
+                with suppress(AttributeError):  # an empty slot
+                    held[name] = member.__get__(value)
+    return held

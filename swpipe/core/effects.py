@@ -48,8 +48,6 @@ class Effects:
 
     reads: frozenset[Location] = frozenset()
     writes: frozenset[Location] = frozenset()
-    assumed: frozenset[Location] = frozenset()  # of recordings that are being replaced
-    own_thread: frozenset[Location] = frozenset()  # likewise
 
     def __or__(self, other: Effects) -> Effects:
         return Effects(self.reads | other.reads, self.writes | other.writes)

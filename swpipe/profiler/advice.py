@@ -25,11 +25,12 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from swpipe.analysis.races import race_problems
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import EffectTable
 from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
-from swpipe.core.resolved import dependences_of, resolve_plan
+from swpipe.core.resolved import dependences_of
 from swpipe.profiler.diff import ms
 from swpipe.profiler.spread import Estimate
 
@@ -164,7 +165,7 @@ class _Paper:
     def _broken(self, plan: PipelinePlan) -> dict[tuple[str, ...], str]:
         """The orders that a plan does not keep, by the tasks that they are about."""
         tasks = {name: touched for name, touched in self.seen.declared.items() if name != PULL}
-        found = race_problems(resolve_plan(plan), tasks, streams=self.seen.streams)
+        found = race_problems(validate(plan), tasks, streams=self.seen.streams)
         return {problem.tasks: problem.text for problem in found}
 
     def place(self, change: _Change) -> PipelinePlan:

@@ -29,9 +29,10 @@ class TaskProfiler:
     (``swpipe.profiler.rounds``, ``swpipe.profiler.spread``).
 
     State that profiling changed is restored afterwards, also on failure: models, optimizers,
-    other objects with ``state_dict`` and ``load_state_dict``, tensors that plain objects hold, and
-    the random generators of torch, Python and numpy. The results list these objects. State is also
-    restored after each round.
+    other objects with ``state_dict`` and ``load_state_dict``, tensors that plain objects hold, the
+    random generators of torch, Python and numpy, and what tasks declare with ``capture`` and
+    ``restore``. The results list these objects. State is also restored after each round, but for
+    what tasks declare. For any other Python value, a profile is so many more iterations.
 
     Ctrl-C ends a profile early: what was measured is the result, once there are two rounds of it.
 

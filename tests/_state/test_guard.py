@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import threading
 from collections.abc import Callable
@@ -202,10 +203,7 @@ def test_another_thread_trains_what_it_likes() -> None:
         thread.start()
         thread.join()
 
-    def start(ctx: Any) -> None:
-        trainer.train()
-
-    snapshot = Snapshot(find_state([PipelineTask("t", start)]), CpuDevice())
+    snapshot = Snapshot(given_state([trainer.model, trainer.optimizer]), CpuDevice())
     with TrainingGuard([], snapshot):
         train(None)
     assert failed == []
@@ -217,6 +215,24 @@ def test_parameters_updated_without_an_optimizer_are_noticed() -> None:
     holder = deep(Trainer())
     with pytest.raises(UnsavedStateError, match="modify tensors in place.*model.weight"):
         guarded(lambda ctx: holder.inner.inner.inner.inner.update_by_hand())
+
+
+def test_a_step_on_a_thread_that_python_did_not_start_counts() -> None:
+    """Autograd's threads for a device run hooks that may step, and have nobody's variables."""
+    trainer, refused, done = Trainer(), [], threading.Event()
+
+    def of_autograd() -> None:
+        try:
+            trainer.train()
+        except UnsavedStateError as error:
+            refused.append(error)
+        done.set()
+
+    with TrainingGuard([], Snapshot([], CpuDevice())):
+        _thread.start_new_thread(of_autograd, ())
+        assert done.wait(60)
+    assert len(refused) == 1
+    assert not trainer.optimizer.state
 
 
 def test_state_that_is_given_is_restored() -> None:

@@ -97,8 +97,7 @@ def _seen(kind: Kind) -> tuple[list[Use], dict[str, dict[str, str]]]:
         for mode, places in (("r", effects.reads), ("w", effects.writes))
         for place in places
         for member in found.states.get(place.name, ())
-        if place not in effects.assumed
-        and not member.startswith(("unnamed memory", "Python value"))
+        if not member.startswith("unnamed memory")
     ]
     return uses, _declared(tasks)
 

@@ -300,7 +300,8 @@ def test_what_tasks_capture_is_restored(tmp_path: Path, fails: bool) -> None:
     assert (simulator.capture(), counts) == before
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         with pytest.raises(ValueError, match="mine") if fails else nullcontext():
-            TaskProfiler(pipe).profile(None, pipelined=True, num_rounds=2, num_measure=1)
+            profiler = TaskProfiler(pipe)
+            profiler.profile_many([None, None], pipelined=True, num_rounds=2, num_measure=1)
     assert (simulator.capture(), counts) == before
     simulator.log.close()
 

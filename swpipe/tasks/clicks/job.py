@@ -78,12 +78,12 @@ class ClickJob(AnyClickJob[ClickModel]):
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """One training step, in the order of a plain loop."""
-        reads = DeclaredIO(state="parameters", mode="r", memory=self.model)
-        gradients = DeclaredIO(self._get_gradients, self._set_gradients, "gradients")
+        reads = DeclaredIO(state="model parameters", mode="r", memory=self.model)
+        gradients = DeclaredIO(self._get_gradients, self._set_gradients, "model gradients")
         updates = [
-            DeclaredIO(state="gradients", mode="r"),
-            DeclaredIO(state="parameters"),
-            DeclaredIO(state="optimizer"),
+            DeclaredIO(state="model gradients", mode="r"),
+            DeclaredIO(state="model parameters"),
+            DeclaredIO(state="optimizer state"),
         ]
         return (
             *self._feed(),

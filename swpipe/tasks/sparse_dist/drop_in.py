@@ -139,7 +139,6 @@ class SparseDistPipeline:
             stall_timeout_s=stall_timeout_s,
             seed=seed,
             mode=tasks.mode,
-            check_effects=False,  # plan and tasks are ready-made, and verified
         )
         self._feed: _Feed | None = None
         self._drained: list[Any] = []  # by a ``drain`` that was interrupted

@@ -58,16 +58,19 @@ class PrefetchedBatches:
         return bool(self._tables)
 
     def io(self, task: str) -> list[DeclaredIO]:
-        """What a task declares: its part where it is replayed, and where batches are dropped."""
+        """What a task declares: its part where it is replayed, and where batches are dropped.
+
+        What is captured with no batch in flight, before a trial, has nothing to put back.
+        """
         replay = {
             names.PREFETCH: self._not_prefetched,
             names.EMBED: self._not_looked_up,
-            names.EMBED_BACK: self.finish_backward,
+            names.EMBED_BACK: self._not_finished,
         }
         if not self._tables or task not in replay:
             return []
         replayed, reset = replay[task], self.drop if task == names.PREFETCH else None
-        return [DeclaredIO(lambda: None, lambda _: replayed(), reset=reset)]
+        return [DeclaredIO(lambda: bool(self._ahead or self._behind), replayed, reset=reset)]
 
     @contextmanager
     def prefetching(self) -> Iterator[None]:
@@ -116,12 +119,18 @@ class PrefetchedBatches:
             # A prefetch that failed has counted its keys, and left no state.
             table.module._prefetch_outstanding_keys.zero_()
 
-    def _not_prefetched(self) -> None:
-        self._ahead.append([])
+    def _not_prefetched(self, ran: bool) -> None:
+        if ran:
+            self._ahead.append([])
 
-    def _not_looked_up(self) -> None:
-        _release(self._ahead.popleft())
-        self._behind.append([])
+    def _not_looked_up(self, ran: bool) -> None:
+        if ran:
+            _release(self._ahead.popleft())
+            self._behind.append([])
+
+    def _not_finished(self, _ran: bool) -> None:
+        if self._behind:  # it has emptied it itself, serially
+            self.finish_backward()
 
 
 class _Table:

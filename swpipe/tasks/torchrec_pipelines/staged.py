@@ -200,10 +200,7 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
             ),
             PipelineTask(_HAND_OUT, _hand_out, pure=True),
         ]
-        # The order in which stages touch what they share is their author's word, as in TorchRec's.
-        self.pipe = SWPipeline(
-            _staged(names, streams), tasks, device=_device(streams), check_effects=False
-        )
+        self.pipe = SWPipeline(_staged(names, streams), tasks, device=_device(streams))
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out | None:
         """Run the stages for the batches in flight; None at the end of the data.
