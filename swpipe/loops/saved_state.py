@@ -35,7 +35,7 @@ def checked(
 def _checked(state: object, loader: Any, generators: PassGenerators) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"it is {shown(state)}")
-    version = state.get("version", VERSION)
+    version = state.get("version", VERSION)  # where it has none, that is said below
     if type(version) is not int or version != VERSION:
         raise ValueError(
             f"its version is {shown(version)}, and this swpipe has {VERSION}: go on with "

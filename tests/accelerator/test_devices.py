@@ -72,8 +72,8 @@ def total(ctx: IterContext) -> None:
     del ctx.sum
 
 
-TASKS = [PipelineTask("draw", draw, random=True), PipelineTask("add", add)]
-TASKS += [PipelineTask("total", total)]
+TASKS = [PipelineTask("draw", draw, random=True, pure=True), PipelineTask("add", add, pure=True)]
+TASKS += [PipelineTask("total", total, pure=True)]
 PLAN = PipelinePlan(
     {
         "draw": TaskSchedule(0, "memcpy", "io"),

@@ -119,10 +119,11 @@ def with_undeclared(limits: Limits, effects: EffectTable) -> tuple[Limits, list[
     found = [name for name, touched in effects.items() if touched.undeclared]
     why, tasks = [], [name for name in found if name != PULL]
     if tasks:
-        which = f"{listed(tasks)} {'stays' if len(tasks) == 1 else 'stay'}"
+        alone = len(tasks) == 1
+        which = f"{listed(tasks)} {'stays' if alone else 'stay'}"
         why.append(
-            f"{which} with the loop's body, since nothing is declared of what they touch: say "
-            "pure=True, or name their states in io."
+            f"{which} with the loop's body, since nothing is declared of what "
+            f"{'it touches' if alone else 'they touch'}: say pure=True, or name the states in io."
         )
     if PULL in found:
         limits = Limits(1, limits.threads, limits.frozen)
