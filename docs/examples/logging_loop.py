@@ -22,7 +22,7 @@ class Writer:
         self.steps.setdefault(tag, []).append(step)
 
 
-class TaskTimes(swpipe.Observer):
+class TaskTimes(swpipe.trace.Observer):
     """How long each task took, by iteration.
 
     It is called on the thread that runs the task, and for iterations that the loop's body gets

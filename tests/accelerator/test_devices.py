@@ -12,8 +12,8 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.core.errors import PlanError
 from swpipe.device import accelerator, resolve
+from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.planning import simulate
 from swpipe.profiler import TaskProfiler, measure_costs

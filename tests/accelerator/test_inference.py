@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.analysis import verify
+from swpipe.errors import PlanError
 from swpipe.inference import Recording, record
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED, spin

@@ -21,11 +21,12 @@ import pytest
 import torch
 
 import swpipe
-from swpipe import PipelinePlan, PlanError, SWPipeline, TaskSchedule, UnsavedStateError
+from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.effects import UNKNOWN, EffectTable, declared_effects
 from swpipe.core.loaders import is_apart
 from swpipe.core.plan import PULL
+from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record
 from tests.loops.undeclared_loops import LOOPS, Loop
 

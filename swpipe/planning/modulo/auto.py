@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import EffectTable
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
 from swpipe.planning.modulo.search import Found, Search

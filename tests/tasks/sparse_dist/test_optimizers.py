@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from swpipe import PlanError, SWPipeline
+from swpipe import SWPipeline
+from swpipe.errors import PlanError
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist import PipelineFactory, SparseDistTasks, TrainStep
 from tests.support.pairs import pairwise_cases
