@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from swpipe.core.costs import CostModel
-from swpipe.core.errors import InternalError
 from swpipe.core.plan import PipelinePlan
+from swpipe.errors import InternalError
 from swpipe.planning.modulo.annealing import Annealer
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.load_balance import least_load

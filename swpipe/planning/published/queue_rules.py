@@ -19,9 +19,9 @@ import torch
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import topological
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, Pair, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, dependences_of
+from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 
 _UNNAMED = ""
