@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from swpipe._engine.program import OWN
 from swpipe.trace.causes import Causes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
@@ -99,34 +100,18 @@ def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
     def counts(span: Span) -> bool:
         return span.row.kind == "stream" or span.task not in on_stream
 
-    mine = _union((s.start_ns, s.end_ns) for s in spans if s.task in tasks and counts(s))
-    others = _union(
-        (s.start_ns, s.end_ns)
-        for s in spans
-        if s.task not in tasks and not s.task.startswith("<") and counts(s)
-    )
-    total_ns = sum(end - start for start, end in mine)
-    return _overlap_ns(mine, others) / total_ns if total_ns else None
+    mine = [span for span in spans if span.task in tasks and counts(span)]
+    others = [s for s in spans if s.task not in (*tasks, *OWN) and counts(s)]
+    mine_ns = covered_ns(mine)
+    both_ns = mine_ns + covered_ns(others) - covered_ns([*mine, *others])
+    return both_ns / mine_ns if mine_ns else None
 
 
-def _union(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same times without overlaps, in order."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(parts):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
+def covered_ns(spans: Iterable[Span], begin_ns: int = -(2**63), end_ns: int = 2**63) -> int:
+    """The time from ``begin_ns`` to ``end_ns`` in which at least one of the spans ran."""
+    found, reached_ns = 0, begin_ns
+    for span in in_order(spans):
+        stop_ns = min(span.end_ns, end_ns)
+        found += max(0, stop_ns - max(span.start_ns, reached_ns))
+        reached_ns = max(reached_ns, stop_ns)
     return found
-
-
-def _overlap_ns(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
-    total, k = 0, 0
-    for start, end in one:
-        while k < len(other) and other[k][1] <= start:
-            k += 1
-        j = k
-        while j < len(other) and other[j][0] < end:
-            total += min(end, other[j][1]) - max(start, other[j][0])
-            j += 1
-    return total

@@ -17,7 +17,7 @@ from swpipe.core.task import TaskRef, names_of
 from swpipe.trace import perfetto, timeline
 from swpipe.trace.chart import chart, label
 from swpipe.trace.critical_path import CriticalPath, critical_path
-from swpipe.trace.lanes import Lane, hidden, lanes
+from swpipe.trace.lanes import Lane, covered_ns, hidden, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
@@ -107,15 +107,10 @@ class Trace(Rows):
             ValueError: The trace is empty.
         """
         begin_ns, end_ns = extent_ns(self.spans)
-        worked: dict[Row, int] = dict.fromkeys(rows_of(self.spans), 0)
-        reached = dict.fromkeys(worked, begin_ns)
-        for span in in_order((*self.spans, *self.beside)):
-            if span.row in worked:  # spans of one stream may overlap, and overlaps count once
-                start_ns = max(span.start_ns, reached[span.row])
-                stop_ns = min(span.end_ns, end_ns)
-                worked[span.row] += max(0, stop_ns - start_ns)
-                reached[span.row] = max(reached[span.row], stop_ns)
-        return {row: time_ns / max(1, end_ns - begin_ns) for row, time_ns in worked.items()}
+        return {
+            row: covered_ns((*spans, *beside), begin_ns, end_ns) / max(1, end_ns - begin_ns)
+            for row, (spans, beside) in Panel("", self.spans, self.beside).by_row().items()
+        }
 
     def task_times(self) -> tuple[TaskTimes, ...]:
         """The mean times per row and task, sorted by row."""
