@@ -50,11 +50,23 @@ class Arrow(NamedTuple):
 
 
 class Document(NamedTuple):
-    """The content of a file."""
+    """The content of a file, as the attributes of a ``Trace``."""
 
     spans: tuple[Span, ...]
     arrows: tuple[Arrow, ...]
     origin_ns: int
+
+    def events(self, shift_ns: int = 0) -> list[Event]:
+        """The events, later by ``shift_ns``; each has the process and track of its row."""
+        places: dict[Row, Event] = {
+            row: {"pid": PROCESSES[row.kind][0], "tid": tid}
+            for tid, row in enumerate(rows_of(self.spans), start=1)
+        }
+        spans, arrows = self.spans, self.arrows
+        events = [*_tracks(places), *_tasks(spans, places), *_flows(spans, arrows, places)]
+        if shift_ns:
+            events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
+        return events
 
 
 def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
@@ -65,19 +77,14 @@ def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
     return tuple(found)
 
 
-def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow], origin_ns: int) -> None:
+def save(path: Path, content: Document) -> None:
     """Write the file, compressed if its name ends in ``.gz``."""
-    document = {
-        "traceEvents": _events(spans, arrows, 0),
-        "displayTimeUnit": "ms",
-        "otherData": {"producer": "swpipe", "arrows": arrows, "origin_ns": origin_ns},
-    }
+    other = {"producer": "swpipe", "arrows": content.arrows, "origin_ns": content.origin_ns}
+    document = {"traceEvents": content.events(), "displayTimeUnit": "ms", "otherData": other}
     _write(path, document)
 
 
-def add_to(
-    path: Path, other: Path, spans: Sequence[Span], arrows: Sequence[Arrow], origin_ns: int
-) -> None:
+def add_to(path: Path, other: Path, content: Document) -> None:
     """Write what torch.profiler has exported to ``other``, with these spans beside it.
 
     Raises:
@@ -91,19 +98,8 @@ def add_to(
             f"{str(other)!r} is not a trace of torch.profiler: it has no traceEvents, or no "
             "baseTimeNanoseconds; give a file that export_chrome_trace() wrote"
         )
-    _write(path, {**document, "traceEvents": events + _events(spans, arrows, origin_ns - base_ns)})
-
-
-def _events(spans: Sequence[Span], arrows: Sequence[Arrow], shift_ns: int) -> list[Event]:
-    """The events of a file, later by ``shift_ns``; each has the process and track of its row."""
-    places: dict[Row, Event] = {
-        row: {"pid": PROCESSES[row.kind][0], "tid": tid}
-        for tid, row in enumerate(rows_of(spans), start=1)
-    }
-    events = [*_tracks(places), *_tasks(spans, places), *_flows(spans, arrows, places)]
-    if shift_ns:
-        events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
-    return events
+    added = content.events(content.origin_ns - base_ns)
+    _write(path, {**document, "traceEvents": events + added})
 
 
 def _write(path: Path, document: Event) -> None:
