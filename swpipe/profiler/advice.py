@@ -141,18 +141,6 @@ class _Paper:
         found = race_problems(validate(plan), self._declared, streams=self._streams)
         return {problem.tasks: problem.text for problem in found}
 
-    def place(self, change: _Change) -> PipelinePlan:
-        """The new plan.
-
-        Raises:
-            PlanError: It cannot run, or breaks an order that the present one keeps.
-        """
-        plan = change.place() if change.place else self.plan
-        broken = self._broken(plan)
-        for tasks in broken.keys() - self._known.keys():
-            raise PlanError([Problem(broken[tasks], tasks)])
-        return plan
-
     def predict(self, plan: PipelinePlan, costs: CostModel) -> tuple[float, str]:
         """Microseconds of an iteration, and what limits it.
 
@@ -169,9 +157,16 @@ class _Paper:
         return simulated.ii_us, simulated.limit
 
     def advice(self, change: _Change) -> Advice | None:
-        """What a change promises; None if the plan cannot run or it is not worth it."""
+        """What a change promises.
+
+        None if the plan cannot run, or breaks an order that the present one keeps, or it is not
+        worth it.
+        """
         try:
-            plan = self.place(change)
+            plan = change.place() if change.place else self.plan
+            broken = self._broken(plan)
+            for tasks in broken.keys() - self._known.keys():
+                raise PlanError([Problem(broken[tasks], tasks)])
             then_us, limit = self.predict(plan, change.costs)
         except PlanError as error:
             self.not_moved.setdefault(change.task, error.problems[0].text)
@@ -180,7 +175,10 @@ class _Paper:
             return None
         step_s, moved = self.measured.step, change.place is not None
         known = self.measured.exposed
-        exposed = _together([known[task] for task in change.moved if task in known])
+        each = [known[task] for task in change.moved if task in known]
+        # Together they save the sum at most, which is right if none hides another.
+        most_s = sum(max(0.0, one.value_s) for one in each)
+        exposed = Estimate(most_s, math.hypot(*(one.spread_s for one in each)))
         then_s = step_s.value_s * then_us / self._now_us
         saved_s = step_s.value_s - then_s
         saved_s = min(saved_s, exposed.value_s if moved else exposed.value_s / 2)
@@ -236,27 +234,19 @@ def _changes(paper: _Paper) -> Iterator[_Change]:
         yield _Change(task, (task,), f"make {task} take half as long", None, faster)
 
 
-def _together(exposed: Sequence[Estimate]) -> Estimate:
-    """What tasks save together at most: the sum, which is right if none hides another."""
-    values = [max(0.0, each.value_s) for each in exposed]
-    return Estimate(sum(values), math.hypot(*(each.spread_s for each in exposed)))
-
-
 def _needs(plan: PipelinePlan, task: str) -> set[str]:
     """What runs before the task on the same iteration, on the same thread and in the same stage."""
     place = plan.schedule[task]
-    found: set[str] = set()
-    ahead = [task]
-    while ahead:
-        consumer = ahead.pop()
-        for dep in dependences_of(plan):
-            other = plan.schedule[dep.producer]
-            alike = (other.stage, other.thread_group) == (place.stage, place.thread_group)
-            new = dep.producer not in found
-            if dep.consumer == consumer and not dep.distance and alike and new:
-                found.add(dep.producer)
-                ahead.append(dep.producer)
-    return found
+    alike = {
+        name
+        for name, other in plan.schedule.items()
+        if (other.stage, other.thread_group) == (place.stage, place.thread_group)
+    }
+    deps = [dep for dep in dependences_of(plan) if not dep.distance and dep.producer in alike]
+    found = {task}
+    while new := {dep.producer for dep in deps if dep.consumer in found} - found:
+        found |= new
+    return found - {task}
 
 
 def _ahead(plan: PipelinePlan, tasks: Sequence[str], group: str = "") -> PipelinePlan:

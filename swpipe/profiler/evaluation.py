@@ -7,18 +7,16 @@ from statistics import median
 from swpipe.profiler.advice import advise
 from swpipe.profiler.measured import Measured
 from swpipe.profiler.result import Joint, ProfileResult
-from swpipe.profiler.rounds import Counts
 from swpipe.profiler.together import busy_s
 
 
 def result_of(
-    measured: Measured, counts: Counts, put_back: tuple[str, ...], left_out: tuple[str, ...]
+    measured: Measured, put_back: tuple[str, ...], left_out: tuple[str, ...]
 ) -> ProfileResult:
     """The result on one batch.
 
     Args:
         measured: What was measured.
-        counts: How much was asked for.
         put_back: The objects that were restored.
         left_out: Tasks that were shortcut already.
     """
@@ -50,8 +48,8 @@ def result_of(
         not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
         interrupted=rounds.interrupted,
         disturbed=rounds.disturbed,
-        num_warmup=counts.num_warmup,
-        num_measure=counts.num_measure,
+        num_warmup=timer.warmup,
+        num_measure=timer.measure,
         num_rounds=len(rounds.base_s),
         put_back=put_back,
         already_shortcut=left_out,

@@ -165,7 +165,7 @@ class TaskProfiler:
                             joint = gather(joint)[0]
                     rounds.measure([*alone, *joint], bar.update)
                 found = Measured(label, timer, rounds, joint, device_s)
-                results.append(result_of(found, counts, tuple(map(str, saved.owners)), left_out))
+                results.append(result_of(found, tuple(map(str, saved.owners)), left_out))
         return ProfileResults(results)
 
     def _names(

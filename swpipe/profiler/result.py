@@ -69,6 +69,10 @@ class Report(Rows):
     def to_json(self) -> str:
         """JSON text; ``from_json`` returns an equal object."""
 
+    @abstractmethod
+    def _bars(self) -> list[Bars]:
+        """What ``plot`` draws."""
+
     @classmethod
     @abstractmethod
     def from_json(cls, text: str) -> Self:
@@ -84,6 +88,15 @@ class Report(Rows):
     def print_report(self, file: TextIO | None = None) -> None:
         """Print one row per task; to standard output by default."""
         (sys.stdout if file is None else file).write(self.format_report() + "\n")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: There are no results.
+        """
+        bar_chart(self._bars(), path)
 
     def save(self, path: str | Path) -> None:
         """Write JSON to a file."""
@@ -231,14 +244,6 @@ class ProfileResult(Report):
             return None
         return Estimate(self.raw_s[name], self.spread_s[name])
 
-    def plot(self, path: str | Path) -> None:
-        """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        bar_chart([self._bars()], path)
-
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 
@@ -336,9 +341,9 @@ class ProfileResult(Report):
         )
         yield f"put back: {found}"
 
-    def _bars(self) -> Bars:
+    def _bars(self) -> list[Bars]:
         label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
-        return Bars(label, self.exposed_s, self.spread_s)
+        return [Bars(label, self.exposed_s, self.spread_s)]
 
 
 class ProfileResults(Report, Sequence[ProfileResult]):
@@ -385,14 +390,8 @@ class ProfileResults(Report, Sequence[ProfileResult]):
         """A row per batch and task, of plain values; all times are milliseconds."""
         return [row for result in self for row in result.records()]
 
-    def plot(self, path: str | Path) -> None:
-        """Draw a bar chart with one bar per task and batch; the suffix selects the format.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-            ValueError: There are no results.
-        """
-        bar_chart([result._bars() for result in self], path)
+    def _bars(self) -> list[Bars]:
+        return [bars for result in self for bars in result._bars()]
 
     def to_json(self) -> str:
         return json.dumps([asdict(result) for result in self], indent=2)

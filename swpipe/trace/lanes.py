@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from swpipe._engine.program import OWN
 from swpipe.trace.causes import Causes
 from swpipe.trace.perfetto import Arrow
-from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
+from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order
 
 ELSE = "(else)"
 """A wait for something else: another thread's wake-up, or what was not recorded."""
@@ -54,36 +54,24 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[Lane, ...]:
     """
     begin_ns, end_ns = extent_ns(spans)
     causes = Causes(spans, arrows)
-    by_row: dict[Row, list[Span]] = defaultdict(list)
-    for span in in_order(spans):
-        by_row[span.row].append(span)
     found = []
-    for row in rows_of(spans):
-        busy_ns, reached_ns = 0, begin_ns
+    for row, (on_row, _) in Panel("", in_order(spans)).by_row().items():
+        reached_ns = begin_ns
         waiting_ns: dict[str, int] = defaultdict(int)
-        for span in by_row[row]:
-            wait_from_ns = max(reached_ns, span.start_ns - span.wait_ns)
-            for task, part_ns in _wait(span, wait_from_ns, causes):
-                waiting_ns[task] += part_ns
-            busy_ns += max(0, span.end_ns - max(reached_ns, span.start_ns))
+        for span in on_row:
+            from_ns = max(reached_ns, span.start_ns - span.wait_ns)
+            if from_ns < span.start_ns:
+                cause, until_ns = causes.of(span), from_ns
+                if cause.span is not None and cause.why != "row":
+                    until_ns = max(from_ns, cause.end_ns)
+                    waiting_ns[cause.span.task] += until_ns - from_ns
+                waiting_ns[ELSE] += span.start_ns - until_ns
             reached_ns = max(reached_ns, span.end_ns)
+        busy_ns = covered_ns(on_row)
         idle_ns = end_ns - begin_ns - busy_ns - sum(waiting_ns.values())
         longest_first = sorted(waiting_ns.items(), key=lambda item: -item[1])
-        found.append(Lane(row, busy_ns, dict(longest_first), idle_ns))
+        found.append(Lane(row, busy_ns, {task: ns for task, ns in longest_first if ns}, idle_ns))
     return tuple(found)
-
-
-def _wait(span: Span, from_ns: int, causes: Causes) -> list[tuple[str, int]]:
-    """What a span waited for, and how long."""
-    if span.start_ns <= from_ns:
-        return []
-    cause = causes.of(span)
-    until_ns = min(span.start_ns, cause.end_ns)
-    if cause.span is None or cause.why == "row" or until_ns <= from_ns:
-        return [(ELSE, span.start_ns - from_ns)]
-    rest_ns = span.start_ns - until_ns
-    parts = [(cause.span.task, until_ns - from_ns), (ELSE, rest_ns)]
-    return [(task, part_ns) for task, part_ns in parts if part_ns]
 
 
 def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
