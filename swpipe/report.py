@@ -12,6 +12,8 @@ from swpipe.core.context import TypedContext
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.device import Device
 
+__all__ = ["RunReport"]
+
 
 @dataclass(frozen=True, slots=True)
 class RunReport:

@@ -57,6 +57,8 @@ def assert_same_numbers(
 ) -> None:
     """Run a loop plainly, then overlapped, and compare all bits after each iteration.
 
+    In a test::
+
         def make_loop():
             model = Model()
             optimizer = torch.optim.Adam(model.parameters())

@@ -14,15 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe import (
-    IterContext,
-    Observer,
-    PipelinePlan,
-    PipelineTask,
-    PlanError,
-    SWPipeline,
-    TaskSchedule,
-)
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.errors import PlanError
+from swpipe.trace import Observer
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
 

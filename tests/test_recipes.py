@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from swpipe import IterContext, Observer, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.device import CpuDevice
 from swpipe.planning import lower_bounds, simulate
+from swpipe.trace import Observer
 
 
 def read(ctx: IterContext) -> None:

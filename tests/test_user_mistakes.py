@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swpipe import DeclaredIO, Observer, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.inference import record
 from swpipe.loops import ResumableLoop
 from swpipe.plans import prefetch_plan
 from swpipe.profiler import TaskProfiler
+from swpipe.trace import Observer
 from tests.support.plans_for_tests import piped, tasks
 
 

@@ -2,15 +2,20 @@
 
 import time
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 
 
-def blocks(name, ms):
+def blocks(name, ms, **said):
     """A task that blocks its thread, as reading a file does."""
-    return PipelineTask(name, lambda ctx: time.sleep(ms / 1000))
+    return PipelineTask(name, lambda ctx: time.sleep(ms / 1000), **said)
 
 
-tasks = [blocks("read", 20), blocks("train", 24), blocks("step", 6)]
+model = [DeclaredIO(state="model")]
+tasks = [
+    blocks("read", 20, pure=True),
+    blocks("train", 24, io=model),
+    blocks("step", 6, io=model),
+]
 plan = PipelinePlan(
     schedule={task: TaskSchedule() for task in tasks},  # one thread, one stage: a plain loop
     deps=[("train", "read"), ("step", "train")],

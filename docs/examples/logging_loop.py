@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
+from swpipe.trace import Observer
 
 EVERY = 5
 
@@ -22,7 +23,7 @@ class Writer:
         self.steps.setdefault(tag, []).append(step)
 
 
-class TaskTimes(swpipe.Observer):
+class TaskTimes(Observer):
     """How long each task took, by iteration.
 
     It is called on the thread that runs the task, and for iterations that the loop's body gets

@@ -3,7 +3,8 @@
 import time
 from pathlib import Path
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule, Trace
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.trace import Trace
 
 
 def blocks(name, ms):

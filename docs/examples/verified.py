@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis import Effects, Location, verify
+from swpipe.errors import PlanError
 
 batch, ids, loss = (Location(name, persistent=False) for name in ("batch", "ids", "loss"))
 model = Location("model", persistent=True)

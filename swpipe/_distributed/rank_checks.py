@@ -35,9 +35,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swpipe._distributed.agreement import Facts, differences, name_ranks, plan_facts
-from swpipe.core.errors import MOST_IN_MESSAGE, StallError, add_note, write_error
 from swpipe.core.messages import plain, shorten
 from swpipe.core.plan import PipelinePlan
+from swpipe.errors import MOST_IN_MESSAGE, StallError, add_note, write_error
 
 T = TypeVar("T")
 

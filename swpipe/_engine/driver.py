@@ -34,9 +34,9 @@ from swpipe._engine.randomness import LentAccess, lend_access, this_thread
 from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import C
-from swpipe.core.errors import add_note
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
+from swpipe.errors import add_note
 
 
 class RankProgress:

@@ -18,7 +18,7 @@ import time
 from typing import Protocol
 
 from swpipe._distributed.rank_checks import rank_prefix
-from swpipe.core.errors import write_error
+from swpipe.errors import write_error
 
 EXIT_GRACE_S = 5.0
 """How long the interpreter waits, in all, for tasks that still run when it exits."""

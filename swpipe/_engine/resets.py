@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
+from swpipe.errors import add_note
 
 
 def reset_states(tasks: Iterable[PipelineTask], failure: BaseException | None) -> None:

@@ -54,7 +54,7 @@ from swpipe._engine.resets import reset_states
 from swpipe._engine.torch_state import ThreadTorchState, torch_state
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.context import TypedContext
-from swpipe.core.errors import StallError, add_note
+from swpipe.errors import StallError, add_note
 
 JOIN_GRACE_S = 0.1
 """How long, in all, a run that fails or is closed waits for tasks that are still running."""

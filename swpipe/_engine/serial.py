@@ -12,10 +12,10 @@ from swpipe._engine.observers import observing
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe._engine.resets import reset_states
 from swpipe.core.context import C, TypedContext
-from swpipe.core.errors import add_note
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
+from swpipe.errors import add_note
 
 
 class SerialLane:

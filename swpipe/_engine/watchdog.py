@@ -38,7 +38,7 @@ from swpipe._distributed.rank_checks import (
 )
 from swpipe._engine.program import SOURCES, HostWait
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
-from swpipe.core.errors import StallError, write_error
+from swpipe.errors import StallError, write_error
 
 if TYPE_CHECKING:
     from swpipe._engine.lane import LaneRunner

@@ -14,8 +14,8 @@ from torch import Tensor
 from swpipe._tensors.content import is_fixed, replays_itself
 from swpipe._tensors.pytree import map_tensors
 from swpipe._tensors.stateful import WHOLE, has_state
-from swpipe.core.errors import add_note
 from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.errors import add_note
 
 
 class Captured:

@@ -35,17 +35,6 @@ def set_default_generators(device: Device, states: Mapping[str, Any]) -> None:
         numpy.set_state(tuple(states["numpy"]))
 
 
-def changed_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the default generators whose states differ."""
-    return frozenset(name for name in before if not _equal(before[name], after.get(name)))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):  # torch's, by device
-        return all(name in other and torch.equal(one[name], other[name]) for name in one)
-    return bool(one == other)
-
-
 def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
     """Name to state, to be compared, of the default generators and of ``found``."""
     states: dict[str, object] = {

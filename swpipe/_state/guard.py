@@ -27,8 +27,8 @@ from swpipe._state.own_threads import before_steps
 from swpipe._state.snapshot import Snapshot
 from swpipe._tensors.pytree import tensors_in
 from swpipe._tensors.stateful import has_state
-from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
+from swpipe.errors import UnsavedStateError
 
 _FURTHER = MAX_HOPS + 4
 """How many attributes in a row are followed to find what the search for state did not."""

@@ -26,9 +26,9 @@ from swpipe._state.discovery import Found, find_all, find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
 from swpipe._tensors.stateful import WHOLE, is_foreign, modules_in
-from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.errors import UnsavedStateError
 
 MAX_SAVED_BYTES = 2**26
 """Larger tensors that belong to no module or optimizer are taken for data and not saved."""

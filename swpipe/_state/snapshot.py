@@ -40,9 +40,9 @@ from swpipe._state.generators import (
 from swpipe._state.unsaved import UnsavedTensors
 from swpipe._tensors.pytree import nodes_in, parts_of, tensors_in
 from swpipe._tensors.stateful import WHOLE, has_state_dict, modules_in
-from swpipe.core.errors import add_note
 from swpipe.core.messages import listed
 from swpipe.device import Device
+from swpipe.errors import add_note
 
 Restore: TypeAlias = Callable[[], object]
 """Restores what was saved when it was created; can be called repeatedly."""

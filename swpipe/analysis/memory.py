@@ -23,10 +23,10 @@ from typing import TypeAlias
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
-from swpipe.core.errors import Problem
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan, serial_order
+from swpipe.errors import Problem
 
 Sizes: TypeAlias = Mapping[tuple[str, str], int]
 """(task, attribute that it sets or deletes) to the bytes that the attribute then holds, 0 where it

@@ -24,10 +24,10 @@ from typing import NamedTuple
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
 from swpipe.core.effects import UNKNOWN, Conflict, Effects, EffectTable, Location, conflicts
-from swpipe.core.errors import Problem
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
+from swpipe.errors import Problem
 
 SHOWN_PLACES = 4
 """How many of the locations that two tasks share are named in a message."""

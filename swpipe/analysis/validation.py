@@ -10,7 +10,6 @@ import torch
 
 from swpipe.core.dependence import Cycle, CycleError
 from swpipe.core.drawing import format_grid
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import (
     DEFAULT_GROUP,
@@ -23,6 +22,7 @@ from swpipe.core.plan import (
 )
 from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.core.task import PipelineTask
+from swpipe.errors import PlanError, Problem
 
 MOST_ROWS = 20
 """Of a larger plan, the grid in a message shows so many of the tasks at fault."""

@@ -18,11 +18,11 @@ from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_pro
 from swpipe.analysis.races import is_proved, race_problems, required_orders, stale_problems
 from swpipe.analysis.validation import refusal, validate
 from swpipe.core.effects import Effects, EffectTable, declared_effects
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
+from swpipe.errors import PlanError, Problem
 
 
 @dataclass(frozen=True, slots=True)

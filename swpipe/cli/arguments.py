@@ -21,12 +21,12 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank
 from swpipe.cli.user_errors import UserError, about_plan, echo, reason, told
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.errors import add_note
 from swpipe.core.files import check_writable
 from swpipe.core.messages import plain, shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
+from swpipe.errors import add_note
 from swpipe.planning.limits import Limits
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
 from swpipe.trace import Trace

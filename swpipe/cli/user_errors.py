@@ -13,8 +13,8 @@ from typing import Any
 
 import typer
 
-from swpipe.core.errors import PlanError
 from swpipe.core.messages import escaped, one_line, plain
+from swpipe.errors import PlanError
 from swpipe.tasks.workload import InputError, TrainingFailedError
 
 ClickError: Any = typer.BadParameter.__mro__[2]

@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Self
 
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.files import read_text, write_atomically
 from swpipe.core.messages import listed, shown
 from swpipe.core.plain_data import parse_json, read_rows
 from swpipe.core.plan import PULL
 from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
+from swpipe.errors import PlanError, Problem
 
 MOST_US = 1e12
 """The longest time in a cost model, eleven days: sums of such times lose no microsecond."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from swpipe.core.errors import PlanError, Problem
+from swpipe.errors import PlanError, Problem
 
 MOST_BYTES = 16 * 2**20
 """The size of the largest plan or cost file that is read."""

@@ -8,8 +8,8 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import MOST_CHARACTERS, listed, plain, shorten, shown
+from swpipe.errors import PlanError, Problem
 
 _MOST_DOTS = 100
 

@@ -13,7 +13,6 @@ from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.files import read_text, write_atomically
 from swpipe.core.messages import plain, shown
 from swpipe.core.plain_data import parse_json, parse_toml, read_rows
@@ -29,6 +28,7 @@ from swpipe.core.task import (
     names_of,
     refs_in,
 )
+from swpipe.errors import PlanError, Problem
 
 PULL = "<pull>"
 """The call of the loader, in costs, traces and programs."""

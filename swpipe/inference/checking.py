@@ -47,10 +47,10 @@ from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import Effects, Location
-from swpipe.core.errors import Problem
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.errors import Problem
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
 from swpipe.inference.purity import PureRecorder, PureUses, pure_recorder, told
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log

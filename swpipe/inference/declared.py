@@ -14,8 +14,8 @@ from torch import Tensor
 
 from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import nodes_in
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.errors import PlanError, Problem
 from swpipe.inference.state_items import StateItem, items_of
 from swpipe.inference.storages import StorageId, nbytes, unsharded
 

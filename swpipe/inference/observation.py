@@ -20,9 +20,9 @@ from swpipe._state.own_threads import before_steps
 from swpipe._tensors.content import is_fixed
 from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_in
 from swpipe.core.context import IterContext, TypedContext
-from swpipe.core.errors import add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.errors import add_note
 from swpipe.inference.draw_recorder import DrawRecorder
 from swpipe.inference.modes import ModeObserver, Modes
 from swpipe.inference.operators import OperatorAccesses

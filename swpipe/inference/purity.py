@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe.core.errors import Problem
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.errors import Problem
 from swpipe.inference.draw_recorder import DrawRecorder
 from swpipe.inference.operators import OperatorRecorder, tensors_of
 from swpipe.inference.storages import StorageId, Storages

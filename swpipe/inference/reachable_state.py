@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from swpipe._state.generators import generator_states
-from swpipe._tensors.content import same_node
+from swpipe._tensors.content import same_node, version_of
 from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -65,7 +65,7 @@ class _TensorState(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, storages: Storages) -> _TensorState:
-        version, grad = _version(tensor), grad_or_none(tensor)
+        version, grad = version_of(tensor), grad_or_none(tensor)
         return cls(tensor, storages.of(tensor), version, tensor.requires_grad, grad)
 
     def replaced_by(self, later: _TensorState) -> bool:
@@ -126,7 +126,7 @@ class ReachableState:
         for state in self._states():
             if state.storages - sums.keys():
                 sums |= checksums(state.tensor)
-            if _version(state.tensor) != state.version:
+            if version_of(state.tensor) != state.version:
                 new_version |= state.storages
         new_content = {s for s, content in self._sums.items() if sums.get(s, content) != content}
         kept = self._items.keys() & later._items.keys()
@@ -168,10 +168,6 @@ class ReachableState:
     def _states(self) -> Iterator[_TensorState]:
         yield from self._items.values()
         yield from self._tensors.values()
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> frozenset[str]:

@@ -9,11 +9,11 @@ from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import UNKNOWN, Effects, declared_effects
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.loaders import is_apart
 from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, checked_tasks
 from swpipe.device import resolve as resolve_device
+from swpipe.errors import PlanError, Problem
 from swpipe.inference.accesses import find_accesses
 from swpipe.inference.declared import assign_declared
 from swpipe.inference.groups import effects_of, group

@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from swpipe._tensors.pytree import tensors_in
-from swpipe.core.errors import PlanError, Problem, add_note
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
+from swpipe.errors import PlanError, Problem, add_note
 
 
 def tensors_of(batch: Any) -> Iterable[Tensor]:

@@ -4,10 +4,10 @@
     ahead          pull 1   pull 2   pull 3   loop 1   loop 2      they must not both draw
 
 Some pulls are made alone, on the caller's thread, while nothing else of the loop runs: those of
-the first call, and later the 8th, 16th, 32nd and so on of a pass. A state that such a pull changes
-is one that the loader draws from. Then, and until 16 pulls were so measured, all are made alone, so
-that what others draw shows between them. Later pulls run beside tasks, and what others draw is seen
-whenever no pull is under way.
+the first call, and later the 16th, 128th, 1024th and so on of a pass. A state that such a pull
+changes is one that the loader draws from. Then, and until 16 pulls were so measured, all are made
+alone, so that what others draw shows between them. Later pulls run beside tasks, and what others
+draw is seen whenever no pull is under way.
 
 The first pull of a pass comes before all else, as in a plain loop: samplers draw their seed there.
 """
@@ -52,7 +52,8 @@ class LoaderDraws:
         """Whether a pull, by its number in the pass from 1, should be made alone."""
         if self.names and self._alone < _ALONE:
             return True
-        return self._measures and number & (number - 1) == 0
+        bits = number.bit_length()
+        return self._measures and number == 1 << (bits - 1) and bits % 3 == 2
 
     def before_pull(self, *, alone: bool, ahead: bool) -> States:
         """What the states are before a pull.

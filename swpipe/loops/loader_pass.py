@@ -24,8 +24,8 @@ from torch import Tensor
 
 from swpipe._tensors.pytree import leaves_in, tensors_in
 from swpipe._tensors.stateful import has_state_dict
-from swpipe.core.errors import add_note
 from swpipe.core.loaders import are_same, read_in_pass
+from swpipe.errors import add_note
 from swpipe.loops.ahead_tasks import versions_in
 from swpipe.loops.live_loaders import epochs_of, goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws

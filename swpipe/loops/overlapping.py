@@ -23,14 +23,15 @@ from typing import Any, Self
 
 import torch
 
+import swpipe.inference.checking  # noqa: F401 - else the first loop would wait for it
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects, declared_effects
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.loaders import generators_in_pass, is_apart
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
+from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import AheadTasks
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs

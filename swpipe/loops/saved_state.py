@@ -35,9 +35,10 @@ def checked(
 def _checked(state: object, loader: Any, generators: PassGenerators) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"it is {shown(state)}")
-    if "version" in state and state["version"] != VERSION:
+    version = state.get("version", VERSION)  # where it has none, that is said below
+    if type(version) is not int or version != VERSION:
         raise ValueError(
-            f"its version is {shown(state['version'])}, and this swpipe has {VERSION}: go on with "
+            f"its version is {shown(version)}, and this swpipe has {VERSION}: go on with "
             "the version of swpipe that saved it"
         )
     if different := _KEYS ^ {*state}:

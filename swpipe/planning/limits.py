@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import MOST_ITERATIONS as _MOST
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
+from swpipe.errors import PlanError, Problem
 
 
 @dataclass(frozen=True, slots=True, init=False)

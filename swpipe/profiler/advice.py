@@ -28,9 +28,9 @@ from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import declared_effects
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.resolved import dependences_of
+from swpipe.errors import PlanError, Problem
 from swpipe.profiler.diff import ms
 from swpipe.profiler.measured import Measured
 from swpipe.profiler.spread import Estimate

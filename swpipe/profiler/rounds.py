@@ -29,8 +29,8 @@ from statistics import fmean
 from typing import TypeAlias
 
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe.core.errors import UnsavedStateError, add_note
 from swpipe.core.plan import PULL
+from swpipe.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import Run, WindowTimer
 from swpipe.profiler.run_queue import disturbed, waited_s

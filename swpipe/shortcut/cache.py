@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from swpipe._tensors.content import is_fixed
 from swpipe._tensors.pytree import grad_or_none, leaves_in, map_tensors, tensors_in
-from swpipe.core.errors import ShortcutError, add_note
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.errors import ShortcutError, add_note
 from swpipe.shortcut.gradients import LeftGradient
 from swpipe.shortcut.graft import Sources, Spent, ZeroGradients, connect
 from swpipe.shortcut.handed_out import HandedOut, Use, Uses

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from swpipe._tensors.pytree import tensors_in
-from swpipe.core.errors import ShortcutError
+from swpipe.errors import ShortcutError
 from swpipe.shortcut.gradients import OwnLeaf
 
 Edge: TypeAlias = tuple[Node, int]

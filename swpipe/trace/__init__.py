@@ -1,5 +1,6 @@
 """Traces of what ran when: recording, statistics, Perfetto files, and pictures."""
 
+from swpipe._engine.observers import Observer
 from swpipe.trace.critical_path import CriticalPath, Link
 from swpipe.trace.lanes import Lane
 from swpipe.trace.span import Row, Span
@@ -16,6 +17,7 @@ __all__ = [
     "CriticalPath",
     "Lane",
     "Link",
+    "Observer",
     "OverRanks",
     "Row",
     "Span",

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swpipe._engine.program import OWN, RETIRE
-from swpipe.core.errors import PlanError
 from swpipe.core.files import read_text, replacing, write_atomically
 from swpipe.core.messages import shorten, shown
 from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import MOST_ITERATIONS, PULL
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import is_label, is_name
+from swpipe.errors import PlanError
 from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}

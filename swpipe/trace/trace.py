@@ -65,7 +65,7 @@ class Trace(Rows):
 
     def __repr__(self) -> str:
         iterations = len({span.iteration for span in self.spans})
-        return f"<swpipe.Trace of {len(self.spans)} spans in {iterations} iterations>"
+        return f"<swpipe.trace.Trace of {len(self.spans)} spans in {iterations} iterations>"
 
     def window(self, first_iteration: int, last_iteration: int) -> Trace:
         """The trace of some iterations, both ends included. Others in that time become ``beside``.

@@ -1,1 +1,5 @@
 """Choose a plan by measuring: record, measure, plan, verify, try."""
+
+from swpipe.tuning.autotuning import Candidate, Tuned, autotune
+
+__all__ = ["Candidate", "Tuned", "autotune"]

@@ -34,8 +34,6 @@ from swpipe.planning.modulo.auto import Choice, auto_plan, with_undeclared
 from swpipe.planning.simulation.simulator import simulate
 from swpipe.profiler import measure_costs, try_plans
 
-__all__ = ["Candidate", "Tuned", "autotune"]
-
 SERIAL = "serial"
 PLANNED = "planned"
 PLANNED_AGAIN = "planned from costs under the plan"

@@ -34,7 +34,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, StallError, SWPipeline, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.errors import StallError
 
 AT = 3
 

@@ -16,15 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from swpipe import (
-    IterContext,
-    PipelinePlan,
-    PipelineTask,
-    StallError,
-    SWPipeline,
-    TaskSchedule,
-)
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, tell_failure
+from swpipe.errors import StallError
 from tests.support.ranks import WELL_BEFORE_S, Ranks
 from tests.support.scripts import Script, Scripts, as_torchrun
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import swpipe._engine.run
-from swpipe import IterContext, Observer, PipelinePlan, StallError, SWPipeline
+from swpipe import IterContext, PipelinePlan, SWPipeline
+from swpipe.errors import StallError
+from swpipe.trace import Observer
 from tests.support.hang import Hang, has_come_to
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.scripts import Script, Scripts

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.errors import PlanError
 from swpipe.planning.simulation.simulator import simulate
 
 

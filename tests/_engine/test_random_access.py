@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, StallError, SWPipeline, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine import randomness
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, lend_access
 from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.device import CpuDevice
+from swpipe.errors import StallError
 from tests.support.hang import Hang
 from tests.support.sequencer import PATIENCE_S, await_event
 

@@ -8,17 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swpipe import (
-    IterContext,
-    PipelinePlan,
-    PipelineTask,
-    StallError,
-    SWPipeline,
-    TaskSchedule,
-)
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.device import CpuDevice
+from swpipe.errors import StallError
 from tests.support.hang import Hang, has_come_to
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import PATIENCE_S, await_event

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 import swpipe._engine.watchdog
-from swpipe import IterContext, PipelinePlan, PipelineTask, StallError, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe.errors import StallError
 from tests.support.sequencer import await_event
 
 ROOT = Path(__file__).parents[2]

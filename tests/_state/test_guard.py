@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from swpipe._state.discovery import find_state, given_state
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.snapshot import Snapshot
-from swpipe.core.errors import UnsavedStateError
 from swpipe.core.task import PipelineTask
 from swpipe.device import CpuDevice
+from swpipe.errors import UnsavedStateError
 
 
 def deep(value: Any, hops: int = 4) -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.core.errors import PlanError
 from swpipe.device import accelerator, resolve
+from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.planning import simulate
 from swpipe.profiler import TaskProfiler, measure_costs
@@ -72,8 +72,8 @@ def total(ctx: IterContext) -> None:
     del ctx.sum
 
 
-TASKS = [PipelineTask("draw", draw, random=True), PipelineTask("add", add)]
-TASKS += [PipelineTask("total", total)]
+TASKS = [PipelineTask("draw", draw, random=True, pure=True), PipelineTask("add", add, pure=True)]
+TASKS += [PipelineTask("total", total, pure=True)]
 PLAN = PipelinePlan(
     {
         "draw": TaskSchedule(0, "memcpy", "io"),

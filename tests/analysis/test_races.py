@@ -10,16 +10,16 @@ from itertools import count
 
 import pytest
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.analysis.races import race_problems, stale_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.dependence import CycleError
 from swpipe.core.effects import Effects, Location
-from swpipe.core.errors import Problem
 from swpipe.core.plan import DEFAULT_GROUP, PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import Mode
+from swpipe.errors import PlanError, Problem
 from tests.device.virtual import VirtualDevice
 from tests.support.exhaustive import TooManyError
 from tests.support.plans_for_tests import piped

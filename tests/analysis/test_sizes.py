@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swpipe import DeclaredIO, PipelinePlan, PlanError, StreamSpec, SWPipeline, TaskSchedule
+from swpipe import DeclaredIO, PipelinePlan, StreamSpec, SWPipeline, TaskSchedule
 from swpipe._engine import program
 from swpipe._engine.program import compile_plan
 from swpipe._engine.program_text import format_program
@@ -19,6 +19,7 @@ from swpipe.core.costs import CostModel
 from swpipe.core.dependence import CycleError
 from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from tests.support.hostile import MOST_IN_ALL, MOST_IN_ONE_LINE
 from tests.support.plans_for_tests import task
 

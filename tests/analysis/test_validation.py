@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe import PipelinePlan, PlanError, StreamSpec, TaskSchedule
+from swpipe import PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.analysis.validation import validate
+from swpipe.errors import PlanError
 from tests.support.plans_for_tests import piped, task, tasks
 
 A_B = {"a": TaskSchedule(), "b": TaskSchedule()}

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.effects import UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
+from swpipe.errors import PlanError
 from swpipe.planning import recsys14
 from swpipe.plans import clicks, sparse_dist
 from tests.support.plans_for_tests import piped

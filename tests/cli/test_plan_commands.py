@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import PipelinePlan, Trace
+from swpipe import PipelinePlan
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.trace import Trace
 from tests.cli.test_cli import needs_clicks, needs_matplotlib, refused, run
 from tests.tasks.rows import write_log
 

@@ -39,7 +39,7 @@ class ToyJob:
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Two."""
-        return PipelineTask("load", self.load), PipelineTask("add", self.add)
+        return PipelineTask("load", self.load, pure=True), PipelineTask("add", self.add)
 
     def load(self, ctx: IterContext) -> None:
         """A batch from a number."""

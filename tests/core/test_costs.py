@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swpipe import PlanError
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.errors import PlanError
 
 MODEL = CostModel(
     {

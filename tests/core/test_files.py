@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.files import check_writable, read_text, replacing, write_atomically
+from swpipe.errors import PlanError
 from tests.support.plans_for_tests import piped
 
 not_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

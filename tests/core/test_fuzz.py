@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swpipe import PipelinePlan, PlanError
+from swpipe import PipelinePlan
 from swpipe._engine.program import compile_plan
 from swpipe._engine.program_text import format_program
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import format_stages
+from swpipe.errors import PlanError
 from tests.support.hostile import NAMES, check_message, edited, mostly, table
 from tests.support.plans_for_tests import piped
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from swpipe import PlanError
-from swpipe.core.errors import MOST_IN_MESSAGE, Problem
 from swpipe.core.messages import MOST_CHARACTERS, listed, plain, shorten, shown
+from swpipe.errors import MOST_IN_MESSAGE, PlanError, Problem
 
 DEEP: list[Any] = []
 for _ in range(10_000):

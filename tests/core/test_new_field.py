@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._distributed.agreement import differences, plan_facts
+from swpipe.errors import PlanError
 from swpipe.inference.recording import Recording
 from swpipe.planning import Limits, recsys14
 from swpipe.planning.modulo.auto import auto_plan

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe import PipelinePlan, PipelineTask, PlanError, StreamSpec, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.errors import PlanError
 from tests.support.plans_for_tests import piped, tasks
 
 

@@ -19,13 +19,13 @@ from swpipe import (
     IterContext,
     PipelinePlan,
     PipelineTask,
-    PlanError,
     SWPipeline,
     TaskSchedule,
     TypedContext,
 )
 from swpipe.analysis.races import race_problems
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from tests.support.machines import TorchMachine, tasks_of
 from tests.support.safety import effects_of, random_pair
 from tests.support.sequencer import await_event

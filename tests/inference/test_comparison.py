@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from swpipe.inference import comparison
 from swpipe.inference.comparison import Comparison, needed
 from swpipe.inference.orders import Edge, Orders

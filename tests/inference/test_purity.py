@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import swpipe
-from swpipe import PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.errors import PlanError
 
 BATCHES = 12
 

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe._state.loop import LoopState
 from swpipe.core.effects import UNDECLARED, UNKNOWN, Effects
-from swpipe.core.errors import PlanError, UnsavedStateError
 from swpipe.core.plan import PULL
+from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record, record_tasks
 from swpipe.inference.observation import Observer
 from tests.inference.helpers import WORD, orders, reads, recorded, writes

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 pytest.importorskip("torchrec")
 
-from swpipe import PlanError
 from swpipe.analysis import verify
+from swpipe.errors import PlanError
 from swpipe.inference import Recording, record
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep

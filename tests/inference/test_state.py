@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, TaskSchedule
+from swpipe.errors import PlanError
 from swpipe.inference import record
 from tests.inference.helpers import WORD, orders, reads, recorded, writes
 

@@ -17,7 +17,8 @@ from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from tqdm import tqdm
 
 import swpipe
-from swpipe import PipelinePlan, PlanError, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, SWPipeline, TaskSchedule
+from swpipe.errors import PlanError
 from swpipe.plans import prefetch_plan
 from tests.loops.framework_loops import (
     EPOCHS,

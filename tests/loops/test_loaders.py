@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import swpipe
-from swpipe import PlanError
+from swpipe.errors import PlanError
 from swpipe.loops import OverlappedLoop
 from tests.loops.ordinary_loops import Fn, NoisyRows, Rows, Training, batches
 

@@ -15,6 +15,7 @@ import torch
 
 import swpipe
 from swpipe import PipelineTask
+from swpipe.errors import PlanError
 from tests.loops.ordinary_loops import LOOPS, Loop, StopTraining, Training, batches
 
 CURRICULA = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
@@ -177,7 +178,7 @@ def test_a_loop_may_be_closed_before_it_is_left() -> None:
         next(iter(overlapped))
 
 
-class Told(swpipe.Observer):
+class Told(swpipe.trace.Observer):
     """Which tasks of which iteration ended, and on which thread."""
 
     def __init__(self) -> None:
@@ -269,7 +270,7 @@ def test_mistakes_are_refused() -> None:
         swpipe.overlap([1], [3], device="cpu")  # type: ignore[list-item]
     with pytest.raises(TypeError, match="give the tasks.* in a list"):
         swpipe.overlap([1], Training().functions()[0], device="cpu")  # type: ignore[arg-type]
-    with pytest.raises(swpipe.PlanError, match="there are no tasks"):
+    with pytest.raises(PlanError, match="there are no tasks"):
         swpipe.overlap([1], [], device="cpu")
     functions = Training().functions()
     with pytest.raises(TypeError, match="pull_ahead is 1: give True, False or None"):

@@ -525,6 +525,7 @@ def test_a_pass_that_is_begun_anew_has_new_workers() -> None:
     with made(3) as loop, made(4) as other:
         torch.manual_seed(5)
         seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
+        assert len(list(other)) == 6  # its worker lives
         other.load_state_dict(seen[1][1])
         rest = [ctx.batch for ctx in other]
     torch.manual_seed(5)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.inference import record
+from swpipe.profiler import TaskProfiler
 
 ROUNDS = 10
 
@@ -58,13 +60,23 @@ def overlapped(mine: Training) -> None:
             assert len([*loop]) == 6
 
 
+def recorded(mine: Training) -> None:
+    record(mine.tasks(), next(batches(1)), device="cpu")
+
+
 def checked(mine: Training) -> None:
     tasks = mine.tasks()
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu", check_effects=True) as pipe:
         assert len([*pipe.iterate(batches(6))]) == 6
 
 
-@pytest.mark.parametrize("call", [overlapped, checked])
+def profiled(mine: Training) -> None:
+    tasks = mine.tasks()
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        TaskProfiler(pipe).profile(next(batches(1)), num_warmup=1, num_measure=2, num_rounds=2)
+
+
+@pytest.mark.parametrize("call", [overlapped, recorded, checked, profiled])
 def test_another_threads_training_is_left_alone(call: Callable[[Training], None]) -> None:
     """No error in it, and its own numbers: hooks and modes belong to one thread and one run."""
     failures: list[BaseException] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from swpipe import IterContext, PipelineTask
+from swpipe import DeclaredIO, IterContext, PipelineTask
 from tests.loops import undeclared_libraries  # noqa: F401, enters its states
 from tests.loops.undeclared_states import STATES, Job, Kind
 
@@ -35,9 +35,13 @@ class Loop:
         folder: For files.
         pure: Whether ``decode`` and the loader leave the state to the other tasks, and ``decode``
             says so.
+        declared: Whether all tasks say what they touch, which is the model; for a state that is
+            the loader's and the body's alone.
     """
 
-    def __init__(self, kind: Kind, folder: Path, *, pure: bool = False) -> None:
+    def __init__(
+        self, kind: Kind, folder: Path, *, pure: bool = False, declared: bool = False
+    ) -> None:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -57,10 +61,11 @@ class Loop:
         elif "loader" in (self._reader, self._writer):
             self.loader = self._batches(batches)
         self.uses_loader = self.loader is not batches  # as the other part may
+        model = [DeclaredIO(state="model")] if declared else []
         self.tasks = [
-            PipelineTask("decode", self._decode, pure=pure),
-            PipelineTask("train", self._train),
-            PipelineTask("step", self._step),
+            PipelineTask("decode", self._decode, pure=pure or declared),
+            PipelineTask("train", self._train, io=model),
+            PipelineTask("step", self._step, io=model),
         ]
         self.losses: list[Tensor] = []
         self.seen: list[float] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swpipe import PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, TaskSchedule
+from swpipe.errors import PlanError
 from swpipe.planning import Limits
 
 

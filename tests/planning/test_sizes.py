@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.errors import PlanError
 from swpipe.planning import auto_plan, lower_bounds, simulate
 from swpipe.planning.simulation import cycles
 from swpipe.trace.span import Panel, Row, Span

@@ -13,7 +13,7 @@ import torch
 import swpipe.profiler.costing
 import swpipe.profiler.gil
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.core.errors import PlanError
+from swpipe.errors import PlanError
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
 from swpipe.profiler.gil import SWITCH_S, GilContender
 from tests.profiler.sleepers import overlapped, sleepers

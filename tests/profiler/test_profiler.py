@@ -11,14 +11,8 @@ import pytest
 import torch
 
 import swpipe
-from swpipe import (
-    IterContext,
-    PipelinePlan,
-    PipelineTask,
-    SWPipeline,
-    TaskProfiler,
-    UnsavedStateError,
-)
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe.errors import UnsavedStateError
 from swpipe.profiler import ProfileResult, ProfileResults, profiler
 from tests.profiler.sleepers import overlapped
 from tests.support.notes import Notes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swpipe.core.errors import UnsavedStateError
+from swpipe.errors import UnsavedStateError
 from swpipe.profiler import rounds
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.rounds import BASE, MAX_ROUNDS, Counts, Kind, Rounds

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
+from swpipe.errors import PlanError
 from swpipe.profiler import try_plans
 from tests.profiler.sleepers import sleepers
 from tests.support.virtual_clock import TimedHost

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from swpipe import PipelinePlan, SWPipeline
 from swpipe._state.discovery import find_state
 from swpipe._state.snapshot import Snapshot
-from swpipe.core.errors import ShortcutError
 from swpipe.core.task import DeclaredIO
+from swpipe.errors import ShortcutError
 from tests.shortcut.loops import (
     Loop,
     alone_and_in_pairs,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
-from swpipe.core.errors import ShortcutError
 from swpipe.core.task import PipelineTask
+from swpipe.errors import ShortcutError
 from swpipe.shortcut import Shortcuts
 
 

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from swpipe import PipelinePlan, SWPipeline
 from swpipe._tensors.pytree import map_tensors, tensors_in
 from swpipe.core.context import IterContext
-from swpipe.core.errors import ShortcutError
 from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.errors import ShortcutError
 from swpipe.shortcut import Shortcuts
 from swpipe.shortcut.handed_out import MAX_WATCHED
 from tests.support.plans_for_tests import NAMES, piped

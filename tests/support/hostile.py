@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from swpipe import PlanError
+from swpipe.errors import PlanError
 
 MOST_IN_ONE_LINE = 10_000
 MOST_IN_ALL = 20_000

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from swpipe import PlanError
-from swpipe.core.errors import Problem
+from swpipe.errors import PlanError, Problem
 from tests.support import ranks as ranks_module
 from tests.support.ranks import WELL_BEFORE_S, RankDied, Ranks, RanksTimeout
 

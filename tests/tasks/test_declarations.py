@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-from swpipe import PipelinePlan, PipelineTask, PlanError
+from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis import verify
 from swpipe.analysis.validation import validate
 from swpipe.analysis.verification import is_proved_by_declarations
+from swpipe.errors import PlanError
 from swpipe.plans import clicks, sharded_clicks, sparse_dist
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
 from swpipe.tasks.clicks.sharded import ShardedClickJob

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from swpipe import PipelinePlan, SWPipeline, TaskSchedule, Trace
+from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import lower_bounds
-from swpipe.trace import Row, Span
+from swpipe.trace import Row, Span, Trace
 from swpipe.trace.critical_path import critical_path
 from swpipe.trace.perfetto import Arrow
 from tests.profiler.sleepers import overlapped, sleepers

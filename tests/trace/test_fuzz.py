@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from swpipe import Trace
+from swpipe.trace import Trace
 from tests.support.hostile import check_message, edited, replaced
 
 QUICK = 25

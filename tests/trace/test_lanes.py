@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swpipe import PipelineTask, SWPipeline, Trace
+from swpipe import PipelineTask, SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.trace import Lane, Row, Span
+from swpipe.trace import Lane, Row, Span, Trace
 from swpipe.trace.causes import Cause, Causes
 from swpipe.trace.lanes import ELSE, lanes
 from swpipe.trace.perfetto import Arrow

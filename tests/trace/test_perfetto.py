@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from torch.profiler import profile
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, Trace
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.trace import Trace
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Row, Span
 from tests.support.plans_for_tests import spread, tasks

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import Trace
-from swpipe.trace import plot_stacked
+from swpipe.trace import Trace, plot_stacked
 from swpipe.trace.span import Panel, Row, Span
 from swpipe.trace.timeline import COLORS, plot
 

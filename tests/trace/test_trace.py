@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import IterContext, PipelinePlan, SWPipeline, Trace
+from swpipe import IterContext, PipelinePlan, SWPipeline
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice
-from swpipe.trace import OverRanks, over_ranks
+from swpipe.trace import OverRanks, Trace, over_ranks
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
@@ -409,7 +409,7 @@ def test_the_summary_is_a_table() -> None:
 
 def test_a_trace_says_how_much_it_holds() -> None:
     """Spans and iterations, and not the spans themselves."""
-    assert repr(HAND_MADE) == "<swpipe.Trace of 7 spans in 3 iterations>"
+    assert repr(HAND_MADE) == "<swpipe.trace.Trace of 7 spans in 3 iterations>"
 
 
 def test_a_trace_goes_to_a_file_and_back(tmp_path: Path) -> None:

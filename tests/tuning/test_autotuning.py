@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import swpipe
-from swpipe import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
+from swpipe.errors import PlanError
 from swpipe.inference import Recording
 from swpipe.planning import Limits
 from swpipe.tuning import autotuning

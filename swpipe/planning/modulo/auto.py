@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import EffectTable
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
 from swpipe.planning.modulo.search import Found, Search
@@ -119,10 +119,11 @@ def with_undeclared(limits: Limits, effects: EffectTable) -> tuple[Limits, list[
     found = [name for name, touched in effects.items() if touched.undeclared]
     why, tasks = [], [name for name in found if name != PULL]
     if tasks:
-        which = f"{listed(tasks)} {'stays' if len(tasks) == 1 else 'stay'}"
+        alone = len(tasks) == 1
+        which = f"{listed(tasks)} {'stays' if alone else 'stay'}"
         why.append(
-            f"{which} with the loop's body, since nothing is declared of what they touch: say "
-            "pure=True, or name their states in io."
+            f"{which} with the loop's body, since nothing is declared of what "
+            f"{'it touches' if alone else 'they touch'}: say pure=True, or name the states in io."
         )
     if PULL in found:
         limits = Limits(1, limits.threads, limits.frozen)

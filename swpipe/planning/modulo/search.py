@@ -16,9 +16,9 @@ from itertools import permutations
 
 from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel
-from swpipe.core.errors import InternalError
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import InternalError
 from swpipe.planning.modulo.annealing import Annealer
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.load_balance import least_load

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.lookahead import best_assignment
 from swpipe.planning.published.lookahead_rules import Rules, limit_depth, too_deep

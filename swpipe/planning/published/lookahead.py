@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import CycleError
-from swpipe.core.errors import PlanError
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.lookahead_rules import (
     Rules,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
-from swpipe.core.errors import Problem
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
+from swpipe.errors import Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.queue_rules import caller_tasks, communicator_queues, queue_edges
 

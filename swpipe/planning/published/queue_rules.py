@@ -20,9 +20,9 @@ from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import topological
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import DEFAULT_GROUP, Pair, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
+from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.simulation.interval import interval_of
 from swpipe.planning.simulation.timed_graph import timed_graph

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swpipe.core.errors import PlanError, Problem
+from swpipe.errors import PlanError, Problem
 
 MOST_STEPS = 10**7
 """Arcs that are followed in the search for one cycle; a few seconds."""

@@ -41,8 +41,8 @@ from typing import Literal
 from swpipe._engine.program import ADMIT, compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
-from swpipe.core.errors import PlanError, Problem
 from swpipe.core.plan import PipelinePlan
+from swpipe.errors import PlanError, Problem
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import SimulatedRun, simulate_run
 from swpipe.planning.simulation.interval import Interval, interval_of

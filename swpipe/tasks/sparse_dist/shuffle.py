@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swpipe._distributed.rank_checks import gather
-from swpipe.core.errors import add_note
+from swpipe.errors import add_note
 from swpipe.tasks.sparse_dist.balance import balanced_partition
 from swpipe.tasks.sparse_dist.host_group import host_group
 from swpipe.tasks.sparse_dist.rows import Group, Route, exchange_rows

@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from swpipe.core.errors import InternalError
+from swpipe.errors import InternalError
 from tests.device.virtual.clocks import Clock, HostClocks, Stamp, merge
 
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from swpipe.planning import Limits, auto_plan, lower_bounds, simulate
 from tests.planning.instances import Instance, instance
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from swpipe.planning import (
     JointSearch,
     Limits,

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from swpipe.planning import list_schedule, recsys14, simulate
 from tests.planning.papers import paper
 

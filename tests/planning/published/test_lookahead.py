@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swpipe import PipelinePlan, PlanError, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from swpipe.planning import Limits, assign_lookaheads, recsys14, simulate
 from swpipe.planning.published.lookahead_rules import lookaheads
 from swpipe.planning.published.queue_rules import caller_tasks, communicator_queues

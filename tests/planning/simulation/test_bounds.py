@@ -8,7 +8,7 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.errors import PlanError
+from swpipe.errors import PlanError
 from swpipe.planning import lower_bounds, simulate
 from tests.planning.simulation.test_simulator import contended_costs, feeding
 from tests.support.strategies import random_case

@@ -12,9 +12,9 @@ import swpipe.planning.simulation.interval
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import RETIRE, Program, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.errors import PlanError
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from swpipe import PipelinePlan, PipelineTask, PlanError, SWPipeline, TaskProfiler
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.plans import sparse_dist as plans
 from swpipe.plans.sparse_dist import EMBED, PREFETCH, TASKS

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe import PlanError
 from swpipe.analysis import verify
+from swpipe.errors import PlanError
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist import (
     PipelineFactory,

@@ -15,6 +15,7 @@ from torch import nn
 
 from swpipe.tasks.sparse_dist import PipelineFactory, TrainStep
 from swpipe.tasks.sparse_dist.wrappers import unwrapped
+from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.megatron import DistributedDataParallel, Float16Module, Optimizer
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, everything, sharded
@@ -57,37 +58,41 @@ def _by_hand(steps: int, accumulate: int) -> Outcome:
     return Outcome(outputs, everything(model))
 
 
-def _differences(accumulate: int, finalize: bool, options: dict[str, Any]) -> dict[str, list[str]]:
+def _differences(
+    accumulate: int, cases: list[tuple[str, bool, str]]
+) -> dict[tuple[str, bool, str], list[str]]:
     steps = 3 * accumulate
     wanted = _by_hand(steps, accumulate)
     found = {}
-    for name in EXACT:
+    for name, finalize, find in cases:
         model, optimizer = _megatron()
         step = TrainStep(
             [optimizer], accumulate=accumulate, finalize=_finalize if finalize else None
         )
         with PipelineFactory.create(
-            name, model=model, step=step, device=CPU, **options
+            name, model=model, step=step, device=CPU, find=find
         ) as pipeline:
             outcome = Outcome(to_the_end(pipeline, batches(steps)), everything(model))
         if where := outcome.differences(wanted):
-            found[name] = where
+            found[name, finalize, find] = where
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"find": "direct"}], ids=["trace", "direct"])
-@pytest.mark.parametrize("finalize", [True, False])
+CASES = pairwise_cases(EXACT, (True, False), ("trace", "direct"), (1, 3))
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_every_plan_trains_as_a_loop_over_megatrons_wrappers(
-    two_ranks: Ranks, accumulate: int, finalize: bool, options: dict[str, Any]
+    two_ranks: Ranks, accumulate: int
 ) -> None:
     """Zeroed before each step, reduced after it, bit for bit."""
-    assert two_ranks.run(_differences, accumulate, finalize, options) == [{}, {}]
+    cases = [case[:3] for case in CASES if case[3] == accumulate]
+    assert two_ranks.run(_differences, accumulate, cases) == [{}, {}]
 
 
 def test_one_rank_too(one_rank: Ranks) -> None:
     """Nothing to reduce, and all the same to zero."""
-    assert one_rank.run(_differences, 1, False, {}) == [{}]
+    assert one_rank.run(_differences, 1, [(name, False, "trace") for name in EXACT]) == [{}]
 
 
 def _shortcut() -> bool:

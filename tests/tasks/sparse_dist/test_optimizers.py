@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from swpipe import PlanError, SWPipeline
+from swpipe import SWPipeline
+from swpipe.errors import PlanError
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist import PipelineFactory, SparseDistTasks, TrainStep
+from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Batch, Job, batches, everything, sharded
 from tests.tasks.sparse_dist.trial import EXACT, Outcome, TrainPipelineBase, to_the_end
@@ -96,19 +98,18 @@ def by_ours(name: str, optimizer: str, schedule: str) -> Outcome:
     return Outcome(outputs, everything(model))
 
 
-def _differences(optimizer: str, schedule: str) -> dict[str, list[str]]:
-    wanted = by_torchrec(optimizer, schedule)
-    found = {name: by_ours(name, optimizer, schedule).differences(wanted) for name in EXACT}
-    return {name: where for name, where in found.items() if where}
+def _differences(name: str, optimizer: str, schedule: str) -> list[str]:
+    return by_ours(name, optimizer, schedule).differences(by_torchrec(optimizer, schedule))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "schedule"), pairwise_cases(EXACT, OPTIMIZERS, SCHEDULES)
+)
 def test_torchrecs_optimizers_and_schedules_on_two_ranks(
-    two_ranks: Ranks, optimizer: str, schedule: str
+    two_ranks: Ranks, name: str, optimizer: str, schedule: str
 ) -> None:
-    """On dense and on fused parameters, in every exact pipeline, bit for bit."""
-    assert two_ranks.run(_differences, optimizer, schedule) == [{}] * 2
+    """On dense and on fused parameters, each in every exact pipeline, bit for bit."""
+    assert two_ranks.run(_differences, name, optimizer, schedule) == [[]] * 2
 
 
 def _early_plan() -> str:

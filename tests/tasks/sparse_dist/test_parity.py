@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
 from tests.tasks.sparse_dist.trial import (
@@ -46,9 +47,41 @@ STEPS = 15
 """Three times as many as the deepest pipeline has iterations in flight."""
 
 
+FORMS = list(dict.fromkeys((job.pooled, job.optimizer) for job in MATRIX))
+
+
+def _job(sharding: str, form: tuple[bool, type[torch.optim.Optimizer]]) -> Job | None:
+    """The job of the matrix with these, if there is one."""
+    found = (j for j in MATRIX if (j.sharding, (j.pooled, j.optimizer)) == (sharding, form))
+    return next(found, None)
+
+
+PAIRS = pairwise_cases(
+    dict.fromkeys(job.sharding for job in MATRIX),
+    FORMS,
+    EXACT,
+    allowed=lambda case: _job(*case[:2]) is not None,
+)
+"""Sharding, form and pipeline: each pair of these that the matrix has."""
+
+
+def _pipelines() -> dict[str, tuple[Job, tuple[str, ...]]]:
+    """For each job, the pipelines that it is paired with."""
+    by_job: dict[str, tuple[Job, tuple[str, ...]]] = {}
+    for sharding, form, name in PAIRS:
+        job = _job(sharding, form)
+        assert job is not None
+        _, names = by_job.get(_id(job), (job, ()))
+        by_job[_id(job)] = job, (*names, name)
+    return by_job
+
+
 def _id(job: Job) -> str:
     kind = "bags" if job.pooled else "collections"
     return f"{job.sharding}-{kind}-{job.optimizer.__name__}"
+
+
+PIPELINES = _pipelines()
 
 
 @pytest.mark.parametrize("job", QUICK, ids=_id)
@@ -115,10 +148,13 @@ def test_torchrecs_own_prefetch_pipeline_fails_on_a_cpu(two_ranks: Ranks) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [job for job in MATRIX if job not in QUICK], ids=_id)
-def test_all_shardings_on_two_ranks(two_ranks: Ranks, job: Job) -> None:
+@pytest.mark.parametrize(
+    "which", [name for name, (job, _) in PIPELINES.items() if job not in QUICK]
+)
+def test_all_shardings_on_two_ranks(two_ranks: Ranks, which: str) -> None:
     """Every sharding, pooled and not, SGD and Adam: what the quick jobs leave out."""
-    assert two_ranks.run(differences, job, STEPS, EXACT) == [{}] * 2
+    job, names = PIPELINES[which]
+    assert two_ranks.run(differences, job, STEPS, names) == [{}] * 2
 
 
 @pytest.mark.slow
@@ -129,10 +165,11 @@ def test_shuffled_steps_on_two_ranks(two_ranks: Ranks, job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [job for k, job in enumerate(MATRIX) if k % 4 in (0, 3)], ids=_id)
-def test_steps_on_four_ranks(four_ranks: Ranks, job: Job) -> None:
-    """The same on four: every sharding, pooled and not, with the optimizers in turn."""
-    assert four_ranks.run(differences, job, STEPS, EXACT, deadline_s=170) == [{}] * 4
+@pytest.mark.parametrize("which", PIPELINES)
+def test_steps_on_four_ranks(four_ranks: Ranks, which: str) -> None:
+    """The same on four, with the quick jobs."""
+    job, names = PIPELINES[which]
+    assert four_ranks.run(differences, job, STEPS, names, deadline_s=170) == [{}] * 4
 
 
 @pytest.mark.slow

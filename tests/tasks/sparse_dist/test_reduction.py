@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from swpipe.tasks.sparse_dist.reduction import DeferredReduction
+from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 
 STEPS = 4
@@ -73,9 +74,9 @@ def _differs(view: bool, sparse: bool, unused: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("unused", [False, True], ids=["all used", "some unused"])
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize(
+    ("view", "sparse", "unused"), pairwise_cases((False, True), (False, True), (False, True))
+)
 def test_deferred_reductions_are_ddps(
     two_ranks: Ranks, view: bool, sparse: bool, unused: bool
 ) -> None:

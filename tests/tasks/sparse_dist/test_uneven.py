@@ -20,6 +20,7 @@ from swpipe.tasks.sparse_dist.uneven import (
     pad_with,
     pad_with_last,
 )
+from tests.support.pairs import pairwise_cases
 from tests.support.ranks import RankDied, Ranks
 
 LENGTHS = [(5, 3), (3, 5), (0, 4), (4, 0), (1, 6), (6, 1), (0, 0), (4, 4)]
@@ -90,9 +91,10 @@ def expected(ends: str, lengths: tuple[int, int], rank: int) -> Went:
     return Went(totals, steps, max(0, steps - lengths[rank]), own[rank][steps:])
 
 
-@pytest.mark.parametrize("kind", ["serial", "pipelined"])
-@pytest.mark.parametrize("ahead", [0, 1, 4])
-@pytest.mark.parametrize("ends", ["stop", "pad"])
+@pytest.mark.parametrize(
+    ("ends", "ahead", "kind"),
+    pairwise_cases(("stop", "pad"), (0, 1, 4), ("serial", "pipelined")),
+)
 def test_all_ranks_do_the_same_steps(two_ranks: Ranks, ends: str, ahead: int, kind: str) -> None:
     """Epochs of all lengths, one after the other: the same sums, the right rest, no hang."""
     went = two_ranks.run(_epochs, ends, LENGTHS, ahead, kind)

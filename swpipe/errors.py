@@ -21,6 +21,15 @@ from dataclasses import dataclass
 
 from swpipe.core.messages import shorten
 
+__all__ = [
+    "InternalError",
+    "PlanError",
+    "Problem",
+    "ShortcutError",
+    "StallError",
+    "UnsavedStateError",
+]
+
 MOST_IN_MESSAGE = 6000
 """Characters of a plan's problems that a message has; the first problem is always there."""
 
