@@ -55,8 +55,10 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the profiler, the planners and loops, loaded when asked for."""
+    """The names of the profiler, the planners and loops, and their doors, loaded when asked for."""
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
+    if name in ("loops", "tuning"):
+        return import_module(f"swpipe.{name}")
     where = f": it is in {_MOVED[name]}" if name in _MOVED else ""
     raise AttributeError(f"module 'swpipe' has no attribute {name!r}{where}")

@@ -146,8 +146,11 @@ class PipelineTask:
 
     @property
     def undeclared(self) -> bool:
-        """Whether nothing is said of what the task uses and changes outside its context."""
-        return not self.pure and all(io.state is None for io in self.io)
+        """Whether nothing is said of what the task uses and changes outside its context.
+
+        States that swpipe itself adds, whose names begin with "<", say nothing for the author.
+        """
+        return not self.pure and all((io.state or "<").startswith("<") for io in self.io)
 
 
 _NOT_RUN = (

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from swpipe.core.task import DeclaredIO, PipelineTask
 
-STATE = "Accelerate's GradientState"
+STATE = "<Accelerate's GradientState>"
 
 
 class PulledBatch(NamedTuple):

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 
+import swpipe.inference.checking  # noqa: F401 - else the first loop would wait for it
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects, declared_effects
 from swpipe.core.loaders import generators_in_pass, is_apart

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import swpipe
-from swpipe import IterContext, PipelineTask
+from swpipe import IterContext, PipelineTask, overlap
 from tests.bench.measure import Row, tolerated
 
 TABLE_ROWS = 3_800_000
@@ -66,7 +65,7 @@ def run(overlapped: bool) -> None:
     begin, ms = time.perf_counter(), 0.0
     contexts: Iterable[Any] = map(plainly, loader)
     if overlapped:
-        contexts = swpipe.overlap(loader, tasks, device="cpu")
+        contexts = overlap(loader, tasks, device="cpu")
     for _ in contexts:
         ms = ms or 1e3 * (time.perf_counter() - begin)
     print(ms, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
