@@ -82,12 +82,13 @@ class LoopState:
         self._snapshot.restore()
 
     @contextmanager
-    def guard(
+    def trial(
         self, *, always: bool = False, made: Callable[[Tensor], bool] = lambda tensor: False
     ) -> Iterator[None]:
-        """A block in which the tasks run; training that would stay raises.
+        """A block in which the tasks run; everything is restored at its end, also on failure.
 
-        Where the user has said what to restore, nothing is refused, unless ``always``.
+        Training that would stay raises. Where the user has said what to restore, nothing is
+        refused, unless ``always``.
 
         Args:
             always: Refuse in any case.
@@ -97,8 +98,11 @@ class LoopState:
             UnsavedStateError: As ``TrainingGuard`` does.
         """
         watches = self._searched or always
-        with TrainingGuard(self._tasks, self._snapshot, made) if watches else nullcontext():
-            yield
+        try:
+            with TrainingGuard(self._tasks, self._snapshot, made) if watches else nullcontext():
+                yield
+        finally:
+            self.restore()
 
 
 def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:

@@ -77,13 +77,10 @@ def record(
     saved = LoopState(tasks, state, where)
     before = reachable_items(tasks)
     observer = Observer(tasks, where, TaskSeeds(seed, where), context_class(context))
-    try:
-        with saved.guard(always=True, made=observer.storages.made):
-            observed = _observe(observer, batch, iterations)
-            reached = assign_declared(reachable_items(tasks).tensors, tasks)
-            trained = {item for item, tensor in reached.items() if tensor.requires_grad}
-    finally:
-        saved.restore()
+    with saved.trial(always=True, made=observer.storages.made):
+        observed = _observe(observer, batch, iterations)
+        reached = assign_declared(reachable_items(tasks).tensors, tasks)
+        trained = {item for item, tensor in reached.items() if tensor.requires_grad}
     not_restored = list(_not_restored(before, reachable_items(tasks)))
     accesses = find_accesses(
         observed, observer.storages, [task.name for task in tasks if task.random]

@@ -22,16 +22,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import EffectTable
+from swpipe.core.effects import declared_effects
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.resolved import dependences_of
 from swpipe.errors import PlanError, Problem
 from swpipe.profiler.diff import ms
+from swpipe.profiler.measured import Measured
 from swpipe.profiler.spread import Estimate
 
 MOST = 3
@@ -81,37 +82,6 @@ class Advice:
             f"then limited by {self.limit}.{why}"
         )
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """From plain data."""
-        return cls(**data)
-
-
-class Seen(NamedTuple):
-    """What a profile has measured; times in seconds per iteration.
-
-    Attributes:
-        plan: The pipeline's plan.
-        pipelined: Whether it was measured under the plan, or serially.
-        streams: Whether the device has streams.
-        step_s: The iteration.
-        host_s: Task to its time on its thread.
-        cpu_s: Task to its time on the CPU.
-        device_s: Task to its time on its stream, where it has one.
-        exposed_s: Task to its exposed time, with its sign.
-        declared: What tasks and loader declare that they touch, in serial order.
-    """
-
-    plan: PipelinePlan
-    pipelined: bool
-    streams: bool
-    step_s: Estimate
-    host_s: Mapping[str, float]
-    cpu_s: Mapping[str, float]
-    device_s: Mapping[str, float]
-    exposed_s: Mapping[str, Estimate]
-    declared: EffectTable
-
 
 class _Change(NamedTuple):
     """``place`` makes the new plan, in which ``moved`` are elsewhere; None if the plan stays."""
@@ -123,13 +93,13 @@ class _Change(NamedTuple):
     costs: CostModel
 
 
-def advise(seen: Seen) -> tuple[Advice, ...]:
+def advise(measured: Measured) -> tuple[Advice, ...]:
     """The changes that promise most; the best comes first.
 
     None if the plan is too large to be simulated.
     """
     try:
-        paper = _Paper(seen)
+        paper = _Paper(measured)
     except PlanError:
         return ()
     found = [(change, paper.advice(change)) for change in _changes(paper)]
@@ -149,13 +119,17 @@ def advise(seen: Seen) -> tuple[Advice, ...]:
 class _Paper:
     """Predicts iterations."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
-        self.plan = seen.plan if seen.pipelined else _in_one_stage(seen.plan)
+    def __init__(self, measured: Measured) -> None:
+        timer, times = measured.timer, measured.times
+        self.measured = measured
+        self._streams = timer.pipe.device.has_streams
+        self._declared = declared_effects(timer.pipe.tasks)
+        self._cpu_us = _US * sum(times.cpu_s.values())
+        self.plan = timer.pipe.plan if timer.pipelined else _in_one_stage(timer.pipe.plan)
         self.costs = CostModel(
             {
-                name: TaskCost(_US * s, device_us=_US * seen.device_s.get(name, 0.0))
-                for name, s in seen.host_s.items()
+                name: TaskCost(_US * s, device_us=_US * measured.device_s.get(name, 0.0))
+                for name, s in times.host_s.items()
             }
         )
         self.not_moved: dict[str, str] = {}  # task to why it does not help to move it
@@ -164,21 +138,8 @@ class _Paper:
 
     def _broken(self, plan: PipelinePlan) -> dict[tuple[str, ...], str]:
         """The orders that a plan does not keep, by the tasks that they are about."""
-        tasks = {name: touched for name, touched in self.seen.declared.items() if name != PULL}
-        found = race_problems(validate(plan), tasks, streams=self.seen.streams)
+        found = race_problems(validate(plan), self._declared, streams=self._streams)
         return {problem.tasks: problem.text for problem in found}
-
-    def place(self, change: _Change) -> PipelinePlan:
-        """The new plan.
-
-        Raises:
-            PlanError: It cannot run, or breaks an order that the present one keeps.
-        """
-        plan = change.place() if change.place else self.plan
-        broken = self._broken(plan)
-        for tasks in broken.keys() - self._known.keys():
-            raise PlanError([Problem(broken[tasks], tasks)])
-        return plan
 
     def predict(self, plan: PipelinePlan, costs: CostModel) -> tuple[float, str]:
         """Microseconds of an iteration, and what limits it.
@@ -188,26 +149,36 @@ class _Paper:
         """
         from swpipe.planning.simulation.simulator import simulate
 
-        simulated = simulate(plan, costs, streams=self.seen.streams)
+        simulated = simulate(plan, costs, streams=self._streams)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        cores_us = _US * sum(self.seen.cpu_s.values()) / (cores or 1)
+        cores_us = self._cpu_us / (cores or 1)
         if cores_us > simulated.ii_us:
             return cores_us, f"the {cores} cores"
         return simulated.ii_us, simulated.limit
 
     def advice(self, change: _Change) -> Advice | None:
-        """What a change promises; None if the plan cannot run or it is not worth it."""
+        """What a change promises.
+
+        None if the plan cannot run, or breaks an order that the present one keeps, or it is not
+        worth it.
+        """
         try:
-            plan = self.place(change)
+            plan = change.place() if change.place else self.plan
+            broken = self._broken(plan)
+            for tasks in broken.keys() - self._known.keys():
+                raise PlanError([Problem(broken[tasks], tasks)])
             then_us, limit = self.predict(plan, change.costs)
         except PlanError as error:
             self.not_moved.setdefault(change.task, error.problems[0].text)
             return None
         if not self._now_us:
             return None
-        step_s, moved = self.seen.step_s, change.place is not None
-        known = self.seen.exposed_s
-        exposed = _together([known[task] for task in change.moved if task in known])
+        step_s, moved = self.measured.step, change.place is not None
+        known = self.measured.exposed
+        each = [known[task] for task in change.moved if task in known]
+        # Together they save the sum at most, which is right if none hides another.
+        most_s = sum(max(0.0, one.value_s) for one in each)
+        exposed = Estimate(most_s, math.hypot(*(one.spread_s for one in each)))
         then_s = step_s.value_s * then_us / self._now_us
         saved_s = step_s.value_s - then_s
         saved_s = min(saved_s, exposed.value_s if moved else exposed.value_s / 2)
@@ -230,14 +201,15 @@ class _Paper:
 def _changes(paper: _Paper) -> Iterator[_Change]:
     """All changes; those that move a task come first, so that it is known why they do not help."""
     plan, costs = paper.plan, paper.costs
-    for task in paper.seen.exposed_s:
+    for task in paper.measured.exposed:
         if task == PULL:
             if plan.pull_group is None:
                 own = _new_group(plan, "loader")
                 depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
                 place = partial(replace, plan, pull_group=own, pipeline_depth=depth)
                 words = "call the loader on a thread of its own"
-                if paper.seen.declared[PULL].undeclared:
+                pulls = paper.measured.timer.pulls
+                if pulls is not None and pulls.effects.undeclared:
                     words += ", if it uses nothing that the loop changes"
                 yield _Change(task, (task,), words, place, costs)
         elif plan.cross_iter_deps:
@@ -262,27 +234,19 @@ def _changes(paper: _Paper) -> Iterator[_Change]:
         yield _Change(task, (task,), f"make {task} take half as long", None, faster)
 
 
-def _together(exposed: Sequence[Estimate]) -> Estimate:
-    """What tasks save together at most: the sum, which is right if none hides another."""
-    values = [max(0.0, each.value_s) for each in exposed]
-    return Estimate(sum(values), math.hypot(*(each.spread_s for each in exposed)))
-
-
 def _needs(plan: PipelinePlan, task: str) -> set[str]:
     """What runs before the task on the same iteration, on the same thread and in the same stage."""
     place = plan.schedule[task]
-    found: set[str] = set()
-    ahead = [task]
-    while ahead:
-        consumer = ahead.pop()
-        for dep in dependences_of(plan):
-            other = plan.schedule[dep.producer]
-            alike = (other.stage, other.thread_group) == (place.stage, place.thread_group)
-            new = dep.producer not in found
-            if dep.consumer == consumer and not dep.distance and alike and new:
-                found.add(dep.producer)
-                ahead.append(dep.producer)
-    return found
+    alike = {
+        name
+        for name, other in plan.schedule.items()
+        if (other.stage, other.thread_group) == (place.stage, place.thread_group)
+    }
+    deps = [dep for dep in dependences_of(plan) if not dep.distance and dep.producer in alike]
+    found = {task}
+    while new := {dep.producer for dep in deps if dep.consumer in found} - found:
+        found |= new
+    return found - {task}
 
 
 def _ahead(plan: PipelinePlan, tasks: Sequence[str], group: str = "") -> PipelinePlan:

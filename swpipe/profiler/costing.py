@@ -15,26 +15,26 @@ Times are means over the runs on a batch, then over batches: slow runs are part 
 interval, and a median would ignore them. ``gil_us`` is the minimum of several runs, capped at the
 task's CPU time.
 
-For what a device time is, see ``swpipe.profiler.device_times``.
+For what a device time is, see ``WindowTimer.device_times_s``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from swpipe._engine.waiting import Host
+from swpipe._state.loop import LoopState
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.device_times import device_times_s
 from swpipe.profiler.gil import GilContender, GilTimes
 from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts
 
@@ -85,20 +85,16 @@ def measure_costs(
     if not batches:
         raise ValueError("batches is empty: give at least one batch to measure on")
     Counts(num_warmup, num_measure, num_rounds=2)
-    profiler = TaskProfiler(pipe, state=state)
     pipe.check_idle("measuring costs")
-    saved = profiler.save()
+    saved = LoopState(pipe.tasks, state, pipe.device)
     found: list[CostModel] = []
     for batch in batches:
         timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined, pulls)
-        try:
-            with pipe.borrow(), saved.guard():
-                timer.window()  # not used: the first iterations allocate and compile
-                if pulls is not None:
-                    pulls.begin()
-                found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
-        finally:
-            saved.restore()
+        with saved.trial(), pipe.borrow():
+            timer.window()  # not used: the first iterations allocate and compile
+            if pulls is not None:
+                pulls.begin()
+            found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
     return replace(CostModel.mean(found), handover_us=_US * measure_handover_s(Host()))
 
 
@@ -120,14 +116,12 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
 def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     times = HostTimes(task.name for task in timer.pipe.tasks)
     timer.window(times)
-    pulled: dict[str, TaskCost] = {}
     if timer.pulls is not None:
-        host_us, cpu_us = _US * timer.pulls.host_s, _US * timer.pulls.cpu_s
-        pulled[PULL] = TaskCost(host_us, gil_us=min(host_us, cpu_us) if lock else 0.0)
-    gil_s = _gil_s(timer) if lock else {}
-    device_s = device_times_s(timer)
+        times.put_first(PULL, timer.pulls.runs)
+    gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # at most its CPU time
+    device_s = timer.device_times_s()
     cpu_s = times.cpu_s
-    return pulled | {
+    return {
         name: TaskCost(
             host_us=_US * mean_s,
             gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),

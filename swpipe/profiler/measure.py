@@ -17,8 +17,10 @@ Garbage is collected as in training: it is part of the step.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.pulls import Pulls
+from swpipe.trace import Trace
 from swpipe.trace.recorder import timed_event
 
 
@@ -62,18 +65,31 @@ class WindowTimer:
     def window(self, times: HostTimes | None = None) -> list[float]:
         """Seconds per iteration, one or more samples; ``times`` gets those of each task."""
         run = self.run()
-        if times is None:
+        seen = times.observer() if times else None
+        with self.pipe.observe(seen) if seen else nullcontext():
             measured = run.iterate(self.num_warmup, self.measure)
             run.end()
-        else:
-            seen = times.observer()
-            with self.pipe.observe(seen):
-                measured = run.iterate(self.num_warmup, self.measure)
-                run.end()
+        if times and seen:
             times.add(seen, run.iterations(measured))
         return self.spans(run.seconds()[measured])
 
-    def run(self) -> SerialRun | PlanRun:
+    def device_times_s(self) -> dict[str, float]:
+        """How long the work that each task queues takes on its stream, in seconds per iteration.
+
+        The time between two events, before and after that work. If the host queues work more
+        slowly than the device executes it, this includes idle time of the device: it is then close
+        to the host time and higher than the time the device is busy. Empty if the device has no
+        streams, or its events have no timing.
+        """
+        if not self.pipe.device.has_streams:
+            return {}
+        first = self.pipe.next_iteration + self.num_warmup
+        with self.pipe.trace() as trace:
+            self.window()
+        measured = Trace(span for span in trace.spans if span.iteration >= first).task_times()
+        return {each.task: each.mean_s for each in measured if each.row.kind == "stream"}
+
+    def run(self) -> Run:
         """Begin a run of iterations."""
         feed = _Feed(self.batch, self.copy, self.pulls or _nothing)
         return (PlanRun if self.pipelined else SerialRun)(self.pipe, feed)
@@ -95,10 +111,7 @@ class _Feed:
     """
 
     def __init__(
-        self,
-        batch: Any,
-        copy: Callable[[Any], Any] | None,
-        pull: Callable[[], object] = _nothing,
+        self, batch: Any, copy: Callable[[Any], Any] | None, pull: Callable[[], object] = _nothing
     ) -> None:
         self._batch = batch
         self._copy = copy
@@ -120,56 +133,12 @@ class _Feed:
         return self._ahead.popleft()
 
 
-class SerialRun:
-    """Serial iterations in a row."""
+class Run(ABC):
+    """Iterations in a row."""
 
     def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
         self._pipe = pipe
         self._feed = feed
-        self._first = pipe.next_iteration
-        self._seconds: list[float] = []
-
-    def iterate(
-        self, warmup: int, measure: int, begin_to_measure: Callable[[], object] = _nothing
-    ) -> slice:
-        """Run iterations; returns where the measured ones are in ``seconds``.
-
-        ``begin_to_measure`` is called between the two kinds, and should take no time.
-        """
-        wait = self._pipe.device.synchronize
-        begin = len(self._seconds) + warmup
-        self._feed.prepare(warmup + measure)
-        for turn in range(warmup + measure):
-            if turn == warmup:
-                begin_to_measure()
-            number = self._first + len(self._seconds)
-            wait()
-            begin_s = time.perf_counter()
-            self._pipe.run_one_serial_iter(next(self._feed), number)
-            wait()
-            self._seconds.append(time.perf_counter() - begin_s)
-        return slice(begin, begin + measure)
-
-    def end(self) -> None:
-        """Nothing is in flight."""
-
-    def seconds(self) -> list[float]:
-        """The time of each iteration."""
-        return self._seconds
-
-    def iterations(self, measured: slice) -> Sequence[int]:
-        """The numbers of the iterations at these places."""
-        return range(self._first, self._first + len(self._seconds))[measured]
-
-
-class PlanRun:
-    """Iterations in a row under the plan; each that is counted is one that was retired."""
-
-    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        self._pipe = pipe
-        self._feed = feed
-        self._on_device = timed_event(pipe.device) is not None
-        self._marks: list[Any] = []  # when each was retired
         self._numbers: list[int] = []
 
     def iterate(
@@ -179,38 +148,81 @@ class PlanRun:
 
         ``begin_to_measure`` is called between the two kinds, and should take no time.
         """
-        pipe, feed = self._pipe, self._feed
-        begin = len(self._marks) + warmup
-        feed.prepare(warmup + measure)
-        if not pipe.in_flight:
-            feed.prepare(pipe.plan.depth - 1)
+        begin = len(self._numbers) + warmup
+        self._feed.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):
             if turn == warmup:
                 begin_to_measure()
-            self._numbers.append(pipe.progress(feed).iter_idx)
-            self._mark()
+            self._numbers.append(self._next())
         return slice(begin, begin + measure)
-
-    def end(self) -> None:
-        """Let the iterations in flight end; they are not counted."""
-        self._pipe.drain()
-
-    def seconds(self) -> list[float]:
-        """The time from the retirement before to that of each iteration; call this at the end."""
-        if not self._on_device:
-            return [0.0, *(late - early for early, late in pairwise(self._marks))]
-        self._pipe.device.synchronize()
-        return [0.0, *(early.elapsed_time(late) / 1e3 for early, late in pairwise(self._marks))]
 
     def iterations(self, measured: slice) -> Sequence[int]:
         """The numbers of the iterations at these places."""
         return self._numbers[measured]
 
-    def _mark(self) -> None:
-        """Mark the end of the retired iteration, which the caller's stream waits for."""
-        if self._on_device:
-            event = self._pipe.device.new_event(timing=True)
-            event.record(self._pipe.device.current_stream())
-            self._marks.append(event)
+    @abstractmethod
+    def _next(self) -> int:
+        """Run one iteration; returns its number."""
+
+    @abstractmethod
+    def seconds(self) -> list[float]:
+        """The time of each iteration; call this after ``end``."""
+
+    def _ahead(self) -> int:
+        """How many more batches the next iteration takes than one."""
+        return 0
+
+    def end(self) -> None:
+        """Let the iterations in flight end; they are not counted."""
+        self._pipe.drain()
+
+
+class SerialRun(Run):
+    """Serial iterations."""
+
+    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
+        super().__init__(pipe, feed)
+        self._first = pipe.next_iteration
+        self._seconds: list[float] = []
+
+    def _next(self) -> int:
+        number = self._first + len(self._seconds)
+        wait = self._pipe.device.synchronize
+        wait()
+        begin_s = time.perf_counter()
+        self._pipe.run_one_serial_iter(next(self._feed), number)
+        wait()
+        self._seconds.append(time.perf_counter() - begin_s)
+        return number
+
+    def seconds(self) -> list[float]:
+        return self._seconds
+
+
+class PlanRun(Run):
+    """Iterations under the plan; each that is counted is one that was retired."""
+
+    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
+        super().__init__(pipe, feed)
+        self._on_device = timed_event(pipe.device) is not None
+        self._marks: list[Any] = []  # when each was retired
+
+    def _ahead(self) -> int:
+        return 0 if self._pipe.in_flight else self._pipe.plan.depth - 1
+
+    def _next(self) -> int:
+        number: int = self._pipe.progress(self._feed).iter_idx
+        if self._on_device:  # the caller's stream waits for the retired iteration
+            mark: Any = self._pipe.device.new_event(timing=True)
+            mark.record(self._pipe.device.current_stream())
         else:
-            self._marks.append(time.perf_counter())
+            mark = time.perf_counter()
+        self._marks.append(mark)
+        return number
+
+    def seconds(self) -> list[float]:
+        """The time from the retirement before to that of each iteration."""
+        if not self._on_device:
+            return [0.0, *(late - early for early, late in pairwise(self._marks))]
+        self._pipe.device.synchronize()
+        return [0.0, *(early.elapsed_time(late) / 1e3 for early, late in pairwise(self._marks))]

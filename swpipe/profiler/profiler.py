@@ -11,9 +11,9 @@ from swpipe._state.loop import LoopState
 from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.device_times import device_times_s
-from swpipe.profiler.evaluation import Measured, result_of
+from swpipe.profiler.evaluation import result_of
 from swpipe.profiler.measure import WindowTimer
+from swpipe.profiler.measured import Measured
 from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import Counts, Kind, Rounds
@@ -134,6 +134,8 @@ class TaskProfiler:
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.
         """
+        from tqdm import tqdm
+
         if target_spread_ms is not None and not target_spread_ms > 0:
             raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
         spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
@@ -142,36 +144,29 @@ class TaskProfiler:
         labels = _labels(len(batches), labels)
         self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
-        saved = self.save()
+        saved = LoopState(self.pipe.tasks, self._state, self.pipe.device)
         results = []
         alone = [(name,) for name in (*([] if loader is None else [PULL]), *names)]
         visits = len(batches) * num_rounds * len(alone) if counts.fixed else None
-        with _progress_bar(visits, show=verbose) as bar:
+        with tqdm(total=visits, desc="profiling", unit="visit", disable=not verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(
                     *(self.pipe, batch, copy, num_warmup, num_measure, pipelined),
                     pulls=None if loader is None else Pulls(loader),
                 )
                 rounds = Rounds(timer, counts, saved.restore_training)
-                try:
-                    with self.pipe.borrow(), saved.guard():
-                        step_s, times = rounds.warm_up()
-                        device_s = device_times_s(timer)
-                        joint: dict[Kind, str] = {}
-                        if pipelined:
-                            joint = joint_kinds(self.pipe.plan, names, times.host_s, step_s)
-                            if not is_alone():  # times differ
-                                joint = gather(joint)[0]
-                        rounds.measure([*alone, *joint], bar.update)
-                finally:
-                    saved.restore()
+                with saved.trial(), self.pipe.borrow():
+                    step_s, times = rounds.warm_up()
+                    device_s = timer.device_times_s()
+                    joint: dict[Kind, str] = {}
+                    if pipelined:
+                        joint = joint_kinds(self.pipe.plan, names, times.host_s, step_s)
+                        if not is_alone():  # times differ
+                            joint = gather(joint)[0]
+                    rounds.measure([*alone, *joint], bar.update)
                 found = Measured(label, timer, rounds, joint, device_s)
-                results.append(result_of(found, counts, tuple(map(str, saved.owners)), left_out))
+                results.append(result_of(found, tuple(map(str, saved.owners)), left_out))
         return ProfileResults(results)
-
-    def save(self) -> LoopState:
-        """The state to restore, as it is now."""
-        return LoopState(self.pipe.tasks, self._state, self.pipe.device)
 
     def _names(
         self, tasks: Iterable[TaskRef] | TaskRef | None
@@ -205,9 +200,3 @@ def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
     if len(labels) != count:
         raise ValueError(f"{len(labels)} labels for {count} batches: give one per batch, or none")
     return list(labels)
-
-
-def _progress_bar(total: int | None, *, show: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="profiling", unit="visit", disable=not show)

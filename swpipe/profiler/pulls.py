@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from statistics import fmean
 from typing import Any
 
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart
+from swpipe.profiler.host import Run
 
 
 class Pulls:
@@ -19,6 +19,7 @@ class Pulls:
 
     Attributes:
         effects: What its calls may touch.
+        runs: The calls until now.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -26,7 +27,7 @@ class Pulls:
         self.effects = Effects() if is_apart(loader) else UNKNOWN
         self._batches: Iterator[Any] | None = None
         self._on = True
-        self._times: list[tuple[float, float]] = []
+        self.runs: list[Run] = []
 
     def __call__(self) -> None:
         """Pull a batch.
@@ -38,7 +39,8 @@ class Pulls:
         if self._on:
             wall_s, cpu_s = time.perf_counter(), time.thread_time()
             self._next()
-            self._times.append((time.perf_counter() - wall_s, time.thread_time() - cpu_s))
+            wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
+            self.runs.append(Run(len(self.runs), wall_s, cpu_s))
 
     def _next(self) -> None:
         for _ in range(2):
@@ -62,15 +64,5 @@ class Pulls:
             self._on = True
 
     def begin(self) -> None:
-        """Forget the times so far: in the first call a loader starts its workers."""
-        self._times.clear()
-
-    @property
-    def host_s(self) -> float:
-        """The mean seconds of a call."""
-        return fmean(wall_s for wall_s, _ in self._times)
-
-    @property
-    def cpu_s(self) -> float:
-        """The mean seconds per call in which the thread was on the CPU."""
-        return fmean(cpu_s for _, cpu_s in self._times)
+        """Forget the calls so far: in the first one a loader starts its workers."""
+        self.runs.clear()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TextIO, overload
 
+from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plain_data import parse_json
+from swpipe.core.records import Rows
 from swpipe.core.task import ByTask
 from swpipe.profiler.advice import Advice
 from swpipe.profiler.diff import Change, ProfileDiff, ms, table
-from swpipe.profiler.outputs import Report
 from swpipe.profiler.plot import Bars, bar_chart
 from swpipe.profiler.spread import Estimate
 from swpipe.profiler.together import limiting
@@ -52,10 +55,57 @@ class Joint:
     raw_s: float
     spread_s: float
 
+
+class Report(Rows):
+    """What prints as a table, saves as JSON, and has rows for other tools."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def format_report(self) -> str:
+        """The table that ``print_report`` prints."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """JSON text; ``from_json`` returns an equal object."""
+
+    @abstractmethod
+    def _bars(self) -> list[Bars]:
+        """What ``plot`` draws."""
+
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """From plain data."""
-        return cls(**{**data, "tasks": tuple(data["tasks"])})
+    @abstractmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: ``text`` is something else.
+        """
+
+    def as_text(self) -> str:
+        return self.format_report()
+
+    def print_report(self, file: TextIO | None = None) -> None:
+        """Print one row per task; to standard output by default."""
+        (sys.stdout if file is None else file).write(self.format_report() + "\n")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: There are no results.
+        """
+        bar_chart(self._bars(), path)
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON to a file."""
+        write_atomically(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,48 +194,30 @@ class ProfileResult(Report):
 
     def format_report(self) -> str:
         """A summary line, a table with one row per task, and notes."""
-        device = ("device ms",) if self.device_s else ()
-        rows = [
-            (
-                name,
-                *self._exposed_cells(name),
-                *(ms(times_s[name]) if name in times_s else "" for times_s in self._times_s),
-                ", ".join(
-                    f"{other} {ms(s)}" for other, s in self.in_others_s.get(name, {}).items()
-                ),
-            )
-            for name in self.host_s
-        ]
-        titles = ("task", *_EXPOSED, "host ms", "blocked ms", *device, "replay ms", "in others ms")
+        times = {"host ms": self.host_s, "blocked ms": self.blocked_s}
+        if self.device_s:
+            times["device ms"] = self.device_s
+        times["replay ms"] = self.replay_s
+        rows = []
+        for name in self.host_s:
+            others = (f"{other} {ms(s)}" for other, s in self.in_others_s.get(name, {}).items())
+            cells = (ms(of[name]) if name in of else "" for of in times.values())
+            rows.append((name, *self._exposed_cells(name), *cells, ", ".join(others)))
+        titles = ("task", *_EXPOSED, *times, "in others ms")
         return "\n".join([self._summary(), table(titles, rows), *self._notes(), _READ])
-
-    @property
-    def _times_s(self) -> tuple[Mapping[str, float], ...]:
-        device = (self.device_s,) if self.device_s else ()
-        return (self.host_s, self.blocked_s, *device, self.replay_s)
 
     def records(self) -> list[dict[str, Any]]:
         """A row per task, of plain values; all times are milliseconds."""
-        by_column = {
-            "exposed_ms": self.exposed_s,
-            "raw_ms": self.raw_s,
-            "spread_ms": self.spread_s,
-            "host_ms": self.host_s,
-            "blocked_ms": self.blocked_s,
-            "device_ms": self.device_s,
-            "replay_ms": self.replay_s,
-        }
-        return [
-            {
-                "batch": self.batch,
-                "mode": self.mode,
-                "task": name,
-                **{title: _ms_or_none(of.get(name)) for title, of in by_column.items()},
-                "baseline_ms": 1e3 * self.baseline_s,
-                "not_measured": self.not_measured.get(name, ""),
-            }
-            for name in self.host_s
-        ]
+        rows = []
+        for name in self.host_s:
+            row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
+            for what in ("exposed", "raw", "spread", "host", "blocked", "device", "replay"):
+                seconds = getattr(self, f"{what}_s").get(name)
+                row[f"{what}_ms"] = None if seconds is None else 1e3 * seconds
+            row["baseline_ms"] = 1e3 * self.baseline_s
+            row["not_measured"] = self.not_measured.get(name, "")
+            rows.append(row)
+        return rows
 
     def add_to_tensorboard(self, writer: Any, step: int | None = None) -> None:
         """Add scalars in milliseconds: the baseline, and each task's exposed time.
@@ -201,27 +233,16 @@ class ProfileResult(Report):
     def diff(self, after: ProfileResult) -> ProfileDiff:
         """What changed from this profile to ``after``, with 95% intervals."""
         names = dict.fromkeys((*self.host_s, *after.host_s))
+        steps = [Estimate(each.baseline_s, each.baseline_spread_s) for each in (self, after)]
         return ProfileDiff(
-            Change.of("iteration", self._iteration, after._iteration),
+            Change.of("iteration", *steps),
             tuple(Change.of(name, self._exposed(name), after._exposed(name)) for name in names),
         )
-
-    @property
-    def _iteration(self) -> Estimate:
-        return Estimate(self.baseline_s, self.baseline_spread_s)
 
     def _exposed(self, name: str) -> Estimate | None:
         if name not in self.raw_s:
             return None
         return Estimate(self.raw_s[name], self.spread_s[name])
-
-    def plot(self, path: str | Path) -> None:
-        """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        bar_chart([self._bars()], path)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -242,15 +263,16 @@ class ProfileResult(Report):
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a profile result has exactly the keys {sorted(names)}, not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        joint = tuple(map(Joint.from_dict, data["joint"]))
-        advice = tuple(map(Advice.from_dict, data["advice"]))
+        joint = tuple(Joint(**{**each, "tasks": tuple(each["tasks"])}) for each in data["joint"])
+        advice = tuple(Advice(**each) for each in data["advice"])
         return cls(**{**data, **lists, "joint": joint, "advice": advice})
 
     def _exposed_cells(self, name: str) -> tuple[str, str, str]:
         """The cells below ``_EXPOSED`` for one task; "<" is what is not told apart from 0."""
-        if name not in self.exposed_s:
-            return "not measured", "", ""
-        return self._cells(self.raw_s[name], self.spread_s[name])
+        exposed = self._exposed(name)
+        if exposed is None:
+            return "not measured" if name in self.host_s else "", "", ""
+        return self._cells(*exposed)
 
     def _cells(self, value_s: float, spread_s: float) -> tuple[str, str, str]:
         below = 0 < spread_s >= abs(value_s)
@@ -258,10 +280,6 @@ class ProfileResult(Report):
         share = shown_s / self.baseline_s if self.baseline_s else 0.0
         sign = "< " if below else ""
         return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}"
-
-    def _cells_of(self, name: str) -> tuple[str, str, str]:
-        """The same in a table with other results, which may have other tasks."""
-        return self._exposed_cells(name) if name in self.host_s else ("", "", "")
 
     def _summary(self) -> str:
         slow = 1 - self.baseline_median_s / self.baseline_s if self.baseline_s else 0.0
@@ -323,9 +341,9 @@ class ProfileResult(Report):
         )
         yield f"put back: {found}"
 
-    def _bars(self) -> Bars:
+    def _bars(self) -> list[Bars]:
         label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
-        return Bars(label, self.exposed_s, self.spread_s)
+        return [Bars(label, self.exposed_s, self.spread_s)]
 
 
 class ProfileResults(Report, Sequence[ProfileResult]):
@@ -364,9 +382,7 @@ class ProfileResults(Report, Sequence[ProfileResult]):
         headers = ["task"]
         for result in self:
             headers += [f"{result.batch}\n{_EXPOSED[0]}", *(f"\n{title}" for title in _EXPOSED[1:])]
-        rows = [
-            [name, *(cell for result in self for cell in result._cells_of(name))] for name in tasks
-        ]
+        rows = [[n, *(cell for r in self for cell in r._exposed_cells(n))] for n in tasks]
         notes = dict.fromkeys(note for r in self for note in r._notes(f" on {r.batch}"))
         return "\n".join([*(r._summary() for r in self), table(headers, rows), *notes, _READ])
 
@@ -374,14 +390,8 @@ class ProfileResults(Report, Sequence[ProfileResult]):
         """A row per batch and task, of plain values; all times are milliseconds."""
         return [row for result in self for row in result.records()]
 
-    def plot(self, path: str | Path) -> None:
-        """Draw a bar chart with one bar per task and batch; the suffix selects the format.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-            ValueError: There are no results.
-        """
-        bar_chart([result._bars() for result in self], path)
+    def _bars(self) -> list[Bars]:
+        return [bars for result in self for bars in result._bars()]
 
     def to_json(self) -> str:
         return json.dumps([asdict(result) for result in self], indent=2)
@@ -392,7 +402,3 @@ class ProfileResults(Report, Sequence[ProfileResult]):
         if not isinstance(data, list):
             raise ValueError(f"profile results are a JSON list, not {type(data).__name__}")
         return cls(ProfileResult.from_dict(entry) for entry in data)
-
-
-def _ms_or_none(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds

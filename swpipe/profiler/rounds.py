@@ -32,7 +32,7 @@ from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import PlanRun, SerialRun, WindowTimer
+from swpipe.profiler.measure import Run, WindowTimer
 from swpipe.profiler.run_queue import disturbed, waited_s
 from swpipe.profiler.spread import on_the_line, time_saved
 
@@ -263,7 +263,7 @@ class Rounds:
             self.times[kind].add(seen, set(run.iterations(measured)))
         return [(kind, seconds[measured]) for kind, measured in zip(order, where, strict=True)]
 
-    def _visit(self, run: SerialRun | PlanRun, kind: Kind) -> slice:
+    def _visit(self, run: Run, kind: Kind) -> slice:
         timer, self._kind = self._timer, kind
         least = timer.pipe.plan.depth if timer.pipelined else 1
         length = max(least, timer.measure)

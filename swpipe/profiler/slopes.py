@@ -27,11 +27,11 @@ from typing import Any
 
 from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
+from swpipe._state.loop import LoopState
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.diff import ms, table
 from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.rounds import Counts, Kind, Rounds
 from swpipe.profiler.spread import Estimate, time_saved
 
@@ -135,23 +135,19 @@ def measure_slopes(
     if not share > 0:
         raise ValueError(f"share is {share!r}: give a number greater than 0, as 0.2")
     counts = Counts(num_warmup, num_measure, num_rounds, seconds)
-    profiler = TaskProfiler(pipe, state=state)
     pipe.check_idle("measuring slopes")
-    saved = profiler.save()
+    saved = LoopState(pipe.tasks, state, pipe.device)
     timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, True)
     names = [task.name for task in pipe.tasks]
     kinds: list[Kind] = [(name,) for name in names]
     delays = _Delays(pipe)
-    try:
-        with pipe.borrow(), saved.guard():
-            _, times = Rounds(timer, counts, saved.restore_training).warm_up()
-            delays.seconds = {name: max(LEAST_S, share * times.host_s[name]) for name in names}
-            slower = Rounds(timer, counts, saved.restore_training, delays.slower)
-            slower.measure(kinds, lambda: None)
-            faster = Rounds(timer, counts, saved.restore_training, delays.faster)
-            faster.measure(kinds, lambda: None)
-    finally:
-        saved.restore()
+    with saved.trial(), pipe.borrow():
+        _, times = Rounds(timer, counts, saved.restore_training).warm_up()
+        delays.seconds = {name: max(LEAST_S, share * times.host_s[name]) for name in names}
+        slower = Rounds(timer, counts, saved.restore_training, delays.slower)
+        slower.measure(kinds, lambda: None)
+        faster = Rounds(timer, counts, saved.restore_training, delays.faster)
+        faster.measure(kinds, lambda: None)
     longer, shorter = time_saved(slower.saved_s), time_saved(faster.saved_s)
     host_s = slower.times[()].host_s
     return Slopes(

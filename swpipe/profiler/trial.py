@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts
 
@@ -75,16 +75,13 @@ def try_plans(
             for name, plan in plans.items()
         }
         first = next(iter(pipes.values()))
-        saved = TaskProfiler(first, state=state).save()
+        saved = LoopState(first.tasks, state, first.device)
         order = list(pipes)
         for turn, batch in enumerate(batches):
             for name in order if turn % 2 else reversed(order):
                 timer = WindowTimer(
                     pipes[name], batch, copy, num_warmup, num_measure, pipelined=True, pulls=pulls
                 )
-                try:
-                    with pipes[name].borrow(), saved.guard():
-                        samples[name] += timer.window()
-                finally:
-                    saved.restore()
+                with saved.trial(), pipes[name].borrow():
+                    samples[name] += timer.window()
     return {name: median(each) for name, each in samples.items()}

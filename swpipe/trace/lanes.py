@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from swpipe._engine.program import OWN
 from swpipe.trace.causes import Causes
 from swpipe.trace.perfetto import Arrow
-from swpipe.trace.span import Row, Span, extent_ns, in_order, rows_of
+from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order
 
 ELSE = "(else)"
 """A wait for something else: another thread's wake-up, or what was not recorded."""
@@ -53,36 +54,24 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[Lane, ...]:
     """
     begin_ns, end_ns = extent_ns(spans)
     causes = Causes(spans, arrows)
-    by_row: dict[Row, list[Span]] = defaultdict(list)
-    for span in in_order(spans):
-        by_row[span.row].append(span)
     found = []
-    for row in rows_of(spans):
-        busy_ns, reached_ns = 0, begin_ns
+    for row, (on_row, _) in Panel("", in_order(spans)).by_row().items():
+        reached_ns = begin_ns
         waiting_ns: dict[str, int] = defaultdict(int)
-        for span in by_row[row]:
-            wait_from_ns = max(reached_ns, span.start_ns - span.wait_ns)
-            for task, part_ns in _wait(span, wait_from_ns, causes):
-                waiting_ns[task] += part_ns
-            busy_ns += max(0, span.end_ns - max(reached_ns, span.start_ns))
+        for span in on_row:
+            from_ns = max(reached_ns, span.start_ns - span.wait_ns)
+            if from_ns < span.start_ns:
+                cause, until_ns = causes.of(span), from_ns
+                if cause.span is not None and cause.why != "row":
+                    until_ns = max(from_ns, cause.end_ns)
+                    waiting_ns[cause.span.task] += until_ns - from_ns
+                waiting_ns[ELSE] += span.start_ns - until_ns
             reached_ns = max(reached_ns, span.end_ns)
+        busy_ns = covered_ns(on_row)
         idle_ns = end_ns - begin_ns - busy_ns - sum(waiting_ns.values())
         longest_first = sorted(waiting_ns.items(), key=lambda item: -item[1])
-        found.append(Lane(row, busy_ns, dict(longest_first), idle_ns))
+        found.append(Lane(row, busy_ns, {task: ns for task, ns in longest_first if ns}, idle_ns))
     return tuple(found)
-
-
-def _wait(span: Span, from_ns: int, causes: Causes) -> list[tuple[str, int]]:
-    """What a span waited for, and how long."""
-    if span.start_ns <= from_ns:
-        return []
-    cause = causes.of(span)
-    until_ns = min(span.start_ns, cause.end_ns)
-    if cause.span is None or cause.why == "row" or until_ns <= from_ns:
-        return [(ELSE, span.start_ns - from_ns)]
-    rest_ns = span.start_ns - until_ns
-    parts = [(cause.span.task, until_ns - from_ns), (ELSE, rest_ns)]
-    return [(task, part_ns) for task, part_ns in parts if part_ns]
 
 
 def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
@@ -99,34 +88,18 @@ def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
     def counts(span: Span) -> bool:
         return span.row.kind == "stream" or span.task not in on_stream
 
-    mine = _union((s.start_ns, s.end_ns) for s in spans if s.task in tasks and counts(s))
-    others = _union(
-        (s.start_ns, s.end_ns)
-        for s in spans
-        if s.task not in tasks and not s.task.startswith("<") and counts(s)
-    )
-    total_ns = sum(end - start for start, end in mine)
-    return _overlap_ns(mine, others) / total_ns if total_ns else None
+    mine = [span for span in spans if span.task in tasks and counts(span)]
+    others = [s for s in spans if s.task not in (*tasks, *OWN) and counts(s)]
+    mine_ns = covered_ns(mine)
+    both_ns = mine_ns + covered_ns(others) - covered_ns([*mine, *others])
+    return both_ns / mine_ns if mine_ns else None
 
 
-def _union(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same times without overlaps, in order."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(parts):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
+def covered_ns(spans: Iterable[Span], begin_ns: int = -(2**63), end_ns: int = 2**63) -> int:
+    """The time from ``begin_ns`` to ``end_ns`` in which at least one of the spans ran."""
+    found, reached_ns = 0, begin_ns
+    for span in in_order(spans):
+        stop_ns = min(span.end_ns, end_ns)
+        found += max(0, stop_ns - max(span.start_ns, reached_ns))
+        reached_ns = max(reached_ns, stop_ns)
     return found
-
-
-def _overlap_ns(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
-    total, k = 0, 0
-    for start, end in one:
-        while k < len(other) and other[k][1] <= start:
-            k += 1
-        j = k
-        while j < len(other) and other[j][0] < end:
-            total += min(end, other[j][1]) - max(start, other[j][0])
-            j += 1
-    return total

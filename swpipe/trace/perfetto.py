@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,11 +50,23 @@ class Arrow(NamedTuple):
 
 
 class Document(NamedTuple):
-    """The content of a file."""
+    """The content of a file, as the attributes of a ``Trace``."""
 
     spans: tuple[Span, ...]
     arrows: tuple[Arrow, ...]
     origin_ns: int
+
+    def events(self, shift_ns: int = 0) -> list[Event]:
+        """The events, later by ``shift_ns``; each has the process and track of its row."""
+        places: dict[Row, Event] = {
+            row: {"pid": PROCESSES[row.kind][0], "tid": tid}
+            for tid, row in enumerate(rows_of(self.spans), start=1)
+        }
+        spans, arrows = self.spans, self.arrows
+        events = [*_tracks(places), *_tasks(spans, places), *_flows(spans, arrows, places)]
+        if shift_ns:
+            events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
+        return events
 
 
 def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
@@ -65,19 +77,14 @@ def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
     return tuple(found)
 
 
-def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow], origin_ns: int) -> None:
+def save(path: Path, content: Document) -> None:
     """Write the file, compressed if its name ends in ``.gz``."""
-    document = {
-        "traceEvents": _events(spans, arrows, 0),
-        "displayTimeUnit": "ms",
-        "otherData": {"producer": "swpipe", "arrows": arrows, "origin_ns": origin_ns},
-    }
+    other = {"producer": "swpipe", "arrows": content.arrows, "origin_ns": content.origin_ns}
+    document = {"traceEvents": content.events(), "displayTimeUnit": "ms", "otherData": other}
     _write(path, document)
 
 
-def add_to(
-    path: Path, other: Path, spans: Sequence[Span], arrows: Sequence[Arrow], origin_ns: int
-) -> None:
+def add_to(path: Path, other: Path, content: Document) -> None:
     """Write what torch.profiler has exported to ``other``, with these spans beside it.
 
     Raises:
@@ -91,14 +98,8 @@ def add_to(
             f"{str(other)!r} is not a trace of torch.profiler: it has no traceEvents, or no "
             "baseTimeNanoseconds; give a file that export_chrome_trace() wrote"
         )
-    _write(path, {**document, "traceEvents": events + _events(spans, arrows, origin_ns - base_ns)})
-
-
-def _events(spans: Sequence[Span], arrows: Sequence[Arrow], shift_ns: int) -> list[Event]:
-    events = [*_tracks(spans), *_tasks(spans), *_flows(spans, arrows)]
-    if shift_ns:
-        events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
-    return events
+    added = content.events(content.origin_ns - base_ns)
+    _write(path, {**document, "traceEvents": events + added})
 
 
 def _write(path: Path, document: Event) -> None:
@@ -190,26 +191,13 @@ def _origin_ns(value: object) -> int:
     return value
 
 
-def _us(ns: int) -> float:
-    return ns / 1000
-
-
 def _ns(us: float) -> int:
     if not abs(us) <= MOST_US:  # as nan
         raise ValueError(f"{shown(us)} is no time in microseconds")
     return round(us * 1000)
 
 
-def _places(spans: Iterable[Span]) -> dict[Row, Event]:
-    """The process and track of every row."""
-    return {
-        row: {"pid": PROCESSES[row.kind][0], "tid": tid}
-        for tid, row in enumerate(rows_of(spans), start=1)
-    }
-
-
-def _tracks(spans: Sequence[Span]) -> Iterator[Event]:
-    places = _places(spans)
+def _tracks(places: Mapping[Row, Event]) -> Iterator[Event]:
     kinds = sorted({PROCESSES[row.kind] for row in places})
     tracks = [("process", {"pid": number}, name, number) for number, name in kinds]
     tracks += [("thread", place, row.name, place["tid"]) for row, place in places.items()]
@@ -218,22 +206,22 @@ def _tracks(spans: Sequence[Span]) -> Iterator[Event]:
         yield {"ph": "M", "name": f"{what}_sort_index", **place, "args": {"sort_index": index}}
 
 
-def _tasks(spans: Sequence[Span]) -> Iterator[Event]:
-    places = _places(spans)
+def _tasks(spans: Sequence[Span], places: Mapping[Row, Event]) -> Iterator[Event]:
     for span in spans:
+        start_us, wait_us = span.start_ns / 1000, span.wait_ns / 1000
+        about = {"iteration": span.iteration}
         if span.wait_ns:
-            times = {"ts": _us(span.start_ns - span.wait_ns), "dur": _us(span.wait_ns)}
-            about = {"iteration": span.iteration}
+            times = {"ts": (span.start_ns - span.wait_ns) / 1000, "dur": wait_us}
             wait = {"ph": "X", "cat": "wait", "name": "wait", "args": about}
             yield {**wait, **times, **places[span.row]}
-        times = {"ts": _us(span.start_ns), "dur": _us(span.duration_ns)}
-        args = {"iteration": span.iteration, "wait_us": _us(span.wait_ns)}
-        task = {"ph": "X", "cat": "task", "name": span.task, "args": args}
+        times = {"ts": start_us, "dur": span.duration_ns / 1000}
+        task = {"ph": "X", "cat": "task", "name": span.task, "args": {**about, "wait_us": wait_us}}
         yield {**task, **times, **places[span.row]}
 
 
-def _flows(spans: Sequence[Span], arrows: Iterable[Arrow]) -> Iterator[Event]:
-    places = _places(spans)
+def _flows(
+    spans: Sequence[Span], arrows: Iterable[Arrow], places: Mapping[Row, Event]
+) -> Iterator[Event]:
     runs = {(span.task, span.iteration): span for span in spans if span.row.kind == "thread"}
     iterations = sorted({span.iteration for span in spans})
     ends = [
@@ -247,5 +235,5 @@ def _flows(spans: Sequence[Span], arrows: Iterable[Arrow]) -> Iterator[Event]:
             flow = {"cat": "dependence", "name": "dependence", "id": number}
             # An arrow starts at the slice that is open at its time, so 1 ns before the end.
             start_ns = max(before.start_ns, before.end_ns - 1)
-            yield {"ph": "s", **flow, **places[before.row], "ts": _us(start_ns)}
-            yield {"ph": "f", "bp": "e", **flow, **places[after.row], "ts": _us(after.start_ns)}
+            yield {"ph": "s", **flow, **places[before.row], "ts": start_ns / 1000}
+            yield {"ph": "f", "bp": "e", **flow, **places[after.row], "ts": after.start_ns / 1000}

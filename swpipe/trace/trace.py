@@ -17,7 +17,7 @@ from swpipe.core.task import TaskRef, names_of
 from swpipe.trace import perfetto, timeline
 from swpipe.trace.chart import chart, label
 from swpipe.trace.critical_path import CriticalPath, critical_path
-from swpipe.trace.lanes import Lane, hidden, lanes
+from swpipe.trace.lanes import Lane, covered_ns, hidden, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
@@ -40,6 +40,8 @@ class TaskTimes:
 
 class Trace(Rows):
     """A record of when each task ran, from ``SWPipeline.trace`` or ``Trace.load``.
+
+    What cannot be said or drawn of an empty trace raises a ValueError.
 
     Attributes:
         spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
@@ -102,20 +104,12 @@ class Trace(Rows):
         """The fraction of time in which each row was busy, from the first start to the last end.
 
         Spans in ``beside`` count too.
-
-        Raises:
-            ValueError: The trace is empty.
         """
         begin_ns, end_ns = extent_ns(self.spans)
-        worked: dict[Row, int] = dict.fromkeys(rows_of(self.spans), 0)
-        reached = dict.fromkeys(worked, begin_ns)
-        for span in in_order((*self.spans, *self.beside)):
-            if span.row in worked:  # spans of one stream may overlap, and overlaps count once
-                start_ns = max(span.start_ns, reached[span.row])
-                stop_ns = min(span.end_ns, end_ns)
-                worked[span.row] += max(0, stop_ns - start_ns)
-                reached[span.row] = max(reached[span.row], stop_ns)
-        return {row: time_ns / max(1, end_ns - begin_ns) for row, time_ns in worked.items()}
+        return {
+            row: covered_ns((*spans, *beside), begin_ns, end_ns) / max(1, end_ns - begin_ns)
+            for row, (spans, beside) in Panel("", self.spans, self.beside).by_row().items()
+        }
 
     def task_times(self) -> tuple[TaskTimes, ...]:
         """The mean times per row and task, sorted by row."""
@@ -131,11 +125,7 @@ class Trace(Rows):
         return tuple(times)
 
     def lanes(self) -> tuple[Lane, ...]:
-        """What each thread and stream did: busy, waiting and for what, idle.
-
-        Raises:
-            ValueError: The trace is empty.
-        """
+        """What each thread and stream did: busy, waiting and for what, idle."""
         return lanes(self.spans, self.arrows)
 
     def hidden(self, *tasks: TaskRef) -> float | None:
@@ -149,11 +139,7 @@ class Trace(Rows):
         return hidden(self.spans, names_of(tasks))
 
     def critical_path(self) -> CriticalPath:
-        """The chain of spans and waits that the length of the trace comes from.
-
-        Raises:
-            ValueError: The trace is empty.
-        """
+        """The chain of spans and waits that the length of the trace comes from."""
         return critical_path(self.spans, self.arrows)
 
     def records(self) -> list[dict[str, Any]]:
@@ -175,11 +161,7 @@ class Trace(Rows):
         return self.format_summary() if self.spans else repr(self)
 
     def format_summary(self) -> str:
-        """What each row did, its tasks' times, the critical path, and the initiation interval.
-
-        Raises:
-            ValueError: The trace is empty.
-        """
+        """What each row did, its tasks' times, the critical path, and the initiation interval."""
         from tabulate import tabulate
 
         lines: list[tuple[Any, ...]] = []
@@ -207,7 +189,7 @@ class Trace(Rows):
 
         A file whose name ends in ``.gz`` is compressed, to a tenth or so; Perfetto reads it.
         """
-        perfetto.save(Path(path), self.spans, self.arrows, self.origin_ns)
+        perfetto.save(Path(path), self._document)
 
     def save_with(self, profiled: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         """Write what ``torch.profiler`` has exported, and this trace beside it, on one clock.
@@ -222,8 +204,11 @@ class Trace(Rows):
         """
         if not self.origin_ns:
             raise ValueError("it is not known when this trace was recorded: record it again")
-        where = Path(path), Path(profiled)
-        perfetto.add_to(*where, self.spans, self.arrows, self.origin_ns)
+        perfetto.add_to(Path(path), Path(profiled), self._document)
+
+    @property
+    def _document(self) -> perfetto.Document:
+        return perfetto.Document(self.spans, self.arrows, self.origin_ns)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -232,25 +217,24 @@ class Trace(Rows):
         Raises:
             ValueError: The file has another format.
         """
-        document = perfetto.load(Path(path))
-        return cls(document.spans, arrows=document.arrows, origin_ns=document.origin_ns)
+        spans, arrows, origin_ns = perfetto.load(Path(path))
+        return cls(spans, arrows=arrows, origin_ns=origin_ns)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.
 
         Raises:
-            ValueError: The trace is empty.
             ImportError: matplotlib is not installed; see ``swpipe[plot]``.
         """
-        timeline.plot(_panels({"": self}), path, title=title)
+        plot_stacked({"": self}, path, title=title)
 
     def format(self, width: int = 100) -> str:
         """Draw the trace for a terminal of ``width`` columns.
 
         Raises:
-            ValueError: The trace is empty, or ``width`` is too small.
+            ValueError: ``width`` is too small.
         """
-        return chart(_panels({"": self}), width)
+        return format_stacked({"": self}, width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,7 +387,7 @@ def test_a_step_on_a_worker_thread_is_guarded() -> None:
         trained = copy.deepcopy(model.state_dict())
         saved = LoopState(tasks, nn.Linear(1, 1), pipe.device)
         with pytest.raises(UnsavedStateError, match="step of an optimizer"):
-            with saved.guard(always=True):
+            with saved.trial(always=True):
                 pipe.run([None])
     assert all(map(torch.equal, trained.values(), model.state_dict().values()))
     assert not torch.equal(before["weight"], trained["weight"])
