@@ -32,15 +32,7 @@ from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
 from swpipe.core.messages import plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.workload import (
-    DEFAULT,
-    MOST_COUNT,
-    MOST_SEED,
-    Run,
-    Training,
-    Workload,
-    alternate,
-)
+from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Run, Training, Workload, alternate
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
@@ -282,10 +274,7 @@ def _training(work: Workload) -> Training:
 
 @contextmanager
 def open_runs(
-    training: Training,
-    config: Any,
-    plans: Sequence[tuple[str, PipelinePlan]],
-    steps: int | None,
+    training: Training, config: Any, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
 ) -> Iterator[list[Run]]:
     """One run per named plan, of the same configuration."""
     with ExitStack() as stack:

@@ -286,11 +286,7 @@ def _planned(
 
 
 def join_stages(
-    plan: PipelinePlan,
-    costs: CostModel,
-    allowed: Callable[[PipelinePlan], bool],
-    *,
-    streams: bool,
+    plan: PipelinePlan, costs: CostModel, allowed: Callable[[PipelinePlan], bool], *, streams: bool
 ) -> tuple[PipelinePlan, tuple[str, ...]]:
     """Put tasks of one stage into one thread group, where parting them gains nothing.
 

@@ -132,11 +132,7 @@ def with_undeclared(limits: Limits, effects: EffectTable) -> tuple[Limits, list[
 
 
 def _choice(
-    plan: PipelinePlan,
-    costs: CostModel,
-    limits: Limits,
-    streams: bool,
-    effort: float,
+    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float
 ) -> Choice:
     """The plan found, with the pull on the thread group that ``plan`` gives it."""
     pulls_apart = plan.pull_group is not None

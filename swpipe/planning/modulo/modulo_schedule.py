@@ -48,9 +48,7 @@ def serial_schedule(graph: ScheduleGraph) -> ModuloSchedule:
 
 
 def period_order_of(
-    graph: ScheduleGraph,
-    stages: Sequence[int],
-    rank: Mapping[int, tuple[int, ...]],
+    graph: ScheduleGraph, stages: Sequence[int], rank: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, ...]:
     """The tasks in the order of a period: the least rank first, where dependences allow it.
 

@@ -114,12 +114,7 @@ def assign_lookaheads(
 
 
 def best_assignment(
-    plan: PipelinePlan,
-    costs: CostModel,
-    rules: Rules,
-    priority: Sequence[str],
-    *,
-    streams: bool,
+    plan: PipelinePlan, costs: CostModel, rules: Rules, priority: Sequence[str], *, streams: bool
 ) -> Scored | None:
     """The best plan over all assignments, with an order of the period closest to ``priority``.
 

@@ -74,10 +74,7 @@ POLICIES: Mapping[str, Callable[[PolicyInputs, str], Rank]] = {
     "longest elsewhere first": lambda by, n: (
         (True, -by.remaining_us[n]) if n in by.roles.caller else (False, -by.cost[n].total_us)
     ),
-    "collectives early": lambda by, n: (
-        by.position.get(n, len(by.position)),
-        -by.remaining_us[n],
-    ),
+    "collectives early": lambda by, n: (by.position.get(n, len(by.position)), -by.remaining_us[n]),
     "copies early": lambda by, n: (n not in by.copies, -by.remaining_us[n]),
     "least slack first": lambda by, n: (by.slack_us[n], -by.remaining_us[n]),
 }

@@ -12,11 +12,7 @@ from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
-from swpipe.planning.simulation.event_simulator import (
-    UNBOUNDED,
-    EventSimulator,
-    simulate_run,
-)
+from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.span import Row
 
