@@ -28,7 +28,7 @@ from swpipe.cli.arguments import (
     loader_of,
     save,
 )
-from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code, one_line_errors
+from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
 from swpipe.core.messages import plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
@@ -82,8 +82,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        with one_line_errors():
-            echo(f"swpipe {swpipe.__version__}")
+        echo(f"swpipe {swpipe.__version__}")
         raise typer.Exit
 
 
@@ -98,13 +97,12 @@ def check_command(
     ] = False,
 ) -> None:
     """Under torchrun some commands run on all ranks; the others make no sense there."""
-    with one_line_errors():
-        if context.obj is not None and context.invoked_subcommand not in ranks.COMMANDS:
-            there = ", ".join(ranks.COMMANDS)
-            raise UserError(
-                f"{context.invoked_subcommand}: under torchrun there are {there}; "
-                "start this one without it"
-            )
+    if context.obj is not None and context.invoked_subcommand not in ranks.COMMANDS:
+        there = ", ".join(ranks.COMMANDS)
+        raise UserError(
+            f"{context.invoked_subcommand}: under torchrun there are {there}; "
+            "start this one without it"
+        )
 
 
 @app.command("train")
@@ -120,7 +118,6 @@ def train(
         int | None,
         typer.Option(min=1, max=MOST_COUNT, help="How many; none: once through the data."),
     ] = None,
-    device: options.Device = None,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="OUT.json", help="Record the last steps; for Perfetto or `trace`."),
@@ -128,34 +125,33 @@ def train(
     **given: Any,
 ) -> None:
     """Train a workload: the click model, unless another is named."""
-    with one_line_errors():
-        if plan and compare:
-            raise UserError("--plan and --compare: give one of them")
-        rank: ranks.Rank | None = context.obj
-        check_outputs(rank, timeline)
-        work = find_workload(workload, rank)
-        training = _training(work)
-        wanted = (compare or plan or work.usual_plan).split(",")
-        plans = {name: load_plan(name, work.plans) for name in wanted if name != AUTO}
-        if rank is not None:
-            rank.agree(
-                ranks.command_facts("train", context.params, [plans.get(name) for name in wanted])
-            )
-        config = configured(work, {**given, "device": device}, rank)
-        tuned = None
-        if AUTO in wanted:
-            with closing(work.open_job(config)) as job:
-                tuned = OpenWorkload(work, job, config.device).tune()
-            plans = {name: plans.get(name, tuned.plan) for name in wanted}
-            echo(f"auto: {tuned.format()}")
-        labelled = list(zip(numbered(wanted), map(plans.__getitem__, wanted), strict=True))
-        with open_runs(training, config, labelled, steps) as runs:
-            recorded = train_runs(runs)
-            echo(training.report(runs))
-            if tuned is not None:
-                echo(format_outcome(tuned, runs[wanted.index(AUTO)]))
-            what = f"timeline of the last steps under {runs[-1].name}:"
-            save(rank, Output(what, timeline, recorded.save))
+    if plan and compare:
+        raise UserError("--plan and --compare: give one of them")
+    rank: ranks.Rank | None = context.obj
+    check_outputs(rank, timeline)
+    work = find_workload(workload, rank)
+    training = _training(work)
+    wanted = (compare or plan or work.usual_plan).split(",")
+    plans = {name: load_plan(name, work.plans) for name in wanted if name != AUTO}
+    if rank is not None:
+        rank.agree(
+            ranks.command_facts("train", context.params, [plans.get(name) for name in wanted])
+        )
+    config = configured(work, given, rank)
+    tuned = None
+    if AUTO in wanted:
+        with closing(work.open_job(config)) as job:
+            tuned = OpenWorkload(work, job, config.device).tune()
+        plans = {name: plans.get(name, tuned.plan) for name in wanted}
+        echo(f"auto: {tuned.format()}")
+    labelled = list(zip(numbered(wanted), map(plans.__getitem__, wanted), strict=True))
+    with open_runs(training, config, labelled, steps) as runs:
+        recorded = train_runs(runs)
+        echo(training.report(runs))
+        if tuned is not None:
+            echo(format_outcome(tuned, runs[wanted.index(AUTO)]))
+        what = f"timeline of the last steps under {runs[-1].name}:"
+        save(rank, Output(what, timeline, recorded.save))
 
 
 @app.command("profile")
@@ -173,27 +169,25 @@ def profile(
         float | None,
         typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),
     ] = None,
-    device: options.Device = None,
     output: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write the figures as JSON.")
     ] = None,
     **given: Any,
 ) -> None:
     """Show what each task of a workload really costs: its exposed time."""
-    with one_line_errors():
-        rank: ranks.Rank | None = context.obj
-        check_outputs(rank, output)
-        work = find_workload(workload, rank)
-        plan = plan or work.usual_plan
-        loaded = load_plan(plan, work.plans) if work.plans and plan != AUTO else None
-        if rank is not None:
-            rank.agree(ranks.command_facts("profile", context.params, [loaded]))
-        opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
-        with closing(opened.job), about_plan(plan):
-            loaded = loaded or named_plan(opened, plan)
-            results = profile_job(opened, loaded, batches, rounds, not serially, seconds=seconds)
-        echo(format_breakdown(results))
-        save(rank, Output("written to", output, results.save))
+    rank: ranks.Rank | None = context.obj
+    check_outputs(rank, output)
+    work = find_workload(workload, rank)
+    plan = plan or work.usual_plan
+    loaded = load_plan(plan, work.plans) if work.plans and plan != AUTO else None
+    if rank is not None:
+        rank.agree(ranks.command_facts("profile", context.params, [loaded]))
+    opened = OpenWorkload.of(workload, given, rank)
+    with closing(opened.job), about_plan(plan):
+        loaded = loaded or named_plan(opened, plan)
+        results = profile_job(opened, loaded, batches, rounds, not serially, seconds=seconds)
+    echo(format_breakdown(results))
+    save(rank, Output("written to", output, results.save))
 
 
 @app.command("trace")
@@ -215,34 +209,32 @@ def draw_trace(
     steps: Annotated[
         int, typer.Option(min=1, max=MOST_COUNT, help="How many to record.")
     ] = _TRACED,
-    device: options.Device = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write what was recorded.")
     ] = None,
     **given: Any,
 ) -> None:
     """Draw a saved timeline, or record one of a workload."""
-    with one_line_errors():
-        if (saved is None) == (not workload):
-            raise UserError("trace: name a saved timeline, or a --workload to record; one of them")
-        if saved is not None:
-            if timeline is not None:
-                raise UserError("--timeline: it is for what is recorded; name a --workload")
-            output = output or saved.with_suffix(".png")
-            recorded = load_timeline(saved)
-            check_outputs(None, pictures=[output])
-        else:
-            check_outputs(None, timeline, pictures=[output])
-            opened = OpenWorkload.of(workload, {**given, "device": device}, None)
-            plan = plan or opened.workload.usual_plan
-            with closing(opened.job), about_plan(plan):
-                recorded = record_job(opened, named_plan(opened, plan), steps)
-        echo(recorded.format_summary())
-        save(
-            None,
-            Output("timeline:", timeline, recorded.save),
-            Output("drawn into", output, recorded.plot),
-        )
+    if (saved is None) == (not workload):
+        raise UserError("trace: name a saved timeline, or a --workload to record; one of them")
+    if saved is not None:
+        if timeline is not None:
+            raise UserError("--timeline: it is for what is recorded; name a --workload")
+        output = output or saved.with_suffix(".png")
+        recorded = load_timeline(saved)
+        check_outputs(None, pictures=[output])
+    else:
+        check_outputs(None, timeline, pictures=[output])
+        opened = OpenWorkload.of(workload, given, None)
+        plan = plan or opened.workload.usual_plan
+        with closing(opened.job), about_plan(plan):
+            recorded = record_job(opened, named_plan(opened, plan), steps)
+    echo(recorded.format_summary())
+    save(
+        None,
+        Output("timeline:", timeline, recorded.save),
+        Output("drawn into", output, recorded.plot),
+    )
 
 
 @app.command("demo")
@@ -259,33 +251,32 @@ def demo(
     """Train serially and pipelined, compare, break down, draw; in under three minutes."""
     from swpipe.profiler import ProfileResults
 
-    with one_line_errors():
-        work = find_workload(DEFAULT)
-        training = _training(work)
-        files = [directory / name for name in DEMO_FILES]
-        pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
-        check_outputs(None, *files, pictures=pictures)
-        values = {option.name: option.default for option in work.options}
-        chosen = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
-        config = configured(work, {**values, **chosen}, None)
-        echo("Training the same model under both plans, in turns.")
-        plans = {name: work.plans[name]() for name in ("serial", work.usual_plan)}
-        with open_runs(training, config, list(plans.items()), steps) as runs:
-            recorded = train_runs(runs)
-            echo("\nWhat each task costs, in the plain loop and under the plan.")
-            breakdown = []
-            for label, pipelined in (("plain loop", False), ("under the plan", True)):
-                with closing(work.open_job(config)) as job:
-                    opened = OpenWorkload(work, job, config.device)
-                    plan = plans[work.usual_plan]
-                    breakdown.append(profile_job(opened, plan, 1, 4, pipelined, labels=[label]))
-            for results in breakdown:
-                echo(f"\n{format_breakdown(results)}")
-            echo(f"\n{training.report(runs)}\nfiles:")
-            both = ProfileResults(results[0] for results in breakdown)
-            writes = [recorded.save, *(results.save for results in breakdown)]
-            writes += [recorded.plot, both.plot][: len(pictures)]
-            save(None, *map(partial(Output, " "), [*files, *pictures], writes))
+    work = find_workload(DEFAULT)
+    training = _training(work)
+    files = [directory / name for name in DEMO_FILES]
+    pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
+    check_outputs(None, *files, pictures=pictures)
+    values = {option.name: option.default for option in work.options}
+    chosen = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
+    config = configured(work, {**values, **chosen}, None)
+    echo("Training the same model under both plans, in turns.")
+    plans = {name: work.plans[name]() for name in ("serial", work.usual_plan)}
+    with open_runs(training, config, list(plans.items()), steps) as runs:
+        recorded = train_runs(runs)
+        echo("\nWhat each task costs, in the plain loop and under the plan.")
+        breakdown = []
+        for label, pipelined in (("plain loop", False), ("under the plan", True)):
+            with closing(work.open_job(config)) as job:
+                opened = OpenWorkload(work, job, config.device)
+                plan = plans[work.usual_plan]
+                breakdown.append(profile_job(opened, plan, 1, 4, pipelined, labels=[label]))
+        for results in breakdown:
+            echo(f"\n{format_breakdown(results)}")
+        echo(f"\n{training.report(runs)}\nfiles:")
+        both = ProfileResults(results[0] for results in breakdown)
+        writes = [recorded.save, *(results.save for results in breakdown)]
+        writes += [recorded.plot, both.plot][: len(pictures)]
+        save(None, *map(partial(Output, " "), [*files, *pictures], writes))
 
 
 # ------------------------------------------------------------------------------ train and profile

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +17,7 @@ import torch
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank
-from swpipe.cli.user_errors import UserError, about_plan, echo, reason, told
+from swpipe.cli.user_errors import UserError, about_plan, echo, reason
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.files import check_writable
 from swpipe.core.messages import plain, shown
@@ -164,25 +162,19 @@ def _call(name: str) -> Any:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"workload {name}: {module_name} has no function {function_name!r}")
-    _check_arguments(name, function)
+    try:
+        signature(function).bind()
+    except ValueError:  # written in C, without a signature
+        pass
+    except TypeError as error:
+        raise UserError(
+            f"workload {name}: {error}; name a function that is called without arguments"
+        ) from error
     try:
         return function()
     except BaseException as error:
         add_note(error, f"swpipe: while {name} was called for its tasks and batches")
         raise
-
-
-def _check_arguments(name: str, function: Callable[..., Any]) -> None:
-    try:
-        expected = signature(function)
-    except ValueError:  # written in C, without a signature
-        return
-    try:
-        expected.bind()
-    except TypeError as error:
-        raise UserError(
-            f"workload {name}: {error}; name a function that is called without arguments"
-        ) from error
 
 
 def _check_device(device: str) -> None:
@@ -288,14 +280,13 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
     if where := _elsewhere(name, plans):
         raise UserError(f"plan {name}: it is for {where}; here there are {', '.join(plans)}")
     try:
-        with about_plan(name):
-            return PipelinePlan.load(name)
+        return PipelinePlan.load(name)
     except OSError as error:
         raise UserError(
             f"plan {plain(name)}: {reason(error)}; name a file, or one of {', '.join(plans)}"
         ) from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"plan {plain(name)}: {error}") from error
+    except ValueError as error:  # PlanError, broken TOML or JSON, and bytes that are no text
+        raise UserError(f"plan {plain(name)}: {reason(error)}") from error
 
 
 def _elsewhere(name: str, plans: Plans) -> str:
@@ -319,10 +310,8 @@ def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
     """
     try:
         return load(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # PlanError, broken JSON, and bytes that are no text
         raise UserError(f"{what}{plain(str(path))}: {reason(error)}") from error
-    except ValueError as error:  # PlanError, broken JSON, and bytes that are no text
-        raise UserError(f"{what}{plain(str(path))}: {told(error)}") from error
 
 
 def load_timeline(path: Path) -> Trace:
@@ -398,8 +387,7 @@ def save(rank: Rank | None, *outputs: Output) -> None:
             try:
                 write(path)
             except (OSError, ValueError) as error:  # a picture may be too large
-                why = reason(error) if isinstance(error, OSError) else told(error)
-                failed.append(f"{plain(str(path))}: {why}")
+                failed.append(f"{plain(str(path))}: {reason(error)}")
             else:
                 echo(f"{what} {plain(str(path))}")
     if failed:

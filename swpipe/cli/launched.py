@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from torch.distributed.rendezvous import rendezvous
 from swpipe._distributed.agreement import Facts, differences, plan_facts
 from swpipe._distributed.rank_checks import within
 from swpipe.cli.options import flag
-from swpipe.cli.user_errors import ClickError, Reported, UserError, echo, line_of
+from swpipe.cli.user_errors import REPORTED, UserError, Verdict, echo, verdict_on
 from swpipe.core.messages import one_line, plain, shorten
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import on_cpu
@@ -97,24 +97,11 @@ def _number(name: str, most: int, least: int = 0) -> int:
     except ValueError:
         number = least - 1
     if not least <= number <= most:
-        raise Reported(
+        raise UserError(
             f"{name}={plain(text)}: torchrun sets an integer from {least} to {most}; correct it, "
-            "or unset RANK to run in one process",
-            2,
+            "or unset RANK to run in one process"
         )
     return number
-
-
-class Verdict(NamedTuple):
-    """How the job ends.
-
-    Attributes:
-        message: One line.
-        code: The exit code.
-    """
-
-    message: str
-    code: int
 
 
 class Rank:
@@ -141,10 +128,9 @@ class Rank:
             self._store, *_ = within(JOIN_S, lambda: next(rendezvous("env://")))
         except (RuntimeError, ValueError) as error:
             why = one_line(str(error).partition("\n")[0])
-            raise Reported(
+            raise UserError(
                 f"{here}: cannot join the others: {why}; start all ranks, or unset RANK to run in "
-                "one process",
-                2,
+                "one process"
             ) from error
         # For the other thread, and for failures: to connect to a store that is gone takes minutes.
         self._connection = self._store.clone()
@@ -331,6 +317,6 @@ def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:
             code = command(rank) or 0
             if dist.is_initialized():
                 dist.destroy_process_group()
-    except ClickError as error:
-        rank.end(Verdict(line_of(error), error.exit_code))
+    except REPORTED as error:
+        rank.end(verdict_on(error))
     return code

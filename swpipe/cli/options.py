@@ -21,14 +21,6 @@ Plan = Annotated[
         show_default="the workload's usual plan",
     ),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="Where the tasks work, in torch's words.",
-        show_default="cpu for the click job, else the machine's accelerator",
-    ),
-]
 Workload = Annotated[
     str,
     typer.Option(
@@ -38,12 +30,26 @@ Workload = Annotated[
     ),
 ]
 
+_DEVICE = inspect.Parameter(
+    "device",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Where the tasks work, in torch's words.",
+            show_default="cpu for the click job, else the machine's accelerator",
+        ),
+    ],
+)
+
 _TAKES_OPTIONS: list[tuple[Callable[..., Any], list[inspect.Parameter]]] = []
 """Commands, and their own parameters."""
 
 
 def takes_workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command whose ``**given`` are the options of all workloads."""
+    """Decorate a command whose ``**given`` are the device and the options of all workloads."""
     hints = get_type_hints(command, include_extras=True)
     own = [
         parameter.replace(annotation=hints[parameter.name])
@@ -59,7 +65,7 @@ def declare_workload_options() -> None:
 
     Typer reads a command's signature each time that it parses a command line.
     """
-    extra = [_parameter(option) for option in all_options()]
+    extra = [_DEVICE, *map(_parameter, all_options())]
     for command, own in _TAKES_OPTIONS:
         command.__signature__ = inspect.Signature([*own, *extra])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in (*own, *extra)}

@@ -17,6 +17,7 @@ from swpipe.cli.arguments import (
     OpenWorkload,
     Output,
     check_outputs,
+    find_workload,
     load_file,
     load_plan,
     load_timeline,
@@ -24,7 +25,7 @@ from swpipe.cli.arguments import (
     save,
 )
 from swpipe.cli.launched import Rank, command_facts
-from swpipe.cli.user_errors import UserError, about_plan, echo, one_line_errors
+from swpipe.cli.user_errors import UserError, about_plan, echo
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import plain
 from swpipe.core.plan import MOST_ITERATIONS, PipelinePlan
@@ -66,17 +67,16 @@ def show(
     output: PlanFile = None,
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
-    with one_line_errors():
-        rank: Rank | None = context.obj
-        check_outputs(rank, output)
-        loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank), **PAPER})
-        tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
-        with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
-            streams = any(entry.stream is not None for entry in loaded.schedule.values())
-            kind = "a device with streams" if streams else "the CPU"
-            echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
-            echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
-        save(rank, Output("written to", output, loaded.save))
+    rank: Rank | None = context.obj
+    check_outputs(rank, output)
+    loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank), **PAPER})
+    tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
+    with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
+        streams = any(entry.stream is not None for entry in loaded.schedule.values())
+        kind = "a device with streams" if streams else "the CPU"
+        echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
+        echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
+    save(rank, Output("written to", output, loaded.save))
 
 
 @app.command("infer")
@@ -87,22 +87,20 @@ def infer(
     plan: Annotated[
         str, typer.Option(metavar="PLAN", help="Compare with what this plan declares.")
     ] = "",
-    device: options.Device = None,
     output: PlanFile = None,
     **given: Any,
 ) -> None:
     """Record two iterations: what each task touches, and the dependences that follow."""
-    with one_line_errors():
-        rank = _agreed(context)
-        check_outputs(rank, output)
-        opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
-        compared = load_plan(plan, opened.plans) if plan else None
-        loop = opened.loop()
-        with about_plan(plan or workload):
-            recording = loop.record()
-            echo(str(recording.report(compared)))
-            inferred = loop.inferred_plan(recording)
-        save(rank, Output("written to", output, inferred.save))
+    rank = _agreed(context)
+    check_outputs(rank, output)
+    opened = OpenWorkload.of(workload, given, rank)
+    compared = load_plan(plan, opened.plans) if plan else None
+    loop = opened.loop()
+    with about_plan(plan or workload):
+        recording = loop.record()
+        echo(str(recording.report(compared)))
+        inferred = loop.inferred_plan(recording)
+    save(rank, Output("written to", output, inferred.save))
 
 
 @app.command("check")
@@ -115,22 +113,20 @@ def check(
         int | None,
         typer.Option(min=1, max=2**63 - 1, metavar="BYTES", help="What may be in flight at most."),
     ] = None,
-    device: options.Device = None,
     **given: Any,
 ) -> None:
     """Check a plan against what its tasks touch: the same numbers in every interleaving?"""
-    with one_line_errors():
-        opened = OpenWorkload.of(workload, {**given, "device": device}, _agreed(context))
-        loaded = load_plan(plan, opened.plans)
-        loop = opened.loop()
-        recording = loop.record()
-        with about_plan(plan):
-            verified = verify(
-                loaded, loop.tasks, recording.effects, sizes=recording.sizes, budget_bytes=budget
-            )
-        echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")
-        if verified.footprint is not None:
-            echo(verified.footprint.format())
+    opened = OpenWorkload.of(workload, given, _agreed(context))
+    loaded = load_plan(plan, opened.plans)
+    loop = opened.loop()
+    recording = loop.record()
+    with about_plan(plan):
+        verified = verify(
+            loaded, loop.tasks, recording.effects, sizes=recording.sizes, budget_bytes=budget
+        )
+    echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")
+    if verified.footprint is not None:
+        echo(verified.footprint.format())
 
 
 @app.command("simulate")
@@ -150,39 +146,37 @@ def simulate(
         Path | None, typer.Option(metavar="OUT.json", help="Save it, for Perfetto or `trace`.")
     ] = None,
     width: Annotated[int, typer.Option(min=40, max=500, help="Columns of the timeline.")] = 100,
-    device: options.Device = None,
     keep: KeepCosts = None,
     **given: Any,
 ) -> None:
     """Predict a plan's timeline and interval from what its tasks cost."""
-    with one_line_errors():
-        rank = _agreed(context)
-        check_outputs(rank, timeline, keep, pictures=[picture])
-        if plan in PAPER or costs is not None:
-            loaded, model, streams = _with_costs(plan, costs, rank)
-        else:
-            opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
-            loaded = load_plan(plan, opened.plans)
-            loop = opened.loop(MEASURED)
-            model, streams = loop.measure(loaded), loop.has_streams
-        with about_plan(plan):
-            result = simulate_plan(loaded, model, streams=streams)
-            bounds = lower_bounds(loaded, model, streams=streams)
-        traces = {"predicted": result.trace()}
-        if measured is not None:
-            whole = load_timeline(measured)
-            traces["measured"] = last_iterations(whole, result.iterations)
-        try:
-            chart = format_stacked(traces, width)
-        except ValueError as error:
-            raise UserError(f"--width {width}: {error}") from error
-        echo(f"{chart}\n\n{result.format()}\n\n{bounds.format()}")
-        save(
-            rank,
-            Output("drawn into", picture, lambda path: plot_stacked(traces, path)),
-            Output("timeline:", timeline, result.trace().save),
-            Output("costs written to", keep, model.save),
-        )
+    rank = _agreed(context)
+    check_outputs(rank, timeline, keep, pictures=[picture])
+    if plan in PAPER or costs is not None:
+        loaded, model, streams = _with_costs(plan, costs, rank)
+    else:
+        opened = OpenWorkload.of(workload, given, rank)
+        loaded = load_plan(plan, opened.plans)
+        loop = opened.loop(MEASURED)
+        model, streams = loop.measure(loaded), loop.has_streams
+    with about_plan(plan):
+        result = simulate_plan(loaded, model, streams=streams)
+        bounds = lower_bounds(loaded, model, streams=streams)
+    traces = {"predicted": result.trace()}
+    if measured is not None:
+        whole = load_timeline(measured)
+        traces["measured"] = last_iterations(whole, result.iterations)
+    try:
+        chart = format_stacked(traces, width)
+    except ValueError as error:
+        raise UserError(f"--width {width}: {error}") from error
+    echo(f"{chart}\n\n{result.format()}\n\n{bounds.format()}")
+    save(
+        rank,
+        Output("drawn into", picture, lambda path: plot_stacked(traces, path)),
+        Output("timeline:", timeline, result.trace().save),
+        Output("costs written to", keep, model.save),
+    )
 
 
 @app.command("auto")
@@ -204,34 +198,32 @@ def auto(
         list[str] | None,
         typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),
     ] = None,
-    device: options.Device = None,
     keep: KeepCosts = None,
     output: PlanFile = None,
     **given: Any,
 ) -> None:
     """Choose the best plan under limits, and say why."""
-    with one_line_errors():
-        rank = _agreed(context)
-        check_outputs(rank, keep, output)
-        limits = Limits(in_flight=in_flight, threads=threads, frozen=names(frozen))
-        if not plan:
-            if costs is not None:
-                raise UserError("--costs: name the plan too that carries the dependences")
-            opened = OpenWorkload.of(workload, {**given, "device": device}, rank)
-            tuned = opened.tune(limits)
-            text, chosen, model = tuned.format(), tuned.plan, tuned.costs
-        else:
-            loaded, model, streams = _with_costs(plan, costs, rank)
-            with about_plan(plan):
-                effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
-                choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=effort)
-            text, chosen = choice.format(), choice.plan
-        echo(text)
-        save(
-            rank,
-            Output("costs written to", keep, model.save),
-            Output("written to", output, chosen.save),
-        )
+    rank = _agreed(context)
+    check_outputs(rank, keep, output)
+    limits = Limits(in_flight=in_flight, threads=threads, frozen=names(frozen))
+    if not plan:
+        if costs is not None:
+            raise UserError("--costs: name the plan too that carries the dependences")
+        opened = OpenWorkload.of(workload, given, rank)
+        tuned = opened.tune(limits)
+        text, chosen, model = tuned.format(), tuned.plan, tuned.costs
+    else:
+        loaded, model, streams = _with_costs(plan, costs, rank)
+        with about_plan(plan):
+            effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
+            choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=effort)
+        text, chosen = choice.format(), choice.plan
+    echo(text)
+    save(
+        rank,
+        Output("costs written to", keep, model.save),
+        Output("written to", output, chosen.save),
+    )
 
 
 def _all_plans() -> Plans:
@@ -242,8 +234,7 @@ def _all_plans() -> Plans:
 
 def _ready_made(rank: Rank | None) -> Plans:
     """The default workload's ready-made plans."""
-    work = workloads()[DEFAULT]
-    return (work if rank is None or work.on_ranks is None else work.on_ranks).plans
+    return find_workload(DEFAULT, rank).plans
 
 
 def _with_costs(

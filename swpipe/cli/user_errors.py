@@ -1,6 +1,6 @@
 """What the command line prints, and mistakes of the user, reported in one line.
 
-All text goes through ``echo`` or ``line_of``: file names, rows of a log and texts of exceptions
+All text goes through ``echo`` or ``verdict_on``: file names, rows of a log and texts of exceptions
 come from outside, and a terminal would obey their escape codes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -20,22 +20,15 @@ from swpipe.tasks.workload import InputError, TrainingFailedError
 ClickError: Any = typer.BadParameter.__mro__[2]
 """click's exception for a message and an exit code. Typer exports only classes derived from it."""
 
+REPORTED: Any = (InputError, TrainingFailedError, ClickError)
+"""What a command ends with in one line, and not with a traceback."""
 
-class Reported(typer.BadParameter):
-    """An error that is reported in one line.
 
-    Args:
-        message: The line.
-        code: The exit code.
-    """
+class Verdict(NamedTuple):
+    """How a command ends: a message of one line, and the exit code."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code
-
-    def format_message(self) -> str:
-        """The message, as it is."""
-        return self.message
+    message: str
+    code: int
 
 
 class UserError(InputError):
@@ -57,41 +50,36 @@ def echo(text: str, *, err: bool = False) -> None:
         raise UserError(f"standard output: {reason(error)}") from error
 
 
-def reason(error: OSError) -> str:
-    """Why a file cannot be used, without its name, which may be that of a temporary file."""
-    return error.strerror or str(error)
+def reason(error: Exception) -> str:
+    """Why a file or a plan cannot be used.
+
+    Without the file's name, which may be that of a temporary file, and without the plan's grid.
+    """
+    if isinstance(error, PlanError):
+        return error.in_one_line
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def line_of(error: Any) -> str:
-    """One of click's errors in one line; how to use the command, where it was not understood."""
+def verdict_on(error: Any) -> Verdict:
+    """What is said of one of ``REPORTED``; how to use a command, where it was not understood."""
+    if not isinstance(error, ClickError):
+        return Verdict(one_line(str(error)), 1 if isinstance(error, TrainingFailedError) else 2)
     line = one_line(error.format_message())
-    if isinstance(error, Reported) or error.ctx is None:
-        return line
-    usage = " ".join(error.ctx.get_usage().split())
-    return f"{line} ({usage}; --help explains it)"
+    if error.ctx is not None:
+        line += f" ({' '.join(error.ctx.get_usage().split())}; --help explains it)"
+    return Verdict(line, error.exit_code)
 
 
 def exit_code(run: Callable[[], int | None]) -> int:
-    """Run a command that raises click's errors; its exit code, an error being reported."""
+    """Run a command; its exit code, its error being reported in one line."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may know few characters
     try:
         return run() or 0
-    except ClickError as error:
-        typer.echo(f"swpipe: {line_of(error)}", err=True)
-        code: int = error.exit_code
+    except REPORTED as error:
+        message, code = verdict_on(error)
+        typer.echo(f"swpipe: {message}", err=True)
         return code
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """End with exit code 2 for a mistake of the user, with 1 where training cannot go on."""
-    try:
-        yield
-    except InputError as error:
-        raise Reported(str(error), 2) from error
-    except TrainingFailedError as error:
-        raise Reported(str(error), 1) from error
 
 
 @contextmanager
@@ -100,9 +88,4 @@ def about_plan(name: str) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        raise UserError(f"plan {plain(name)}: {error.in_one_line}") from error
-
-
-def told(error: Exception) -> str:
-    """The message of an error; for a plan, the problems without the grid."""
-    return error.in_one_line if isinstance(error, PlanError) else str(error)
+        raise UserError(f"plan {plain(name)}: {reason(error)}") from error

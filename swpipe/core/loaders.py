@@ -7,7 +7,8 @@ such a loader still does in this process, with each pull:
     samplers      torch's read attributes and generators of their own, and ``len()`` of a dataset
     pin_memory    on a thread of the loader's, which is ahead in a plain loop, too
 
-A loader of any other class runs code that may read whatever the loop changes.
+A loader of any other class runs code that may read whatever the loop changes. Of torchdata's
+``StatefulDataLoader``, which does the same, a loop may ask the state in mid-pass.
 """
 
 from __future__ import annotations
@@ -51,20 +52,24 @@ def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
     if type(loader) in SEQUENCES:
         return True
     loader = unprepared(loader)
-    torchdatas = _of("torchdata.stateful_dataloader", "StatefulDataLoader")
-    if type(loader) not in (DataLoader, *torchdatas):
+    if type(loader) is not DataLoader:
         return False
     known = (
         *_SAMPLERS,
-        *_of("torchdata.stateful_dataloader.sampler", "BatchSampler", "RandomSampler"),
         *_of("accelerate.data_loader", "BatchSamplerShard", "SeedableRandomSampler"),
         *_of("accelerate.data_loader", "SkipBatchSampler"),
     )
     return bool(
         loader.num_workers > 0
         and all(type(one) in (*known, tuple, range) for one in samplers_of(loader))
+        and not any(_may_be_changed(one) for one in samplers_of(loader))
         and (draws_watched or not generators_in_pass(loader))
     )
+
+
+def _may_be_changed(sampler: Any) -> bool:
+    """Whether it reads indices, in mid-pass, from a list or tensor that the loop may have, too."""
+    return type(sampler) is SubsetRandomSampler and type(sampler.indices) not in (tuple, range)
 
 
 def unprepared(loader: object) -> Any:
@@ -114,8 +119,7 @@ def own_generators(loader: object) -> dict[str, torch.Generator]:
 def read_in_pass(loader: object) -> list[Any]:
     """What known samplers still read of their attributes in the middle of a pass.
 
-    A pass that is pulled ahead reads it earlier than a plain one: it has to stay as it was. (The
-    indices in a list that ``SubsetRandomSampler`` was given are not compared one by one.)
+    A pass that is pulled ahead reads it earlier than a plain one: it has to stay as it was.
     """
     loader = unprepared(loader)
     found: list[Any] = []

@@ -49,6 +49,16 @@ def listed(names: Collection[str], most: int = MOST_LISTED) -> str:
     return f"{first} and {more} more" if more > 0 else first or "none"
 
 
+def counted(number: int, what: str) -> str:
+    """Such as "1 thread" and "2 threads"."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def in_ms(us: float) -> str:
+    """Microseconds in milliseconds, such as "1.250 ms"."""
+    return f"{us / 1e3:.3f} ms"
+
+
 def escaped(text: str, keep: str = "") -> str:
     """The text without what a terminal would obey or cannot show, except for ``keep``.
 

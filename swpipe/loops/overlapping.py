@@ -199,11 +199,10 @@ def overlap(
         tasks: In the order of the plain loop. A function is a task of the function's name. Those
             that come first and are pure run ahead.
         pull_ahead: Whether batches are pulled ahead. None: if the loader is a list, tuple or range,
-            or a ``DataLoader`` (torch's or torchdata's own class) with workers and torch's
-            samplers. True, for any other, says that it does not read what the loop changes, that
-            nobody asks it for more than its batches, and that the loop draws from no random
-            generator from which it draws; and that it begins each pass anew, or is an iterator.
-            False: never.
+            or torch's own ``DataLoader`` with workers and torch's samplers. True, for any other,
+            says that it does not read what the loop changes, that nobody asks it for more than its
+            batches, such as its state in mid-pass, and that the loop draws from no random generator
+            from which it draws; and that it begins each pass anew, or is an iterator. False: never.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         start_iteration: The number of the first iteration, that of the loader's first batch.

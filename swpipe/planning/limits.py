@@ -59,13 +59,6 @@ class Limits:
             PlanError: It lists the frozen tasks that the plan does not have.
         """
         if unknown := [name for name in self.frozen if name not in plan.schedule]:
-            known = listed(plan.schedule)
-            raise PlanError(
-                [
-                    Problem(
-                        f"the limits freeze {name!r}, which the plan does not have (it has: "
-                        f"{known}): correct the name, or leave it out of frozen"
-                    )
-                    for name in unknown
-                ]
-            )
+            rule = f"which the plan does not have (it has: {listed(plan.schedule)})"
+            mend = "correct the name, or leave it out of frozen"
+            raise PlanError([Problem(f"the limits freeze {n!r}, {rule}: {mend}") for n in unknown])

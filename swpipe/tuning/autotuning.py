@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
+from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
@@ -104,28 +106,20 @@ class Tuned:
         """A head line, the reasons, and a table of all candidates."""
         from tabulate import tabulate
 
-        rows = [
-            (
-                each.name,
-                _ms(each.interval_us),
-                _ms(each.spread_us),
-                _ms(each.predicted_us),
-                each.plan.depth,
-                len(each.plan.thread_groups),
-            )
-            for each in self.candidates
-        ]
+        rows = []
+        for each in self.candidates:
+            times = map(in_ms, (each.interval_us, each.spread_us, each.predicted_us))
+            rows.append((each.name, *times, each.plan.depth, len(each.plan.thread_groups)))
         table = tabulate(
             rows,
             headers=("plan", "per iteration", "spread", "predicted", "in flight", "threads"),
             disable_numparse=True,
             colalign=("left", *["right"] * 5),
         )
-        depth, threads = self.plan.depth, len(self.plan.thread_groups)
         head = (
-            f"{_ms(self.chosen.interval_us)} per iteration, "
-            f"{depth} iteration{'s' * (depth > 1)} in flight, "
-            f"{threads} thread{'s' * (threads > 1)}: {self.chosen.name}"
+            f"{in_ms(self.chosen.interval_us)} per iteration, "
+            f"{counted(self.plan.depth, 'iteration')} in flight, "
+            f"{counted(len(self.plan.thread_groups), 'thread')}: {self.chosen.name}"
         )
         return "\n".join((head, *(f"  {sentence}" for sentence in self.why), table))
 
@@ -281,10 +275,8 @@ def _planned(
         inferred, costs, limits=limits, streams=streams, effects=recording.effects, effort=EFFORT
     )
 
-    def allowed(plan: PipelinePlan) -> bool:
-        return not race_problems(resolve_plan(plan), recording.effects, streams=streams)
-
-    plan, why = join_stages(choice.plan, costs, allowed, streams=streams)
+    keeps_order = partial(_keeps_order, loop, recording)
+    plan, why = join_stages(choice.plan, costs, keeps_order, streams=streams)
     if len(plan.thread_groups) > 1 and plan.depth < limits.in_flight:
         plan = replace(plan, pipeline_depth=plan.depth + 1)
         why = (*why, "One more iteration in flight evens out batches that take longer.")
@@ -337,24 +329,27 @@ def _simple(
     ready_made: Mapping[str, PipelinePlan],
 ) -> tuple[list[Candidate], list[str]]:
     """The serial plan, then the ready-made ones; and why some of these are left out."""
-    streams = loop.has_streams
     plans = {SERIAL: replace(PipelinePlan.serial(loop.tasks), tasks=()), **ready_made}
     kept, left_out = [], []
     for name, plan in plans.items():
+        reason = ""
         if name == SERIAL:
-            reason = ""
+            pass
         elif plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
             reason = "it is above the limits"
         elif limits.frozen:
             reason = "the limits freeze tasks"
-        else:
-            wrong = race_problems(resolve_plan(plan), recording.effects, streams=streams)
-            reason = "it could give other numbers than the serial loop" if wrong else ""
+        elif not _keeps_order(loop, recording, plan):
+            reason = "it could give other numbers than the serial loop"
         if reason:
             left_out.append(f"The ready-made plan {name} was not tried: {reason}.")
         else:
-            kept.append(Candidate(name, plan, _predicted(plan, costs, streams)))
+            kept.append(Candidate(name, plan, _predicted(plan, costs, loop.has_streams)))
     return kept, left_out
+
+
+def _keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
+    return not race_problems(resolve_plan(plan), recording.effects, streams=loop.has_streams)
 
 
 def _predicted(plan: PipelinePlan, costs: CostModel, streams: bool) -> float:
@@ -414,19 +409,15 @@ def explain(
             why.append(f"{best.name} is not faster by more than the spread, and less simple.")
     if abs(chosen.predicted_us - took_us) > max(chosen.spread_us, _TRUSTED * took_us):
         why.append(
-            f"Do not trust the prediction: {_ms(chosen.predicted_us)} predicted, "
-            f"{_ms(took_us)} measured."
+            f"Do not trust the prediction: {in_ms(chosen.predicted_us)} predicted, "
+            f"{in_ms(took_us)} measured."
         )
     locked_us = {name: cost.gil_us for name, cost in alone.tasks.items()}
     held_us = sum(locked_us.values())
     if held_us > _LOCKED * took_us:
         most = max(locked_us, key=lambda name: locked_us[name])
         why.append(
-            f"The interpreter lock limits the interval: tasks hold it for {_ms(held_us)}, {most} "
+            f"The interpreter lock limits the interval: tasks hold it for {in_ms(held_us)}, {most} "
             "the longest, and threads cannot share it; use processes (DataLoader workers)."
         )
     return tuple(why)
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.3f} ms"

@@ -156,12 +156,6 @@ REFUSED = {
 }
 """Loops over loaders that are known to be apart, which stop: with what they say."""
 
-GAPS = {
-    "indices of torch's sampler, with a worker",
-    "position of torchdata's loader, with a worker",
-}
-"""Loops over loaders that are known to be apart, and are not: they get other numbers."""
-
 
 def loops(*, gaps: set[str]) -> list[Any]:
     """The names of all loops, of which some are known to fail."""
@@ -169,7 +163,7 @@ def loops(*, gaps: set[str]) -> list[Any]:
     return [pytest.param(name, marks=[fails] * (name in gaps)) for name in LOOPS]
 
 
-@pytest.mark.parametrize("name", loops(gaps=GAPS))
+@pytest.mark.parametrize("name", LOOPS)
 def test_overlapped_numbers_are_those_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     """Nothing is declared: the tasks keep their order, and so does the loader with the body."""
     expected = Loop(LOOPS[name], tmp_path).plain()
@@ -189,7 +183,7 @@ def test_overlapped_numbers_are_those_of_the_plain_loop(name: str, tmp_path: Pat
             assert mend in warning
 
 
-@pytest.mark.parametrize("name", loops(gaps={*GAPS, "list that the body changes"}))
+@pytest.mark.parametrize("name", loops(gaps={"list that the body changes"}))
 def test_plans_that_are_accepted_give_the_numbers_of_the_plain_loop(
     name: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import EffectTable
-from swpipe.core.messages import listed
+from swpipe.core.messages import counted, in_ms, listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
@@ -51,8 +51,8 @@ class Choice:
     def format(self) -> str:
         """A head line, and the reasons."""
         head = (
-            f"{_ms(self.ii_us)} per iteration, {_count(self.in_flight, 'iteration')} in flight, "
-            f"{_count(self.threads, 'thread')}"
+            f"{in_ms(self.ii_us)} per iteration, {counted(self.in_flight, 'iteration')} in flight, "
+            f"{counted(self.threads, 'thread')}"
         )
         return "\n".join([head, *(f"  {sentence}" for sentence in self.why)])
 
@@ -106,7 +106,7 @@ def auto_plan(
         apart = _choice(other, costs, limits, streams, effort)
         saved_us = best.ii_us - apart.ii_us
         if saved_us > TOLERANCE * best.ii_us:
-            words = f"Batches are pulled on a thread of their own, which earns {_ms(saved_us)}."
+            words = f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
             best = replace(apart, why=(*apart.why, words))
     best = replace(best, why=(*best.why, *why))
     if effects is not None:
@@ -170,29 +170,22 @@ def _without_the_loaders(limits: Limits, plan: PipelinePlan) -> Limits:
 
 def _least(search: Search, limits: Limits) -> Found:
     """The least interval; then the least depth for it; then the fewest threads."""
-    best = _shallower(search, search.best(limits.threads, limits.in_flight), limits.threads)
-    return search.together(_with_fewer_threads(search, best))
-
-
-def _shallower(search: Search, best: Found, threads: int) -> Found:
-    while best.depth > 1:
-        depth = best.depth - 1
-        if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
-            break
-        found = search.reach(best.ii_us, threads, depth, share=0.5)
-        if found is None or not found.beats(best):
-            break
+    best = search.best(limits.threads, limits.in_flight)
+    while best.depth > 1 and (found := _beating(best, search, limits.threads, best.depth - 1)):
         best = found
-    return best
-
-
-def _with_fewer_threads(search: Search, best: Found) -> Found:
     for threads in range(1, best.schedule.threads):
-        if search.bound_us(threads, best.depth) <= best.ii_us * (1 + TOLERANCE):
-            found = search.reach(best.ii_us, threads, best.depth, share=0.5)
-            if found is not None and found.beats(best):
-                return found
-    return best
+        if found := _beating(best, search, threads, best.depth):
+            best = found
+            break
+    return search.together(best)
+
+
+def _beating(best: Found, search: Search, threads: int, depth: int) -> Found | None:
+    """What beats the best plan under tighter limits, if that is found."""
+    if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
+        return None
+    found = search.reach(best.ii_us, threads, depth, share=0.5)
+    return found if found is not None and found.beats(best) else None
 
 
 def _admits(graph: ScheduleGraph, limits: Limits) -> None:
@@ -202,16 +195,11 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
         return
     reaching = [(graph.names[c], graph.names[p]) for c, p, d in graph.deps if d < 0]
     pairs = ", ".join(f"{c} after {p}" for c, p in reaching)
-    raise PlanError(
-        [
-            Problem(
-                f"the limit of {_count(limits.in_flight, 'iteration')} in flight admits no plan: "
-                f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} "
-                "or more",
-                tuple(dict.fromkeys(name for pair in reaching for name in pair)),
-            )
-        ]
+    text = (
+        f"the limit of {counted(limits.in_flight, 'iteration')} in flight admits no plan: "
+        f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} or more"
     )
+    raise PlanError([Problem(text, tuple(dict.fromkeys(n for pair in reaching for n in pair)))])
 
 
 # ------------------------------------------------------------------------------------------ words
@@ -220,7 +208,7 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
 def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
     gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
     above = "" if gap < 1e-6 else f"{gap:.2%} above "
-    bound = f"the lower bound of {_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
+    bound = f"the lower bound of {in_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
     words = [f"The predicted interval is {above}{bound}."]
     if best.schedule.threads == 1:
         words.append("The caller's thread is enough for the tasks.")
@@ -228,19 +216,11 @@ def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
         fewer_us = search.bound_us(threads - 1, best.depth)
         saved_us = fewer_us - max(best.ii_us, search.bound_us(threads, best.depth))
         words.append(
-            f"Thread {threads} earns {_ms(saved_us)}: without it no plan of this depth is below "
-            f"{_ms(fewer_us)}."
+            f"Thread {threads} earns {in_ms(saved_us)}: without it no plan of this depth is below "
+            f"{in_ms(fewer_us)}."
             if saved_us > 0
             else f"Thread {threads}: no plan of this interval and depth was found without it."
         )
     one_by_one = sum(search.graph.host_us) + sum(search.graph.device_us)
-    words.append(f"All tasks one after the other take {_ms(one_by_one)}.")
+    words.append(f"All tasks one after the other take {in_ms(one_by_one)}.")
     return words
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.3f} ms"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

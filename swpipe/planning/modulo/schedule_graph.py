@@ -127,11 +127,6 @@ class ScheduleGraph:
                 load[each.resource] += each.time_us
         return max(load, default=0.0)
 
-    def time_us(self, operation: int) -> float:
-        """How long an operation takes."""
-        n = self.size
-        return self.host_us[operation] if operation < n else self.device_us[operation - n]
-
 
 def schedule_graph(
     plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams: bool

@@ -14,10 +14,8 @@ import math
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.resolved import resolve_plan
 from swpipe.errors import InternalError
 from swpipe.planning.modulo.annealing import Annealer
 from swpipe.planning.modulo.estimate import Estimator
@@ -26,8 +24,7 @@ from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of, seri
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph
 from swpipe.planning.modulo.starts import starts
 from swpipe.planning.simulation.cycles import Arc, heaviest_cycle, ticks
-from swpipe.planning.simulation.interval import interval_of
-from swpipe.planning.simulation.timed_graph import timed_graph
+from swpipe.planning.simulation.interval import interval_us
 
 _WORK, _WORK_PER_TASK = 200_000, 35_000
 """The usual effort, in operations estimated: what takes about a second for 14 tasks."""
@@ -93,8 +90,8 @@ class Search:
         begin, end = 2 * n, 2 * n + 1
         arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
         for v in range(n):
-            last = n + v if graph.streams else v
-            arcs += [Arc(begin, v, 0, 0), Arc(last, end, ticks(graph.time_us(last)), 0)]
+            last, us = (n + v, graph.device_us[v]) if graph.streams else (v, graph.host_us[v])
+            arcs += [Arc(begin, v, 0, 0), Arc(last, end, ticks(us), 0)]
         cycle = heaviest_cycle(2 * n + 2, [*arcs, Arc(end, begin, 0, depth)])
         return cycle.ratio_us if cycle is not None else 0.0
 
@@ -154,9 +151,8 @@ class Search:
         if plan is None:
             return None
         streams = self.graph.streams
-        program = compile_plan(resolve_plan(plan), streams=streams)
-        interval = interval_of(timed_graph(program, self._costs, streams=streams), enough_us)
-        return Found(schedule, plan, interval.ii_us)
+        ii_us = interval_us(plan, self._costs, streams=streams, enough_us=enough_us)
+        return Found(schedule, plan, ii_us)
 
     def together(self, found: Found) -> Found:
         """The same interval with tasks of one stage on one thread, where that can be."""

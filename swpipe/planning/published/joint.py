@@ -30,7 +30,7 @@ from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.limits import Limits
 from swpipe.planning.published.candidates import GIVEN, Evaluated, SearchSpace
-from swpipe.planning.published.queue_rules import interval_us
+from swpipe.planning.simulation.interval import interval_us
 
 
 @dataclass(frozen=True, slots=True)

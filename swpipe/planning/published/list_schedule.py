@@ -18,19 +18,19 @@ schedulable engine of NVIDIA's recsys-examples has such a planner.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.published.queue_rules import (
     check_inputs,
     communicator_queues,
-    interval_us,
     queue_edges,
+    remaining_us,
     stream_of,
 )
+from swpipe.planning.simulation.interval import interval_us
 
 _LOCK = ("interpreter lock", "")
 
@@ -70,7 +70,7 @@ def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True)
     resolved = check_inputs(plan, costs)
     edges = [dep[:2] for dep in resolved.within_period]
     edges += queue_edges(communicator_queues(resolved, costs))
-    path = _remaining(resolved, costs, edges)
+    path = remaining_us(resolved.period_order, costs, edges)
     producers: dict[str, set[str]] = {name: set() for name in plan.schedule}
     for consumer, producer in edges:
         producers[consumer].add(producer)
@@ -83,18 +83,6 @@ def list_schedule(plan: PipelinePlan, costs: CostModel, *, streams: bool = True)
         return ListSchedule(listed, listed_ii, given_ii, order, path, why)
     why = f"the given order is kept: {given_ii:.0f} us; longest path first: {listed_ii:.0f} us"
     return ListSchedule(plan, given_ii, given_ii, order, path, why)
-
-
-def _remaining(
-    resolved: ResolvedPlan, costs: CostModel, edges: Sequence[tuple[str, str]]
-) -> dict[str, float]:
-    """Each task's longest path to the end of the period, its own time counted; microseconds."""
-    path = {name: costs.tasks[name].total_us for name in resolved.period_order}
-    # Consumers come later in period order, so one pass from its end is enough.
-    for name in reversed(resolved.period_order):
-        after = [path[consumer] for consumer, producer in edges if producer == name]
-        path[name] += max(after, default=0.0)
-    return path
 
 
 class _Period:

@@ -43,8 +43,9 @@ from swpipe.planning.published.lookahead_rules import (
     too_deep,
     too_many_threads,
 )
-from swpipe.planning.published.queue_rules import check_inputs, closest_order, interval_us
+from swpipe.planning.published.queue_rules import check_inputs, closest_order
 from swpipe.planning.simulation.bounds import lower_bounds
+from swpipe.planning.simulation.interval import interval_us
 
 SAME = 1e-9
 """Relative difference below which two intervals count as equal."""
@@ -83,15 +84,13 @@ def assign_lookaheads(
     """Raise lookaheads as far as that shortens the interval.
 
     Args:
-        plan: Serial or pipelined; it may name tasks without functions. Tasks that may run ahead
-            have a stream or a thread group other than the caller's; neither changes.
+        plan: As for ``joint_search``; streams and thread groups do not change.
         costs: A cost for each of its tasks.
         limits: The planner's limits; by default ``Limits()``.
         streams: Plan for a device with streams; on a CPU all cost is host time.
 
     Raises:
-        PlanError: The plan cannot run, a task has no cost, a frozen task is unknown; or the limits
-            allow no plan: the message names the limit and the least value that would do.
+        PlanError: As for ``joint_search``.
     """
     limits = limits or Limits()
     resolved = check_inputs(plan, costs, limits)

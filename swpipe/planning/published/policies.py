@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, dependences_of
 from swpipe.planning.published.presets import IO, Roles
-from swpipe.planning.published.queue_rules import queue_edges
+from swpipe.planning.published.queue_rules import queue_edges, remaining_us
 
 Rank = tuple[float, ...]
 
@@ -49,12 +48,10 @@ class PolicyInputs:
         """The inputs of a plan."""
         within, serial = resolved.within_iteration, resolved.serial_order
         begin = dict.fromkeys(serial, 0.0)
-        remaining = {name: costs.tasks[name].total_us for name in serial}
+        remaining = remaining_us(serial, costs, [dep[:2] for dep in within])
         for name in serial:
             before = [p for c, p, *_ in within if c == name]
             begin[name] = max((begin[p] + costs.tasks[p].total_us for p in before), default=0.0)
-        for name in reversed(serial):
-            remaining[name] += max((remaining[c] for c, p, *_ in within if p == name), default=0.0)
         longest = max(remaining.values())
         schedule = resolved.plan.schedule
         ordered = [n for n in resolved.period_order if schedule[n].globally_ordered]
@@ -70,22 +67,20 @@ class PolicyInputs:
         )
 
 
-POLICIES: Mapping[str, Callable[[PolicyInputs, str], Rank]] = MappingProxyType(
-    {
-        # The caller's tasks first.
-        "critical chain first": lambda by, n: (n not in by.roles.caller, -by.remaining_us[n]),
-        # The caller's tasks last, the others by their own time.
-        "longest elsewhere first": lambda by, n: (
-            (True, -by.remaining_us[n]) if n in by.roles.caller else (False, -by.cost[n].total_us)
-        ),
-        "collectives early": lambda by, n: (
-            by.position.get(n, len(by.position)),
-            -by.remaining_us[n],
-        ),
-        "copies early": lambda by, n: (n not in by.copies, -by.remaining_us[n]),
-        "least slack first": lambda by, n: (by.slack_us[n], -by.remaining_us[n]),
-    }
-)
+POLICIES: Mapping[str, Callable[[PolicyInputs, str], Rank]] = {
+    # The caller's tasks first.
+    "critical chain first": lambda by, n: (n not in by.roles.caller, -by.remaining_us[n]),
+    # The caller's tasks last, the others by their own time.
+    "longest elsewhere first": lambda by, n: (
+        (True, -by.remaining_us[n]) if n in by.roles.caller else (False, -by.cost[n].total_us)
+    ),
+    "collectives early": lambda by, n: (
+        by.position.get(n, len(by.position)),
+        -by.remaining_us[n],
+    ),
+    "copies early": lambda by, n: (n not in by.copies, -by.remaining_us[n]),
+    "least slack first": lambda by, n: (by.slack_us[n], -by.remaining_us[n]),
+}
 """Name to policy. Ties are broken by the longest remaining path."""
 
 

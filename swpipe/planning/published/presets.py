@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import ResolvedPlan
@@ -68,7 +67,7 @@ class Roles:
             last = place == len(preparing) - 1 and place > 1
             role |= dict.fromkeys(tasks, IO if not place else PREFETCH if last else DATA_DIST)
         tuples = {key: tuple(tasks) for key, tasks in bundles.items()}
-        return cls(caller, MappingProxyType(tuples), MappingProxyType(role))
+        return cls(caller, tuples, role)
 
 
 def _after(resolved: ResolvedPlan, caller: frozenset[str]) -> set[str]:
@@ -93,16 +92,14 @@ def _by_stream(of: Roles, streams: Mapping[str, str | None]) -> dict[str, str]:
     return {n: streams[n] or key for key, tasks in of.bundles.items() for n in tasks}
 
 
-PRESETS: Mapping[str, Groups] = MappingProxyType(
-    {
-        "default": _threads(IO),
-        "by_stream": _by_stream,
-        "io_prefetch_compute": _threads(IO, PREFETCH),
-        "io_data_dist_compute": _threads(IO, DATA_DIST),
-        "io_data_dist_prefetch_compute": _threads(IO, DATA_DIST, PREFETCH),
-        "per_task": lambda of, streams: {n: n for tasks in of.bundles.values() for n in tasks},
-    }
-)
+PRESETS: Mapping[str, Groups] = {
+    "default": _threads(IO),
+    "by_stream": _by_stream,
+    "io_prefetch_compute": _threads(IO, PREFETCH),
+    "io_data_dist_compute": _threads(IO, DATA_DIST),
+    "io_data_dist_prefetch_compute": _threads(IO, DATA_DIST, PREFETCH),
+    "per_task": lambda of, streams: {n: n for tasks in of.bundles.values() for n in tasks},
+}
 """Name to thread preset."""
 
 

@@ -11,21 +11,18 @@ cost model; globally ordered tasks without a resource share an unnamed one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import topological
 from swpipe.core.plan import DEFAULT_GROUP, Pair, PipelinePlan
-from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
+from swpipe.core.resolved import ResolvedPlan, dependences_of
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
-from swpipe.planning.simulation.interval import interval_of
-from swpipe.planning.simulation.timed_graph import timed_graph
 
 _UNNAMED = ""
 
@@ -41,23 +38,13 @@ def check_inputs(
     """
     if objects := [n for n, e in plan.schedule.items() if isinstance(e.stream, torch.Stream)]:
         rule = "its stream is a torch.Stream, and planners move tasks between streams by name"
-        raise PlanError(
-            [
-                Problem(f"task {name!r}: {rule}: name the stream instead", (name,))
-                for name in objects
-            ]
-        )
+        mend = "name the stream instead"
+        raise PlanError([Problem(f"task {n!r}: {rule}: {mend}", (n,)) for n in objects])
     resolved = validate(plan)
     costs.of(plan.schedule)
     if limits is not None:
         limits.check(plan)
     return resolved
-
-
-def interval_us(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> float:
-    """The simulated interval in microseconds of a validated plan."""
-    program = compile_plan(resolve_plan(plan), streams=streams)
-    return interval_of(timed_graph(program, costs, streams=streams)).ii_us
 
 
 def stream_of(plan: PipelinePlan, name: str) -> str | None:
@@ -89,6 +76,24 @@ def queue_edges(queues: Sequence[Sequence[str]]) -> Iterator[Pair]:
     """Each pair of neighbours in a queue, as (later, earlier)."""
     for queue in queues:
         yield from ((later, sooner) for sooner, later in pairwise(queue))
+
+
+def remaining_us(order: Sequence[str], costs: CostModel, edges: Iterable[Pair]) -> dict[str, float]:
+    """Each task's longest path along (consumer, producer) edges, its own time counted.
+
+    Args:
+        order: All tasks, producers first.
+        costs: What they cost.
+        edges: What the paths follow.
+    """
+    consumers: dict[str, list[str]] = defaultdict(list)
+    for consumer, producer in edges:
+        consumers[producer].append(consumer)
+    path: dict[str, float] = {}
+    for name in reversed(order):
+        after = max((path[consumer] for consumer in consumers[name]), default=0.0)
+        path[name] = costs.tasks[name].total_us + after
+    return path
 
 
 def closest_order(

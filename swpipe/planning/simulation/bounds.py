@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
-from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
+from swpipe.core.messages import in_ms
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
 from swpipe.planning.simulation.timed_graph import LOCK, host_time
@@ -66,8 +67,8 @@ class Bounds:
 
     def format(self) -> str:
         """Both bounds, one per line."""
-        rec = f"{self.rec_mii_us / 1e3:.3f} ms, {self.cycle}" if self.cycle else "none"
-        return f"ResMII: {self.res_mii_us / 1e3:.3f} ms, {self.busiest}\nRecMII: {rec}"
+        rec = f"{in_ms(self.rec_mii_us)}, {self.cycle}" if self.cycle else "none"
+        return f"ResMII: {in_ms(self.res_mii_us)}, {self.busiest}\nRecMII: {rec}"
 
 
 def lower_bounds(
@@ -125,7 +126,10 @@ def _uses(
     plan: PipelinePlan, costs: Mapping[str, TaskCost], streams: bool, threads: int | None
 ) -> Iterable[tuple[str, str, int]]:
     """Task, a resource that it uses, and for how many ticks."""
-    for name, entry in plan.schedule.items():
+    schedule = dict(plan.schedule)
+    if PULL in costs:
+        schedule[PULL] = TaskSchedule(thread_group=plan.pull_group or DEFAULT_GROUP)
+    for name, entry in schedule.items():
         cost = costs[name]
         host = host_time(cost, streams)
         on_device = streams and cost.device_us > 0
@@ -141,12 +145,6 @@ def _uses(
             yield name, f"resource {resource!r}", ticks(cost.device_us) if on_device else host
         if cost.gil_us:
             yield name, f"the {LOCK}", ticks(cost.gil_us)
-    if PULL in costs:
-        if threads is None:
-            group = plan.pull_group or DEFAULT_GROUP
-            yield PULL, f"thread {group!r}", host_time(costs[PULL], streams)
-        if costs[PULL].gil_us:
-            yield PULL, f"the {LOCK}", ticks(costs[PULL].gil_us)
 
 
 # ------------------------------------------------------------------------------------- RecMII

@@ -23,8 +23,6 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -32,42 +30,6 @@ from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
 
 UNBOUNDED = sys.maxsize
 """The number of iterations of a run without end."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """Start and end of every execution. Number ``period * nodes + node`` is a node's in a period.
-
-    Attributes:
-        graph: What was simulated.
-        iterations: How many there were.
-        start: Execution to ticks since the first period began; all that it needs is available.
-        end: Execution to ticks.
-        bound_by: Execution to the last to end of those it waited for; -1 for none.
-    """
-
-    graph: TimedGraph
-    iterations: int
-    start: Sequence[int]
-    end: Sequence[int]
-    bound_by: Sequence[int]
-
-    def execution(self, node: int, iteration: int) -> int:
-        """The execution of a node for an iteration."""
-        nodes = self.graph.nodes
-        return (iteration + nodes[node].stage) * len(nodes) + node
-
-    def retired(self, iteration: int) -> int:
-        """When an iteration was retired, in ticks."""
-        return self.end[self.execution(self.graph.retire, iteration)]
-
-
-def simulate_run(graph: TimedGraph, iterations: int) -> SimulatedRun:
-    """Simulate so many iterations, prologue and epilogue included."""
-    simulator = EventSimulator(graph, iterations)
-    while simulator.step():
-        pass
-    return SimulatedRun(graph, iterations, simulator.ready, simulator.end, simulator.bound_by)
 
 
 class _Request(IntEnum):
@@ -84,23 +46,24 @@ _LOCK = 0
 
 
 class EventSimulator:
-    """A run, simulated step by step.
+    """A run, simulated step by step. Number ``period * nodes + node`` is a node's in a period.
 
     Args:
         graph: What to simulate; a graph without contention needs a bounded run.
         iterations: How many there are; may be ``UNBOUNDED``.
 
     Attributes:
-        ready: Execution to ticks; its start, once its end is known.
+        start: Execution to ticks since the first period began; when all that it needs is
+            available, as far as that is known before its end is.
         end: Execution to ticks; -1 while unknown.
-        bound_by: As in ``SimulatedRun``.
+        bound_by: Execution to the last to end of those it waited for; -1 for none.
     """
 
     def __init__(self, graph: TimedGraph, iterations: int) -> None:
         self.graph, self.iterations = graph, iterations
         self.size = len(graph.nodes)
         self.limit = self.size * (iterations + graph.depth - 1)
-        self.ready: list[int] = []
+        self.start: list[int] = []
         self.end: list[int] = []
         self.bound_by: list[int] = []
         self._pending: list[int] = []
@@ -138,10 +101,13 @@ class EventSimulator:
             self._propagate(ready)
         return True
 
+    def execution(self, node: int, iteration: int) -> int:
+        """The execution of a node for an iteration."""
+        return (iteration + self._stage[node]) * self.size + node
+
     def retired(self, iteration: int) -> int:
         """Simulate until an iteration is retired; when, in ticks."""
-        retire = self.graph.retire
-        execution = (iteration + self._stage[retire]) * self.size + retire
+        execution = self.execution(self.graph.retire, iteration)
         while execution >= len(self.end) or self.end[execution] < 0:
             self.step()
         return self.end[execution]
@@ -151,7 +117,7 @@ class EventSimulator:
         more = min(2 * self.graph.depth, (self.limit - len(self.end)) // self.size)
         for _ in range(more):
             self._pending += self._waits.in_next_period()
-        self.ready += [0] * (more * self.size)
+        self.start += [0] * (more * self.size)
         self.end += [-1] * (more * self.size)
         self.bound_by += [-1] * (more * self.size)
         return len(self.end)
@@ -162,7 +128,7 @@ class EventSimulator:
         """Compute all executions that follow from those on the stack, except contended ones."""
         size, total, count = self.size, self.iterations, len(self.end)
         stage, time, request, out = self._stage, self._time, self._request, self._out
-        ready, pending, end, bound_by = self.ready, self._pending, self.end, self.bound_by
+        start, pending, end, bound_by = self.start, self._pending, self.end, self.bound_by
         queue = self.graph.queue
         while stack:
             execution = stack.pop()
@@ -171,7 +137,7 @@ class EventSimulator:
             exists = 0 <= iteration < total
             ended = end[execution]
             if ended < 0:
-                ended = ready[execution]
+                ended = start[execution]
                 if exists:
                     if (needed := request[k]) is not None:
                         heapq.heappush(self._heap, (ended, execution, needed))
@@ -186,8 +152,8 @@ class EventSimulator:
                     count = self._grow()
                 if distance is not None and not (exists and 0 <= iteration + distance < total):
                     continue
-                if ended + extra > ready[other]:
-                    ready[other] = ended + extra
+                if ended + extra > start[other]:
+                    start[other] = ended + extra
                     bound_by[other] = execution
                 pending[other] -= 1
                 if not pending[other]:
@@ -222,7 +188,7 @@ class EventSimulator:
         return [execution]
 
     def _start(self, execution: int, k: int, begin: int) -> None:
-        self.ready[execution] = begin
+        self.start[execution] = begin
         self.end[execution] = begin + self._time[k]
         if self._lock[k]:
             self._free[_LOCK] = begin + self._lock[k]
@@ -253,11 +219,19 @@ class EventSimulator:
         return self._release(ahead, execution)
 
     def _release(self, ahead: int, execution: int) -> list[int]:
-        if ahead >= 0 and self.end[ahead] > self.ready[execution]:
-            self.ready[execution] = self.end[ahead]
+        if ahead >= 0 and self.end[ahead] > self.start[execution]:
+            self.start[execution] = self.end[ahead]
             self.bound_by[execution] = ahead
         self._pending[execution] -= 1
         return [] if self._pending[execution] else [execution]
+
+
+def simulate_run(graph: TimedGraph, iterations: int) -> EventSimulator:
+    """Simulate so many iterations to their end, prologue and epilogue included."""
+    run = EventSimulator(graph, iterations)
+    while run.step():
+        pass
+    return run
 
 
 class _Waits:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, OWN
+from swpipe._engine.program import ADMIT, OWN, compile_plan
+from swpipe.core.costs import CostModel
+from swpipe.core.messages import in_ms
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
 from swpipe.planning.simulation.event_simulator import (
     UNBOUNDED,
     EventSimulator,
-    SimulatedRun,
     simulate_run,
 )
-from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
+from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.span import Row
 
 LONGEST_RUN = 16
@@ -25,24 +27,11 @@ LONGEST_PATTERN = 12
 """Iterations in the longest repeating pattern that is searched for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The interval in the steady state.
-
-    Attributes:
-        ii_us: From one iteration to the next, in microseconds.
-        exact: Whether that is exact, or a mean.
-        graph: The graph that it is the interval of.
-    """
+class Interval(NamedTuple):
+    """From one iteration to the next in the steady state: exactly, or as a mean."""
 
     ii_us: float
     exact: bool
-    graph: TimedGraph = field(repr=False)
-
-    @property
-    def limit(self) -> str:
-        """What limits it, in words; computed on request, since it can take long."""
-        return _limit(self.graph, self.ii_us)
 
 
 def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
@@ -57,9 +46,17 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
     cycle = heaviest_cycle(len(graph.nodes), graph.arcs, above=busiest)
     bound_us = busiest / TICKS_PER_US if cycle is None else cycle.ratio_us
     if not graph.contended or bound_us >= enough_us:
-        return Interval(bound_us, True, graph)
+        return Interval(bound_us, exact=True)
     ii_us, exact = _simulated_interval(graph)
-    return Interval(max(ii_us, bound_us), exact, graph)
+    return Interval(max(ii_us, bound_us), exact)
+
+
+def interval_us(
+    plan: PipelinePlan, costs: CostModel, *, streams: bool, enough_us: float = math.inf
+) -> float:
+    """The interval in microseconds of a validated plan; ``enough_us`` as for ``interval_of``."""
+    program = compile_plan(resolve_plan(plan), streams=streams)
+    return interval_of(timed_graph(program, costs, streams=streams), enough_us).ii_us
 
 
 def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
@@ -105,8 +102,11 @@ def _memory(graph: TimedGraph) -> int:
 # ---------------------------------------------------------------------------------- the limit
 
 
-def _limit(graph: TimedGraph, ii_us: float) -> str:
-    """What is busy all the time, or the cycle of tasks that wait for each other."""
+def limit_in_words(graph: TimedGraph, ii_us: float) -> str:
+    """What limits an interval: what is always busy, or a cycle of tasks that wait for each other.
+
+    It can take long to find.
+    """
     cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
     if not graph.contended:
         return "nothing" if cycle is None else _cycle_words(graph, cycle)
@@ -148,7 +148,7 @@ def _cycle_words(graph: TimedGraph, cycle: Cycle) -> str:
     return _path_words(graph, steps, iteration, cycle.ratio_us)
 
 
-def _chain_words(run: SimulatedRun, ii_us: float) -> str | None:
+def _chain_words(run: EventSimulator, ii_us: float) -> str | None:
     """Follow back what each execution waited for last, until it repeats; None if it never does."""
     graph = run.graph
     size, nodes = len(graph.nodes), graph.nodes
@@ -172,7 +172,7 @@ def _chain_words(run: SimulatedRun, ii_us: float) -> str | None:
     return None
 
 
-def _last_unaffected(run: SimulatedRun) -> int:
+def _last_unaffected(run: EventSimulator) -> int:
     """The last iteration retired before the end of the run could have had any effect."""
     graph, missing = run.graph, run.iterations
     admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
@@ -199,4 +199,4 @@ def _path_words(
             word += " (host)"
         if graph.nodes[node].time or graph.nodes[node].task in OWN:
             words.append(word)
-    return f"a cycle, {ratio_us / 1e3:.3f} ms per iteration: {' -> '.join(words)}"
+    return f"a cycle, {in_ms(ratio_us)} per iteration: {' -> '.join(words)}"

@@ -41,11 +41,12 @@ from typing import Literal
 from swpipe._engine.program import ADMIT, compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
+from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.simulation.cycles import TICKS_PER_US
-from swpipe.planning.simulation.event_simulator import SimulatedRun, simulate_run
-from swpipe.planning.simulation.interval import Interval, interval_of
+from swpipe.planning.simulation.event_simulator import EventSimulator, simulate_run
+from swpipe.planning.simulation.interval import Interval, interval_of, limit_in_words
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.perfetto import Arrow, arrows_of
 from swpipe.trace.span import Row, Span, in_order
@@ -117,8 +118,8 @@ class Simulation:
         ]
         about = "" if self.exact else "about "
         head = (
-            f"simulated: {about}{self.ii_us / 1e3:.3f} ms per iteration; the first takes "
-            f"{self.latency_us / 1e3:.3f} ms"
+            f"simulated: {about}{in_ms(self.ii_us)} per iteration; the first takes "
+            f"{in_ms(self.latency_us)}"
         )
         table = tabulate(
             rows,
@@ -149,14 +150,8 @@ def simulate(
         raise ValueError(f"iterations is {iterations}: simulate 1 or more")
     resolved = validate(plan)
     if (steps := len(plan.schedule) * plan.depth) > MOST_STEPS:
-        raise PlanError(
-            [
-                Problem(
-                    f"tasks x iterations in flight are {steps}, but at most {MOST_STEPS} are "
-                    "simulated: use fewer tasks or stages"
-                )
-            ]
-        )
+        rule = f"at most {MOST_STEPS} are simulated: use fewer tasks or stages"
+        raise PlanError([Problem(f"tasks x iterations in flight are {steps}, but {rule}")])
     graph = timed_graph(compile_plan(resolved, streams=streams), costs, streams=streams)
     interval = interval_of(graph)
     shown = plan.depth + 4 if iterations is None else iterations
@@ -165,7 +160,7 @@ def simulate(
         plan=plan,
         ii_us=interval.ii_us,
         exact=interval.exact,
-        limit=interval.limit,
+        limit=limit_in_words(graph, interval.ii_us),
         latency_us=_latency_us(run),
         loads=tuple(sorted(_loads(graph, interval), key=lambda load: _KINDS.index(load.kind))),
         spans=in_order(_spans(run)),
@@ -174,7 +169,7 @@ def simulate(
     )
 
 
-def _latency_us(run: SimulatedRun) -> float:
+def _latency_us(run: EventSimulator) -> float:
     graph = run.graph
     admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
     return (run.retired(0) - run.start[run.execution(admit, 0)]) / TICKS_PER_US
@@ -190,7 +185,7 @@ def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
             yield Load(key, "lock" if key == LOCK else "resource", busy_us, idle)
 
 
-def _spans(run: SimulatedRun) -> Iterable[Span]:
+def _spans(run: EventSimulator) -> Iterable[Span]:
     nodes = run.graph.nodes
     for execution, (start, end) in enumerate(zip(run.start, run.end, strict=True)):
         period, k = divmod(execution, len(nodes))
