@@ -114,13 +114,9 @@ def train(
     compare: Annotated[
         str, typer.Option(metavar="PLAN,PLAN", help="Train under each of these, and compare.")
     ] = "",
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_COUNT, help="How many; none: once through the data."),
-    ] = None,
+    steps: Annotated[int | None, options.count("How many; none: once through the data.")] = None,
     timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="OUT.json", help="Record the last steps; for Perfetto or `trace`."),
+        Path | None, options.file("OUT.json", "Record the last steps; for Perfetto or `trace`.")
     ] = None,
     **given: Any,
 ) -> None:
@@ -163,15 +159,13 @@ def profile(
     serially: Annotated[
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
-    batches: Annotated[int, typer.Option(min=1, max=100, help="Batches to show side by side.")] = 1,
+    batches: Annotated[int, options.count("Batches to show side by side.", 100)] = 1,
     rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")] = 4,
     seconds: Annotated[
         float | None,
         typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="OUT.json", help="Write the figures as JSON.")
-    ] = None,
+    output: Annotated[Path | None, options.file("OUT.json", "Write the figures as JSON.")] = None,
     **given: Any,
 ) -> None:
     """Show what each task of a workload really costs: its exposed time."""
@@ -201,17 +195,12 @@ def draw_trace(
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="OUT.png", help="PNG, SVG or PDF; default: beside a saved timeline."),
+        Path | None, options.file("OUT.png", "PNG, SVG or PDF; default: beside a saved timeline.")
     ] = None,
     workload: options.Workload = "",
     plan: options.Plan = "",
-    steps: Annotated[
-        int, typer.Option(min=1, max=MOST_COUNT, help="How many to record.")
-    ] = _TRACED,
-    timeline: Annotated[
-        Path | None, typer.Option(metavar="OUT.json", help="Write what was recorded.")
-    ] = None,
+    steps: Annotated[int, options.count("How many to record.")] = _TRACED,
+    timeline: Annotated[Path | None, options.file("OUT.json", "Write what was recorded.")] = None,
     **given: Any,
 ) -> None:
     """Draw a saved timeline, or record one of a workload."""
@@ -242,8 +231,8 @@ def demo(
     directory: Annotated[Path, typer.Option(help="Where data and results go.")] = Path(
         "build/demo"
     ),
-    steps: Annotated[int, typer.Option(min=1, max=MOST_COUNT, help="Under each plan.")] = 322,
-    batch_size: Annotated[int, typer.Option(min=1, max=MOST_COUNT, help="Rows per step.")] = 4096,
+    steps: Annotated[int, options.count("Under each plan.")] = 322,
+    batch_size: Annotated[int, options.count("Rows per step.")] = 4096,
     seed: Annotated[
         int, typer.Option(min=0, max=MOST_SEED, help="Of the model, and of the generated data.")
     ] = 0,

@@ -1,4 +1,7 @@
-"""What the user names on the command line: plans, workloads, files."""
+"""What the user names on the command line: plans, workloads, files.
+
+A ``UserError`` says what of that is not there, is something else, or cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -44,39 +47,29 @@ MEASURED = 3
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:
-    """The registered workload of that name, or the user's own ``module:function``.
-
-    Raises:
-        UserError: There is none.
-    """
+    """The registered workload of that name, or the user's own ``module:function``."""
     known = workloads()
-    if name not in known:
-        if ":" in name:
-            return Workload(
-                name,
-                plans={},
-                usual_plan="serial",
-                configure=lambda options: _OwnConfig(options["device"]),
-                open_job=lambda config: _OwnJob(name, rank),
-            )
-        raise UserError(
-            f"workload {plain(name)}: name one of {', '.join(known)}, or module:function"
-        )
-    found = known[name]
-    if rank is None:
+    if name in known:
+        found = known[name] if rank is None else known[name].on_ranks
+        if found is None:
+            raise UserError(f"workload {name}: it has no form for several ranks")
         return found
-    if found.on_ranks is None:
-        raise UserError(f"workload {name}: it has no form for several ranks")
-    return found.on_ranks
+    if ":" not in name:
+        known_names = ", ".join(known)
+        raise UserError(f"workload {plain(name)}: name one of {known_names}, or module:function")
+    return Workload(
+        name,
+        plans={},
+        usual_plan="serial",
+        configure=lambda options: _OwnConfig(options["device"]),
+        open_job=lambda config: _OwnJob(name, rank),
+    )
 
 
 def configured(workload: Workload, options: Mapping[str, Any], rank: Rank | None) -> Any:
     """The workload's configuration, on this rank's device.
 
     On ranks, each node's first rank makes what is missing before the others look for it.
-
-    Raises:
-        UserError: The device is not there, or the rank cannot have it.
     """
     if options["device"] is not None:
         _check_device(options["device"])
@@ -97,9 +90,6 @@ class _OwnJob:
 
     The current directory is searched for the module, too. On several ranks the function is called
     when there is a process group.
-
-    Raises:
-        UserError: There is no such function, or it returns something else.
     """
 
     def __init__(self, name: str, rank: Rank | None) -> None:
@@ -201,11 +191,7 @@ class OpenWorkload:
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], rank: Rank | None) -> OpenWorkload:
-        """Open the workload of that name.
-
-        Raises:
-            UserError: There is none, or it cannot be opened.
-        """
+        """Open the workload of that name."""
         workload = find_workload(name, rank)
         config = configured(workload, options, rank)
         return cls(workload, workload.open_job(config), config.device)
@@ -217,11 +203,7 @@ class OpenWorkload:
         return {"serial": lambda: PipelinePlan.serial(tasks), **self.workload.plans}
 
     def take(self, count: int) -> list[Any]:
-        """The first few batches; on several ranks all take as many.
-
-        Raises:
-            UserError: There are fewer.
-        """
+        """The first few batches; on several ranks all take as many."""
         taken = list(self.job.batches(count))
         if len(taken) < count:
             raise UserError(
@@ -265,11 +247,7 @@ class OpenWorkload:
 
 
 def load_plan(name: str, plans: Plans) -> PipelinePlan:
-    """A ready-made plan by its name, or one from a file.
-
-    Raises:
-        UserError: There is none.
-    """
+    """A ready-made plan by its name, or one from a file."""
     if name in plans:
         return plans[name]()
     if name == AUTO:
@@ -303,11 +281,7 @@ def _elsewhere(name: str, plans: Plans) -> str:
 
 
 def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
-    """What ``load`` makes of a file, a timeline or a cost model; ``what`` begins the error.
-
-    Raises:
-        UserError: There is no such file, or it is something else.
-    """
+    """What ``load`` makes of a file, a timeline or a cost model; ``what`` begins the error."""
     try:
         return load(path)
     except (OSError, ValueError) as error:  # PlanError, broken JSON, and bytes that are no text
@@ -315,11 +289,7 @@ def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
 
 
 def load_timeline(path: Path) -> Trace:
-    """A saved timeline of at least one task.
-
-    Raises:
-        UserError: There is no such file, or it is something else.
-    """
+    """A saved timeline of at least one task."""
     trace = load_file(Trace.load, path)
     if not trace.spans:
         raise UserError(f"{plain(str(path))}: the timeline is empty: no task ran; record another")
@@ -335,9 +305,6 @@ def check_outputs(
         rank: This process as one rank of several, of which the first writes.
         *paths: Their directories are made.
         pictures: More of them, which matplotlib draws.
-
-    Raises:
-        UserError: One cannot be written.
     """
     if not _writes(rank):
         return
@@ -372,15 +339,7 @@ class Output(NamedTuple):
 
 
 def save(rank: Rank | None, *outputs: Output) -> None:
-    """Write files and say where they are; where one cannot be written, the others still are.
-
-    Args:
-        rank: As in ``check_outputs``.
-        *outputs: The files.
-
-    Raises:
-        UserError: Some could not be written.
-    """
+    """Write files and say where they are; where one cannot be written, the others still are."""
     failed = []
     for what, path, write in outputs:
         if path is not None and _writes(rank):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from swpipe.tasks.workload import DEFAULT, Option, all_options
+from swpipe.tasks.workload import DEFAULT, MOST_COUNT, Option, all_options
 
 Plan = Annotated[
     str,
@@ -29,6 +29,17 @@ Workload = Annotated[
         help="A workload by name, or a function of yours that returns (tasks, batches[, context]).",
     ),
 ]
+
+
+def count(text: str, most: int = MOST_COUNT) -> Any:
+    """An option that is a number from 1."""
+    return typer.Option(min=1, max=most, help=text)
+
+
+def file(metavar: str, text: str) -> Any:
+    """An option that names a file."""
+    return typer.Option(metavar=metavar, help=text)
+
 
 _DEVICE = inspect.Parameter(
     "device",

@@ -47,23 +47,20 @@ PAPER = {"recsys14": recsys14.plan}
 
 PlanName = Annotated[str, typer.Argument(metavar="PLAN", help="Its name, or FILE.toml or .json.")]
 Costs = Annotated[
-    Path | None,
-    typer.Option(metavar="COSTS.json", help="What tasks cost; none: measured on the workload."),
+    Path | None, options.file("COSTS.json", "What tasks cost; none: measured on the workload.")
 ]
 KeepCosts = Annotated[
     Path | None,
     typer.Option("--keep-costs", metavar="OUT.json", help="Write the costs that were used."),
 ]
-PlanFile = Annotated[
-    Path | None, typer.Option(metavar="OUT.toml", help="Write the plan, as TOML or JSON.")
-]
+PlanFile = Annotated[Path | None, options.file("OUT.toml", "Write the plan, as TOML or JSON.")]
 
 
 @app.command("show")
 def show(
     context: typer.Context,
     plan: PlanName,
-    periods: Annotated[int, typer.Option(min=1, max=100, help="Periods to show.")] = 6,
+    periods: Annotated[int, options.count("Periods to show.", 100)] = 6,
     output: PlanFile = None,
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
@@ -137,13 +134,13 @@ def simulate(
     costs: Costs = None,
     workload: options.Workload = DEFAULT,
     measured: Annotated[
-        Path | None, typer.Option(metavar="TIMELINE.json", help="What was measured; shown below.")
+        Path | None, options.file("TIMELINE.json", "What was measured; shown below.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Draw the timeline: PNG, SVG or PDF.")
+        Path | None, options.file("OUT.png", "Draw the timeline: PNG, SVG or PDF.")
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="OUT.json", help="Save it, for Perfetto or `trace`.")
+        Path | None, options.file("OUT.json", "Save it, for Perfetto or `trace`.")
     ] = None,
     width: Annotated[int, typer.Option(min=40, max=500, help="Columns of the timeline.")] = 100,
     keep: KeepCosts = None,
@@ -188,12 +185,8 @@ def auto(
     ] = "",
     costs: Costs = None,
     workload: options.Workload = DEFAULT,
-    in_flight: Annotated[
-        int, typer.Option(min=1, max=MOST_ITERATIONS, help="Iterations in flight at most.")
-    ] = 5,
-    threads: Annotated[
-        int, typer.Option(min=1, max=MOST_ITERATIONS, help="Thread groups at most.")
-    ] = 4,
+    in_flight: Annotated[int, options.count("Iterations in flight at most.", MOST_ITERATIONS)] = 5,
+    threads: Annotated[int, options.count("Thread groups at most.", MOST_ITERATIONS)] = 4,
     frozen: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),

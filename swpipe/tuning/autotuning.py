@@ -309,9 +309,8 @@ def join_stages(
                     for task, e in plan.schedule.items()
                 },
             )
-            if joined == plan or _predicted(joined, costs, streams) > most_us:
-                continue
-            if allowed(joined):
+            as_fast = joined != plan and _predicted(joined, costs, streams) <= most_us
+            if as_fast and allowed(joined):
                 plan = joined
                 why.append(
                     f"The tasks of stage {stage} share thread group {group}: parting them gains "

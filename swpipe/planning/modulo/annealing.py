@@ -86,12 +86,7 @@ class Annealer:
         return self.ii_us <= self._goal_us * (1 + TOLERANCE)
 
     def search(self, starts: Sequence[ModuloSchedule], work: float) -> None:
-        """Run again and again, until the goal is reached.
-
-        Args:
-            starts: Schedules to start from.
-            work: No more than this.
-        """
+        """Run again and again, until the goal is reached or so much work is done."""
         number = 0
         while starts and not self.done and self.work < work:
             start = starts[number // 4 % len(starts)]
@@ -104,13 +99,7 @@ class Annealer:
             number += 1
 
     def run(self, start: ModuloSchedule, work: float, *, to_threads: bool = True) -> None:
-        """One run of annealing, from high temperature to low.
-
-        Args:
-            start: The schedule to start from.
-            work: No more than this in all, earlier runs counted.
-            to_threads: Whether tasks may go to other threads.
-        """
+        """One run of annealing, from high temperature to low; or until ``work`` is done in all."""
         graph, estimator, random = self._graph, self._estimator, self._rng.random
         moves = _MOVES_PER_TASK * graph.size
         temperature = _FIRST_TEMPERATURE / graph.size

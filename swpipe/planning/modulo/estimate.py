@@ -83,13 +83,9 @@ class Estimator:
         stage: Sequence[int],
         limit_us: float = math.inf,
     ) -> float:
-        """The interval, and a little for the time that threads are idle; in microseconds.
+        """The interval of a schedule, and a little for idle threads; in microseconds.
 
-        Args:
-            order: The tasks in the order of a period.
-            thread: Task to its thread.
-            stage: Task to its stage; the last stage of an iteration ends it.
-            limit_us: A schedule that costs more may be given up: it costs infinity.
+        A schedule that costs more than ``limit_us`` may be given up: it costs infinity.
         """
         at, cause, handover_us = self._at, self._cause, self.graph.handover_us
         free, first, last = [0.0] * self._rows, [-1.0] * self._rows, [-1] * self._rows

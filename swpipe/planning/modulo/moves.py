@@ -40,10 +40,7 @@ class Candidate:
         depth: How many stages there may be.
         random: Draws a number from 0 up to 1.
 
-    Attributes:
-        order: The tasks in the order of a period.
-        thread: Task to its thread.
-        stage: Task to its stage.
+    ``order``, ``thread`` and ``stage`` are those of the schedule as it stands.
     """
 
     def __init__(
@@ -74,12 +71,7 @@ class Candidate:
         self.order[:], self.thread[:], self.stage[:] = self._kept
 
     def move(self, task: int, *, to_threads: bool) -> bool:
-        """Draw a move of a task and make it; False where there is none, to be undone.
-
-        Args:
-            task: What is moved.
-            to_threads: Whether it may go to another thread.
-        """
+        """Draw a move of a task and make it; False where there is none, to be undone."""
         kind = self._draw()
         to_thread = _TO_THREAD if to_threads and self._threads > 1 else 0.0
         if kind < to_thread:

@@ -61,14 +61,7 @@ class Found:
 
 
 class Search:
-    """One loop, searched under several limits.
-
-    Args:
-        base: The plan that the loop came from.
-        costs: What its tasks cost.
-        graph: The loop.
-        effort: As a multiple of the usual effort.
-    """
+    """The loop of a plan, searched under several limits, with a multiple of the usual effort."""
 
     def __init__(
         self, base: PipelinePlan, costs: CostModel, graph: ScheduleGraph, effort: float = 1.0
@@ -111,11 +104,7 @@ class Search:
     def reach(self, goal_us: float, threads: int, depth: int, share: float) -> Found | None:
         """The first plan found that reaches an interval, or else the best one.
 
-        Args:
-            goal_us: The interval.
-            threads: At most.
-            depth: Iterations in flight at most.
-            share: The share of what is left of the effort that may be spent.
+        ``share`` is the share of what is left of the effort that may be spent.
         """
 
         def simulate(schedule: ModuloSchedule, enough_us: float) -> float:
@@ -140,12 +129,9 @@ class Search:
     def simulated(
         self, schedule: ModuloSchedule, depth: int, enough_us: float = math.inf
     ) -> Found | None:
-        """The plan of a schedule; None where it cannot state ``same_period_deps``.
+        """The plan of a schedule whose first stage is 0; None if it states no same_period_deps.
 
-        Args:
-            schedule: Its first stage is 0.
-            depth: Iterations in flight.
-            enough_us: An interval of this or more need not be exact: a lower bound of it will do.
+        An interval of ``enough_us`` or more need not be exact: a lower bound of it will do.
         """
         plan = plan_of(self._base, self.graph, schedule, depth)
         if plan is None:

@@ -81,10 +81,7 @@ def queue_edges(queues: Sequence[Sequence[str]]) -> Iterator[Pair]:
 def remaining_us(order: Sequence[str], costs: CostModel, edges: Iterable[Pair]) -> dict[str, float]:
     """Each task's longest path along (consumer, producer) edges, its own time counted.
 
-    Args:
-        order: All tasks, producers first.
-        costs: What they cost.
-        edges: What the paths follow.
+    ``order`` has all tasks, producers first.
     """
     consumers: dict[str, list[str]] = defaultdict(list)
     for consumer, producer in edges:
