@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ _LEAST_S = 20e-6
 """Differences of host times from here on, in standard errors and in seconds, are told."""
 
 
-class Run(NamedTuple):
+class TaskRun(NamedTuple):
     """One run of a task; seconds."""
 
     iteration: int
@@ -29,7 +29,7 @@ class HostObserver(Observer):
     """Observes ``tasks``. Each has a list of its own, which one thread at a time writes to."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
-        self.runs: dict[str, list[Run]] = {name: [] for name in tasks}
+        self.runs: dict[str, list[TaskRun]] = {name: [] for name in tasks}
         self._local = threading.local()
 
     def start(self, ins: Instruction, iteration: int) -> None:
@@ -40,14 +40,14 @@ class HostObserver(Observer):
         runs = self.runs.get(ins.task)
         begin = self._local.__dict__.pop("begin", None)
         if runs is not None and begin is not None:
-            runs.append(Run(iteration, wall_s - begin[0], cpu_s - begin[1]))
+            runs.append(TaskRun(iteration, wall_s - begin[0], cpu_s - begin[1]))
 
 
 class HostTimes:
     """Times of tasks in some of the iterations that were observed."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
-        self._kept: dict[str, list[Run]] = {name: [] for name in tasks}
+        self._kept: dict[str, list[TaskRun]] = {name: [] for name in tasks}
         self._visits_s: dict[str, list[float]] = {name: [] for name in self._kept}
 
     def observer(self) -> HostObserver:
@@ -61,12 +61,9 @@ class HostTimes:
             self._kept[name] += runs
             self._visits_s[name].append(fmean(run.wall_s for run in runs))
 
-    def put_first(self, name: str, runs: Sequence[Run]) -> None:
+    def put_first(self, name: str, runs: Sequence[TaskRun]) -> None:
         """Take what no observer sees, the calls of the loader, as the first task."""
         self._kept = {name: [*runs], **self._kept}
-
-    def _per_task(self, statistic: Callable[[list[Run]], float]) -> dict[str, float]:
-        return {name: statistic(runs) for name, runs in self._kept.items()}
 
     @property
     def host_s(self) -> dict[str, float]:
@@ -74,12 +71,12 @@ class HostTimes:
 
         The mean, so that slow runs count in full.
         """
-        return self._per_task(lambda runs: fmean(run.wall_s for run in runs))
+        return {name: fmean(run.wall_s for run in runs) for name, runs in self._kept.items()}
 
     @property
     def cpu_s(self) -> dict[str, float]:
         """Task to the mean seconds per iteration for which its thread is on the CPU."""
-        return self._per_task(lambda runs: fmean(run.cpu_s for run in runs))
+        return {name: fmean(run.cpu_s for run in runs) for name, runs in self._kept.items()}
 
     @property
     def blocked_s(self) -> dict[str, float]:

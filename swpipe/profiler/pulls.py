@@ -9,7 +9,7 @@ from typing import Any
 
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart
-from swpipe.profiler.host import Run
+from swpipe.profiler.host import TaskRun
 
 
 class Pulls:
@@ -27,7 +27,7 @@ class Pulls:
         self.effects = Effects() if is_apart(loader) else UNKNOWN
         self._batches: Iterator[Any] | None = None
         self._on = True
-        self.runs: list[Run] = []
+        self.runs: list[TaskRun] = []
 
     def __call__(self) -> None:
         """Pull a batch.
@@ -40,7 +40,7 @@ class Pulls:
             wall_s, cpu_s = time.perf_counter(), time.thread_time()
             self._next()
             wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-            self.runs.append(Run(len(self.runs), wall_s, cpu_s))
+            self.runs.append(TaskRun(len(self.runs), wall_s, cpu_s))
 
     def _next(self) -> None:
         for _ in range(2):

@@ -167,7 +167,11 @@ class Cache:
 
     def _keep(self, ctx: Any, live: Values) -> HandedOut:
         """Copy what the task produced into the cache."""
-        places = {id(t): place for place, value in live.places() for t in tensors_in(value)}
+        places = {
+            id(part): place
+            for place, value in live.places()
+            for part in (*leaves_in(value), *tensors_in(value))
+        }
         tensors: dict[int, tuple[Tensor, Tensor]] = {}
         objects: dict[int, Any] = {}
         memo: dict[int, Any] = {}  # for tensors within objects
@@ -179,7 +183,7 @@ class Cache:
             if is_fixed(value):
                 return value
             try:
-                kept = self._objects.keep(value, _place_of(value, live), memo)
+                kept = self._objects.keep(value, places.get(id(value), "its output"), memo)
             except NotReplayableError as refusal:
                 raise ShortcutError(self._task, str(refusal)) from None
             if self._objects.copies(kept):
@@ -266,10 +270,3 @@ class Cache:
                         "rebuilt, so the cached tensors are lost. Use a dataclass, or keep it out "
                         "of the context and declare it as io",
                     )
-
-
-def _place_of(leaf: Any, values: Values) -> str:
-    for place, value in values.places():
-        if any(leaf is one for one in leaves_in(value)):
-            return place
-    return "its output"

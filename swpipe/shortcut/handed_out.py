@@ -63,12 +63,10 @@ class HandedOut:
         """Whether the iteration has ended."""
         return self._ctx() is None
 
-    def belongs_to(self, ctx: Any) -> bool:
-        """Whether these are outputs of the iteration of ``ctx``."""
-        return self._id == id(ctx)
-
-    def accept(self) -> None:
-        """Take the outputs as they are now."""
+    def accept(self, ctx: Any) -> None:
+        """Take the outputs as they are now, if they are those of the iteration of ``ctx``."""
+        if self._id != id(ctx):
+            return
         self._tensors = {
             key: (alias, version_of(alias), copy)
             for key, (alias, _, copy) in list(self._tensors.items())
@@ -111,9 +109,9 @@ class Uses:
 
     def accept(self, ctx: Any) -> None:
         """Another task that is shortcut too has run on ``ctx``: its changes are replayed."""
-        cached = self._cached
-        if cached is not None and cached.belongs_to(ctx):
-            cached.accept()
+        cached = self._cached  # another thread may set it to None
+        if cached is not None:
+            cached.accept(ctx)
 
     def become_known(self) -> bool:
         """Look at the iterations that have ended; whether the uses are known now, and were not."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from swpipe.trace.causes import Causes, Why
 from swpipe.trace.perfetto import Arrow
-from swpipe.trace.span import Row, Span
+from swpipe.trace.span import Row, Span, extent_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,7 @@ def critical_path(spans: Sequence[Span], arrows: Sequence[Arrow]) -> CriticalPat
     Raises:
         ValueError: There is no span.
     """
-    if not spans:
-        raise ValueError("there are no spans: nothing ran to its end while the trace was recorded")
+    extent_ns(spans)  # refuses an empty timeline
     causes = Causes(spans, arrows)
     links: list[Link] = []
     span: Span | None = max(spans, key=lambda each: (each.end_ns, each.start_ns))

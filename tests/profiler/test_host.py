@@ -9,7 +9,7 @@ import pytest
 from swpipe import PipelinePlan, PipelineTask
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.resolved import resolve_plan
-from swpipe.profiler.host import HostObserver, HostTimes, Run
+from swpipe.profiler.host import HostObserver, HostTimes, TaskRun
 from tests.support.virtual_clock import TimedHost
 
 
@@ -111,7 +111,7 @@ def test_what_becomes_shorter_is_told_if_it_is_no_noise() -> None:
         found = HostTimes(["backward"])
         for ms in visits_ms:
             seen = found.observer()
-            seen.runs["backward"] += [Run(i, ms / 1e3, ms / 1e3) for i in range(50)]
+            seen.runs["backward"] += [TaskRun(i, ms / 1e3, ms / 1e3) for i in range(50)]
             found.add(seen, range(50))
         return found
 
