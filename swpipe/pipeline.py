@@ -63,10 +63,10 @@ class SWPipeline(Generic[C]):
             gradient and inference modes; compared with ``==``: ``lambda: model.training``.
         check_effects: Watch tasks: PlanError where a pure one breaks its word, or one touches what
             the plan does not keep in serial order. None: in the first 16 iterations, as far as
-            declarations and ``effects`` leave it open, and pure tasks in 2% of the others; not in
-            compiled functions. True, or a share such as 0.02 of the iterations after the first 16:
-            all tasks; compiled functions run eagerly then. False: nothing. An operator that is
-            watched takes about 20 us longer. Serial runs and profiles are not watched.
+            declarations and ``effects`` leave it open, and pure tasks in 2% of the others. True, or
+            a share such as 0.02 of the iterations after the first 16: all tasks. False: nothing.
+            Compiled functions are not watched, nor are serial runs and profiles. An operator that
+            is watched takes about 20 us longer.
         effects: What each task touches, as recorded: the plan is verified for it.
         host: Where threads come from; for tests.
 

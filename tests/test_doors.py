@@ -23,7 +23,7 @@ OF_OTHERS = {
     "_get_function_stack_at", "_has_storage", "_indices", "_is_profiler_enabled", "_iterator",
     "_is_torch_function_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
     "_len_torch_function_stack", "_mesh_resources", "_parameters", "_pytree",
-    "_record_function_enter_new",
+    "_pop_torch_dispatch_stack", "_push_on_torch_dispatch_stack", "_record_function_enter_new",
     "_saved_tensors_hooks_get_disabled_error_message", "_top_saved_tensors_default_hooks",
     "_values", "_version",
     # TorchRec's

@@ -8,6 +8,9 @@ A holder counts only while its frame is executed. An exception that arrives betw
 entering and leaving (Ctrl-C) can thus not lock a pipeline: the next call finds a frame that is no
 longer executed, and takes over. The lock is reentrant, since a signal handler may come in between,
 and nothing waits while holding it.
+
+What watches a task is a mode of torch's on its thread. An interrupt can keep it there, after the
+task; so a call that leaves takes away what it has left on the caller's thread.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import os
 import threading
 from types import FrameType
+
+import torch
 
 from swpipe._engine.frames import is_executed
 
@@ -36,6 +41,11 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+def only_watches(count: int) -> bool:
+    """Whether the innermost of so many dispatch modes only watches what a task does."""
+    return getattr(torch._C._get_dispatch_stack_at(count - 1), "only_watches", False)
+
+
 class ExclusiveAccess:
     """Lets one call in at a time; another one raises instead of waiting."""
 
@@ -43,6 +53,7 @@ class ExclusiveAccess:
         self._open_after: int | None = _forks  # of how many forks; None once closed
         self._made_after = _forks
         self._holder: tuple[FrameType, int] | None = None
+        self._modes = 0  # of torch's dispatch, on the caller's thread, when the call began
         self._lock = threading.RLock()
 
     @property
@@ -65,6 +76,7 @@ class ExclusiveAccess:
         with self._lock:
             if self._holder is None or self.holder() is None:
                 self._holder = (frame, threading.get_ident())
+                self._modes = torch._C._len_torch_dispatch_stack()
                 entered = True
         # After the holder is set: either close() sees this call, or this call sees that it closed.
         if self._open_after != _forks:
@@ -82,10 +94,13 @@ class ExclusiveAccess:
         with self._lock:
             if self.holder() is None:
                 self._holder = (frame, threading.get_ident())
+                self._modes = torch._C._len_torch_dispatch_stack()
             return self._holder is not None and self._holder[0] is frame
 
     def leave(self) -> bool:
         """End the call; whether the pipeline is still open."""
+        while (count := torch._C._len_torch_dispatch_stack()) > self._modes and only_watches(count):
+            torch._C._pop_torch_dispatch_stack(None)
         self._holder = None
         return self._open_after == _forks
 

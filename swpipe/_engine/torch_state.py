@@ -24,6 +24,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._device import DeviceContext
 
+from swpipe._engine.exclusive import only_watches
+
 _Apply: TypeAlias = Callable[[ExitStack, Any], object]
 """Gives the thread one setting; what has to be left again is entered on the stack."""
 
@@ -47,7 +49,7 @@ if torch.distributed.is_available():
 def _dispatch_modes() -> int:
     """How many dispatch modes are active, without those on top that only watch."""
     count: int = torch._C._len_torch_dispatch_stack()
-    while count and getattr(torch._C._get_dispatch_stack_at(count - 1), "only_watches", False):
+    while count and only_watches(count):
         count -= 1
     return count
 

@@ -103,7 +103,7 @@ def checked(
         pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):
         return engine
-    recorder = partial(pure_recorder, engine.device, sees_compiled=share is not None)
+    recorder = partial(pure_recorder, engine.device)
     check = EffectCheck(resolved, tasks, engine.device, every, pure, context, recorder)
     return replace(engine, check=check, context=check.make_context)
 
@@ -203,10 +203,10 @@ class _WordWatch:
         self.operators = check.new_recorder()
 
     def __enter__(self) -> None:
-        self.operators.__enter__()  # type: ignore[no-untyped-call]
+        self.operators.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
-        self.operators.__exit__(kind, *failure)  # type: ignore[no-untyped-call]
+        self.operators.__exit__(kind, *failure)
         if kind is None and self.task.pure:
             self.check.check_word(self.task, self.ctx, self.operators)
 

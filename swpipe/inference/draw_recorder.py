@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swpipe.device import Device
-from swpipe.inference.operators import OperatorRecorder
+from swpipe.inference.operators import OperatorRecorder, tensors_of
 from swpipe.inference.storages import Storages
 
 _RANGE = torch.ops.profiler._record_function_enter_new.default
@@ -50,7 +50,8 @@ class DrawRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         before = self._states()
         result = func(*args, **kwargs)
-        if self._states() != before:
+        # Another thread may draw meanwhile; to make nothing draws nothing.
+        if self._states() != before and any(one.numel() for one in tensors_of(result)):
             self.draws[0] = None
         return result
 

@@ -84,6 +84,19 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.accesses = OperatorAccesses()
         self._storages = storages
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by torch: compiled functions stay compiled; an older torch runs them eagerly."""
+        return True
+
+    # Not torch's own: these also set flags of the whole process, which threads would set in turns.
+    def __enter__(self) -> OperatorRecorder:
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -82,23 +82,13 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         uses: Storage to its uses.
-
-    Args:
-        device: The pipeline's device.
-        sees_compiled: Compiled functions run eagerly; otherwise they stay compiled, and unseen.
-            (An older torch does not ask, and runs them eagerly.)
     """
 
-    def __init__(self, device: Device, *, sees_compiled: bool) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.uses: dict[StorageId, list[_Use]] = {}
         self._owners: dict[StorageId, Tensor] = {}
         self._made: dict[StorageId, weakref.ref[Tensor]] = {}
-        self._sees_compiled = sees_compiled
-
-    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Asked by torch when the recorder becomes active."""
-        return not self._sees_compiled
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
@@ -141,10 +131,10 @@ class _BesideCompiler(PureRecorder):  # type: ignore[no-untyped-call]
         return True
 
 
-def pure_recorder(device: Device, *, sees_compiled: bool) -> PureRecorder:
+def pure_recorder(device: Device) -> PureRecorder:
     """A recorder for one task."""
     kind = _BesideCompiler if "torch._dynamo" in sys.modules else PureRecorder
-    return kind(device, sees_compiled=sees_compiled)
+    return kind(device)
 
 
 def _span_of(tensor: Tensor) -> _Span:

@@ -14,9 +14,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import swpipe
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.waiting import Host, HostThread
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.sequencer import PATIENCE_S
@@ -176,7 +177,7 @@ def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Inte
     """A pipeline of which one call was interrupted at its n-th place."""
     full, act = CALLS[name]
     ran = Ran()
-    pipe = SWPipeline(plan, ran.tasks(), device="cpu")
+    pipe = SWPipeline(plan, ran.tasks(), device="cpu", check_effects=False)
     data = iter(range(4))
     if full:
         pipe.fill_pipeline(data)
@@ -206,6 +207,23 @@ def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
         assert pipe.in_flight == 0, where
         n += 1
     assert n > 50
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_place_leaves_nothing_that_watches() -> None:
+    """Neither on the caller's thread, where all later operators would go through it."""
+    task = PipelineTask("a", lambda ctx: torch.zeros(2).add_(1))
+    plan = PipelinePlan({task: TaskSchedule()}, pipeline_depth=2)
+    n, raised, watched = 0, True, 0
+    while raised:
+        with SWPipeline(plan, device="cpu", check_effects=0.5) as pipe:
+            interrupter = Interrupter(n)
+            with suppress(KeyboardInterrupt), interrupter:
+                pipe.progress(iter(range(2)))
+        assert torch._C._len_torch_dispatch_stack() == 0, f"place {n}, {interrupter.where}"
+        watched += interrupter.where.startswith(("checking", "purity", "operators"))
+        n, raised = n + 1, interrupter.raised
+    assert watched > 50
 
 
 def test_a_worker_that_begins_after_the_end_ends_at_once() -> None:
