@@ -295,7 +295,7 @@ def kept(job: Job) -> Callable[[Any], Any]:
 def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     """The error names the task and what it touched, and says what pure means.
 
-    What others change shows only after they have changed it, when the task may be two ahead.
+    What others change shows only after they have changed it, when the task is some ahead.
     """
     make, names = LIES[name]
     job = Job()
@@ -304,7 +304,7 @@ def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     with pytest.raises(PlanError) as caught:
         done.extend(ctx.iter_idx for ctx in run(job, tasks))
     text = str(caught.value)
-    assert len(done) <= (3 if job.train_also is not nothing else 2)
+    assert len(done) <= (4 if job.train_also is not nothing else 2)
     assert "'decode'" in text
     assert re.search(names, text), text
     assert "pure" in text
