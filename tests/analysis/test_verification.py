@@ -202,6 +202,15 @@ def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
     SWPipeline(plan, [PipelineTask(name, print) for name in "ab"], device="cpu").close()
 
 
+def test_a_random_task_stays_beside_one_that_may_draw() -> None:
+    """Its seed is that of all threads: who draws unseeded meanwhile draws other numbers."""
+    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
+    noise = PipelineTask("a", print, random=True, pure=True)
+    with pytest.raises(PlanError, match="'a' touches .or, if it is random, of what may draw"):
+        verify(plan, [noise, PipelineTask("b", print)])
+    verify(plan, [noise, PipelineTask("b", print, pure=True)])
+
+
 def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
     """Also where they touch no attribute in common."""
     tasks = [PipelineTask(name, print) for name in "ab"]

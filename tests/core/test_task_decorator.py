@@ -138,5 +138,8 @@ def test_a_task_that_says_nothing_is_undeclared() -> None:
         PipelineTask("a", print, io=[restored]),
     ]
     assert all(one.undeclared for one in undeclared)
+    added = DeclaredIO(state="<a state of swpipe's own>")
+    assert PipelineTask("a", print, io=[added]).undeclared
+    assert not PipelineTask("a", print, io=[added, NOTE]).undeclared
     assert not PipelineTask("a", print, pure=True, random=True).undeclared
     assert not task(pure=True)(test_a_task_that_says_nothing_is_undeclared).undeclared

@@ -25,7 +25,9 @@ from swpipe import (
 )
 from swpipe.analysis.races import race_problems
 from swpipe.core.resolved import resolve_plan
+from swpipe.device import resolve
 from swpipe.errors import PlanError
+from swpipe.inference.draw_recorder import DrawRecorder
 from tests.support.machines import TorchMachine, tasks_of
 from tests.support.safety import effects_of, random_pair
 from tests.support.sequencer import await_event
@@ -273,6 +275,19 @@ def test_two_tasks_that_draw_from_torchs_generator_now_and_then() -> None:
     assert finished(checked(on_threads("noise", "keep"), [noise, keep])) == BATCHES
     half = [PipelineTask("noise", noise, random=True), PipelineTask("drop", drop)]
     stopped(checked(on_threads("noise", "drop"), half))
+
+
+def test_to_make_nothing_is_no_draw_whoever_draws_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The default generators' states change during both operators here."""
+    states = iter(range(100))
+    monkeypatch.setattr(DrawRecorder, "_states", lambda recorder: [next(states)])
+    for size, drawn in ((0, set()), (1, {0})):
+        recorder = DrawRecorder(resolve("cpu"))
+        with recorder:
+            torch.rand(size)
+        assert recorder.draws.keys() == drawn
 
 
 def test_generators_of_the_users_own() -> None:
