@@ -118,11 +118,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def _checked(layers: Iterable[int] | None, count: int) -> tuple[int, ...]:
     numbers = tuple(range(count) if layers is None else layers)
     first = numbers[0] if numbers else 0
-    if (
-        numbers != tuple(range(first, first + len(numbers)))
-        or first < 0
-        or numbers[-1:] >= (count,)
-    ):
+    if first < 0 or numbers != tuple(range(count))[first : first + len(numbers)]:
         raise ValueError(
             f"layers is {shown(list(numbers))}: give consecutive numbers from 0 to {count - 1}, "
             f"since the model has num_layers={count}"
