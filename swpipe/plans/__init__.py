@@ -7,6 +7,7 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
     PipelineCosts,
     activation_memory,
 )
+from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
 from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
@@ -16,6 +17,7 @@ __all__ = [
     "Action",
     "ActivationMemory",
     "PipelineCosts",
+    "PipelineGraph",
     "PipelineSchedule",
     "ScheduleError",
     "ScheduleReport",
