@@ -7,15 +7,18 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
     PipelineCosts,
     activation_memory,
 )
+from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
 from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
+from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
 from swpipe.plans.prefetch import prefetch_plan
 
 __all__ = [
     "Action",
     "ActivationMemory",
     "PipelineCosts",
+    "PipelineGraph",
     "PipelineSchedule",
     "ScheduleError",
     "ScheduleReport",
@@ -24,4 +27,5 @@ __all__ = [
     "activation_memory",
     "check_schedule",
     "prefetch_plan",
+    "torch_schedule",
 ]

@@ -76,6 +76,14 @@ class PipelineCosts:
         """The memory of each rank, where the ranks together have ``n_stages`` stages."""
         return self.max_mem or self.f_mem * n_stages
 
+    def require_room(self) -> None:
+        """Raise ScheduleError where the memory has no room for one microbatch on a V."""
+        if self.max_mem and self.max_mem < 2 * self.f_mem:
+            raise ScheduleError(
+                f"max_mem is {shown(self.max_mem)}: a V needs at least 2 * f_mem = "
+                f"{shown(2 * self.f_mem)}, for both chunks of one microbatch"
+            )
+
     def time(self, action: Action, placement: Sequence[int]) -> float:
         """How long an action takes.
 
