@@ -52,9 +52,7 @@ def random_schedule(placement: Sequence[int], n_micro: int, seed: int) -> Pipeli
     """
     draw = random.Random(seed)
     last = len(placement) - 1
-    whole_backward = {
-        (s, m): draw.random() < 0.3 for s in range(last + 1) for m in range(n_micro)
-    }
+    whole_backward = {(s, m): draw.random() < 0.3 for s in range(last + 1) for m in range(n_micro)}
     done: set[Action] = set()
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
 
@@ -68,9 +66,7 @@ def random_schedule(placement: Sequence[int], n_micro: int, seed: int) -> Pipeli
             return stage == 0 or Action(stage - 1, "F", micro) in done
         if op == "W":
             return Action(stage, "I", micro) in done
-        given = stage == last or bool(
-            done.intersection(Action(stage + 1, o, micro) for o in "IB")
-        )
+        given = stage == last or bool(done.intersection(Action(stage + 1, o, micro) for o in "IB"))
         return given and Action(stage, "F", micro) in done
 
     left = [

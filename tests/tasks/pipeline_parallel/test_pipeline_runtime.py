@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.plans import Action, PipelineSchedule, ScheduleError, plan_v_schedule, torch_schedule
-from swpipe.plans import PipelineCosts, check_schedule
+from swpipe.plans import Action, PipelineGraph, PipelineSchedule, ScheduleError, torch_schedule
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
 from swpipe.tasks.transformer import mean_loss
 from tests.support.ranks import Ranks
@@ -22,7 +21,8 @@ from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_sched
 def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
     """A schedule by its name."""
     if name == "ours":
-        return plan_v_schedule(n_ranks, n_micro, PipelineCosts(20, 30, 15), seconds=0.2).schedule
+        graph = PipelineGraph(n_ranks, n_micro, 20, 30, 15, 1, 2, -1, -1)
+        return PipelineSchedule.from_nodes(graph.get_v_schedule())
     return torch_schedule(name, n_ranks, n_micro)  # type: ignore[arg-type]
 
 
@@ -111,7 +111,7 @@ def test_any_valid_order_gives_the_same_bits(two_ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_many_valid_orders_give_the_same_bits(two_ranks: Ranks, four_ranks: Ranks) -> None:
     """More of them, also a V on four ranks."""
-    for seed in range(10, 18):
+    for seed in range(10, 14):
         schedules = [random_schedule(place, 4, seed) for place in PLACEMENTS]
         assert none_different(two_ranks, schedules)
         assert none_different(four_ranks, [random_schedule((0, 1, 2, 3, 3, 2, 1, 0), 4, seed)])
@@ -119,7 +119,7 @@ def test_many_valid_orders_give_the_same_bits(two_ranks: Ranks, four_ranks: Rank
 
 # --------------------------------------------------------------------------------- one rank
 
-ALONE = random_schedule((0, 0), 2, 0)
+ALONE = torch_schedule("zbv", 1, 2)
 """Two stages and two microbatches on one rank."""
 
 
@@ -192,8 +192,6 @@ def steps_after_a_failure() -> list[str]:
     broken = [True]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if broken and not torch.is_grad_enabled() and output.shape[0] == 1:
-            pass
         if broken:
             raise ZeroDivisionError("planted")
         return squared(output, target)
@@ -245,11 +243,16 @@ def make(schedule: PipelineSchedule, chunks: dict[int, nn.Module] | None = None)
     PipelineRuntime(schedule, chunks or dict(on_rank(schedule, dist.get_rank())), mean_loss)
 
 
+def all_failed(error: BaseException, ranks: Ranks) -> bool:
+    """Whether no rank was left to wait for the others."""
+    return sum(" failed " in note for note in error.__notes__) == ranks.size - 1
+
+
 def refused(ranks: Ranks, *args: Any) -> str:
     """What all ranks say alike."""
     with pytest.raises(ScheduleError) as told:
         ranks.run(make, *args)
-    assert "failed" in "".join(getattr(told.value, "__notes__", ["", "failed"])[1:])
+    assert all_failed(told.value, ranks)
     assert "\n" not in str(told.value)
     return str(told.value)
 
@@ -329,7 +332,7 @@ def test_chunks_that_do_not_fit_are_refused_on_all_ranks(
     """The mistake is one rank's; no rank waits for it."""
     with pytest.raises(ScheduleError, match=re.escape(told)) as error:
         two_ranks.run(make_on_one_rank, kind)
-    assert "rank 1 failed" in "".join(error.value.__notes__)
+    assert all_failed(error.value, two_ranks)
 
 
 def say_what_is_wrong() -> list[str]:
