@@ -146,9 +146,6 @@ class PipelinePlan:
             "within_calls": within_calls,
             "tasks": _tasks([*tasks, *schedule], problems),
         }
-        if type(within_calls) is not bool:
-            text = f"within_calls is {shown(within_calls)}: write True or False"
-            problems.append(Problem(text))
         problems += _wrong_names(values)
         if problems:
             raise PlanError(problems)
@@ -201,12 +198,9 @@ class PipelinePlan:
                     "can hold; name the stream instead and describe it in PipelinePlan.streams"
                 )
         data = {key: _plain(getattr(self, key)) for key in _KEYS}
-        empty = (None, [], {})
-        return {
-            k: v
-            for k, v in data.items()
-            if k == "schedule" or (v not in empty and v is not False)
-        }
+        empty: tuple[Any, ...] = (None, [], {})
+        kept = {k: v for k, v in data.items() if v not in empty and v is not False}
+        return {"schedule": {}, **kept}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
