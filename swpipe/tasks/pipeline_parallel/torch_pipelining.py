@@ -55,8 +55,3 @@ BACKWARD: Any = (OPS["I"], OPS["W"], OPS["B"], schedules.REDUCE_GRAD)
 
 backward_input: Any = stage_backward_input
 backward_weight: Any = stage_backward_weight
-
-__all__ = [
-    "BACKWARD", "OPS", "TESTED", "Stage", "TorchAction", "TorchRuntime", "backward_input",
-    "backward_weight", "check_torch",
-]  # fmt: skip
