@@ -12,6 +12,7 @@ from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
 from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
+from swpipe.plans.pipeline_parallel.v_planner import VPlan, plan_v_schedule
 from swpipe.plans.prefetch import prefetch_plan
 
 __all__ = [
@@ -24,8 +25,10 @@ __all__ = [
     "ScheduleReport",
     "ScheduledNode",
     "TimedAction",
+    "VPlan",
     "activation_memory",
     "check_schedule",
+    "plan_v_schedule",
     "prefetch_plan",
     "torch_schedule",
 ]
