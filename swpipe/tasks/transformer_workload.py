@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swpipe.core.messages import plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans import pipeline_training
 from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
@@ -87,7 +88,7 @@ def open_pipeline_job(config: GPTJobConfig) -> GPTJob:
     try:
         return PipelineGPTJob(config)
     except ScheduleError as error:
-        raise InputError(f"schedule {config.schedule}: {error}") from error
+        raise InputError(f"--schedule {plain(config.schedule)}: {error}") from error
 
 
 def _training(open_one: Callable[[Any], GPTJob]) -> Training:

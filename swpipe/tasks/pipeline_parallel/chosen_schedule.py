@@ -8,7 +8,6 @@ from typing import TypeVar, get_args
 
 import torch.distributed as dist
 
-from swpipe.core.messages import plain
 from swpipe.plans import (
     PipelineCosts,
     PipelineSchedule,
@@ -87,15 +86,13 @@ def from_first_rank(make: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def _read(path: Path, n_ranks: int, n_micro: int) -> PipelineSchedule:
-    shown = plain(str(path))
     try:
         return PipelineSchedule.from_csv(path, n_ranks=n_ranks, n_micro=n_micro)
-    except ScheduleError as error:
-        raise ScheduleError(f"{shown}: {error}", error.action) from error
+    except ScheduleError:
+        raise
     except OSError as error:
         names = ", ".join((OURS, *ORDERS))
-        raise ScheduleError(
-            f"{shown}: {error.strerror or error}; name a CSV file, or one of {names}"
-        ) from error
+        why = error.strerror or error
+        raise ScheduleError(f"{why}; name a CSV file, or one of {names}") from error
     except ValueError as error:  # bytes that are no text
-        raise ScheduleError(f"{shown}: {error}") from error
+        raise ScheduleError(str(error)) from error
