@@ -21,6 +21,7 @@ from tests.bench import (
     loader,
     make,
     memory,
+    pipeline_parallel,
     predict,
     predict_ranks,
     profiler,
@@ -51,6 +52,7 @@ PARTS = {
         extras,
         sparse_dist,
         predict_ranks,
+        pipeline_parallel,
         soak,
         accelerator,
     )
