@@ -153,7 +153,12 @@ def pair_order(forward: Steps, backward: Steps) -> Steps:
     return tuple(by_place[place] for place in _PAIR if place in by_place)
 
 
-def chunk_order(forward: Sequence[LayerKind] | None, backward: Sequence[LayerKind] | None) -> Steps:
+def chunk_order(
+    forward: Sequence[LayerKind] | None,
+    backward: Sequence[LayerKind] | None,
+    *,
+    hooks: bool = True,
+) -> Steps:
     """The order of a chunk's forward and another's backward, with what is around the layers.
 
     The common layers are paired; then come the rest of backward, and the rest of forward. The
@@ -163,6 +168,7 @@ def chunk_order(forward: Sequence[LayerKind] | None, backward: Sequence[LayerKin
     Args:
         forward: The kinds of the one's layers; None for no forward.
         backward: Those of the other; None for no backward.
+        hooks: With steps "post_layers", directly after the layers.
     """
     steps: list[LayerStep] = [*_around("f", forward, "begin", "pre_process")]
     steps += _around("b", backward, "begin", "post_process")
@@ -177,8 +183,8 @@ def chunk_order(forward: Sequence[LayerKind] | None, backward: Sequence[LayerKin
     last = LayerStep("b", 0, "attn", "dw")
     ordered = [step for pair in pairs for step in pair_order(*pair)]
     steps += [step for step in ordered if step != last]
-    steps += _around("f", forward, "post_layers")
-    steps += _around("b", backward, "post_layers")
+    if hooks:
+        steps += [*_around("f", forward, "post_layers"), *_around("b", backward, "post_layers")]
     steps += [last] if last in ordered else []
     steps += _around("f", forward, "post_process", "end")
     steps += _around("b", backward, "pre_process", "end")
@@ -209,7 +215,7 @@ def layer_overlap_plan(
         shared: Some parameters are used by several steps, such as a tied embedding: a microbatch's
             backward then begins after the backward of the one before has ended.
     """
-    order = chunk_order(layers, layers)
+    order = chunk_order(layers, layers, hooks=False)
     stages = {step: 0 if step.side == "f" else 1 for step in order}
     # "f.end" makes the gradient that "b.begin" goes on with.
     return _plan(order, stages, (comp_stream, comm_stream), joined=True, shared=shared)

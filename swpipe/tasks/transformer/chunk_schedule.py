@@ -93,7 +93,7 @@ class TransformerModelChunkSchedulePlan:
         self.pre_process: Any = PreProcessNode(model, self._state, self._event, comp)
         self._layers = [
             TransformerLayerSchedulePlan(layer, *shared)
-            for layer in (*model.layers.values(), *(model.predictors if labels is not None else ()))
+            for layer in (*model.decoder_layers, *(model.predictors if labels is not None else ()))
         ]
         self.post_process: Any = NoopScheduleNode()
         if model.post_process:

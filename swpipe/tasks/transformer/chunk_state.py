@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from swpipe.tasks.transformer.decoder_layer import TransformerLayer
 from swpipe.tasks.transformer.mtp_layer import MultiTokenPredictionLayer
 
 
@@ -16,7 +17,7 @@ class ChunkModel(Protocol):
     """What schedules ask of a chunk.
 
     Attributes:
-        layers: Global index to layer, in order.
+        decoder_layers: The layers, in order, without those for multi-token prediction.
         predictors: The layers for multi-token prediction, in order.
         pre_process: Whether the chunk embeds tokens.
         post_process: Whether it computes the output.
@@ -24,11 +25,14 @@ class ChunkModel(Protocol):
         vp_stage: The chunk's number among those of its rank.
     """
 
-    layers: Any
     pre_process: bool
     post_process: bool
     expert_group: dist.ProcessGroup | None
     vp_stage: int | None
+
+    @property
+    def decoder_layers(self) -> list[TransformerLayer]:
+        """As above."""
 
     @property
     def predictors(self) -> list[MultiTokenPredictionLayer]:

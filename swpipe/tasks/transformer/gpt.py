@@ -149,6 +149,11 @@ class GPTModel(nn.Module):
         )
 
     @property
+    def decoder_layers(self) -> list[TransformerLayer]:
+        """This chunk's layers, in order, without those for multi-token prediction."""
+        return [one for one in self.layers.values() if isinstance(one, TransformerLayer)]
+
+    @property
     def predictors(self) -> list[MultiTokenPredictionLayer]:
         """The layers for multi-token prediction, in order."""
         return [one for one in self.mtp if isinstance(one, MultiTokenPredictionLayer)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from swpipe._distributed.agreement import differences, plan_facts
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
+from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.layer_overlap import LayerStep, Steps, paired_plan
@@ -127,21 +127,6 @@ def check_same_order(plan: PipelinePlan, group: dist.ProcessGroup | None) -> Non
             f"would wait for each other's exchanges for ever: {differences(held)}. Build and run "
             "the same layers on all of them"
         )
-
-
-def step_tasks(steps: Steps, shared: bool) -> Iterator[PipelineTask]:
-    """A task for each step, with what it uses outside its context.
-
-    Args:
-        steps: In serial order.
-        shared: Some parameters are used by several steps.
-    """
-    for step in steps:
-        states = [DeclaredIO(state="parameters", mode="r")]
-        if step.side == "b":
-            states.append(DeclaredIO(state=f"gradients of {step.name}"))
-            states += [DeclaredIO(state="shared gradients")] if shared else []
-        yield PipelineTask(step.name, step_function(step), io=states)
 
 
 def step_function(step: LayerStep) -> TaskFn:

@@ -72,8 +72,8 @@ class TransformerLayerSchedulePlan:
                 f"layer is {shown(layer)}, of an unknown type: give a TransformerLayer or a "
                 "MultiTokenPredictionLayer"
             )
-        self.is_mtp = isinstance(layer, MultiTokenPredictionLayer)
-        if self.is_mtp and not isinstance(chunk_state, ModelChunkState):
+        mtp = isinstance(layer, MultiTokenPredictionLayer)
+        if mtp and not isinstance(chunk_state, ModelChunkState):
             raise TypeError(
                 f"chunk_state is {shown(chunk_state)}: a MultiTokenPredictionLayer embeds tokens "
                 "and computes losses, for which it needs a ModelChunkState"
@@ -81,16 +81,9 @@ class TransformerLayerSchedulePlan:
         self.layer, self.event, self.chunk_state = layer, event, chunk_state
         self.comp_stream, self.comm_stream = comp_stream, comm_stream
         self.layer_state = SimpleNamespace()
-        decoder = layer.transformer_layer if isinstance(layer, MultiTokenPredictionLayer) else layer
-        self.decoder_layer = decoder
-        extra = dict(extra_args or {})
-        extra.setdefault("delay_wgrad_compute", decoder.config.delay_wgrad_compute)
-        self.kind = LayerKind(
-            moe=decoder.layer_type == "moe",
-            mtp=self.is_mtp,
-            delayed=bool(extra["delay_wgrad_compute"]),
-        )
-        self._build_callable_nodes(event, comp_stream, comm_stream, extra)
+        self.decoder_layer = decoder_of(layer)
+        self.kind = kind_of(layer, extra_args)
+        self._build_callable_nodes(event, comp_stream, comm_stream, extra_args or {})
 
     def _build_callable_nodes(
         self,
@@ -100,9 +93,10 @@ class TransformerLayerSchedulePlan:
         extra_args: Mapping[str, Any],
     ) -> None:
         state, chunk_state = self.layer_state, self.chunk_state
+        late = {**extra_args, "delay_wgrad_compute": self.kind.delayed}
         at_once = {**extra_args, "delay_wgrad_compute": False}
 
-        def node(name: str, function: Any, extra: Mapping[str, Any] = extra_args) -> Any:
+        def node(name: str, function: Any, extra: Mapping[str, Any] = late) -> Any:
             bound = partial(function, self.layer if name == "attn" else self.decoder_layer)
             return TransformerLayerNode(
                 comp_stream, event, state, chunk_state, bound, name, extra_args=extra
@@ -194,6 +188,19 @@ class TransformerLayerSchedulePlan:
             device=device_of(one.layer),
             group=one.decoder_layer.group,
         )
+
+
+def decoder_of(layer: Layer) -> TransformerLayer:
+    """The transformer layer of a layer for multi-token prediction; of another, itself."""
+    return layer.transformer_layer if isinstance(layer, MultiTokenPredictionLayer) else layer
+
+
+def kind_of(layer: Layer, extra_args: Mapping[str, Any] | None = None) -> LayerKind:
+    """What of a layer decides its steps; ``extra_args`` as of its plan."""
+    decoder = decoder_of(layer)
+    delayed = (extra_args or {}).get("delay_wgrad_compute", decoder.config.delay_wgrad_compute)
+    mtp = isinstance(layer, MultiTokenPredictionLayer)
+    return LayerKind(moe=decoder.layer_type == "moe", mtp=mtp, delayed=bool(delayed))
 
 
 def _attend(layer: Layer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
