@@ -19,7 +19,7 @@ Layer i of the one meets layer last - i of the other. Source: seed "model_chunk_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -82,6 +82,11 @@ class LayerStep(NamedTuple):
     def exchanges(self) -> bool:
         """Whether it is part of an exchange of tokens."""
         return self.node in EXCHANGES
+
+    @property
+    def issues_collectives(self) -> bool:
+        """Exchanges, and the router, which starts that of counts."""
+        return self.part == "start" or (self.side, self.node) == ("f", "post_attn")
 
     @property
     def is_weight_gradient(self) -> bool:
@@ -246,7 +251,9 @@ def _plan(
     ahead, back = _in_serial_order(order, "f"), _in_serial_order(order, "b")
     chains = [[s for s in side if not s.is_weight_gradient] for side in (ahead, back)]
     deps = [(after, before) for chain in chains for before, after in pairwise(chain)]
-    deps += [(step, step._replace(part="")) for step in back if step.is_weight_gradient]
+    late = [step for step in back if step.is_weight_gradient]
+    deps += [(step, step._replace(part="")) for step in late]
+    deps += [(end, step) for end in back if end.node == "end" for step in late]
     deps += [(back[0], ahead[-1])] if joined else []
     # Gradients of one parameter are added in the order of the microbatches.
     carried = [(step, step) for step in back]
@@ -256,7 +263,7 @@ def _plan(
             step.name: TaskSchedule(
                 stage=stages[step],
                 stream=streams[step.exchanges],
-                globally_ordered=_issues_collectives(step, ahead),
+                globally_ordered=step.issues_collectives,
             )
             for step in (*ahead, *back)
         },
@@ -265,11 +272,6 @@ def _plan(
         order=[step.name for step in order],
         pipeline_depth=depth,
     )
-
-
-def _issues_collectives(step: LayerStep, forward: Collection[LayerStep]) -> bool:
-    """Exchanges, and the router, which starts that of counts."""
-    return step.part == "start" or (step.node == "post_attn" and step in forward)
 
 
 def _in_serial_order(order: Steps, side: Side) -> list[LayerStep]:

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from swpipe._distributed.agreement import differences, plan_facts
-from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
-from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.layer_overlap import LayerStep, Steps, paired_plan
 from swpipe.tasks.transformer.layer_streams import get_comm_stream, get_comp_stream
+from swpipe.tasks.transformer.same_order import SameOrder
 from swpipe.tasks.transformer.schedule_node import as_leaf
 
 MOST_PIPELINES = 32
@@ -66,11 +64,16 @@ def run_steps(
     device: Device,
     group: dist.ProcessGroup | None,
 ) -> tuple[Any, Any]:
-    """Run both sides; the value that each has reached, None of one that is None."""
-    pipeline = _pipelines.of(order, device, group)
+    """Run both sides; the value that each has reached, None of one that is None.
+
+    Raises:
+        RuntimeError: Ranks of the expert group run different orders.
+    """
+    same_order = SameOrder(order, group, device.name)
+    pipeline = _pipelines.of(order, device)
     sides = {"f": forward, "b": backward}
     values = {f"{k}_value": None if side is None else side.value for k, side in sides.items()}
-    pipeline.push({**sides, **values})
+    pipeline.push({**sides, **values, "same_order": same_order})
     (ctx,) = pipeline.flush()
     return as_leaf(ctx.f_value), ctx.b_value
 
@@ -81,26 +84,18 @@ class _Pipelines(threading.local):
     def __init__(self) -> None:
         self._made: OrderedDict[Any, SWPipeline[PairContext]] = OrderedDict()
 
-    def of(
-        self, order: Steps, device: Device, group: dist.ProcessGroup | None
-    ) -> SWPipeline[PairContext]:
-        """The pipeline of an order; made where there is none.
-
-        Raises:
-            RuntimeError: Ranks of the expert group run different orders.
-        """
+    def of(self, order: Steps, device: Device) -> SWPipeline[PairContext]:
+        """The pipeline of an order; made where there is none."""
         streams = (get_comp_stream(), get_comm_stream()) if device.has_streams else (None, "comm")
-        key = (order, device.name, streams, group)
+        key = (order, device.name, streams)
         if key not in self._made:
             plan = paired_plan(order, comp_stream=streams[0], comm_stream=streams[1])
-            check_same_order(paired_plan(order), group)
-            # Ranks of other groups may run other layers: no comparison across all of them.
             self._made[key] = SWPipeline(
                 plan,
                 [PipelineTask(step.name, step_function(step)) for step in order],
                 device=device,
                 context=PairContext,
-                check_ranks=False,
+                check_ranks=False,  # it would compare all ranks: see same_order
                 check_effects=False,
             )
             while len(self._made) > MOST_PIPELINES:
@@ -110,23 +105,6 @@ class _Pipelines(threading.local):
 
 
 _pipelines = _Pipelines()
-
-
-def check_same_order(plan: PipelinePlan, group: dist.ProcessGroup | None) -> None:
-    """Compare a plan within an expert group. A collective of the group; without one, nothing.
-
-    Raises:
-        RuntimeError: The ranks hold different plans.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    if len(set(gather(plan.digest(), group))) > 1:
-        held = gather(plan_facts(plan), group)
-        raise RuntimeError(
-            "ranks of one expert group run layers of different kinds or in another order, and "
-            f"would wait for each other's exchanges for ever: {differences(held)}. Build and run "
-            "the same layers on all of them"
-        )
 
 
 def step_function(step: LayerStep) -> TaskFn:
@@ -140,11 +118,14 @@ def step_function(step: LayerStep) -> TaskFn:
 
 def _on_layer(step: LayerStep, layer: int) -> TaskFn:
     side, value, node_name = step.side, f"{step.side}_value", step.node
+    checks = step.issues_collectives
     calls = {"start": "start_", "wait": "finish_"}
     direction = "forward" if side == "f" else "backward"
     method = "run_backward_dw" if step.part == "dw" else calls.get(step.part, "run_") + direction
 
     def run(ctx: Any) -> None:
+        if checks and ctx.same_order is not None:
+            ctx.same_order.check()
         node = getattr(getattr(ctx, side).layers[layer], node_name)
         if method == "run_backward_dw":
             node.run_backward_dw()

@@ -18,9 +18,10 @@ from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.layer_overlap import LayerKind, LayerStep, chunk_order, layer_overlap_plan
 from swpipe.tasks.transformer.gpt import GPTModel
-from swpipe.tasks.transformer.layer_runs import Side, check_same_order, step_function
+from swpipe.tasks.transformer.layer_runs import Side, step_function
 from swpipe.tasks.transformer.layer_schedule import Layer, kind_of
 from swpipe.tasks.transformer.layer_streams import device_of
+from swpipe.tasks.transformer.same_order import check_same_plan_in_group
 from swpipe.tasks.transformer.schedule_node import as_leaf
 
 Loss: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
@@ -99,7 +100,7 @@ def training_pipeline(
         PlanError: The plan cannot run.
     """
     plan = training_plan(model) if plan is None else plan
-    check_same_order(plan, model.expert_group)
+    check_same_plan_in_group(plan, model.expert_group)
     options = {"device": device_of(model), "check_ranks": False, **options}
     return SWPipeline(plan, training_tasks(model, loss), **options)
 
@@ -129,7 +130,7 @@ def _begin(ctx: Any, model: GPTModel, kinds: tuple[LayerKind, ...]) -> None:
         )
     plan.begin("forward")
     ctx.f = ctx.b = Side(plan.layers, None, plan)
-    ctx.f_value = None
+    ctx.f_value = ctx.same_order = None  # plans were compared when the pipeline was made
 
 
 def _end(ctx: Any, loss: Loss) -> None:

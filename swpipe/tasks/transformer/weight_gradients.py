@@ -70,28 +70,36 @@ class Linear(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         """Of (..., in), (..., out)."""
         notes = _notes.get()
-        if notes is None or not torch.is_grad_enabled():
+        trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if notes is None or not trained or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, self.bias)
-        out: Tensor = _Delayed.apply(hidden, self.weight, self.bias, notes)  # type: ignore[no-untyped-call]
+        # Autograd is not told of the parameters, whose hooks it would call for no gradient.
+        anchor = torch.empty(0, requires_grad=True)
+        out: Tensor = _Delayed.apply(hidden, anchor, self, notes)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Delayed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, notes: Notes
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.bias, ctx.notes = bias, notes
-        return functional.linear(hidden, weight, bias)
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, linear: Linear, notes: Notes) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.linear, ctx.notes = linear, notes
+        ctx.version = linear.weight._version
+        return functional.linear(hidden, linear.weight, linear.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        hidden, weight = ctx.saved_tensors
+        (hidden,), linear, notes = ctx.saved_tensors, ctx.linear, ctx.notes
+        ctx.linear = ctx.notes = None
+        weight: Tensor = linear.weight
+        if weight._version != ctx.version:
+            raise RuntimeError(
+                "a weight was modified between a microbatch's forward and its backward: step the "
+                "optimizer when no microbatch is in flight"
+            )
         grad = grads[0].reshape(-1, weight.shape[0])
         rows = hidden.reshape(-1, weight.shape[1])
-        ctx.notes.append(WeightGradient(weight, ctx.bias, rows, grad))
-        ctx.bias = ctx.notes = None
+        notes.append(WeightGradient(weight, linear.bias, rows, grad))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         return grad.mm(weight).view(hidden.shape), None, None, None
