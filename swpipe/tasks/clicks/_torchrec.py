@@ -13,16 +13,8 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     from torchmetrics.classification import BinaryAUROC
-    from torchrec import (
-        EmbeddingBagCollection,
-        EmbeddingBagConfig,
-        EmbeddingCollection,
-        EmbeddingConfig,
-        JaggedTensor,
-        KeyedJaggedTensor,
-    )
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -38,10 +30,6 @@ __all__ = [
     "EmbeddingBagCollection",
     "EmbeddingBagCollectionSharder",
     "EmbeddingBagConfig",
-    "EmbeddingCollection",
-    "EmbeddingCollectionSharder",
-    "EmbeddingConfig",
-    "JaggedTensor",
     "KeyedJaggedTensor",
     "Pipelineable",
     "ShardingEnv",

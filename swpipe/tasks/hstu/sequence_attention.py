@@ -6,9 +6,9 @@ For one sequence X of n tokens, shape [n, D], with SiLU written s and heads left
     A          = s(Q K^T + rab) / N,  A[i, j] = 0 for j > i    [n, n]
     Y          = X + Linear(LayerNorm(A V) * U)                [n, D]
 
-There is no softmax, so that the weights of a token's history keep their size: N is the same for all
-sequences, the longest allowed. ``rab[i, j]`` is a learnt bias of the distance i - j, plus one of the
-time between both, in buckets that grow with it.
+There is no softmax, so that the weights of a token's history keep their size: N is the same for
+all sequences, the longest allowed. ``rab[i, j]`` is a learnt bias of the distance i - j, plus one
+of the time between both, in buckets that grow with it.
 
 Source: J. Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers
 for Generative Recommendations", 2024, section 3. The division by N and the layer norms are those of
@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, lengths: Tensor, tokens: int, longest: int) -> Places:
-        """Of sequences with these lengths, [B]; ``tokens`` is their sum, which is known on the host.
+        """Of sequences with these lengths, [B]; ``tokens`` is their sum, known on the host.
 
         Raises:
             ValueError: A sequence is longer than ``longest``. On other devices than the CPU this is
@@ -128,7 +128,7 @@ class HSTULayer(nn.Module):
         mixed = nn.functional.silu(self.project(self.norm(tokens)))
         gate, *rest = mixed.chunk(4, dim=1)
         value, query, key = (
-            places.pad(part).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in rest
+            places.pad(part.reshape(len(part), self.heads, -1)).transpose(1, 2) for part in rest
         )  # [B, heads, N, D / heads]
         bias = self.bias(places.pad(times)).unsqueeze(1)
         weights = nn.functional.silu(query @ key.transpose(2, 3) + bias) / self.longest

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe.tasks.clicks._torchrec import JaggedTensor, KeyedJaggedTensor
+from swpipe.tasks.hstu._torchrec import JaggedTensor, KeyedJaggedTensor, Pipelineable
 
 ITEM, ACTION = "item", "action"
 """The features of an event."""
@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class SequenceBatch:
+class SequenceBatch(Pipelineable):  # type: ignore[misc]
     """The histories of B users, in all T events; some may be empty.
 
     Attributes:
@@ -84,7 +84,7 @@ class SequenceBatch:
 
     def num_loss_tokens(self) -> Tensor:
         """How many losses this rank has: one for each event."""
-        values = self.times.values()
+        values: Tensor = self.times.values()
         return values.new_full((), len(values), dtype=torch.float32)
 
     def work(self) -> Tensor:

@@ -330,14 +330,17 @@ class SparseDistTasks:
     def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
         states = self._io(parts)
         draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
-        unknown = self.postprocess_loss in parts and self.step.on_losses is not None
         return PipelineTask(
             name,
             parts[0] if len(parts) == 1 else InTurn(parts),
             states + [io for part in parts for io in self.prefetched.io(part.__name__)],
             random=self._random and any(part in draws for part in parts),
-            pure=not states and not unknown,
+            pure=not states and not self._unknown(parts),
         )
+
+    def _unknown(self, parts: Sequence[TaskFn]) -> bool:
+        """Whether a task with these methods calls a function of which nothing is known."""
+        return self.postprocess_loss in parts and self.step.on_losses is not None
 
     def _io(self, parts: Sequence[TaskFn]) -> list[DeclaredIO]:
         """The states that a task with these methods uses."""

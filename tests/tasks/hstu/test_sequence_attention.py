@@ -64,9 +64,7 @@ def _gradients(out: Tensor, layer: HSTULayer, tokens: Tensor) -> list[Tensor]:
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     inputs = [tokens, *layer.parameters()]
     found = torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True)
-    return [
-        torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)
-    ]
+    return [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)]
 
 
 @given(st.lists(st.integers(0, LONGEST), min_size=1, max_size=4))
