@@ -21,11 +21,12 @@ Sources: seed sections 5.1, 5.2, 5.4 and 5.5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.schedulable import (
     Schedule,
@@ -36,6 +37,7 @@ from swpipe.schedulable import (
     TaskContext,
     ThreadedExecutor,
 )
+from swpipe.schedulable.executors import ThreadMap as MadeMap
 from swpipe.schedulable.executors import threads_of
 from swpipe.schedulable.schedule_rules import check_schedule
 from swpipe.schedulable.translation import translate
@@ -168,19 +170,9 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
         ScheduleValidationError: ``thread_map`` names a task that there is not.
         TypeError, ValueError: It is of another kind.
     """
-    if thread_map is None:
-        thread_map = HSTU_DEFAULT_THREAD_MAP
-    if isinstance(thread_map, str):
-        thread_map = HSTU_THREAD_MAPS.get(thread_map, thread_map)
     tasks = schedule.all_tasks()
-    if isinstance(thread_map, Mapping):
-        there = {task.name for task in tasks}
-        thread_map = {
-            name: DEFAULT_GROUP if thread == CALLER else thread
-            for name, thread in thread_map.items()
-            if name in there or name not in TASKS
-        }
-    executor = ThreadedExecutor(thread_map) if threaded else SequentialExecutor()
+    made = _made(thread_map, {task.name for task in tasks})
+    executor = ThreadedExecutor(made) if threaded else SequentialExecutor()
     threads, problems = threads_of(executor, tasks)
     pool = StreamPool(dict.fromkeys(("default", *STREAMS)))
     check_schedule(schedule, pool, problems)
@@ -188,6 +180,28 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
     # The functions come from the task set, which the caller gives to the pipeline with the plan.
     streams = dict.fromkeys(STREAMS, StreamSpec(priority=-1))
     return replace(plan, tasks=(), streams=streams)
+
+
+def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
+    """The map for the tasks that are there."""
+    if thread_map is None:
+        thread_map = HSTU_DEFAULT_THREAD_MAP
+    if isinstance(thread_map, str):
+        if thread_map == "per_task":
+            return "per_task"
+        if thread_map not in HSTU_THREAD_MAPS:
+            raise ValueError(
+                f"thread_map is {shown(thread_map)}: give one of {listed([*HSTU_THREAD_MAPS])}, "
+                "'per_task', a dict, or a function of the task"
+            )
+        thread_map = HSTU_THREAD_MAPS[thread_map]
+    if not isinstance(thread_map, Mapping):
+        return thread_map
+    return {
+        name: DEFAULT_GROUP if thread == CALLER else thread
+        for name, thread in thread_map.items()
+        if name in there or name not in TASKS
+    }
 
 
 def with_auc(plan: PipelinePlan) -> PipelinePlan:

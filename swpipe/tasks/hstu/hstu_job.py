@@ -20,9 +20,10 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
+from swpipe.tasks.clicks._torchrec import in_backward_optimizer_filter
 from swpipe.tasks.clicks.metrics import LossGuard, RunningAUC
 from swpipe.tasks.clicks.model import make_optimizer
-from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
+from swpipe.tasks.clicks.sharded import shard_tables
 from swpipe.tasks.hstu._torchrec import EmbeddingCollectionSharder
 from swpipe.tasks.hstu.hstu_tasks import HSTUTasks
 from swpipe.tasks.hstu.ranking_model import HSTURanking, RankingConfig

@@ -128,7 +128,8 @@ class HSTULayer(nn.Module):
         mixed = nn.functional.silu(self.project(self.norm(tokens)))
         gate, *rest = mixed.chunk(4, dim=1)
         value, query, key = (
-            places.pad(part.reshape(len(part), self.heads, -1)).transpose(1, 2) for part in rest
+            places.pad(torch.stack(part.chunk(self.heads, dim=1), 1)).transpose(1, 2)
+            for part in rest
         )  # [B, heads, N, D / heads]
         bias = self.bias(places.pad(times)).unsqueeze(1)
         weights = nn.functional.silu(query @ key.transpose(2, 3) + bias) / self.longest
