@@ -19,7 +19,7 @@ OF_OTHERS = {
     "_C", "_abort_process_group", "_accelerator_getDeviceIndex", "_accelerator_getStream",
     "_BaseDataLoaderIter", "_InfiniteConstantSampler", "_autograd", "_base", "_bit_generator",
     "_buffers", "_cdata", "_current_graph_task_id", "_engine_run_backward", "_functorch",
-    "_get_default_store", "_get_dispatch_stack_at",
+    "_get_default_store", "_get_dispatch_stack_at", "_get_pipeline_order",
     "_get_function_stack_at", "_has_storage", "_indices", "_is_profiler_enabled", "_iterator",
     "_is_torch_function_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
     "_len_torch_function_stack", "_mesh_resources", "_parameters", "_pytree",
