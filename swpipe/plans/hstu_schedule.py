@@ -178,8 +178,8 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
     check_schedule(schedule, pool, problems)
     plan = translate(schedule, pool, threads, lambda: 0)
     # The functions come from the task set, which the caller gives to the pipeline with the plan.
-    streams = dict.fromkeys(STREAMS, StreamSpec(priority=-1))
-    return replace(plan, tasks=(), streams=streams)
+    named = [name for name in STREAMS if any(task.stream == name for task in tasks)]
+    return replace(plan, tasks=(), streams=dict.fromkeys(named, StreamSpec(priority=-1)))
 
 
 def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
