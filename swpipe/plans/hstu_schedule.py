@@ -137,7 +137,8 @@ def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Sch
             "depends_on": ("wait_input_dist",),
             "same_progress_sync": ("forward",),
         },
-        "zero_grad": {"cross_iter_depends_on": ("optimizer_step",)},
+        # With this, the tasks of one batch come one after the other, which proves the schedule.
+        "zero_grad": {"depends_on": (last,), "cross_iter_depends_on": ("optimizer_step",)},
         "global_tokens_allreduce": {"nccl": True, "depends_on": ("finish_shuffle",)},
         "nccl_safety_barrier": {"same_progress_sync": ("finish_shuffle",)},
         "forward": {
