@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from swpipe import PipelinePlan, PipelineTask
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.analysis import verify
 from swpipe.analysis.validation import validate
 from swpipe.analysis.verification import is_proved_by_declarations
@@ -24,13 +23,13 @@ from swpipe.plans.hstu_schedule import (
     hstu_schedule,
 )
 from swpipe.schedulable import Schedule, ScheduleValidationError, Stage, Task
-from swpipe.tasks.hstu import HSTUPipeline, HSTUTasks
+from swpipe.tasks.hstu import HSTUTasks
 from swpipe.tasks.hstu.hstu_job import HSTUConfig, HSTUJob
 from swpipe.tasks.sparse_dist import TrainStep
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
-from tests.tasks.hstu.training import batches, made, results
-from tests.tasks.sparse_dist.cached import CacheOverflow, DynamicTables, replace_tables
+from tests.tasks.hstu.training import batches, made
+from tests.tasks.sparse_dist.cached import CacheOverflow, replace_tables
 from tests.tasks.sparse_dist.models import CPU
 
 PREFETCH = "prefetch_embeddings"
@@ -131,18 +130,19 @@ def _unproved(tasks: tuple[PipelineTask, ...], plan: PipelinePlan) -> list[str]:
     ]
 
 
-def _step_tasks(prefetch: bool) -> tuple[PipelineTask, ...]:
-    model, optimizer = made()
+def _step_tasks(prefetch: bool, model: Any = None, optimizer: Any = None) -> HSTUTasks:
+    if model is None:
+        model, optimizer = made()
     return HSTUTasks(
         model, TrainStep([optimizer]), prefetch=prefetch, returns="tokens", group=None, device=CPU,
         forward="prefetch" if prefetch else "pipelined", find="direct",
-    ).tasks()  # fmt: skip
+    )  # fmt: skip
 
 
 def _all_plans() -> list[str]:
     found = []
     for prefetch in (False, True):
-        tasks = _step_tasks(prefetch)
+        tasks = _step_tasks(prefetch).tasks()
         for depth, preset in pairwise_cases((1, 2, 3), (*HSTU_THREAD_MAPS, "per_task")):
             if prefetch or depth == 1:
                 plan = hstu_plan(_schedule(prefetch, depth), preset)
@@ -185,7 +185,7 @@ def _refused(schedule: Callable[..., Schedule], preset: str, streams: bool) -> s
     """What verification says of a changed schedule."""
     plan = hstu_plan(schedule(prefetch=True, prefetch_depth=1, shuffled=False), preset)
     try:
-        verify(plan, _step_tasks(True), streams=streams)
+        verify(plan, _step_tasks(True).tasks(), streams=streams)
     except PlanError as error:
         return str(error)
     return "accepted"
@@ -222,40 +222,40 @@ def _keys_of_a_batch() -> int:
     return max(most)
 
 
-def _outstanding(first: str, lines: int | None = None) -> tuple[int, int, list[str]]:
-    """The most keys of a batch, and the most that were outstanding."""
+def _outstanding(
+    schedule: Callable[..., Schedule], declared: bool = True, lines: int | None = None
+) -> tuple[int, int, list[str]]:
+    """The most keys of a batch, the most that were outstanding, and the calls of the tables."""
     batch = _keys_of_a_batch()
     model, optimizer = made()
-    groups: list[DynamicTables] = replace_tables(model, lines or batch, pooled=False, rate=0.1)
-    schedule = {"forward": hstu_schedule, "prefetch": _prefetch_first}[first]
-    declared = HSTUTasks.tasks
-
-    def undeclared(self: HSTUTasks) -> tuple[PipelineTask, ...]:
-        return tuple(PipelineTask(task.name, task.fn) for task in declared(self))
-
-    with (
-        mock.patch("swpipe.tasks.hstu.hstu_pipeline.hstu_schedule", schedule),
-        mock.patch.object(HSTUTasks, "tasks", declared if first == "forward" else undeclared),
-        HSTUPipeline(model, optimizer, CPU, prefetch=True, threaded=first == "forward") as pipe,
-    ):
+    groups = replace_tables(model, lines or batch, pooled=False, rate=0.1)
+    owner = _step_tasks(True, model, optimizer)
+    tasks = owner.tasks()
+    if not declared:  # then the plan is not checked against it
+        tasks = tuple(PipelineTask(task.name, task.fn) for task in tasks)
+    preset = "io_prefetch_compute" if declared else "default"
+    made_schedule = schedule(prefetch=True, prefetch_depth=1, shuffled=False)
+    plan = hstu_plan(made_schedule, preset, threaded=declared)
+    with SWPipeline(plan, tasks, device="cpu", check_effects=declared) as pipe:
         try:
-            results(pipe, batches(STEPS))
+            pipe.run(batches(STEPS))
         except CacheOverflow:
             return batch, max(group.most for group in groups), ["overflow"]
+    owner.rewrite.detach()
     calls = [call for group in groups for call in group.calls]
     return batch, max(group.most for group in groups), calls
 
 
 def test_with_the_forward_first_the_keys_of_one_batch_are_outstanding(two_ranks: Ranks) -> None:
     """A cache with as many lines as the largest batch has keys is enough."""
-    for batch, most, calls in two_ranks.run(_outstanding, "forward"):
+    for batch, most, calls in two_ranks.run(_outstanding, hstu_schedule):
         assert 0 < most <= batch
         assert calls.count("prefetch") == calls.count("forward") == STEPS
 
 
 def test_with_the_prefetch_first_the_keys_of_two_are(one_rank: Ranks) -> None:
     """The same cache overflows; with room, more than one batch is outstanding, two at most."""
-    ((_, _, calls),) = one_rank.run(_outstanding, "prefetch")
+    ((_, _, calls),) = one_rank.run(_outstanding, _prefetch_first, False)
     assert calls == ["overflow"]
-    ((batch, most, _),) = one_rank.run(_outstanding, "prefetch", 10_000)
+    ((batch, most, _),) = one_rank.run(_outstanding, _prefetch_first, False, 10_000)
     assert batch < most <= 2 * batch
