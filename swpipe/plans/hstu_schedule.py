@@ -42,17 +42,6 @@ from swpipe.schedulable.executors import threads_of
 from swpipe.schedulable.schedule_rules import check_schedule
 from swpipe.schedulable.translation import translate
 
-__all__ = [
-    "HSTU_DEFAULT_THREAD_MAP",
-    "HSTU_THREAD_MAPS",
-    "PLANS",
-    "TASKS",
-    "StepTask",
-    "hstu_plan",
-    "hstu_schedule",
-    "with_auc",
-]
-
 IO = ("h2d", "start_shuffle", "finish_shuffle")
 DATA_DIST = ("start_input_dist", "wait_input_dist")
 PREFETCH = "prefetch_embeddings"

@@ -16,15 +16,15 @@ from swpipe.tasks.hstu.ratings import RatingsError, generate_ratings, read_ratin
 from swpipe.tasks.hstu.sequence_attention import HSTULayer
 from swpipe.tasks.hstu.sequence_batch import Event, SequenceBatch
 
-__all__ = [
-    "HSTU_DEFAULT_THREAD_MAP",
-    "HSTU_THREAD_MAPS",
+__all__ = [  # noqa: RUF022
     "Event",
     "HSTULayer",
     "HSTUPipeline",
     "HSTUPipelineFactory",
     "HSTURanking",
     "HSTUTasks",
+    "HSTU_DEFAULT_THREAD_MAP",
+    "HSTU_THREAD_MAPS",
     "RankingConfig",
     "RatingsError",
     "SequenceBatch",

@@ -82,8 +82,9 @@ class RelativeBias(nn.Module):
 
     def __init__(self, longest: int) -> None:
         super().__init__()
-        self.of_distance = nn.Parameter(torch.zeros(longest))
-        self.of_time = nn.Parameter(torch.zeros(TIME_BUCKETS))
+        # As tables: the gradients of an indexed vector would be added in any order of threads.
+        self.of_distance = nn.Parameter(torch.zeros(longest, 1))
+        self.of_time = nn.Parameter(torch.zeros(TIME_BUCKETS, 1))
         place = torch.arange(longest)
         distance = (place[:, None] - place).clamp(min=0)
         self.distance: Tensor
@@ -93,7 +94,9 @@ class RelativeBias(nn.Module):
         """From padded times in seconds, [B, N], to [B, N, N]: token, earlier token."""
         between = (times[:, :, None] - times[:, None, :]).abs().clamp(min=1)
         bucket = (between.double().log() / _BUCKET_WIDTH).long().clamp(max=TIME_BUCKETS - 1)
-        return self.of_distance[self.distance] + self.of_time[bucket]
+        embedding = nn.functional.embedding
+        biases = embedding(self.distance, self.of_distance) + embedding(bucket, self.of_time)
+        return biases.squeeze(-1)
 
 
 class HSTULayer(nn.Module):

@@ -52,7 +52,7 @@ def _dense(layer: HSTULayer, x: Tensor, times: Tensor) -> Tensor:
             for j in range(i + 1):
                 seconds = max(1, abs(int(times[i]) - int(times[j])))
                 bucket = min(int(math.log(seconds) / 0.301), 63)
-                rab = layer.bias.of_distance[i - j] + layer.bias.of_time[bucket]
+                rab = layer.bias.of_distance[i - j, 0] + layer.bias.of_time[bucket, 0]
                 weight = nn.functional.silu(q[i, part] @ k[j, part] + rab)
                 row = row + weight * v[j, part] / LONGEST
             rows.append(row)
