@@ -25,7 +25,14 @@ OPTIONS = (
     Option("hidden_size", int, 64, "Features of a token.", minimum=1, maximum=2**16),
     Option("heads", int, 4, "Attention heads; they divide the features.", minimum=1, maximum=2**16),
     Option("sequence_length", int, 32, "Tokens of a sequence.", minimum=1, maximum=2**20),
-    Option("sequences", int, 16, "Sequences per step.", minimum=1, maximum=2**20),
+    Option(
+        "global_batch_size",
+        int,
+        16,
+        "Sequences per step, on all ranks together.",
+        minimum=1,
+        maximum=2**20,
+    ),
     Option("microbatches", int, 8, "Into which a step is cut.", minimum=1, maximum=2**20),
     Option(
         "schedule",
@@ -60,7 +67,7 @@ def configure(options: Mapping[str, Any]) -> GPTJobConfig:
         )
         return GPTJobConfig(
             model,
-            sequences=options["sequences"],
+            sequences=options["global_batch_size"],
             n_micro=options["microbatches"],
             schedule=options["schedule"],
             device=options["device"] or "cpu",

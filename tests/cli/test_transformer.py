@@ -14,7 +14,7 @@ from tests.support.scripts import Script, Scripts
 
 SMALL = (
     "train", "--workload", "transformer", "--layers", 4, "--hidden-size", 8, "--heads", 2,
-    "--sequence-length", 4, "--sequences", 8, "--microbatches", 4, "--steps", 3,
+    "--sequence-length", 4, "--global-batch-size", 8, "--microbatches", 4, "--steps", 3,
 )  # fmt: skip
 
 QUICKLY = (
