@@ -134,5 +134,5 @@ class PipelineGraph:
             (self.f_cost, self.b_cost, self.w_cost),
             self.c_cost,
             (self.f_mem, self.b_mem, self.w_mem),
-            self.max_mem or 0,
+            (self.max_mem or 0) * (1 + 1e-9),  # sums of floats are a little off
         )

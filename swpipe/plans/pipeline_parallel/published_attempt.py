@@ -254,6 +254,6 @@ def best_attempt(sizes: Sizes) -> AttemptResult:
 def _no_schedule(sizes: Sizes, why: str) -> ScheduleError:
     return ScheduleError(
         f"the published method finds no schedule of {sizes.n_micro} microbatches on "
-        f"{sizes.n_stage} stages with max_mem = {sizes.max_mem}: {why}; plan_v_schedule finds one "
+        f"{sizes.n_stage} stages in this max_mem: {why}; plan_v_schedule finds one "
         "for every max_mem from 2 * f_mem on"
     )

@@ -15,18 +15,7 @@ from swpipe.plans.pipeline_parallel.v_order import Objective, VOrders
 
 def lower_bound(orders: VOrders, objective: Objective) -> float:
     """No order of the job has a smaller makespan, or largest bubble."""
-    n, hop, cost = orders.n_ranks, orders.hop, orders.cost
-    down = range(n)
-    up = range(n - 1, -1, -1)
-    time: float = 0
-    starts = []
-    for kind, ranks in enumerate((down, up, down, up)):
-        start: list[float] = [0] * n
-        for rank in ranks:
-            start[rank] = time
-            time += cost[rank][kind] + (hop if rank != ranks[-1] else 0)
-        starts.append(start)
-    chain = time + cost[0][5]
+    starts, n = first_starts(orders), orders.n_ranks
     bubbles = [
         max(
             0,
@@ -38,7 +27,21 @@ def lower_bound(orders: VOrders, objective: Objective) -> float:
     if objective == "bubble":
         return max(bubbles)
     ends = [starts[0][rank] + bubbles[rank] + orders.work[rank] for rank in range(n)]
+    chain = starts[3][0] + orders.cost[0][3] + orders.cost[0][5]
     return max(chain, *ends)
+
+
+def first_starts(orders: VOrders) -> list[list[float]]:
+    """When F0, F1, I0 and I1 of the first microbatch can start, by kind and rank."""
+    n = orders.n_ranks
+    time: float = 0
+    starts = [[time] * n for _ in range(4)]
+    for kind, start in enumerate(starts):
+        ranks = range(n - 1, -1, -1) if kind % 2 else range(n)
+        for rank in ranks:
+            start[rank] = time
+            time += orders.cost[rank][kind] + (orders.hop if rank != ranks[-1] else 0)
+    return starts
 
 
 def _most_forward(orders: VOrders, rank: int, turned: bool) -> float:

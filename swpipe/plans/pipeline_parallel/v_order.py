@@ -63,7 +63,7 @@ class VOrders:
         ]
         self.work = [sum(cost) * n_micro for cost in self.cost]
         self.memory = [costs.memory(Action(0, op, 0)) for op, _ in _OPS]
-        self.max_mem = costs.limit(2 * n_ranks)
+        self.max_mem = costs.widened_limit(2 * n_ranks)
 
     def stage(self, kind: int, rank: int) -> int:
         """The stage of a kind on a rank."""
@@ -73,45 +73,32 @@ class VOrders:
         """As soon as order and inputs allow; None where the order deadlocks."""
         n, hop = self.n_ranks, self.hop
         done: list[list[list[float]]] = [[[], [], [], []] for _ in range(n)]
-        none: list[float] = []
-        producers = [
-            [
-                done[rank - 1][0] if rank else none,
-                done[rank + 1][1] if rank < n - 1 else none,
-                done[rank - 1][2] if rank else none,
-                done[rank + 1][3] if rank < n - 1 else none,
-            ]
-            for rank in range(n)
-        ]
         position = [0] * n
         clock: list[float] = [0] * n
         waiting: list[tuple[list[float], int] | None] = [None] * n
         ready = list(range(n - 1, -1, -1))
         while ready:
             rank = ready.pop()
-            row, own, cost, sources = order[rank], done[rank], self.cost[rank], producers[rank]
+            row, own, cost = order[rank], done[rank], self.cost[rank]
+            before = done[rank - 1] if rank else None
+            after = done[rank + 1] if rank < n - 1 else None
             time = clock[rank]
-            at = position[rank]
             for at in range(position[rank], len(row)):
                 kind = row[at]
                 if kind < 4:
-                    source = sources[kind]
-                    ended = own[kind]
-                    if source is not none:
+                    ended, source = own[kind], after if kind % 2 else before
+                    if source is not None:
                         micro = len(ended)
-                        if micro >= len(source):
-                            waiting[rank] = (source, micro)
+                        if micro >= len(source[kind]):
+                            waiting[rank] = (source[kind], micro)
+                            position[rank] = at
                             break
-                        arrival = source[micro] + hop
+                        arrival = source[kind][micro] + hop
                         if arrival > time:
                             time = arrival
-                    time += cost[kind]
-                    ended.append(time)
-                else:
-                    time += cost[kind]
-            else:
-                at = len(row)
-            position[rank], clock[rank] = at, time
+                    ended.append(time + cost[kind])
+                time += cost[kind]
+            clock[rank] = time
             for other in (rank - 1, rank + 1):
                 if 0 <= other < n and (wait := waiting[other]) and len(wait[0]) > wait[1]:
                     waiting[other] = None
@@ -119,9 +106,8 @@ class VOrders:
         if any(waiting):
             return None
         heads = [done[rank][0][0] - self.cost[rank][0] for rank in range(n)]
-        return OrderTimes(
-            clock, [e - h - w for e, h, w in zip(clock, heads, self.work, strict=True)]
-        )
+        spans = zip(clock, heads, self.work, strict=True)
+        return OrderTimes(clock, [end - head - work for end, head, work in spans])
 
     def is_valid(self, row: Sequence[int]) -> bool:
         """Whether a rank's row keeps the order of each microbatch, and the memory."""

@@ -57,6 +57,16 @@ class VPlan:
     lower_bound: float
     published: float | None
 
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the schedule is proved to be the best."""
+        return is_at(self.value, self.lower_bound)
+
+
+def is_at(value: float, bound: float) -> bool:
+    """Whether a value has reached its lower bound, but for the rounding of floats."""
+    return value <= bound or math.isclose(value, bound, rel_tol=1e-9)
+
 
 def plan_v_schedule(
     n_stage: int,
@@ -122,7 +132,7 @@ class _Pool:
     @property
     def is_at_bound(self) -> bool:
         """Whether nothing can be better."""
-        return self.value <= self.bound
+        return is_at(self.value, self.bound)
 
     def add(self, order: Order | None) -> float | None:
         """Time an order, and keep it if it is one of the best; gives its value."""
