@@ -12,6 +12,8 @@ from swpipe.plans import torch_schedule
 from tests.cli.test_launched import on_two_ranks
 from tests.support.scripts import Script, Scripts
 
+pytest.importorskip("swpipe.tasks.pipeline_parallel", exc_type=ImportError)  # another torch
+
 SMALL = (
     "train", "--workload", "transformer", "--layers", 4, "--hidden-size", 8, "--heads", 2,
     "--sequence-length", 4, "--global-batch-size", 8, "--microbatches", 4, "--steps", 3,
@@ -43,12 +45,12 @@ def test_two_ranks_train_the_parameters_of_one_process(
     (alone,) = digests(in_one_process(capsys))
     file = tmp_path / "mine.csv"
     file.write_text(torch_schedule("interleaved", 2, 4).to_csv())
-    for schedule in ("ours", file):
+    for schedule, plans in (("ours", "ahead"), (file, "serial,ahead")):
         done = on_two_ranks(
-            scripts, *SMALL, "--schedule", schedule, "--compare", "serial,ahead", code=QUICKLY
+            scripts, *SMALL, "--schedule", schedule, "--compare", plans, code=QUICKLY
         )
         assert done.codes == {}, done.err
-        assert digests(done.out) == [alone, alone]
+        assert set(digests(done.out)) == {alone}
 
 
 @pytest.mark.slow
