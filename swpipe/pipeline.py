@@ -269,7 +269,8 @@ class SWPipeline(Generic[C]):
         """
         driver = self._driver
         with driver:
-            driver.refuse_in_flight("running serially")
+            if driver.run is not None:
+                driver.refuse_in_flight("running serially")
             number = driver.next_iteration if iter_idx is None else iter_idx
             driver.lost = f"iteration {number} was run serially, and has failed"
             ctx, driver.lost = self._serial.run(driver.engine, self.context(batch, number)), ""
