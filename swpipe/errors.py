@@ -53,11 +53,14 @@ class PlanError(ValueError):
         grid: The plan's grid with the tasks at fault marked, or "" where none can be drawn.
     """
 
+    what = "plan"
+
     def __init__(self, problems: Sequence[Problem], grid: str = "") -> None:
         self.problems = tuple(problems)
         self.grid = grid
         count = len(self.problems)
-        head = "the plan cannot run: " + ("one problem" if count == 1 else f"{count} problems")
+        many = "one problem" if count == 1 else f"{count} problems"
+        head = f"the {self.what} cannot run: {many}"
         told = self._told()
         lines = [head, *(f"  {n}. {text}" for n, text in enumerate(told, start=1))]
         if len(told) < count:

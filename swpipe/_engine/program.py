@@ -17,6 +17,10 @@ Without streams, or with ``<pull>``, ``<admit>`` comes first: worker lanes wait 
 With streams it comes right before the first task of the new iteration: it waits there for an older
 iteration's device work, while what was submitted before keeps the device busy.
 
+A plan may say that nothing runs between two calls (``within_calls``). In each period worker lanes
+then begin after the head of the caller's lane, and ``<retire>`` comes after their last tasks. The
+head is ``<admit>`` or, where that does not come first, ``<begin>``, which does nothing.
+
 Stages are shifted: ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1. If a plan's depth is
 more than its last stage + 1, its tasks move back, and worker lanes may run that far ahead.
 
@@ -46,8 +50,9 @@ from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef, TaskS
 from swpipe.core.resolved import ResolvedPlan
 
 ADMIT = "<admit>"
+BEGIN = "<begin>"
 RETIRE = "<retire>"
-OWN = (ADMIT, PULL, RETIRE)
+OWN = (ADMIT, BEGIN, PULL, RETIRE)
 """The instructions that swpipe adds."""
 
 SOURCES = (ADMIT, PULL)
@@ -142,7 +147,7 @@ class _Layout:
         ordered: The places of globally ordered tasks.
         deps: What is declared, admission and retirement; weights are distances.
         groups: Lane to its name.
-        within_call: What the caller's lane waits for at the end of each period; weights are lags.
+        within_call: What keeps lanes within the caller's calls, in each period; weights are lags.
     """
 
     order: tuple[str, ...]
@@ -192,7 +197,7 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
                 [HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]]
             ),
             event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
-            record=place in recorded or (streams and record_all and name not in SOURCES),
+            record=place in recorded or (streams and record_all and name not in (*SOURCES, BEGIN)),
             publish=place in published,
         )
 
@@ -213,10 +218,12 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     ahead = plan.depth - 1 - last
     admission = _admission(plan, tasks, ahead, streams)
     sources = (ADMIT,) if plan.pull_group is None else SOURCES
-    order = (*tasks[:admission], *sources, *tasks[admission:], RETIRE)
+    head = (BEGIN,) if plan.within_calls and admission else ()
+    order = (*head, *tasks[:admission], *sources, *tasks[admission:], RETIRE)
     place = {name: k for k, name in enumerate(order)}
     retire = place[RETIRE]
     schedule = {**plan.schedule, ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(last)}
+    schedule[BEGIN] = schedule[ADMIT]
     schedule[PULL] = TaskSchedule(-ahead, thread_group=plan.pull_group or DEFAULT_GROUP)
     entries = [schedule[name] for name in order]
     groups = plan.thread_groups
@@ -224,10 +231,15 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     # A torch.Stream takes whatever it is compared with for a stream: None is not among the keys.
     queues: dict[StreamRef, int] = {}
     named = [entry.stream if streams else None for entry in entries]
+    lane = [lanes[entry.thread_group] for entry in entries]
+    within_call = [_Hop(place[source], retire, 0) for source in sources[1:]]
+    if plan.within_calls:
+        workers = [[k for k in range(retire) if lane[k] == n] for n in range(1, len(groups))]
+        within_call += [hop for w in workers for hop in (_Hop(0, w[0], 0), _Hop(w[-1], retire, 0))]
     return _Layout(
         order=order,
         stage=[entry.stage + ahead for entry in entries],
-        lane=[lanes[entry.thread_group] for entry in entries],
+        lane=lane,
         stream=named,
         queue=[0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named],
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
@@ -237,12 +249,12 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
                 _Hop(place[source], k, 0)
                 for source in sources
                 for k in range(retire)
-                if order[k] not in SOURCES[: SOURCES.index(source) + 1]
+                if order[k] not in (BEGIN, *SOURCES[: SOURCES.index(source) + 1])
             ],
             *[_Hop(k, retire, 0) for k in range(retire)],
         ],
         groups=groups,
-        within_call=[_Hop(place[source], retire, 0) for source in sources[1:]],
+        within_call=within_call,
     )
 
 

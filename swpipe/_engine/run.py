@@ -49,7 +49,7 @@ from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterati
 from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
 from swpipe._engine.mode import Mode
 from swpipe._engine.process import add_run, remove_run
-from swpipe._engine.program import OWN, SOURCES, Instruction
+from swpipe._engine.program import BEGIN, OWN, SOURCES, Instruction
 from swpipe._engine.resets import reset_states
 from swpipe._engine.torch_state import ThreadTorchState, torch_state
 from swpipe._engine.waiting import Cancelled
@@ -98,9 +98,11 @@ class Run:
             other = self.lanes[wait.lane]
             base = wait.position + 1 - wait.lag * other.size
             waits.append(BoundWait(other.progress, other.size, base))
-        if ins.task in OWN:
+        if ins.task == BEGIN:
+            step: Step = lambda i: None  # noqa: E731 - only a place that worker lanes wait for
+        elif ins.task in OWN:
             own = ins.task in SOURCES
-            step: Step = self.admission.step(ins.task) if own else self._retire_step(ins)
+            step = self.admission.step(ins.task) if own else self._retire_step(ins)
             if observed:
                 step = observe(self.iterations, ins, step)
         else:

@@ -125,6 +125,9 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
         if stream not in used:
             named = f"named are: {listed(used)}"
             yield Problem(f"streams has {shown(stream)}, but no task names it ({named})")
+    within: object = plan.within_calls
+    if type(within) is not bool:
+        yield Problem(f"within_calls is {shown(within)}: write True or False")
     group = plan.pull_group
     if group is not None and (not isinstance(group, str) or group in ("", DEFAULT_GROUP)):
         yield Problem(

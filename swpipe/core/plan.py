@@ -96,6 +96,9 @@ class PipelinePlan:
             beginning of an iteration. The loader is only called during the caller's calls.
         stale: State to how many iterations behind tasks may intentionally read it. It changes no
             order; ``swpipe.analysis.verification`` refuses any other staleness.
+        within_calls: Worker groups run within the caller's calls only: in each period they begin
+            when the call does, and it returns when they have done their tasks of the period.
+            Otherwise they run on between two calls.
         tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
 
     Raises:
@@ -112,6 +115,7 @@ class PipelinePlan:
     pipeline_depth: int | None = None
     pull_group: str | None = None
     stale: Mapping[str, int] = field(default_factory=dict)
+    within_calls: bool = False
     tasks: tuple[PipelineTask, ...] = field(default=(), compare=False, repr=False)
 
     def __init__(
@@ -125,6 +129,7 @@ class PipelinePlan:
         pipeline_depth: int | None = None,
         pull_group: str | None = None,
         stale: Mapping[str, int] | None = None,
+        within_calls: bool = False,
         tasks: Iterable[PipelineTask] = (),
     ) -> None:
         problems: list[Problem] = []
@@ -138,6 +143,7 @@ class PipelinePlan:
             "pipeline_depth": pipeline_depth,
             "pull_group": pull_group,
             "stale": _stale(stale or {}, problems),
+            "within_calls": within_calls,
             "tasks": _tasks([*tasks, *schedule], problems),
         }
         problems += _wrong_names(values)
@@ -192,7 +198,9 @@ class PipelinePlan:
                     "can hold; name the stream instead and describe it in PipelinePlan.streams"
                 )
         data = {key: _plain(getattr(self, key)) for key in _KEYS}
-        return {k: v for k, v in data.items() if k == "schedule" or v not in (None, [], {})}
+        empty: tuple[Any, ...] = (None, [], {})
+        kept = {k: v for k, v in data.items() if v not in empty and v is not False}
+        return {"schedule": {}, **kept}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -212,7 +220,7 @@ class PipelinePlan:
             problems.append(Problem("the plan has no [schedule]: give each task an entry in it"))
         rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
         for key, value in rest.items():
-            if key not in ("pipeline_depth", "pull_group", "stale") and not isinstance(value, list):
+            if key not in _NO_LISTS and not isinstance(value, list):
                 problems.append(Problem(f"{key} is {shown(value)}: it must be a list"))
         if not isinstance(rest.get("stale", {}), Mapping):
             problems.append(Problem(f"stale is {shown(rest['stale'])}: it must be a table"))
@@ -289,6 +297,7 @@ class PipelinePlan:
 
 
 _KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
+_NO_LISTS = ("pipeline_depth", "pull_group", "stale", "within_calls")
 _MAY_DIFFER = {
     "streams": "a stream's priority orders nothing",
     "stale": "it allows reads, and changes no order",

@@ -1,5 +1,31 @@
-"""Ready-made plans for common kinds of training loops."""
+"""Ready-made plans for common kinds of training loops, and pipeline-parallel schedules."""
 
+from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.order_check import TimedAction
+from swpipe.plans.pipeline_parallel.pipeline_costs import (
+    ActivationMemory,
+    PipelineCosts,
+    activation_memory,
+)
+from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph
+from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
+from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
+from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
 from swpipe.plans.prefetch import prefetch_plan
 
-__all__ = ["prefetch_plan"]
+__all__ = [
+    "Action",
+    "ActivationMemory",
+    "PipelineCosts",
+    "PipelineGraph",
+    "PipelineSchedule",
+    "ScheduleError",
+    "ScheduleReport",
+    "ScheduledNode",
+    "TimedAction",
+    "activation_memory",
+    "check_schedule",
+    "prefetch_plan",
+    "torch_schedule",
+]

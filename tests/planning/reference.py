@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
+from swpipe._engine.program import ADMIT, BEGIN, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 
@@ -20,7 +20,7 @@ class Reference:
     def __init__(self, program: Program, costs: CostModel, iterations: int, streams: bool) -> None:
         self.program, self.costs, self.iterations = program, costs, iterations
         self.streams = streams
-        order = {name: place for place, name in enumerate((*program.order, RETIRE))}
+        order = {name: place for place, name in enumerate((BEGIN, *program.order, RETIRE))}
         by_stream: dict[object, list[Instruction]] = {}
         for ins in program.instructions.values():
             if ins.task not in SOURCES:

@@ -177,7 +177,8 @@ def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
         streams={s: StreamSpec(rng.choice((0, -1))) for s in sorted(used) if rng.random() < 0.3},
         pipeline_depth=rng.choice((None, max(stage.values()) + 1 + rng.randint(0, 2))),
     )
-    return _pulling(rng, _with_more(rng, plan))
+    plan = _pulling(rng, _with_more(rng, plan))
+    return replace(plan, within_calls=rng.random() < 0.2)
 
 
 def _pulling(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:

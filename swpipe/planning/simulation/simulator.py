@@ -38,7 +38,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from swpipe._engine.program import ADMIT, compile_plan
+from swpipe._engine.program import ADMIT, BEGIN, compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
@@ -191,7 +191,7 @@ def _spans(run: EventSimulator) -> Iterable[Span]:
         period, k = divmod(execution, len(nodes))
         node = nodes[k]
         iteration = period - node.stage
-        if not 0 <= iteration < run.iterations:
+        if not 0 <= iteration < run.iterations or node.task == BEGIN:
             continue
         wait = 0
         if node.row.kind == "thread":

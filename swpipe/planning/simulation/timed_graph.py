@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
+from swpipe._engine.program import ADMIT, BEGIN, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
 from swpipe.core.plan import DEFAULT_GROUP, PULL, StreamRef
@@ -280,4 +280,5 @@ def _in_lag_order(program: Program) -> list[Instruction]:
     index = default.instructions.index(found[ADMIT])
     after = default.instructions[index + 1].task
     place = next((k for k, ins in enumerate(order) if ins.task == after), len(order))
-    return [*order[:place], found[ADMIT], *order[place:], found[RETIRE]]
+    head = [found[BEGIN]] if BEGIN in found else []
+    return [*head, *order[:place], found[ADMIT], *order[place:], found[RETIRE]]

@@ -1,0 +1,147 @@
+"""Pipeline-parallel schedules: the order of actions on each rank."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from swpipe.core.files import read_text
+from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.order_check import check_order, placement_of
+from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The order in which each rank runs its actions.
+
+    Whether the order can run is said by ``check_schedule``; any rows can be held.
+
+    Attributes:
+        rows: A row of actions per rank, from rank 0.
+        n_micro: The number of microbatches.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+    n_micro: int
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(Action(*action) for action in row) for row in self.rows)
+        object.__setattr__(self, "rows", rows)
+        if isinstance(self.n_micro, bool) or not isinstance(self.n_micro, int) or self.n_micro < 1:
+            raise ScheduleError(
+                f"n_micro is {self.n_micro!r}: a schedule has at least 1 microbatch"
+            )
+
+    def __str__(self) -> str:
+        return self.to_csv().rstrip("\n")
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage, derived from the rows.
+
+        Raises:
+            ScheduleError: A stage is missing, or on two ranks.
+        """
+        return placement_of(self.rows)
+
+    @property
+    def n_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    @property
+    def n_stages(self) -> int:
+        """The number of stages on all ranks together."""
+        return len(self.placement)
+
+    @classmethod
+    def from_nodes(cls, nodes: Sequence[Iterable[ScheduledNode]]) -> PipelineSchedule:
+        """The order of the computations in what ``PipelineGraph.get_v_schedule`` returns.
+
+        Chunk 0 of rank r is stage r, chunk 1 is stage 2n - 1 - r; a node's B is the op I. The
+        nodes that communicate, validate the optimizer's step afterwards or roll it back are left
+        out: torch's runtime inserts its own communication, and knows nothing of the others.
+        """
+        last = 2 * len(nodes) - 1
+        ops = {"F": "F", "B": "I", "W": "W"}
+        rows = tuple(
+            tuple(
+                Action(last - rank if node.chunk else rank, ops[node.type], node.minibatch)  # type: ignore[arg-type]
+                for node in row
+                if node.type in ops
+            )
+            for rank, row in enumerate(nodes)
+        )
+        return cls(rows, 1 + max((action.micro for row in rows for action in row), default=0))
+
+    @classmethod
+    def from_csv(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        n_ranks: int | None = None,
+        n_micro: int | None = None,
+    ) -> PipelineSchedule:
+        """Read what ``to_csv`` or torch's runtime wrote: a line per rank, cells such as ``2F0``.
+
+        Empty cells, in which torch's rank idles, are left out.
+
+        Args:
+            source: The text; or a ``pathlib.Path``, the file that has it.
+            n_ranks: The number of ranks that the file must have.
+            n_micro: The number of microbatches that it must have.
+
+        Raises:
+            ScheduleError: The text is not such a file, or the order cannot run; see
+                ``check_schedule``. The message names line and cell, or the action.
+            OSError: The file cannot be read.
+        """
+        text = source if isinstance(source, str) else read_text(Path(source))
+        rows = tuple(_row(number, cells) for number, cells in _lines(text))
+        found = 1 + max((action.micro for row in rows for action in row), default=-1)
+        if not found:
+            raise ScheduleError("there is no action: a schedule has a line of actions per rank")
+        for what, expected, count in (
+            ("ranks", n_ranks, len(rows)),
+            ("microbatches", n_micro, found),
+        ):
+            if expected is not None and expected != count:
+                raise ScheduleError(
+                    f"the number of {what} is {count} in the schedule, {expected} in the job: "
+                    "use a schedule made for this job"
+                )
+        check_order(rows, found)
+        return cls(rows, found)
+
+    def to_csv(self) -> str:
+        """A line per rank, cells such as ``2F0``: what torch's runtime reads."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(map(str, row) for row in self.rows)
+        return text.getvalue()
+
+
+def _lines(text: str) -> list[tuple[int, list[str]]]:
+    try:
+        lines = list(enumerate(csv.reader(io.StringIO(text), strict=True), start=1))
+    except csv.Error as error:
+        raise ScheduleError(f"the text is no CSV: {error}") from error
+    while lines and not any(lines[-1][1]):
+        lines.pop()
+    return lines
+
+
+def _row(number: int, cells: list[str]) -> tuple[Action, ...]:
+    actions = []
+    for position, cell in enumerate(cells, start=1):
+        try:
+            if cell.strip():
+                actions.append(Action.parse(cell.strip()))
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number}, cell {position}: {error}") from None
+    return tuple(actions)

@@ -1,0 +1,83 @@
+"""Check a schedule against its costs: rules, times, bubbles and memory.
+
+The checker shares no code with what makes schedules; ``order_check`` has the rules that need no
+costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swpipe.core.messages import shown
+from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.order_check import TimedAction, check_rows, earliest_times
+from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
+from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """What a schedule costs, from ``check_schedule``; times and memory in the units of the costs.
+
+    Attributes:
+        schedule: The schedule.
+        times: The actions of each rank with their starts and ends: as early as the rank's order
+            and the inputs allow.
+        makespan: The end of the last action on all ranks.
+        bubbles: Per rank, the idle time between its first start and its last end.
+        peak_memory: Per rank, the most memory at any time.
+    """
+
+    schedule: PipelineSchedule
+    times: tuple[tuple[TimedAction, ...], ...]
+    makespan: float
+    bubbles: tuple[float, ...]
+    peak_memory: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The largest bubble of a rank: what a step costs where no collective joins the ranks."""
+        return max(self.bubbles)
+
+
+def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> ScheduleReport:
+    """Check that a schedule can run, in the memory that there is, and give its times.
+
+    A result is on another rank ``costs.hop`` after the action that made it, and on its own rank at
+    once. Memory changes when an action is issued.
+
+    Raises:
+        ScheduleError: It cannot; the message names the action, and of a deadlock who waits for
+            what.
+    """
+    rows = schedule.rows
+    placement = check_rows(rows, schedule.n_micro)
+    costs.require(len(rows), len(placement))
+    times = earliest_times(rows, placement, lambda one: costs.time(one, placement), costs.hop)
+    limit = costs.limit(len(placement))
+    return ScheduleReport(
+        schedule,
+        times,
+        makespan=max(row[-1].end for row in times),
+        bubbles=tuple(_bubble(row) for row in times),
+        peak_memory=tuple(_peak(row, rank, costs, limit) for rank, row in enumerate(rows)),
+    )
+
+
+def _bubble(row: Sequence[TimedAction]) -> float:
+    return row[-1].end - row[0].start - sum(one.end - one.start for one in row)
+
+
+def _peak(row: Sequence[Action], rank: int, costs: PipelineCosts, limit: float) -> float:
+    used = peak = 0.0
+    for action in row:
+        used += costs.memory(action)
+        peak = max(peak, used)
+        if used > limit:
+            raise ScheduleError(
+                f"{action} takes rank {rank} to a memory of {shown(used)}, above max_mem = "
+                f"{shown(limit)}: use a schedule made for that limit, or raise it",
+                action,
+            )
+    return peak

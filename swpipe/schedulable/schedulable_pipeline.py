@@ -1,0 +1,164 @@
+"""What the user of a schedule holds: ``SchedulablePipeline``, and ``Pipeline`` for a list of tasks.
+
+A schedule becomes a plan, and ``SWPipeline`` runs it: failures, endings and races are handled as
+there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+from swpipe.core.context import IterContext
+from swpipe.core.messages import shown
+from swpipe.core.plan import PipelinePlan
+from swpipe.pipeline import SWPipeline
+from swpipe.schedulable.data_slot import RESULT
+from swpipe.schedulable.declared_task import Task
+from swpipe.schedulable.executors import checked_executor, threads_of
+from swpipe.schedulable.schedule import Schedule, Stage
+from swpipe.schedulable.schedule_rules import check_schedule
+from swpipe.schedulable.slot_context import TaskContext, TaskPlace
+from swpipe.schedulable.stream_pool import StreamPool
+from swpipe.schedulable.translation import translate
+
+
+class SchedulablePipeline:
+    """Runs a schedule (seed section 3.5).
+
+    Use it as a context manager, or call ``shutdown``.
+
+    Args:
+        schedule: The tasks.
+        stream_pool: The streams that they name.
+        executor: None for the caller's thread alone; ``"threaded"`` for one thread per stream; a
+            ``SequentialExecutor`` or ``ThreadedExecutor``; or an object with the methods of
+            ``swpipe.schedulable.executors.Executor``.
+        options: Of ``SWPipeline``, such as ``device`` and ``check_effects``.
+
+    Attributes:
+        schedule: The schedule.
+        plan: The plan that it became.
+        pipe: The ``SWPipeline`` that runs it.
+
+    Raises:
+        ScheduleValidationError: Lists all that is wrong with the schedule, or with the executor's
+            ``thread_map`` for it.
+        TypeError: An argument is of another kind.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stream_pool: StreamPool,
+        *,
+        executor: Any = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule is {shown(schedule)}: give a Schedule")
+        if not isinstance(stream_pool, StreamPool):
+            raise TypeError(f"stream_pool is {shown(stream_pool)}: give a StreamPool")
+        self._executor = checked_executor(executor)
+        tasks = schedule.all_tasks()
+        threads, problems = threads_of(self._executor, tasks)
+        check_schedule(schedule, stream_pool, problems)
+        first = _FirstIteration()
+        self.schedule = schedule
+        self.plan: PipelinePlan = translate(schedule, stream_pool, threads, first)
+        self.pipe: SWPipeline[IterContext] = SWPipeline(self.plan, **options)
+        first.pipe = weakref.ref(self.pipe)
+        try:
+            for task in tasks:
+                task.init(TaskContext(IterContext(None, first()), TaskPlace(stream_pool, first, 0)))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def progress(self, iterator: Iterator[Any]) -> Any:
+        """Run one period, or as many as fill the pipeline, and return slot ``step_result``.
+
+        Args:
+            iterator: Where the batches come from; the same one until it is drained.
+
+        Returns:
+            What the oldest batch has in the slot ``step_result``; None if that is empty.
+
+        Raises:
+            StopIteration: All batches of the iterator have been returned.
+            RuntimeError: The pipeline was shut down; otherwise as ``SWPipeline.progress``.
+            BaseException: Whatever a task or the iterator raised first.
+        """
+        return _result(self.pipe.progress(iterator))
+
+    def step(self, batch: Any) -> Any:
+        """``progress(iter([batch]))``: the batch alone goes through all tasks."""
+        return self.progress(iter([batch]))
+
+    def push(self, batch: Any) -> Any:
+        """Give one batch and run one period, for callers without an iterator.
+
+        Returns:
+            The oldest batch's ``step_result``; None while the pipeline fills.
+
+        Raises:
+            BaseException: As for ``progress``.
+        """
+        ctx = self.pipe.push(batch)
+        return None if ctx is None else _result(ctx)
+
+    def flush(self) -> list[Any]:
+        """``drain`` for pushed batches."""
+        return [_result(ctx) for ctx in self.pipe.flush()]
+
+    def drain(self) -> list[Any]:
+        """Pull no more; finish what is in flight, and return the results, oldest first.
+
+        Raises:
+            BaseException: As for ``progress``.
+        """
+        return [_result(ctx) for ctx in self.pipe.drain()]
+
+    def shutdown(self) -> None:
+        """Stop the threads and drop what is in flight; twice is as good as once."""
+        if not self.pipe.closed:
+            self.pipe.close()
+            self._executor.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.shutdown()
+
+
+class Pipeline(SchedulablePipeline):
+    """A ``SchedulablePipeline`` of a list of tasks, in one stage."""
+
+    def __init__(
+        self,
+        tasks: Iterable[Task],
+        stream_pool: StreamPool,
+        *,
+        executor: Any = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(stream_pool, StreamPool):
+            raise TypeError(f"stream_pool is {shown(stream_pool)}: give a StreamPool")
+        schedule = Schedule((Stage(tuple(tasks)),), stream_pool.names)
+        super().__init__(schedule, stream_pool, executor=executor, **options)
+
+
+class _FirstIteration:
+    """The number of the first iteration of a pipeline's run; no reference keeps the pipeline."""
+
+    pipe: weakref.ref[SWPipeline[IterContext]] | None = None
+
+    def __call__(self) -> int:
+        pipe = None if self.pipe is None else self.pipe()
+        return 0 if pipe is None else pipe.next_iteration
+
+
+def _result(ctx: IterContext) -> Any:
+    return vars(ctx).get(RESULT)

@@ -1,0 +1,63 @@
+"""The streams of a schedule, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from swpipe.core.messages import listed, shown
+
+DEFAULT = "default"
+"""The stream that a task has if it names none, and the thread of the caller."""
+
+
+class StreamPool:
+    """Names of streams (seed section 3.2).
+
+    Args:
+        streams: Name to ``torch.Stream`` or None. It needs ``"default"``, whose None is the
+            caller's current stream. None of another name is a stream that swpipe makes on a device
+            that has streams; where none has, names only order what is submitted.
+
+    Raises:
+        TypeError: A name is no string, or a stream neither a ``torch.Stream`` nor None.
+        ValueError: There is no ``"default"``.
+    """
+
+    def __init__(self, streams: Mapping[str, torch.Stream | None]) -> None:
+        if not isinstance(streams, Mapping):
+            raise TypeError(f"streams is {shown(streams)}: give a dict of name to stream or None")
+        for name, stream in streams.items():
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"a stream is named {shown(name)}: give a string")
+            if not (stream is None or isinstance(stream, torch.Stream)):
+                raise TypeError(f"stream {name!r} is {shown(stream)}: give a torch.Stream, or None")
+        if DEFAULT not in streams:
+            raise ValueError(
+                f'the pool has no stream "default" (it has: {listed(streams)}): add '
+                '"default": None for the current stream'
+            )
+        self._streams = dict(streams)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in the order given."""
+        return tuple(self._streams)
+
+    def get(self, name: str) -> torch.Stream | None:
+        """The stream as it was given.
+
+        Raises:
+            KeyError: The pool has no such name.
+        """
+        if name not in self._streams:
+            raise KeyError(f"the pool has no stream {name!r} (it has: {listed(self._streams)})")
+        return self._streams[name]
+
+    def use(self, name: str) -> AbstractContextManager[Any]:
+        """Make the stream current within the block; None keeps the current one."""
+        stream = self.get(name)
+        return nullcontext() if stream is None else stream

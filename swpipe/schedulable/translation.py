@@ -1,0 +1,129 @@
+"""From a schedule to the plan that runs it.
+
+    lookahead k              stage L - k, L the largest lookahead
+    reads                    deps on all who write the slot with the same lookahead or a larger one
+    depends_on               deps
+    cross_iter_depends_on    cross_iter_deps
+    same_progress_sync       same_period_deps
+    ties                     order: topological, then as declared
+    stages                   same_period_deps: each task after those of the stage before
+    one stream, two threads  same_period_deps between neighbours in the order
+    threads                  within_calls: nothing runs between two calls
+
+The last three are what the engine of the seed does (its sections 3.2, 4.2, 4.4), and what its users
+rely on for whatever is outside slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from swpipe._engine.observers import nvtx_ranges, observing
+from swpipe._engine.program import Instruction
+from swpipe.core.context import IterContext
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, TaskSchedule
+from swpipe.core.task import PipelineTask, TaskFn
+from swpipe.schedulable.declared_task import Task
+from swpipe.schedulable.executors import Waits
+from swpipe.schedulable.schedule import Schedule
+from swpipe.schedulable.schedule_edges import between_stages, edges_of, period_order
+from swpipe.schedulable.slot_context import TaskContext, TaskPlace
+from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
+
+
+def translate(
+    schedule: Schedule,
+    pool: StreamPool,
+    threads: Mapping[str, str],
+    first: Callable[[], int],
+) -> PipelinePlan:
+    """The plan of a checked schedule, with its tasks.
+
+    Args:
+        schedule: The schedule.
+        pool: Its streams.
+        threads: Task to thread.
+        first: Returns the number of the first iteration of the run.
+    """
+    order = period_order(schedule)
+    edges = edges_of(schedule)
+    sync = [(e.consumer.name, e.producer.name) for e in edges if e.field == "same_progress_sync"]
+    sync += [(c.name, p.name) for c, p in between_stages(schedule)]
+    sync += _in_submission_order(order, threads)
+    most = schedule.max_lookahead
+    return PipelinePlan(
+        schedule={
+            task.name: TaskSchedule(
+                stage=most - task.lookahead,
+                stream=_stream(pool, task.stream),
+                thread_group=threads[task.name],
+                globally_ordered=task.nccl,
+            )
+            for task in schedule.all_tasks()
+        },
+        deps=[
+            (e.consumer.name, e.producer.name) for e in edges if e.field in ("reads", "depends_on")
+        ],
+        cross_iter_deps=[
+            (e.consumer.name, e.producer.name, e.distance)
+            for e in edges
+            if e.field == "cross_iter_depends_on"
+        ],
+        same_period_deps=sync,
+        order=[task.name for task in order],
+        within_calls=any(thread != DEFAULT_GROUP for thread in threads.values()),
+        tasks=[
+            PipelineTask(task.name, run_of(task, pool, most, first), task.io, task.random)
+            for task in as_one_batch_runs(order)
+        ],
+    )
+
+
+def as_one_batch_runs(order: Sequence[Task]) -> list[Task]:
+    """The tasks in the order in which one batch goes through them."""
+    return sorted(order, key=lambda task: -task.lookahead)
+
+
+def run_of(task: Task, pool: StreamPool, most: int, first: Callable[[], int]) -> TaskFn:
+    """What the engine calls for a task; ``most`` is the largest lookahead."""
+    place = TaskPlace(pool, first, most - task.lookahead)
+    run: Callable[[TaskContext], None] = task.run
+    if task.nvtx_tag is None:
+
+        def fn(ctx: IterContext) -> None:
+            run(TaskContext(ctx, place))
+
+        return fn
+    ins = Instruction(task.nvtx_tag, place.stage, 0, 0, None, (), (), record=False, publish=False)
+
+    def tagged(ctx: IterContext) -> None:
+        ranges = nvtx_ranges()
+        with observing(() if ranges is None else (ranges,), ins, ctx.iter_idx):
+            run(TaskContext(ctx, place))
+
+    return tagged
+
+
+def _stream(pool: StreamPool, name: str) -> StreamRef:
+    stream = pool.get(name)
+    return name if stream is None and name != DEFAULT else stream
+
+
+def _in_submission_order(
+    order: Sequence[Task], threads: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Neighbours of one stream on two threads: what one stream gets is submitted in order."""
+    for stream in dict.fromkeys(task.stream for task in order):
+        for sooner, later in pairwise(task.name for task in order if task.stream == stream):
+            if threads[sooner] != threads[later]:
+                yield later, sooner
+
+
+def stream_waits(schedule: Schedule) -> Waits:
+    """Task to the other streams on which something lies that it waits for."""
+    waits: dict[str, dict[str, None]] = {}
+    for edge in edges_of(schedule):
+        if edge.producer.stream != edge.consumer.stream:
+            waits.setdefault(edge.consumer.name, {})[edge.producer.stream] = None
+    return {name: tuple(streams) for name, streams in waits.items()}

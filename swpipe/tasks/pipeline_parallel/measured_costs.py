@@ -1,0 +1,123 @@
+"""What the passes of a model's chunks cost on this machine, measured before the training."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swpipe._distributed.rank_checks import gather
+from swpipe.device import resolve
+from swpipe.plans import PipelineCosts
+from swpipe.tasks.pipeline_parallel.first_batch import kept_buffers
+from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn
+from swpipe.tasks.pipeline_parallel.torch_pipelining import backward_input, backward_weight
+
+LEAST_MS = 1e-3
+"""What a pass costs at least: stage 0 does nothing in I."""
+
+
+def measure_costs(
+    chunks: Mapping[int, nn.Module],
+    n_stages: int,
+    example: Callable[[int], Tensor],
+    loss_fn: LossFn,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    rounds: int = 5,
+) -> PipelineCosts:
+    """Time each stage's passes over one microbatch, and how long a result is under way.
+
+    A collective; all ranks get the same costs. Parameters, gradients and buffers stay as they are.
+
+    Args:
+        chunks: Stage to module, of this rank's stages; each takes one tensor and gives one.
+        n_stages: On all ranks together.
+        example: Stage to an input of one microbatch, on the chunk's device.
+        loss_fn: As of ``PipelineRuntime``.
+        target: Of one microbatch.
+        group: The ranks; None for the default group.
+        rounds: How often each pass is timed, after a first time that does not count; the median
+            is taken.
+
+    Returns:
+        Costs per stage in ms, without a limit on memory. As torch's runtime has it, I of stage 0
+        costs (next to) nothing, and its W what its whole backward pass costs.
+    """
+    own: dict[int, list[float]] = {}
+    for stage, chunk in chunks.items():
+        is_last = stage == n_stages - 1
+        with kept_buffers([chunk]):
+            timed = [
+                _times_ms(chunk, example(stage), is_first=stage == 0,
+                          loss_fn=(lambda out: loss_fn(out, target)) if is_last else None)
+                for _ in range(rounds + 1)
+            ]  # fmt: skip
+        own[stage] = [
+            max(LEAST_MS, statistics.median(times)) for times in zip(*timed[1:], strict=True)
+        ]
+    hop_ms = measure_hop(example(min(1, n_stages - 1)), group=group)
+    costs = {stage: times for held in gather(own, group) for stage, times in held.items()}
+    forward, backward, weight = zip(*(costs[stage] for stage in range(n_stages)), strict=True)
+    return PipelineCosts(forward, backward, weight, hop=hop_ms, max_mem=math.inf)
+
+
+def measure_hop(
+    tensor: Tensor, *, group: dist.ProcessGroup | None = None, rounds: int = 20
+) -> float:
+    """Half of the time, in ms, in which ranks 0 and 1 send a tensor to and fro: the median.
+
+    A collective; all ranks get the same. With one rank nothing is sent.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    times = []
+    if rank < 2 <= size:
+        buffer = tensor.detach().clone()
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            for sender in (0, 1):
+                if rank == sender:
+                    dist.send(buffer, group=group, group_dst=1 - rank)
+                else:
+                    dist.recv(buffer, group=group, group_src=1 - rank)
+            times.append((time.perf_counter() - begin) * 1e3 / 2)
+    own = max(LEAST_MS, statistics.median(times)) if times else LEAST_MS
+    return gather(own, group)[0]
+
+
+def _times_ms(
+    chunk: nn.Module, given: Tensor, *, is_first: bool, loss_fn: Callable[[Tensor], Tensor] | None
+) -> tuple[float, float, float]:
+    """F, I and W of a chunk, once each."""
+    synchronize = resolve(given.device).synchronize
+    parameters = list(chunk.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    chunk.zero_grad(set_to_none=True)
+    given = given.detach().requires_grad_(not is_first)
+
+    def now() -> float:
+        synchronize()
+        return time.perf_counter() * 1e3
+
+    begin = now()
+    output = chunk(given)
+    output = output if loss_fn is None else loss_fn(output)
+    forward = now()
+    grads = [torch.ones_like(output)]
+    if is_first:
+        backward = now()
+        torch.autograd.backward([output], grads)
+    else:
+        _, groups = backward_input([output], grads, [given], iter(parameters))
+        backward = now()
+        backward_weight(iter(parameters), groups)
+    weight = now()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return forward - begin, backward - forward, weight - backward

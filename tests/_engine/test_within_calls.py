@@ -1,0 +1,163 @@
+"""A plan may say that worker groups run within the caller's calls only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe._engine.program import ADMIT, BEGIN, RETIRE, compile_plan
+from swpipe._engine.program_text import format_program, parse_program
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
+from swpipe.planning.simulation.simulator import simulate
+from tests.device.virtual import VirtualDevice
+from tests.support.plans_for_tests import piped, spread, tasks
+from tests.support.strategies import random_case
+
+PLANS = 25
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_period_ends_before_the_next_call_begins(streams: bool) -> None:
+    """On any plan, all tasks of a period lie between the head of the caller's lane and its end."""
+    for seed in range(PLANS):
+        plan = replace(random_case(seed).plan, within_calls=True)
+        program = compile_plan(resolve_plan(plan), streams=streams)
+        order, instructions = HappensBefore(program, streams=streams), program.instructions
+        head = program.lanes[0].instructions[0].task
+        workers = [ins for lane in program.lanes[1:] for ins in lane.instructions]
+        assert not workers or head in (ADMIT, BEGIN)
+        for ins in workers:
+            within_period = ins.stage - instructions[RETIRE].stage
+            assert order.host(ins.task, RETIRE, within_period), seed
+            assert order.host(head, ins.task, -ins.stage), seed
+        for first, then in product(workers, repeat=2):  # of two periods in a row
+            assert order.host(first.task, then.task, 1 + first.stage - then.stage), seed
+
+
+def test_without_the_flag_a_worker_runs_between_two_calls() -> None:
+    """It does so as soon as its iteration is admitted: which the flag is there to change."""
+    ran = threading.Event()
+    plan = PipelinePlan(
+        {"a": TaskSchedule(0), "b": TaskSchedule(1, thread_group="io")}, pipeline_depth=3
+    )
+    outside = threading.Event()
+
+    def b(ctx: IterContext) -> None:
+        if ctx.iter_idx == 1:
+            assert outside.wait(10)
+            ran.set()
+
+    work = [PipelineTask("a", lambda ctx: None), PipelineTask("b", b)]
+    with SWPipeline(plan, work, device="cpu") as pipe:
+        batches = iter(range(5))
+        pipe.progress(batches)
+        outside.set()
+        assert ran.wait(10)
+
+
+class Calls:
+    """Notes the period in which each task runs, and whether the caller is in a call."""
+
+    def __init__(self) -> None:
+        self.in_call = False
+        self.outside = 0
+        self.running = 0
+
+    def __call__(self, ctx: IterContext) -> None:
+        self.outside += not self.in_call
+        self.running += 1
+
+    def batches(self, count: int) -> Iterator[int]:
+        return iter(range(count))
+
+
+@pytest.mark.parametrize("on_streams", [False, True])
+def test_all_tasks_of_a_period_have_run_when_the_call_returns(on_streams: bool) -> None:
+    """After the n-th call each task of stage s has run on n + last stage - s iterations."""
+    plan = replace(
+        spread(("io", "dist", "default", "io", "late")) if not on_streams else piped(),
+        within_calls=True,
+    )
+    calls = Calls()
+    done: dict[str, int] = dict.fromkeys(plan.schedule, 0)
+
+    def count(name: str) -> None:
+        done[name] += 1
+
+    fns = {
+        name: (lambda ctx, name=name: (calls(ctx), count(name)))  # type: ignore[misc]
+        for name in plan.schedule
+    }
+    device = VirtualDevice(0) if on_streams else "cpu"
+    host = device.host if isinstance(device, VirtualDevice) else None
+    with SWPipeline(
+        plan, tasks(**fns), device=device, host=host, stall_timeout_s=None, check_effects=False
+    ) as pipe:
+        batches = calls.batches(20)
+        for n in range(1, 10):
+            calls.in_call = True
+            pipe.progress(batches)
+            calls.in_call = False
+            expected = {
+                name: n + plan.max_stage - entry.stage for name, entry in plan.schedule.items()
+            }
+            assert done == expected
+    assert calls.outside == 0
+
+
+def test_the_head_of_the_lane_is_an_instruction_of_its_own_only_where_admission_is_not() -> None:
+    """With streams ``<admit>`` stays in the middle, and ``<begin>`` stands at the head."""
+    plan = replace(
+        PipelinePlan(
+            {
+                "copy": TaskSchedule(0, stream="memcpy"),
+                "exchange": TaskSchedule(1, thread_group="io"),
+                "train": TaskSchedule(1),
+            },
+            deps=[("train", "copy")],
+        ),
+        within_calls=True,
+    )
+    resolved = resolve_plan(plan)
+    on_cpu, on_streams = (compile_plan(resolved, streams=kind) for kind in (False, True))
+    assert on_cpu.lanes[0].instructions[0].task == ADMIT
+    assert [ins.task for ins in on_streams.lanes[0].instructions] == [
+        BEGIN, "train", ADMIT, "copy", RETIRE,
+    ]  # fmt: skip
+    assert [w.producer for w in on_streams.lanes[1].instructions[0].host_waits] == [BEGIN]
+    assert parse_program(format_program(on_streams)) == on_streams
+    recorded = compile_plan(resolved, streams=True, record_all=True).instructions
+    assert recorded["train"].record
+    assert not recorded[BEGIN].record
+
+
+def test_the_flag_is_part_of_the_plan_as_data() -> None:
+    """It is saved, compared across ranks, and must be True or False."""
+    plan = replace(piped(), within_calls=True)
+    assert PipelinePlan.from_toml(plan.to_toml()) == plan != piped()
+    assert plan.digest() != piped().digest()
+    assert "within_calls" not in piped().to_dict()
+    with pytest.raises(PlanError, match="within_calls is 1: write True or False"):
+        SWPipeline(replace(plan, within_calls=1), tasks(), device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_simulation_knows_that_workers_wait_for_the_call(streams: bool) -> None:
+    """A worker that may not run ahead between two calls is waited for in each of them."""
+    plan = PipelinePlan(
+        {"read": TaskSchedule(0, thread_group="io"), "train": TaskSchedule(0)},
+        deps=[("train", "read")],
+        pipeline_depth=3,
+    )
+    costs = CostModel({"read": TaskCost(40), "train": TaskCost(40)}, handover_us=0)
+    assert simulate(plan, costs, streams=streams).ii_us == 40
+    bound = simulate(replace(plan, within_calls=True), costs, streams=streams)
+    assert bound.ii_us == 80

@@ -1,0 +1,138 @@
+"""The published generator: its figures, its nodes, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from swpipe.plans import (
+    PipelineCosts,
+    PipelineGraph,
+    PipelineSchedule,
+    ScheduleError,
+    activation_memory,
+    check_schedule,
+)
+from tests.plans.pipeline_parallel.zbv_figures import MEMORY, PUBLISHED, Published
+
+
+def graph(n: int, m: int, **changes: object) -> PipelineGraph:
+    """A generator with equal costs."""
+    values = dict(f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1)  # noqa: C408
+    memory = dict(zip(("f_mem", "b_mem", "w_mem"), MEMORY, strict=True))
+    return PipelineGraph(n, m, **(values | memory | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: "-".join(map(str, row[:6])))
+def test_published_figures_are_met_exactly(row: Published) -> None:
+    """Bubble and makespan of each configuration, as the independent checker times the order."""
+    report = check_schedule(PipelineSchedule.from_nodes(row.graph.get_v_schedule()), row.costs)
+    assert (report.bubble, report.makespan) == (row.bubble, row.makespan)
+    work = 2 * row.m * (row.f + row.b + row.w)
+    assert row.graph.get_v_schedule(only_run_time=True) == work + row.bubble
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 9])
+def test_every_number_of_microbatches_has_a_valid_schedule(n: int) -> None:
+    """From one microbatch on, also where there are fewer than stages."""
+    costs = PipelineCosts(1000, 1200, 800, 50, *MEMORY)
+    for m in range(1, 4 * n + 1):
+        nodes = graph(n, m, b_cost=1200, w_cost=800, c_cost=50).get_v_schedule()
+        schedule = PipelineSchedule.from_nodes(nodes)
+        report = check_schedule(schedule, costs)
+        assert (schedule.n_ranks, schedule.n_micro) == (n, m)
+        passes = [node for row in nodes for node in row if node.type in ("F", "B", "W")]
+        timed = [one for row in report.times for one in row]
+        assert [n.completion_time for n in passes] == [one.end for one in timed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [12, 16, 23, 32])
+def test_large_pipelines_have_valid_schedules(n: int) -> None:
+    """Few microbatches, as many as ranks, and many."""
+    for m in (1, 2, n - 1, n, 2 * n - 1, 3 * n, 4 * n):
+        schedule = PipelineSchedule.from_nodes(graph(n, m).get_v_schedule())
+        check_schedule(schedule, PipelineCosts(1000, 1000, 1000, 1, *MEMORY))
+
+
+def test_attempt_unpacks_as_in_the_seed() -> None:
+    """Raw chunks; ends by get_id; the second pass is never worse than the first."""
+    one = graph(4, 8)
+    schedule, end_time, max_bubble = one.try_v_schedule()
+    assert schedule[0][0] == (0, 0, 0)
+    assert len(end_time) == 6 * 4 * 8
+    assert end_time[one.get_id(0, 0, 3, 0)] == 4003
+    assert max(end_time) == max(
+        end_time[one.get_id(*row[-1][:2], s, row[-1][2])] for s, row in enumerate(schedule)
+    )
+    assert max_bubble <= one.try_v_schedule(approved_bubble=[0] * 4).max_bubble
+
+
+def test_chunk_of_backward_passes_is_the_physical_one() -> None:
+    """A raw chunk counts in the order of the work; nodes have the chunk of the model."""
+    rows = graph(2, 1).get_v_schedule()
+    passes = [(n.type, n.chunk) for n in rows[0] if n.type in ("F", "B", "W")]
+    assert passes == [("F", 0), ("F", 1), ("B", 1), ("W", 1), ("B", 0), ("W", 0)]
+
+
+def test_nodes_have_communication_validation_and_rollback() -> None:
+    """Each send has its receive; what is received before the sender's validation rolls back."""
+    rows = graph(4, 8).get_v_schedule()
+    counts = [[node.type for node in row] for row in rows]
+    for row, types in enumerate(counts):
+        assert types.count("POST_VALIDATION") == 1
+        assert types.count("SEND_POST_VALIDATION") == (row > 0)
+        assert types.count("RECV_POST_VALIDATION") == (row < 3)
+        hops = 8 * ((row > 0) + (row < 3))
+        for name in ("SEND_FORWARD", "RECV_FORWARD", "SEND_BACKWARD", "RECV_BACKWARD"):
+            assert types.count(name) == hops
+    rolled = [[node.minibatch for node in row if node.rollback] for row in rows]
+    assert rolled[0] == []
+    assert all(rolled[1:])
+    assert rolled[3] == [0]
+
+
+def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unlike the published code."""
+    graph(2, 2).get_v_schedule()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"n_stage": 0}, "n_stage is 0"),
+        ({"n_micro": -1}, "n_micro is -1"),
+        ({"n_micro": 1.5}, "n_micro is 1.5"),
+        ({"f_cost": 0}, "f_cost is 0"),
+        ({"b_cost": -1}, "b_cost is -1"),
+        ({"w_cost": "1"}, "w_cost is '1'"),
+        ({"w_cost": (1, 1)}, r"w_cost is \(1, 1\): one number"),
+        ({"c_cost": 0}, "c_cost is 0"),
+        ({"f_mem": 0}, "f_mem is 0"),
+        ({"w_mem": 0}, r"f_mem \+ b_mem \+ w_mem is 131072"),
+        ({"max_mem": 2 * MEMORY[0] - 1}, r"max_mem is 606207: .* at least 2 \* f_mem = 606208"),
+    ],
+)
+def test_sizes_and_costs_that_make_no_sense_are_refused(
+    changes: dict[str, object], match: str
+) -> None:
+    """In one line that names the field."""
+    sizes = {"n": changes.pop("n_stage", 2), "m": changes.pop("n_micro", 2)}
+    with pytest.raises(ScheduleError, match=match) as caught:
+        graph(**sizes, **changes)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_too_little_memory_for_the_method_is_an_error_that_names_another() -> None:
+    """The published code dies on an assertion below 2 * n * f."""
+    with pytest.raises(ScheduleError, match="finds no schedule of 8 .* plan_v_schedule finds one"):
+        graph(4, 8, max_mem=3 * MEMORY[0]).get_v_schedule()
+    with pytest.raises(ScheduleError, match="approved_bubble has 3 numbers"):
+        graph(4, 8).try_v_schedule(approved_bubble=[0] * 3)
+
+
+def test_memory_of_activations() -> None:
+    """F = 34 h + 5 a s, w = -32 h, b = -f - w."""
+    assert activation_memory(4096, 32, 1024) == (303104, -172032, -131072)
+    with pytest.raises(ScheduleError, match="seq_length is 0"):
+        activation_memory(4096, 32, 0)

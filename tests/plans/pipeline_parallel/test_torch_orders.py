@@ -1,0 +1,86 @@
+"""The orders of torch.distributed.pipelining, timed by the checker."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from swpipe.plans import (
+    PipelineCosts,
+    PipelineSchedule,
+    ScheduleError,
+    check_schedule,
+    torch_schedule,
+)
+from swpipe.plans.pipeline_parallel.torch_orders import TorchOrder
+from tests.plans.pipeline_parallel.zbv_figures import PUBLISHED
+
+
+def test_bubbles_of_torch_zbv_are_the_known_ones() -> None:
+    """Torch's fixed order under the costs of each configuration."""
+    bubbles = [
+        check_schedule(torch_schedule("zbv", row.n, row.m), row.costs).bubble for row in PUBLISHED
+    ]
+    assert bubbles == [row.torch_bubble for row in PUBLISHED]
+
+
+@pytest.mark.parametrize("order", get_args(TorchOrder))
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+def test_torch_orders_are_valid(order: TorchOrder, n: int) -> None:
+    """Every order that torch makes keeps the checker's rules."""
+    for m in (2 * n, 2 * n + 2, 6 * n):
+        schedule = torch_schedule(order, n, m)
+        check_schedule(schedule, PipelineCosts(max_mem=math.inf))
+        assert schedule == PipelineSchedule.from_csv(schedule.to_csv(), n_ranks=n, n_micro=m)
+
+
+def test_placements() -> None:
+    """One stage per rank, a loop, and two Vs."""
+    places = {order: torch_schedule(order, 2, 4).placement for order in get_args(TorchOrder)}
+    assert places == {
+        "1f1b": (0, 1),
+        "interleaved": (0, 1, 0, 1),
+        "zbv": (0, 1, 1, 0),
+        "dualpipev": (0, 1, 1, 0),
+    }
+
+
+def test_1f1b_is_the_textbook_order() -> None:
+    """All microbatches are there on the last rank too."""
+    assert str(torch_schedule("1f1b", 2, 3)) == ("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2")
+
+
+@pytest.mark.parametrize(
+    ("order", "n", "m", "match"),
+    [
+        ("1f1b", 4, 3, "at least 4 microbatches, and n_micro is 3"),
+        ("dualpipev", 2, 3, "at least 4 microbatches, and n_micro is 3"),
+        ("interleaved", 2, 5, "multiple of the number of rounds"),
+        ("gpipe", 2, 4, "order is 'gpipe': one of 1f1b, interleaved"),
+        ("zbv", 0, 4, "n_ranks is 0"),
+        ("zbv", 2, 0, "n_micro is 0"),
+    ],
+)
+def test_what_torch_has_no_order_for_is_refused(
+    order: TorchOrder, n: int, m: int, match: str
+) -> None:
+    """In one line, with the least number of microbatches."""
+    with pytest.raises(ScheduleError, match=match) as caught:
+        torch_schedule(order, n, m)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_the_room_loads_no_torch_pipelining() -> None:
+    """Beyond what torch itself loads, importing swpipe.plans loads nothing of torch.distributed."""
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import swpipe.plans\n"
+        "print([m for m in set(sys.modules) - before if m.startswith('torch.distributed')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

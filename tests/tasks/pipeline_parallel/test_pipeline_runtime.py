@@ -1,0 +1,376 @@
+"""A schedule on several ranks gives the numbers of a single process, to the last bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swpipe.plans import Action, PipelineGraph, PipelineSchedule, ScheduleError, torch_schedule
+from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
+from swpipe.tasks.transformer import mean_loss
+from tests.support.ranks import Ranks
+from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_schedule, whole
+
+
+def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
+    """A schedule by its name."""
+    if name == "ours":
+        graph = PipelineGraph(n_ranks, n_micro, 20, 30, 15, 1, 2, -1, -1)
+        return PipelineSchedule.from_nodes(graph.get_v_schedule())
+    return torch_schedule(name, n_ranks, n_micro)  # type: ignore[arg-type]
+
+
+def same(a: StepResult, b: StepResult) -> bool:
+    """Whether losses and outputs are equal; those of a rank without the last stage are None."""
+    if a.losses is None:
+        return a.output is None
+    return torch.equal(a.losses, b.losses) and torch.equal(a.output, b.output)
+
+
+def different(schedule: PipelineSchedule, steps: int = 2) -> list[str]:
+    """Train and evaluate in turn; what is not what a single process gets. On each rank."""
+    own = on_rank(schedule, dist.get_rank())
+    runtime = PipelineRuntime(schedule, own, mean_loss)
+    serial = SerialRuntime(whole(schedule.n_stages), schedule.n_micro, mean_loss)
+    optimizers = [
+        torch.optim.AdamW([p for module in each.modules for p in module.parameters()])
+        for each in (runtime, serial)
+    ]
+    found = []
+    for step in range(steps):
+        inputs, target = batch(2 * schedule.n_micro, step)
+        results = [
+            each.train(inputs, target=target, with_output=True) for each in (runtime, serial)
+        ]
+        if not same(*results):
+            found.append(f"step {step}: losses or output")
+        for stage, module in own.items():
+            wanted = serial.modules[stage].parameters()
+            for (name, parameter), other in zip(module.named_parameters(), wanted, strict=True):
+                assert parameter.grad is not None
+                assert other.grad is not None
+                if not torch.equal(parameter.grad, other.grad):
+                    found.append(f"step {step}: gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+        inputs, target = batch(4 * schedule.n_micro, 100 + step)
+        results = [
+            each.evaluate(inputs, target=target, with_output=True) for each in (runtime, serial)
+        ]
+        if not same(*results):
+            found.append(f"evaluation {step}: losses or output")
+    return found
+
+
+def all_different(schedules: Sequence[PipelineSchedule]) -> list[list[str]]:
+    """The same for several schedules, one after the other."""
+    return [different(schedule) for schedule in schedules]
+
+
+def none_different(ranks: Ranks, schedules: Sequence[PipelineSchedule]) -> bool:
+    """Run on the ranks; whether all of them found nothing."""
+    return ranks.run(all_different, schedules) == [[[] for _ in schedules]] * ranks.size
+
+
+ORDERS = ("ours", "zbv", "dualpipev", "1f1b")
+
+
+def test_two_ranks_give_the_bits_of_one_process(two_ranks: Ranks) -> None:
+    """Losses, outputs, gradients; with an evaluation of another size after each step."""
+    assert none_different(two_ranks, [made(name, 4, 2) for name in ORDERS])
+
+
+def test_four_ranks_give_the_bits_of_one_process(four_ranks: Ranks) -> None:
+    """The same on four ranks."""
+    assert none_different(four_ranks, [made(name, 8, 4) for name in ORDERS])
+
+
+def test_fewer_microbatches_than_ranks_will_do(two_ranks: Ranks, four_ranks: Ranks) -> None:
+    """One and three microbatches, on schedules that have an order for so few."""
+    for ranks in (two_ranks, four_ranks):
+        cases = [(name, micro) for name in ("ours", "zbv") for micro in (1, 3)]
+        cases += [("1f1b", 3)] if ranks.size == 2 else []
+        assert none_different(ranks, [made(*case, ranks.size) for case in cases])
+
+
+PLACEMENTS = [(0, 1, 1, 0), (1, 0, 1, 0), (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 1, 0, 1, 0, 0, 1)]
+
+
+def test_any_valid_order_gives_the_same_bits(two_ranks: Ranks) -> None:
+    """Orders and placements at random: what the checker lets pass, the runtime runs."""
+    schedules = [random_schedule(place, 3, seed) for seed, place in enumerate(PLACEMENTS)]
+    assert none_different(two_ranks, schedules)
+
+
+@pytest.mark.slow
+def test_many_valid_orders_give_the_same_bits(two_ranks: Ranks, four_ranks: Ranks) -> None:
+    """More of them, also a V on four ranks."""
+    for seed in range(10, 14):
+        schedules = [random_schedule(place, 4, seed) for place in PLACEMENTS]
+        assert none_different(two_ranks, schedules)
+        assert none_different(four_ranks, [random_schedule((0, 1, 2, 3, 3, 2, 1, 0), 4, seed)])
+
+
+# --------------------------------------------------------------------------------- one rank
+
+ALONE = torch_schedule("zbv", 1, 2)
+"""Two stages and two microbatches on one rank."""
+
+
+class Stateful(nn.Module):
+    """A linear layer and a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of rows."""
+        out: Tensor = self.norm(self.linear(x))
+        return out
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """A loss."""
+    return (output - target).square().mean()
+
+
+def rows(count: int) -> Tensor:
+    """Some."""
+    return torch.arange(3.0 * count).view(count, 3).sin()
+
+
+def buffers_of_both() -> list[list[Tensor]]:
+    """Running means after two steps on one rank, and in a single process."""
+    modules = [[Stateful(), Stateful()] for _ in range(2)]
+    runtime = PipelineRuntime(ALONE, dict(enumerate(modules[0])), squared)
+    serial = SerialRuntime(modules[1], 2, squared)
+    for each in (runtime, serial):
+        for step in range(2):
+            each.train(rows(8) + step, target=rows(8))
+    return [[b for module in modules[k] for b in module.buffers()] for k in (0, 1)]
+
+
+def test_the_search_for_shapes_leaves_buffers_alone(one_rank: Ranks) -> None:
+    """Torch's runtime runs the first microbatch once more; running means do not see it."""
+    ((ours, serial),) = one_rank.run(buffers_of_both)
+    assert all(map(torch.equal, ours, serial))
+    assert int(ours[2]) == 4  # batches that the norm has seen
+
+
+def gradients_after_two_steps() -> tuple[list[Tensor], list[Tensor]]:
+    """Of the second of two steps, and of that step alone."""
+    found = []
+    for steps in ((1, 2), (2,)):
+        modules = [Stateful(), Stateful()]
+        runtime = PipelineRuntime(ALONE, dict(enumerate(modules)), squared)
+        for step in steps:
+            runtime.train(rows(8) * step, target=rows(8))
+        found.append([p.grad for m in modules for p in m.parameters() if p.grad is not None])
+    return found[0], found[1]
+
+
+def test_gradients_replace_those_of_the_step_before(one_rank: Ranks) -> None:
+    """They would be scaled a second time where they are added to."""
+    ((both, alone),) = one_rank.run(gradients_after_two_steps)
+    assert all(map(torch.equal, both, alone))
+
+
+def steps_after_a_failure() -> list[str]:
+    """What three steps raise, of which the first one's loss function does."""
+    broken = [True]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if broken:
+            raise ZeroDivisionError("planted")
+        return squared(output, target)
+
+    runtime = PipelineRuntime(ALONE, {0: Stateful(), 1: Stateful()}, loss)
+    told = []
+    for _ in range(2):
+        try:
+            runtime.train(rows(8), target=rows(8))
+        except (ZeroDivisionError, RuntimeError) as error:
+            told.append(str(error))
+        broken.clear()
+    return told
+
+
+def test_a_runtime_that_failed_is_not_used_again(one_rank: Ranks) -> None:
+    """Its error comes as itself; the next call says why it refuses."""
+    ((first, second),) = one_rank.run(steps_after_a_failure)
+    assert first == "planted"
+    assert "make a new runtime" in second
+
+
+class Reducing(Stateful):
+    """A stage that sums over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of rows."""
+        out = super().forward(x)
+        dist.all_reduce(out.detach())
+        return out
+
+
+def train_on(module: nn.Module) -> None:
+    """One step."""
+    PipelineRuntime(ALONE, {0: Stateful(), 1: module}, squared).train(rows(8), target=rows(8))
+
+
+def test_a_collective_inside_a_stage_is_refused(one_rank: Ranks) -> None:
+    """In the first step, before a pass counts."""
+    with pytest.raises(RuntimeError, match="starts the collective allreduce_ inside a pass"):
+        one_rank.run(train_on, Reducing())
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+def make(schedule: PipelineSchedule, chunks: dict[int, nn.Module] | None = None) -> None:
+    """A runtime; on each rank."""
+    PipelineRuntime(schedule, chunks or dict(on_rank(schedule, dist.get_rank())), mean_loss)
+
+
+def all_failed(error: BaseException, ranks: Ranks) -> bool:
+    """Whether no rank was left to wait for the others."""
+    return sum(" failed " in note for note in error.__notes__) == ranks.size - 1
+
+
+def refused(ranks: Ranks, *args: Any) -> str:
+    """What all ranks say alike."""
+    with pytest.raises(ScheduleError) as told:
+        ranks.run(make, *args)
+    assert all_failed(told.value, ranks)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+F, B = "F", "B"
+
+
+def plain(*rows: list[tuple[int, str, int]], n_micro: int = 1) -> PipelineSchedule:
+    """A schedule of these rows."""
+    return PipelineSchedule(tuple(tuple(Action(*one) for one in row) for row in rows), n_micro)  # type: ignore[arg-type]
+
+
+def test_a_schedule_for_other_ranks_is_refused(two_ranks: Ranks) -> None:
+    """The message has both numbers."""
+    assert refused(two_ranks, random_schedule((0, 1, 2, 3), 2, 0)) == (
+        "the schedule is for 4 ranks, the process group has 2: use a schedule made for 2 ranks"
+    )
+
+
+def test_what_the_checker_refuses_is_not_run(two_ranks: Ranks) -> None:
+    """Here a deadlock: each rank waits for the other."""
+    told = refused(two_ranks, plain([(0, B, 0), (0, F, 0)], [(1, F, 0), (1, B, 0)]))
+    assert told.startswith("0B0 on rank 0 comes before 0F0")
+
+
+def test_losses_out_of_order_are_refused(two_ranks: Ranks) -> None:
+    """Torch's runtime would take the loss of one microbatch for that of another."""
+    order = [(1, F, 1), (1, F, 0), (1, B, 0), (1, B, 1)]
+    first = [(0, F, 1), (0, F, 0), (0, B, 0), (0, B, 1)]
+    told = refused(two_ranks, plain(first, order, n_micro=2))
+    assert told.startswith("1F1 comes before microbatch 0 of the last stage: ")
+
+
+def test_stages_that_the_ranks_do_not_divide_are_refused(two_ranks: Ranks) -> None:
+    """Torch's runtime does not take them."""
+    assert "a multiple of the ranks" in refused(two_ranks, random_schedule((0, 1, 0), 1, 0))
+
+
+def test_different_schedules_are_refused(two_ranks: Ranks) -> None:
+    """Each is valid by itself."""
+    with pytest.raises(ScheduleError, match="ranks 0 and 1 have different schedules"):
+        two_ranks.run(make_different)
+
+
+def make_different() -> None:
+    """On each rank another."""
+    make(random_schedule((0, 1, 1, 0), 2, dist.get_rank()))
+
+
+def make_on_one_rank(kind: str) -> None:
+    """Rank 1 makes a mistake, and rank 0 none."""
+    schedule = random_schedule((0, 1, 1, 0), 2, 0)
+    own: dict[int, nn.Module] = dict(on_rank(schedule, dist.get_rank()))
+    if dist.get_rank() == 1:
+        if kind == "missing":
+            del own[2]
+        if kind == "shared":
+            own[2] = own[1]
+        if kind == "wrapped":
+            own[2] = nn.parallel.DistributedDataParallel(own[2], process_group=dist.new_group([1]))
+    elif kind == "wrapped":
+        dist.new_group([1])
+    PipelineRuntime(schedule, own, mean_loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("missing", "rank 1: the chunks are those of stages [1], and the schedule places stages "),
+        ("shared", "rank 1: layers.2.input_norm.weight of stage 2 is "),
+        ("wrapped", "rank 1: stage 2: the chunk is a DistributedDataParallel, which starts "),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused_on_all_ranks(
+    two_ranks: Ranks, kind: str, told: str
+) -> None:
+    """The mistake is one rank's; no rank waits for it."""
+    with pytest.raises(ScheduleError, match=re.escape(told)) as error:
+        two_ranks.run(make_on_one_rank, kind)
+    assert all_failed(error.value, two_ranks)
+
+
+def say_what_is_wrong() -> list[str]:
+    """What batches that do not fit raise, on a runtime of two microbatches."""
+    runtime = PipelineRuntime(ALONE, {0: Stateful(), 1: Stateful()}, squared)
+    told = []
+    for inputs, target in [
+        ((rows(7),), rows(7)),
+        ((rows(8),), rows(6)),
+        ((), rows(8)),
+        ((rows(8),), None),
+        ((torch.tensor(1.0),), rows(8)),
+        ((rows(0),), rows(0)),
+    ]:
+        try:
+            runtime.train(*inputs, target=target)
+        except ValueError as error:
+            told.append(str(error))
+    runtime.train(rows(8), target=rows(8))
+    with pytest.raises(ValueError, match="the first batch had torch.float32 \\(8, 3\\)"):
+        runtime.train(rows(4), target=rows(4))
+    return told
+
+
+def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
+    """Before anything runs: the next step works."""
+    (told,) = one_rank.run(say_what_is_wrong)
+    assert told == [
+        "input 0 has 7 rows, which 2 microbatches do not divide: give a multiple of 2",
+        "input 0 has 8 rows, target has 6 rows: give all of them the same rows",
+        "inputs: rank 0 has the first stage; give it",
+        "target: rank 0 has the last stage; give it",
+        "input 0 is tensor(1.): give a tensor with rows of the batch",
+        "input 0 has 0 rows, which 2 microbatches do not divide: give a multiple of 2",
+    ]
+
+
+def test_there_has_to_be_a_process_group() -> None:
+    """Said before anything is made."""
+    with pytest.raises(RuntimeError, match="there is none: call torch.distributed.init_process_"):
+        PipelineRuntime(ALONE, {}, squared)

@@ -1,0 +1,131 @@
+"""The schedule's step as a task: batches are loaded while it runs, and the numbers stay."""
+
+from __future__ import annotations
+
+import threading
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swpipe import SWPipeline
+from swpipe.plans import torch_schedule
+from swpipe.plans.pipeline_training import PLANS, STEP
+from swpipe.tasks.pipeline_parallel import (
+    PipelineRuntime,
+    PipelineTrainTasks,
+    SerialRuntime,
+    measure_costs,
+)
+from swpipe.tasks.transformer import mean_loss
+from tests.support.ranks import Ranks
+from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, whole
+
+DEADLINE_S = 20.0
+STEPS = 4
+
+
+def load(number: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A batch of eight rows."""
+    inputs, target = batch(8, number)
+    return (inputs,), target
+
+
+def trained(plan: str | None) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Losses of each step, and parameters after them: under a plan, or of a single process."""
+    if plan is None:
+        modules = whole(4)
+        runtime: Any = SerialRuntime(modules, 4, mean_loss)
+    else:
+        schedule = torch_schedule("zbv", 2, 4)
+        runtime = PipelineRuntime(schedule, on_rank(schedule, dist.get_rank()), mean_loss)
+    parameters = [p for module in runtime.modules for p in module.parameters()]
+    tasks = PipelineTrainTasks(runtime, torch.optim.AdamW(parameters), load).tasks()
+    with SWPipeline(PLANS[plan or "serial"](), tasks, check_effects=True) as pipe:
+        losses = [ctx.losses for ctx in pipe.iterate(range(STEPS))]
+    return losses, [p.detach() for p in parameters]
+
+
+def test_all_plans_train_the_same_numbers(two_ranks: Ranks) -> None:
+    """Under each ready-made plan the ranks have the single process's losses and parameters."""
+    losses, parameters = trained(None)
+    cuts = [len(list(module.parameters())) for module in whole(4)]
+    rest = iter(parameters)
+    parts = [list(islice(rest, count)) for count in cuts]
+    for plan in PLANS:
+        (first, ends), (none, middle) = two_ranks.run(trained, plan)
+        assert none == [None] * STEPS
+        assert all(map(torch.equal, first, losses))
+        assert all(map(torch.equal, ends, parts[0] + parts[3]))
+        assert all(map(torch.equal, middle, parts[1] + parts[2]))
+
+
+class Meeting:
+    """Step i and the loading of batch i + 1 wait for each other to have begun."""
+
+    def __init__(self) -> None:
+        self.loading = [threading.Event() for _ in range(STEPS + 1)]
+        self.stepping = [threading.Event() for _ in range(STEPS + 1)]
+        self.late: list[str] = []
+
+    def load(self, number: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Batch i, once step i - 1 has begun."""
+        self.loading[number].set()
+        if number and not self.stepping[number - 1].wait(DEADLINE_S):
+            self.late.append(f"step {number - 1} does not begin before batch {number} is loaded")
+        return load(number)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Within step i, once batch i + 1 is being loaded."""
+        number = next(k for k, one in enumerate(self.stepping) if not one.is_set())
+        self.stepping[number].set()
+        if number + 1 < STEPS and not self.loading[number + 1].wait(DEADLINE_S):
+            self.late.append(f"batch {number + 1} is not loaded before step {number} ends")
+        return mean_loss(output, target)
+
+
+def met() -> list[str]:
+    """What did not overlap, on each rank; only rank 0 computes losses."""
+    meeting = Meeting()
+    schedule = torch_schedule("zbv", 2, 1)
+    own = on_rank(schedule, dist.get_rank())
+    runtime = PipelineRuntime(schedule, own, meeting.loss)
+    optimizer = torch.optim.SGD([p for module in own.values() for p in module.parameters()])
+    given = meeting.load if dist.get_rank() == 0 else load
+    tasks = PipelineTrainTasks(runtime, optimizer, given).tasks()
+    with SWPipeline(PLANS["ahead"](), tasks, check_effects=False) as pipe:
+        pipe.run(range(STEPS))
+    return meeting.late
+
+
+def test_the_next_batch_is_loaded_while_the_schedule_runs(two_ranks: Ranks) -> None:
+    """Each waits for the other to begin, which no serial order allows."""
+    assert two_ranks.run(met) == [[], []]
+
+
+def test_the_step_is_globally_ordered() -> None:
+    """In every ready-made plan, so that ranks send and receive in one order."""
+    assert all(make().schedule[STEP].globally_ordered for make in PLANS.values())
+
+
+def costs() -> Any:
+    """Measured ones of a V on two ranks, and whether all gradients were left alone."""
+    own = on_rank(torch_schedule("zbv", 2, 4), dist.get_rank())
+    inputs, target = batch(2)
+    found = measure_costs(
+        own, 4, lambda stage: inputs if stage == 0 else torch.randn(2, 6, 16), mean_loss, target,
+        rounds=2,
+    )  # fmt: skip
+    return found, [p.grad for module in own.values() for p in module.parameters()]
+
+
+def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
+    """Per stage; what stage 0 costs in I is next to nothing, as on torch's runtime."""
+    (ours, grads), (theirs, _) = two_ranks.run(costs)
+    assert ours == theirs
+    assert set(grads) == {None}
+    assert [len(times) for times in (ours.forward, ours.backward, ours.weight)] == [4, 4, 4]
+    assert ours.backward[0] == min(ours.backward) < ours.weight[0]
+    assert ours.hop > 0
