@@ -51,9 +51,9 @@ class SerialLane:
         """Run a task on the caller's stream, observed, or with its seed."""
         device, i = engine.device, ctx.iter_idx
         seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
-        with device.on(device.current_stream()), seeded:
-            with observing(observers, self._instructions[task.name], i):
-                _call(engine, task, ctx)
+        observed = observing(observers, self._instructions[task.name], i)
+        with device.on(device.current_stream()), seeded, observed:
+            _call(engine, task, ctx)
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:
