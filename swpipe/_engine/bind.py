@@ -24,7 +24,6 @@ end of the period. Numbers in ``_with_stream`` refer to this list of guards:
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 from typing import TypeAlias
 
 from swpipe._engine.iterations import InFlightIterations, TaskCheck
@@ -35,6 +34,8 @@ from swpipe.device import Stream
 
 Step: TypeAlias = Callable[[int], None]
 """Runs one instruction on one iteration, counted from 0 within the run."""
+
+_MISSING = object()
 
 
 def build_step(
@@ -170,16 +171,13 @@ def _with_hold(iterations: InFlightIterations, step: Step) -> Step:
 
     def holding(i: int) -> None:
         iteration = slots[i % depth]
-        before = tuple(vars(iteration.ctx).values())
+        before = vars(iteration.ctx).copy()
         try:
             step(i)
         finally:
-            after = vars(iteration.ctx).values()
-            # Attributes keep their places unless one is deleted.
-            if len(after) < len(before) or not all(map(is_, before, after)):
-                kept = {id(value) for value in after}
-                for value in before:
-                    if id(value) not in kept:
-                        iteration.held.append(value)  # (2)
+            after = vars(iteration.ctx)
+            for key, value in before.items():
+                if after.get(key, _MISSING) is not value:
+                    iteration.held.append(value)  # (2)
 
     return holding
