@@ -7,8 +7,11 @@ there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
@@ -16,11 +19,19 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
 from swpipe.schedulable.data_slot import RESULT
 from swpipe.schedulable.declared_task import Task
-from swpipe.schedulable.executors import checked_executor, threads_of
+from swpipe.schedulable.delegation import DelegatedPipeline, delegated, delegation_problems
+from swpipe.schedulable.executors import (
+    ThreadedExecutor,
+    ThreadMap,
+    checked_executor,
+    is_ours,
+    threads_of,
+)
 from swpipe.schedulable.schedule import Schedule, Stage
 from swpipe.schedulable.schedule_rules import check_schedule
 from swpipe.schedulable.slot_context import TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import StreamPool
+from swpipe.schedulable.training_tasks import TrainingStep, device_of
 from swpipe.schedulable.translation import translate
 
 
@@ -63,11 +74,17 @@ class SchedulablePipeline:
         self._executor = checked_executor(executor)
         tasks = schedule.all_tasks()
         threads, problems = threads_of(self._executor, tasks)
+        ours, kind = is_ours(self._executor), SWPipeline[IterContext]
+        problems += [] if ours else delegation_problems(tasks)
         check_schedule(schedule, stream_pool, problems)
         first = _FirstIteration()
         self.schedule = schedule
-        self.plan: PipelinePlan = translate(schedule, stream_pool, threads, first)
-        self.pipe: SWPipeline[IterContext] = SWPipeline(self.plan, **options)
+        plan = translate(schedule, stream_pool, threads, first)
+        if not ours:
+            plan = delegated(plan, schedule, stream_pool, self._executor, first)
+            kind, options = DelegatedPipeline, {"check_effects": False, **options}
+        self.plan: PipelinePlan = plan
+        self.pipe: SWPipeline[IterContext] = kind(plan, **options)
         first.pipe = weakref.ref(self.pipe)
         try:
             for task in tasks:
@@ -75,6 +92,70 @@ class SchedulablePipeline:
         except BaseException:
             self.shutdown()
             raise
+
+    @staticmethod
+    def basic(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        prefetch: bool = False,
+        memcpy_stream: bool = False,
+        threaded: bool = False,
+        thread_map: ThreadMap = None,
+        executor: Any = None,
+        device: torch.device | str | None = None,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        backward_fn: Callable[[Tensor], Any] | None = None,
+        optimizer_step_fn: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> SchedulablePipeline:
+        """An ordinary training step (seed section 8.1).
+
+        Its tasks are ``h2d``, ``zero_grad``, ``forward``, ``backward`` and ``optimizer_step``, and
+        ``progress`` returns what the model returned.
+
+        Args:
+            model: Called with the batch.
+            optimizer: Of its parameters.
+            loss_fn: The loss, from what the model returns. None if the model returns the loss, a
+                tuple that begins with it, or a dict with ``"loss"``.
+            prefetch: Copy each batch while the one before is trained on: with an iterator and
+                ``progress``, or with ``push``.
+            memcpy_stream: Copy on a stream of its own, "memcpy".
+            threaded: Give each stream a thread, or what ``thread_map`` says.
+            thread_map: As for ``ThreadedExecutor``.
+            executor: As for ``SchedulablePipeline``, instead of the two before.
+            device: Where the batches go; None for where the model is.
+            forward_fn: ``forward_fn(model, batch)`` instead of ``model(batch)``: for autocast, or a
+                model with several arguments.
+            backward_fn: ``backward_fn(loss)`` instead of ``loss.backward()``.
+            optimizer_step_fn: ``optimizer_step_fn()`` instead of ``optimizer.step()``: for clipping
+                and learning rate schedules.
+            options: Of ``SWPipeline``.
+
+        Raises:
+            TypeError: As for ``SchedulablePipeline``.
+            ValueError: ``executor`` together with ``threaded``, or ``thread_map`` without it; or as
+                for ``SchedulablePipeline``.
+        """
+        if executor is not None and threaded:
+            raise ValueError("executor and threaded=True are given: leave one of them out")
+        if thread_map is not None and not threaded:
+            raise ValueError("thread_map is given without threaded=True: add it")
+        where = device_of(model) if device is None else torch.device(device)
+        step = TrainingStep(
+            model, optimizer, where, loss_fn, forward_fn, backward_fn, optimizer_step_fn
+        )
+        tasks = step.tasks(prefetch=prefetch, memcpy_stream=memcpy_stream)
+        pool = StreamPool(dict.fromkeys(["default", "memcpy"] if memcpy_stream else ["default"]))
+        return SchedulablePipeline(
+            Schedule((Stage(tasks),), pool.names),
+            pool,
+            executor=ThreadedExecutor(thread_map) if threaded else executor,
+            device=where,
+            **options,
+        )
 
     def progress(self, iterator: Iterator[Any]) -> Any:
         """Run one period, or as many as fill the pipeline, and return slot ``step_result``.

@@ -1,0 +1,215 @@
+"""From construction to shutdown: what a ``SchedulablePipeline`` does at each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe._engine import observers
+from swpipe.schedulable import (
+    DataSlot,
+    Pipeline,
+    SchedulablePipeline,
+    Task,
+    TaskContext,
+    ThreadedExecutor,
+    translation,
+)
+from tests.schedulable.work import Log, one_stage, pool, results
+
+
+class CountTokens(Task):
+    """As the seed's section 9.1 has it."""
+
+    name = "count_tokens"
+    stream = "default"
+    lookahead = 0
+    reads = (DataSlot("batch_gpu", 0),)
+    writes = (DataSlot("token_count", 0),)
+    inits = 0
+
+    def init(self, ctx: TaskContext) -> None:
+        assert (ctx.iter_count, ctx.stream_pool.names) == (0, ("default",))
+        assert "batch_gpu" not in ctx.slots
+        self.inits += 1
+
+    def run(self, ctx: TaskContext) -> None:
+        batch = ctx.slots["batch_gpu"]
+        ctx.slots.set("token_count", batch.numel())
+
+
+def test_a_subclass_is_a_task_and_arguments_win_over_its_attributes() -> None:
+    """A name stands for the slot of the task's own batch; ``init`` is called once."""
+    count = CountTokens()
+    assert (count.name, count.reads) == ("count_tokens", (DataSlot("batch_gpu", 0),))
+    assert CountTokens("other", lookahead=2, reads=["x"]).reads == (DataSlot("x", 2),)
+    assert task_of("a", cross_iter_depends_on=["b", ("c", -2)]).cross_iter_depends_on == (
+        ("b", -1),
+        ("c", -2),
+    )
+    batch = Task.from_fn(
+        "copy", lambda ctx: ctx.slots.set("batch_gpu", ctx.slots["batch_cpu"]), writes=["batch_gpu"]
+    )
+    result = Task.from_fn(
+        "result",
+        lambda ctx: ctx.slots.set("step_result", ctx.slots["token_count"]),
+        reads=["token_count"],
+        writes=["step_result"],
+    )
+    with Pipeline([count, batch, result], pool()) as pipe:
+        assert pipe.step(torch.zeros(3, 4)) == 12
+        assert pipe.schedule.all_tasks() == (count, batch, result)
+        assert pipe.schedule.in_flight_batches == 1
+    assert count.inits == 1
+
+
+def task_of(name: str, **fields: Any) -> Task:
+    return Task.from_fn(name, print, **fields)
+
+
+def test_init_that_fails_leaves_no_pipeline() -> None:
+    """Its error comes out of the constructor."""
+
+    class Fails(CountTokens):
+        reads = ()
+
+        def init(self, ctx: TaskContext) -> None:
+            raise OSError("planted")
+
+    with pytest.raises(OSError, match="planted"):
+        Pipeline([Fails()], pool())
+
+
+def test_the_seeds_schedule_by_hand_runs() -> None:
+    """Section 9.2: a task on a stream of its own, and one that sums what it made."""
+    producer = Task.from_fn(
+        "producer",
+        lambda ctx: ctx.slots.set("x", torch.arange(8)),
+        stream="memcpy",
+        writes=(DataSlot("x", 0),),
+    )
+    consumer = Task.from_fn(
+        "consumer",
+        lambda ctx: ctx.slots.set("step_result", ctx.slots["x"].sum()),
+        stream="default",
+        reads=(DataSlot("x", 0),),
+        writes=(DataSlot("step_result", 0),),
+    )
+    schedule = one_stage(producer, consumer, streams=("default", "memcpy"))
+    with SchedulablePipeline(schedule, pool("memcpy"), executor="threaded") as pipe:
+        assert pipe.step(None) == 28
+
+
+def ahead(log: Log) -> SchedulablePipeline:
+    """A copy two batches ahead, on a thread of its own."""
+    return SchedulablePipeline(
+        one_stage(
+            log.task("copy", lookahead=2, stream="memcpy", writes=["x"]),
+            log.task("train", reads=["x"], writes=["step_result"]),
+            streams=("default", "memcpy"),
+        ),
+        pool("memcpy"),
+        executor="threaded",
+    )
+
+
+def test_drain_finishes_what_is_in_flight() -> None:
+    """And returns the results, oldest first; the iterator keeps the rest."""
+    with ahead(Log()) as pipe:
+        batches = iter(range(9))
+        assert pipe.progress(batches) == 0
+        with pytest.raises(RuntimeError, match="of another iterator are in flight"):
+            pipe.step(5)
+        assert pipe.drain() == [1, 2]
+        assert next(batches) == 3
+        assert pipe.step(5) == 5
+        assert list(results(pipe, batches)) == [4, 5, 6, 7, 8]
+
+
+def test_push_overlaps_without_an_iterator() -> None:
+    """None while it fills; ``flush`` returns the last ones."""
+    log = Log()
+    with ahead(log) as pipe:
+        assert [pipe.push(n) for n in range(5)] == [None, None, 0, 1, 2]
+        assert pipe.flush() == [3, 4]
+        assert log.periods("train") == [(n + 2, n) for n in range(5)]
+
+
+def test_after_shutdown_nothing_runs() -> None:
+    """Twice is as good as once, and as leaving the block."""
+    with ahead(Log()) as pipe:
+        pipe.progress(iter(range(3)))
+        pipe.shutdown()
+        pipe.shutdown()
+        for call in (lambda: pipe.progress(iter([1])), lambda: pipe.step(1), pipe.drain):
+            with pytest.raises(RuntimeError, match="the pipeline is closed"):
+                call()
+
+
+def test_a_failure_comes_out_as_itself_and_the_pipeline_goes_on() -> None:
+    """With a note of where; what was in flight is dropped."""
+    log = Log()
+
+    def fail(ctx: TaskContext) -> None:
+        if ctx.slots["batch_cpu"] == 1:
+            raise OSError("planted")
+
+    tasks = (
+        log.task("copy", fail, lookahead=1, stream="memcpy"),
+        log.task("train", writes=["step_result"]),
+    )
+    schedule = one_stage(*tasks, streams=("default", "memcpy"))
+    with SchedulablePipeline(schedule, pool("memcpy"), executor="threaded") as pipe:
+        with pytest.raises(OSError, match="planted") as failed:
+            pipe.progress(iter(range(4)))
+        assert failed.value.__notes__ == [
+            "swpipe: at task 'copy', iteration 1, thread group 'memcpy'"
+        ]
+        assert pipe.step(8) == 8
+
+
+def test_a_result_that_no_task_writes_is_none() -> None:
+    """And the slots of a context are its attributes."""
+    with Pipeline([task_of("a")], pool()) as pipe:
+        assert pipe.step(1) is None
+
+
+def test_nvtx_tags_are_ranges_within_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tool shows them; the iteration goes with the name."""
+    told: list[tuple[str, int]] = []
+
+    class Ranges(observers.Observer):
+        def start(self, ins: Any, iteration: int) -> None:
+            told.append((ins.task, iteration))
+
+        def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
+            told.append((f"end of {ins.task}", iteration))
+
+    task = Task.from_fn("a", lambda ctx: told.append(("run", 0)), nvtx_tag="inner")
+    with Pipeline([task], pool()) as pipe:
+        pipe.step(0)
+        assert told == [("run", 0)]
+        told.clear()
+        monkeypatch.setattr(translation, "nvtx_ranges", Ranges)
+        pipe.step(0)
+    assert told == [("inner", 1), ("run", 0), ("end of inner", 1)]
+
+
+@pytest.mark.parametrize("executor", [None, ThreadedExecutor("per_task")])
+def test_random_tasks_draw_the_same_whatever_runs_beside_them(executor: Any) -> None:
+    """``random`` is that of ``PipelineTask``: seeded for each task and batch."""
+
+    def draws(executor: Any, lookahead: int) -> list[float]:
+        found: list[float] = []
+        tasks = (
+            Task.from_fn("noise", lambda ctx: torch.rand(3), lookahead=lookahead, random=True),
+            Task.from_fn("r", lambda ctx: found.append(torch.rand(()).item()), random=True),
+        )
+        with Pipeline(tasks, pool(), executor=executor, seed=4) as pipe:
+            list(results(pipe, range(5)))
+        return found
+
+    assert draws(executor, 2) == draws(None, 0)
+    assert len(set(draws(executor, 1))) == 5

@@ -1,0 +1,144 @@
+"""A schedule is another way to write a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swpipe import PipelinePlan, SWPipeline, TaskSchedule
+from swpipe._engine.program import compile_plan
+from swpipe.analysis.validation import validate
+from swpipe.errors import PlanError
+from swpipe.schedulable import SchedulablePipeline, Task, TaskContext, ThreadedExecutor
+from tests.schedulable.work import Log, one_stage, pool, results
+
+GROUPS = {"copy": "io", "exchange": "io"}
+
+
+def by_schedule() -> PipelinePlan:
+    """Two tasks ahead on a thread of their own, and a training step."""
+    log = Log()
+    tasks = (
+        log.task("copy", lookahead=2, stream="memcpy", writes=["x"]),
+        log.task("exchange", lookahead=1, stream="dist", reads=["x"], writes=["ids"], nccl=True),
+        log.task("forward", reads=["ids", "x"], writes=["loss"]),
+        log.task("backward", reads=["loss"], same_progress_sync=["exchange"], nccl=True),
+        log.task("step", depends_on=["backward"]),
+        log.task("stats", lookahead=1, cross_iter_depends_on=[("step", -1)]),
+    )
+    streams = ("default", "memcpy", "dist")
+    with SchedulablePipeline(
+        one_stage(*tasks, streams=streams), pool(*streams[1:]), executor=ThreadedExecutor(GROUPS)
+    ) as pipe:
+        return pipe.plan
+
+
+def by_hand() -> PipelinePlan:
+    """The same, as a plan."""
+    return PipelinePlan(
+        {
+            "copy": TaskSchedule(0, "memcpy", "io"),
+            "exchange": TaskSchedule(1, "dist", "io", globally_ordered=True),
+            "forward": TaskSchedule(2),
+            "backward": TaskSchedule(2, globally_ordered=True),
+            "step": TaskSchedule(2),
+            "stats": TaskSchedule(1),
+        },
+        deps=[
+            ("exchange", "copy"),
+            ("forward", "exchange"),
+            ("forward", "copy"),
+            ("backward", "forward"),
+            ("step", "backward"),
+        ],
+        cross_iter_deps=[("stats", "step", 1)],
+        same_period_deps=[("backward", "exchange")],
+        order=["copy", "exchange", "forward", "backward", "step", "stats"],
+        within_calls=True,
+    )
+
+
+def test_a_schedule_and_the_plan_by_hand_compile_to_equal_programs() -> None:
+    """With streams and without."""
+    ours, theirs = by_schedule(), by_hand()
+    for streams in (False, True):
+        a, b = (compile_plan(validate(plan), streams=streams) for plan in (ours, theirs))
+        assert a == b
+        assert len(a.lanes) == 2
+
+
+def test_the_plan_runs_without_the_front_end() -> None:
+    """Its tasks come with it, in the order in which one batch goes through them."""
+    plan = by_schedule()
+    assert [task.name for task in plan.tasks] == [
+        "copy", "exchange", "stats", "forward", "backward", "step",
+    ]  # fmt: skip
+    with SWPipeline(plan, device="cpu") as pipe:
+        assert [ctx.loss for ctx in pipe.iterate(range(4))] == [0, 1, 2, 3]
+
+
+def test_streams_of_the_pool_are_those_of_the_plan() -> None:
+    """A stream as it was given; None is swpipe's to make, and of "default" the caller's."""
+    tasks = (Task.from_fn("a", print), Task.from_fn("b", print, stream="side"))
+    with SchedulablePipeline(one_stage(*tasks, streams=("default", "side")), pool("side")) as pipe:
+        assert [entry.stream for entry in pipe.plan.schedule.values()] == [None, "side"]
+
+
+def test_slots_are_attributes_of_the_context_whatever_they_are_called() -> None:
+    """So that replay and recordings see them; names that a context has itself are put apart."""
+    names = ("batch", "slots", "iter_idx", "__dict__", "__class__", "x y", "step_result")
+    seen: list[object] = []
+
+    def write(ctx: TaskContext) -> None:
+        for name in names:
+            assert name not in ctx.slots
+            assert ctx.slots.get(name, 5) == 5
+            ctx.slots.set(name, torch.full((1,), len(name)))
+
+    def read(ctx: TaskContext) -> None:
+        seen.extend(ctx.slots[name].item() for name in names)
+        seen.append((ctx.slots["batch_cpu"], "batch_cpu" in ctx.slots, 7 in ctx.slots))
+
+    tasks = (
+        Task.from_fn("write", write, writes=names, lookahead=1),
+        Task.from_fn("read", read, reads=names),
+    )
+    with SchedulablePipeline(one_stage(*tasks), pool()) as pipe:
+        pipe.step("b")
+        assert seen == [*map(len, names), ("b", True, False)]
+        pipe.pipe.enable_shortcut("write")
+        for _ in range(2):  # written once, then replayed
+            seen.clear()
+            assert pipe.step("b").item() == len("step_result")
+        assert seen[: len(names)] == [*map(len, names)]
+
+
+def test_effects_of_tasks_are_watched_as_in_any_plan_by_hand() -> None:
+    """A read of what an older batch has yet to change is refused, unless it is meant."""
+    weight = torch.zeros(4)
+    tasks = (
+        Task.from_fn(
+            "stale", lambda ctx: ctx.slots.set("y", weight + 1), lookahead=1, writes=["y"]
+        ),
+        Task.from_fn("update", lambda ctx: weight.add_(ctx.slots["y"]), reads=["y"]),
+    )
+    with SchedulablePipeline(one_stage(*tasks), pool()) as pipe:
+        with pytest.raises(PlanError, match="'stale'"):
+            list(results(pipe, range(9)))
+    with SchedulablePipeline(one_stage(*tasks), pool(), check_effects=False) as pipe:
+        assert len(list(results(pipe, range(9)))) == 9
+
+
+def test_a_context_says_what_it_has() -> None:
+    """An empty slot is a KeyError that names the slots that are filled."""
+    tasks = (Task.from_fn("a", lambda ctx: ctx.slots["nothing"]),)
+    with SchedulablePipeline(one_stage(*tasks), pool()) as pipe:
+        with pytest.raises(
+            KeyError, match=r"slot 'nothing' of this batch is empty \(it has: batch"
+        ):
+            pipe.step(1)
+    with SchedulablePipeline(
+        one_stage(Task.from_fn("a", lambda ctx: ctx.slots.set("batch_cpu", 2))), pool()
+    ) as pipe:
+        with pytest.raises(ValueError, match="no task writes it"):
+            pipe.step(1)
