@@ -21,6 +21,7 @@ from tests.bench import (
     extras,
     first_batch,
     interval,
+    layer_overlap,
     loader,
     make,
     memory,
@@ -55,6 +56,7 @@ PARTS = {
         extras,
         sparse_dist,
         predict_ranks,
+        layer_overlap,
         soak,
         accelerator,
     )
