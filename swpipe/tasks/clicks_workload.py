@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from swpipe.tasks.clicks.feed import AnyClickJob
     from swpipe.tasks.clicks.train import TrainRun
 
-_TIMED = 50  # steps below which no speed is reported
-
 
 def cache_home() -> Path:
     """Where programs keep what they can make again; source: XDG Base Directory Specification."""
@@ -99,7 +97,9 @@ def open_sharded_job(config: Any) -> AnyClickJob[Any]:
 def _training(open_one: Callable[[Any], AnyClickJob[Any]]) -> Training:
     """Training of the job in one form."""
 
-    def open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> TrainRun:
+    def open_run(
+        name: str, config: Any, plan: PipelinePlan, steps: int | None
+    ) -> TrainRun[AnyClickJob[Any]]:
         from swpipe.tasks.clicks.train import TrainRun
 
         return TrainRun(name, config, plan, steps, open_one)
@@ -107,21 +107,14 @@ def _training(open_one: Callable[[Any], AnyClickJob[Any]]) -> Training:
     return Training(open_run, report)
 
 
-def report(runs: Sequence[TrainRun]) -> str:
-    """Speed, loss and AUC of each run, how the others differ from the first, and the data."""
+def report(runs: Sequence[TrainRun[AnyClickJob[Any]]]) -> str:
+    """What ``training_tables.format_training`` has, and an evaluation."""
     from swpipe.tasks.clicks import training_tables as tables
-    from swpipe.tasks.clicks.compare import compare, speed
 
     first = runs[0]
-    parts = [tables.format_runs(runs)]
-    for other in runs[1:]:
-        if first.timed_steps >= _TIMED:
-            parts.append(tables.format_speed(first, other, speed(first, other)))
-        parts.append(tables.format_comparison(first, other, compare(first, other)))
-    if first.job.held_out is not None:
-        parts.append(tables.format_evaluation(first.job.evaluate()))
-    parts.append(f"data: {tables.format_rows(first.all_rows())}")
-    return "\n".join(parts)
+    evaluated = first.job.held_out is not None
+    more = [tables.format_evaluation(first.job.evaluate())] if evaluated else []
+    return tables.format_training(runs, more)
 
 
 _ONE = Workload(

@@ -50,7 +50,7 @@ def test_every_parameter_learns(batch: ClickBatch) -> None:
     """A step moves each of them: nothing hangs loose."""
     model = ClickModel(SMALL, seed=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = make_optimizer(list(model.parameters()), SMALL)
+    optimizer = make_optimizer(list(model.parameters()), SMALL.learning_rate)
     for _ in range(
         2
     ):  # a cross layer that begins at zero moves its partner from the second step on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Comparison:
         return self.first_loss is None and not self.parameters
 
 
-def compare(a: TrainRun, b: TrainRun) -> Comparison:
+def compare(a: TrainRun[Any], b: TrainRun[Any]) -> Comparison:
     """Compare losses and parameters by bits, on all ranks.
 
     Raises:
@@ -70,7 +71,7 @@ class Speed:
         return self.between is not None and not self.between.least <= 1 <= self.between.most
 
 
-def speed(first: TrainRun, run: TrainRun) -> Speed:
+def speed(first: TrainRun[Any], run: TrainRun[Any]) -> Speed:
     """How fast ``run`` is relative to ``first``, by the figures that each run shows for itself."""
     a, b = first.range_per_s, run.range_per_s
     between = Range(b.least / a.most, b.most / a.least) if a and b else None

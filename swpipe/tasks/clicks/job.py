@@ -39,7 +39,7 @@ class ClickJob(AnyClickJob[ClickModel]):
         super().__init__(config)
         self.model = ClickModel(config.model, config.seed).to(self.device)
         self._parameters = tuple(self.model.parameters())
-        self.optimizer = make_optimizer(self._parameters, config.model)
+        self.optimizer = make_optimizer(self._parameters, config.model.learning_rate)
 
     # ------------------------------------------------------------------- tasks
 

@@ -70,7 +70,7 @@ def click_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(
-    parameters: Sequence[torch.Tensor], config: ModelConfig
+    parameters: Sequence[torch.Tensor], learning_rate: float
 ) -> torch.optim.Optimizer:
     """Adagrad: the learning rate of an id follows how often it occurs.
 
@@ -79,6 +79,6 @@ def make_optimizer(
     """
     return torch.optim.Adagrad(
         parameters,
-        lr=config.learning_rate,
+        lr=learning_rate,
         fused=True if on_cpu(parameters[0]) else None,
     )

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from swpipe.tasks.clicks._torchrec import (
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation
-from swpipe.tasks.clicks.log import IDS, BatchSpec, ClickLog
+from swpipe.tasks.clicks.log import BatchSpec, ClickLog
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
 from swpipe.tasks.sparse_dist import EvenData, SparseDistTasks, TrainStep
 
@@ -108,9 +108,11 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
                 "torch.distributed.init_process_group() first, under torchrun or with one rank"
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.model = _sharded(ClickModel(config.model, config.seed), config, self.device)
+        whole = LossOfBatch(ClickModel(config.model, config.seed).net)
+        sharder = EmbeddingBagCollectionSharder()
+        self.model = shard_tables(whole, _TABLES, sharder, self.device, config.model.learning_rate)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = make_optimizer(list(dense.values()), config.model)
+        self.optimizer = make_optimizer(list(dense.values()), config.model.learning_rate)
         self.step_tasks = SparseDistTasks(
             self.model, TrainStep([self.optimizer]), device=self.device
         )
@@ -173,18 +175,27 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         self.step_tasks.rewrite.detach()
 
 
-def _sharded(model: ClickModel, config: ClickConfig, device: torch.device) -> nn.Module:
-    """The model over all ranks, table t on rank t % R, with their optimizer in backward."""
-    whole = LossOfBatch(model.net)
-    tables = whole.get_submodule(_TABLES)
+def shard_tables(
+    whole: nn.Module, path: str, sharder: Any, device: torch.device, learning_rate: float
+) -> nn.Module:
+    """A model over all ranks, within DDP; table t on rank t % R.
+
+    Args:
+        whole: The model, whose parameters are the same on all ranks.
+        path: Where its collection of tables is, which a fused Adagrad updates in backward.
+        sharder: For that collection.
+        device: Of the ranks.
+        learning_rate: Of the tables.
+    """
+    tables = whole.get_submodule(path)
     initial = {name: value.detach().clone() for name, value in tables.named_parameters()}
-    options = {"lr": config.model.learning_rate}
+    options = {"lr": learning_rate}
     apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), options)
-    sharder = EmbeddingBagCollectionSharder()
     size = dist.get_world_size()
+    # Parameters are named "embeddings.NAME.weight", or "embedding_bags.NAME.weight".
     plan = construct_module_sharding_plan(
         tables,
-        {f"table_{name}": table_wise(rank=t % size) for t, name in enumerate(IDS)},
+        {name.split(".")[1]: table_wise(rank=t % size) for t, name in enumerate(initial)},
         sharder=sharder,
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         world_size=size,
@@ -194,11 +205,11 @@ def _sharded(model: ClickModel, config: ClickConfig, device: torch.device) -> nn
     with warnings.catch_warnings():  # TorchRec gives DDP an argument that has been renamed
         warnings.filterwarnings("ignore", category=FutureWarning)
         sharded: nn.Module = DistributedModelParallel(
-            whole, env, device, ShardingPlan({_TABLES: plan}), sharders=[sharder]
+            whole, env, device, ShardingPlan({path: plan}), sharders=[sharder]
         )
     # TorchRec draws a sharded table's rows anew; as they were, they depend on the seed alone.
     with torch.no_grad():
         for name, value in sharded.named_parameters():
-            if name.startswith(_TABLES) and value.numel():
-                value.copy_(initial[name.removeprefix(f"{_TABLES}.")])
+            if name.startswith(path) and value.numel():
+                value.copy_(initial[name.removeprefix(f"{path}.")])
     return sharded

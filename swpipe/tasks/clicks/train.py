@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+from torch import nn
 
+from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import RejectedRow
-from swpipe.tasks.clicks.feed import AnyClickJob
 from swpipe.tasks.clicks.job import ClickJob
-from swpipe.tasks.clicks.log import BatchSpec, ClickDataError
+from swpipe.tasks.clicks.log import ClickDataError
+from swpipe.tasks.clicks.metrics import LossGuard, RunningAUC
+from swpipe.tasks.workload import Job
 
 _EXAMPLES = 5  # malformed rows that are shown
 
@@ -36,7 +38,7 @@ class RowCount:
     malformed: int = 0
     examples: list[RejectedRow] = field(default_factory=list)
 
-    def add(self, spec: BatchSpec, rejected: Sequence[RejectedRow]) -> None:
+    def add(self, spec: ReadRows, rejected: Sequence[RejectedRow]) -> None:
         """Count one batch; later epochs read the same rows and are not counted."""
         if spec.epoch == 0:
             self.lines += spec.rows
@@ -75,6 +77,37 @@ class Chunk:
         return self.seconds / self.steps
 
 
+class ReadRows(Protocol):
+    """What a step has read: how many rows, and in which epoch, from 0."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+
+
+class TrainedJob(Job, Protocol):
+    """What a ``TrainRun`` needs of a job, besides what the command line does.
+
+    ``auc`` is that of the rows that it was trained on, ``guard`` stops training when the loss is
+    not finite, ``epoch_steps`` is how many steps once through the data takes, and ``spec`` tells
+    what a trained batch has read.
+    """
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def auc(self) -> RunningAUC: ...
+    @property
+    def guard(self) -> LossGuard: ...
+    @property
+    def epoch_steps(self) -> int: ...
+    def spec(self, ctx: IterContext, /) -> ReadRows: ...
+
+
+AJob = TypeVar("AJob", bound=TrainedJob)
+
+
 class Range(NamedTuple):
     """Between which figures the turns of a run lie, both included."""
 
@@ -82,12 +115,12 @@ class Range(NamedTuple):
     most: float
 
 
-class TrainRun:
+class TrainRun(Generic[AJob]):
     """One job in training under one plan. Use it as a context manager, or call ``close``.
 
     Args:
         name: What the plan is called.
-        config: The job.
+        config: The job; it has a ``device``.
         plan: How to overlap its tasks.
         steps: How many steps there are in all; None for once through the data.
         make_job: Makes the job of the config.
@@ -106,10 +139,10 @@ class TrainRun:
     def __init__(
         self,
         name: str,
-        config: ClickConfig,
+        config: Any,
         plan: PipelinePlan,
         steps: int | None = None,
-        make_job: Callable[[ClickConfig], AnyClickJob[Any]] = ClickJob,
+        make_job: Callable[[Any], AJob] = ClickJob,  # type: ignore[assignment]
     ) -> None:
         self.name = name
         self.plan = plan
@@ -141,7 +174,7 @@ class TrainRun:
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             self.losses.append(ctx.loss.detach())
             spec = self.job.spec(ctx)
-            self.rows.add(spec, ctx.rejected)
+            self.rows.add(spec, getattr(ctx, "rejected", ()))
             read += spec.rows
             if on_step:
                 on_step()

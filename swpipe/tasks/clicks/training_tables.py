@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from swpipe.tasks.clicks.compare import Comparison, Speed
+from swpipe.tasks.clicks.compare import Comparison, Speed, compare, speed
 from swpipe.tasks.clicks.feed import Evaluation
 from swpipe.tasks.clicks.train import RowCount, TrainRun
 
+_TIMED = 50  # steps below which no speed is reported
 
-def format_runs(runs: Sequence[TrainRun]) -> str:
+
+def format_training(runs: Sequence[TrainRun[Any]], more: Sequence[str] = ()) -> str:
+    """Speed, loss and AUC of each run, how the others differ from the first, and the data.
+
+    ``more`` comes before the data. A collective.
+    """
+    first = runs[0]
+    parts = [format_runs(runs)]
+    for other in runs[1:]:
+        if first.timed_steps >= _TIMED:
+            parts.append(format_speed(first, other, speed(first, other)))
+        parts.append(format_comparison(first, other, compare(first, other)))
+    return "\n".join([*parts, *more, f"data: {format_rows(first.all_rows())}"])
+
+
+def format_runs(runs: Sequence[TrainRun[Any]]) -> str:
     """A table with a line per run: speed, its range, loss, and AUC over the rows trained on.
 
     The speed is the median over the turns, and the range from the slowest to the fastest of them.
@@ -37,7 +54,7 @@ def format_runs(runs: Sequence[TrainRun]) -> str:
     )
 
 
-def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
+def format_comparison(a: TrainRun[Any], b: TrainRun[Any], result: Comparison) -> str:
     """Whether two runs are equal, bit for bit."""
     names = f"{a.name} and {b.name}"
     if result.equal:
@@ -58,7 +75,7 @@ def format_comparison(a: TrainRun, b: TrainRun, result: Comparison) -> str:
     )
 
 
-def format_speed(a: TrainRun, b: TrainRun, result: Speed) -> str:
+def format_speed(a: TrainRun[Any], b: TrainRun[Any], result: Speed) -> str:
     """How the speed of ``b`` compares with that of ``a``, if the turns are able to tell."""
     names = f"{b.name} over {a.name}"
     if result.between is None:

@@ -89,6 +89,7 @@ class JaggedPipeline(Translated[In, Out]):
     """
 
     _plan_name: ClassVar[str]
+    _tasks_class: ClassVar[type[JaggedTasks]] = JaggedTasks
     _left: ClassVar[int] = 1
 
     def __init__(
@@ -130,7 +131,7 @@ class JaggedPipeline(Translated[In, Out]):
                 "by finalize_model_grads alone: give the pipeline "
                 "finalize=lambda model: finalize_model_grads([model.module], None)"
             )
-        return JaggedTasks(
+        return self._tasks_class(
             self._model,
             replace(step, finalize=self._finalize),
             returns=self._returns,

@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
+from swpipe.core.task import TaskFn
+from swpipe.plans import sparse_dist as names
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 
 Returns: TypeAlias = Literal["tokens", "reporting_loss"]
@@ -42,10 +44,12 @@ def collective_assert(
     Raises:
         AssertionError: It is false on a rank; the message says on which.
     """
-    passed: list[bool] = [False] * dist.get_world_size(group)
-    dist.all_gather_object(passed, bool(flag), group=group)
-    if places := [place for place, ok in enumerate(passed) if not ok]:
+    if not dist.is_initialized():
+        passed, ranks = [bool(flag)], [0]
+    else:
+        passed = gather(bool(flag), group)
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if places := [place for place, ok in enumerate(passed) if not ok]:
         where = listed([str(ranks[place]) for place in places])
         raise AssertionError(f"{err_msg or 'collective_assert failed'} (on ranks {where})")
 
@@ -98,31 +102,36 @@ class JaggedTasks(SparseDistTasks):
             )
         self._by_batch = returns == "tokens"
         self._group = group
-        self._ranks = dist.get_world_size(group)
+        self._alone = not dist.is_initialized()
+        self._ranks = 1 if self._alone else dist.get_world_size(group)
         self._checks_nan = not self._by_batch or os.environ.get("ASSERT_LOSS_HAS_NAN", "0") == "1"
-        self._run = step.forward or model
-        super().__init__(model, replace(step, forward=self._forward), **options)
+        super().__init__(model, step, **options)
 
-    def _forward(self, batch: Any) -> tuple[Any, Any]:
-        tokens = self._count(batch) if self._by_batch and self.trains() else None
-        losses, output = self._run(batch)
-        return (losses, tokens), output
+    def parts(self) -> dict[str, tuple[TaskFn, ...]]:
+        """As there; the tokens are counted before the model runs."""
+        parts = super().parts()
+        runs = names.DENSE if self.rewrite.kind == "split" else names.EMBED
+        return {**parts, runs: (self.count_tokens, *parts[runs])}
 
-    def _count(self, batch: Any) -> Tensor:
+    def count_tokens(self, ctx: IterContext) -> None:
         """The tokens of all ranks: no rank has to wait, since the last step has joined them."""
+        ctx.tokens = None
+        if not (self._by_batch and self.trains()):
+            return
+        batch = ctx.batch
         if not callable(getattr(batch, "num_loss_tokens", None)):
             raise TypeError(
                 f"a {type(batch).__name__} has no num_loss_tokens(), a tensor with the number of "
                 "losses of this rank: add it, or give the pipeline returns='reporting_loss', which "
                 "counts the losses that the model returns"
             )
-        tokens: Tensor = batch.num_loss_tokens().to(self._target, copy=True)
-        dist.all_reduce(tokens)
-        return tokens
+        ctx.tokens = batch.num_loss_tokens().to(self._target, copy=True)
+        if not self._alone:
+            dist.all_reduce(ctx.tokens)
 
     def postprocess_loss(self, ctx: IterContext) -> None:
         """Check, add and normalise the losses; report them."""
-        losses, tokens = ctx.losses
+        losses, tokens = ctx.losses, ctx.tokens
         if not isinstance(losses, Tensor) or losses.ndim == 0:
             raise TypeError(
                 f"the model returned {shown(losses)} as losses: return a tensor with one loss per "
@@ -140,7 +149,8 @@ class JaggedTasks(SparseDistTasks):
             return
         count = torch.tensor(losses.size(0), device=total.device, dtype=total.dtype)
         reported = torch.stack([total.detach(), count])
-        dist.all_reduce(reported, group=self._group)
+        if not self._alone:
+            dist.all_reduce(reported, group=self._group)
         ctx.output = reported, ctx.output
         if ctx.training:
             ctx.loss = total / reported[1] * self._ranks

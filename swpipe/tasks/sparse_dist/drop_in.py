@@ -147,11 +147,12 @@ class SparseDistPipeline:
         # The ranks' answers take a round trip. They are waited for one step later, while batches
         # are in flight; the batch that is pulled early counts as one of them.
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        later = ranks > 1 and runs_early(plan, plans.COPY)
+        later = ranks > 1 and runs_early(plan, tasks.task_of(tasks.copy))
         self._even = EvenData("error", ahead=int(later), timeout_s=wait_s) if check_data else None
-        early = runs_early(plan, plans.PREFETCH) or runs_early(plan, plans.EMBED)
+        looks_up_early = runs_early(plan, tasks.task_of(tasks.embedding_forward))
+        early = looks_up_early or runs_early(plan, tasks.task_of(tasks.prefetch))
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
-        self._rates_early = runs_early(plan, plans.EMBED) and "optimizer" not in plan.stale
+        self._rates_early = looks_up_early and "optimizer" not in plan.stale
 
     @property
     def report(self) -> RewriteReport | None:

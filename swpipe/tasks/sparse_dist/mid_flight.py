@@ -19,7 +19,6 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
-from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist._torchrec import PLAIN_TABLES
 from swpipe.tasks.sparse_dist.shuffle import IdentityShuffler, KarmarkarKarpShuffler
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
@@ -77,19 +76,20 @@ def _changed(task: PipelineTask) -> set[str]:
 def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
     """The parts that have run for batches in flight, and may have changed something by that."""
     shuffler = tasks.shuffler
-    if runs_early(plan, plans.COPY) and type(shuffler) not in WITHOUT_STATE:
+    if runs_early(plan, tasks.task_of(tasks.copy)) and type(shuffler) not in WITHOUT_STATE:
         yield f"a {type(shuffler).__name__} has shuffled them, and may draw or count"
-    if not runs_early(plan, plans.START):
+    if not runs_early(plan, tasks.task_of(tasks.start_input_dist)):
         return
     if names := [postproc.name for postproc in tasks.rewrite.postprocs]:
         yield f"{listed(names)} have computed inputs for them, and may draw or count"
+    looks_up_early = runs_early(plan, tasks.task_of(tasks.embedding_forward))
     for forward in tasks.rewrite.forwards:
         module = forward._module
         if type(module) not in PLAIN_TABLES:
             yield f"{forward.name} is a {type(module).__name__}, and ids may change it"
-        elif runs_early(plan, plans.EMBED) and _counts(module):
+        elif looks_up_early and _counts(module):
             yield f"the optimizer fused into {forward.name} counts look-ups"
-    if tasks.table_state is not None and runs_early(plan, plans.PREFETCH):
+    if tasks.table_state is not None and runs_early(plan, tasks.task_of(tasks.prefetch)):
         yield "a prefetch has changed tables whose rows lie in no parameter or buffer"
 
 

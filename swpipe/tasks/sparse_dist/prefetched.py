@@ -35,7 +35,6 @@ from torch import nn
 
 from swpipe._tensors.stateful import modules_in
 from swpipe.core.task import DeclaredIO
-from swpipe.plans import sparse_dist as names
 from swpipe.tasks.sparse_dist.inputs import RewriteError
 
 
@@ -57,19 +56,21 @@ class PrefetchedBatches:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def io(self, task: str) -> list[DeclaredIO]:
-        """What a task declares: its part where it is replayed, and where batches are dropped.
+    def io(self, part: str) -> list[DeclaredIO]:
+        """What the task with this method of ``SparseDistTasks`` declares.
+
+        It is what becomes of a batch where the task is replayed, and where batches are dropped.
 
         What is captured with no batch in flight, before a trial, has nothing to put back.
         """
         replay = {
-            names.PREFETCH: self._not_prefetched,
-            names.EMBED: self._not_looked_up,
-            names.EMBED_BACK: self._not_finished,
+            "prefetch": self._not_prefetched,
+            "embedding_forward": self._not_looked_up,
+            "embedding_backward": self._not_finished,
         }
-        if not self._tables or task not in replay:
+        if not self._tables or part not in replay:
             return []
-        replayed, reset = replay[task], self.drop if task == names.PREFETCH else None
+        replayed, reset = replay[part], self.drop if part == "prefetch" else None
         return [DeclaredIO(lambda: bool(self._ahead or self._behind), replayed, reset=reset)]
 
     @contextmanager

@@ -26,7 +26,7 @@ declared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient
 from swpipe.tasks.sparse_dist.table_state import CaptureRestore, TableState
+from swpipe.tasks.sparse_dist.used_states import InTurn, together, used_states
 from swpipe.tasks.sparse_dist.wrappers import GradientBuffers
 
 
@@ -166,8 +167,13 @@ class SparseDistTasks:
                 "without a fused optimizer"
             )
 
+    def start_shuffle(self, ctx: IterContext) -> None:
+        """Hand the batch to the shuffler."""
+        if self.shuffler is not None:
+            ctx.shuffle_ticket = self.shuffler.start(ctx.batch)
+
     def copy(self, ctx: IterContext) -> None:
-        """Copy the batch to the device; the shuffler starts."""
+        """Copy the batch to the device."""
         batch = ctx.batch
         lacks = [m for m in ("to", "record_stream") if not callable(getattr(batch, m, None))]
         if lacks:
@@ -176,19 +182,20 @@ class SparseDistTasks:
                 "give it to(device, non_blocking) and record_stream(stream), as "
                 "torchrec.streamable.Pipelineable asks"
             )
-        if self.shuffler is not None:
-            ctx.shuffle_ticket = self.shuffler.start(batch)
         ctx.batch = batch.to(device=self._target, non_blocking=True)
 
+    def finish_shuffle(self, ctx: IterContext) -> None:
+        """Take the rows that the shuffler gives this rank."""
+        if self.shuffler is not None:
+            ctx.batch = self.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
+            del ctx.shuffle_ticket
+
     def postprocess_input(self, ctx: IterContext) -> None:
-        """Finish the shuffle; compute the inputs that modules of the model compute."""
-        self._finish_shuffle(ctx)
+        """Compute the inputs that modules of the model compute."""
         ctx.postproc = self.rewrite.compute(ctx.batch, ctx.iter_idx)
 
     def start_input_dist(self, ctx: IterContext) -> None:
-        """Finish the shuffle; start the exchange of the sizes of ids."""
-        if not self.pipeline_postproc:
-            self._finish_shuffle(ctx)
+        """Start the exchange of the sizes of ids."""
         ctx.pipeline = new_context(ctx.iter_idx)
         self.rewrite.start(ctx.batch, ctx.pipeline, self._results(ctx))
 
@@ -230,13 +237,16 @@ class SparseDistTasks:
             losses = ctx.losses if self.step.on_losses is None else self.step.on_losses(ctx.losses)
             ctx.loss = self.step.total(losses)
 
+    def zero_grad(self, ctx: IterContext) -> None:
+        """Begin an optimizer step without gradients."""
+        self._reduction.finish()  # of a batch that failed
+        if self.trains() and self._accumulation.begins(ctx.iter_idx):
+            self.step.zero_grad()
+            self._buffers.zero()
+
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward down to the embeddings; start the exchange of their gradients."""
-        self._reduction.finish()  # of a batch that failed
         if ctx.training:
-            if self._accumulation.begins(ctx.iter_idx):
-                self.step.zero_grad()
-                self._buffers.zero()
             ends = self._accumulation.ends(ctx.iter_idx)
             with nullcontext() if ends else self._buffers.unreduced(), self._deferring():
                 self.step.backward(ctx.loss)
@@ -288,70 +298,66 @@ class SparseDistTasks:
             tuple(name for name, module in self._modules if module.training), len(self._modules)
         )
 
-    def tasks(self) -> tuple[PipelineTask, ...]:
-        """The eleven or twelve tasks, in serial order."""
-        fns = (
-            self.copy, self.start_input_dist, self.wait_input_dist, self.prefetch,
-            self.embedding_forward, self.dense_forward, self.postprocess_loss,
-            self.dense_backward, self.embedding_backward, self.finalize_gradients,
-            self.optimizer_step,
-        )  # fmt: skip
-        made = list(zip(names.TASKS, fns, strict=True))
+    def parts(self) -> dict[str, tuple[TaskFn, ...]]:
+        """The tasks in serial order, each with the methods that it calls, one after the other."""
+        first: dict[str, tuple[TaskFn, ...]]
+        first = {names.START: (self.finish_shuffle, self.start_input_dist)}
         if self.pipeline_postproc:
-            made.insert(1, (names.POSTPROC, self.postprocess_input))
-        return tuple(self._task(name, fn) for name, fn in made)
+            rows = (self.finish_shuffle, self.postprocess_input)
+            first = {names.POSTPROC: rows, names.START: (self.start_input_dist,)}
+        return {
+            names.COPY: (self.start_shuffle, self.copy),
+            **first,
+            names.WAIT: (self.wait_input_dist,),
+            names.PREFETCH: (self.prefetch,),
+            names.EMBED: (self.embedding_forward,),
+            names.DENSE: (self.dense_forward,),
+            names.LOSS: (self.postprocess_loss,),
+            names.DENSE_BACK: (self.zero_grad, self.dense_backward),
+            names.EMBED_BACK: (self.embedding_backward,),
+            names.FINALIZE: (self.finalize_gradients,),
+            names.STEP: (self.optimizer_step,),
+        }
 
-    def _task(self, name: str, fn: TaskFn) -> PipelineTask:
-        states = self._io(name)
-        unknown = name == names.LOSS and self.step.on_losses is not None
+    def task_of(self, part: TaskFn) -> str:
+        """The name of the task that calls a method."""
+        return next(name for name, parts in self.parts().items() if part in parts)
+
+    def tasks(self) -> tuple[PipelineTask, ...]:
+        """The tasks, in serial order."""
+        return tuple(self._task(name, parts) for name, parts in self.parts().items())
+
+    def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
+        states = self._io(parts)
+        draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
         return PipelineTask(
             name,
-            fn,
-            states + self.prefetched.io(name),
-            random=self._random and name in (names.POSTPROC, names.EMBED, names.DENSE),
-            pure=not states and not unknown,
+            parts[0] if len(parts) == 1 else InTurn(parts),
+            states + [io for part in parts for io in self.prefetched.io(part.__name__)],
+            random=self._random and any(part in draws for part in parts),
+            pure=not states and not self._unknown(parts),
         )
 
-    def _io(self, task: str) -> list[DeclaredIO]:
-        """The states that a task uses."""
-        split = self.rewrite.kind == "split"
-        dense: dict[str, Mode] = {"dense": "r", "buffers": "rw"}
-        tables: dict[str, Mode] = {"tables": "rw", "optimizer": "r"}
-        looked_up: dict[str, Mode] = {"tables": "r", "table cache": "rw"}
-        if self.fused:
-            looked_up["optimizer"] = "r"
-        late: dict[str, Mode] = looked_up if self.rewrite.late else {}
-        # Besides the gradients, it uses what the forward has used.
-        backward: dict[str, Mode] = {
-            "gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw",
-        }  # fmt: skip
-        in_step: Mapping[str, Mode] = {"tables": "rw"} if self.tables_in_step else {}
-        # What each batch has pinned in the tables' cache, whose queue keeps their order.
-        pinned: dict[str, Mode] = {"pinned rows": "rw"} if self.prefetched else {}
-        # The replaced forwards use the context of one batch; each task that runs them sets it.
-        forwards: dict[str, Mode] = {"current batch": "rw"}
-        # Its finish takes a batch and its ticket, so that other batches may be started before.
-        shuffled: dict[str, Mode] = {} if self.shuffler is None else {"shuffled rows": "rw"}
-        start: dict[str, Mode] = {"exchange of sizes": "rw"}
-        touched: dict[str, Mapping[str, Mode]] = {
-            names.COPY: {} if self.shuffler is None else {"shuffler": "rw"},
-            names.POSTPROC: {"postproc": "rw", **shuffled},
-            names.START: start if self.pipeline_postproc else start | shuffled,
-            names.WAIT: {"exchange of ids": "rw"},
-            names.PREFETCH: {"table cache": "rw"},
-            names.EMBED: forwards | (looked_up if split else looked_up | dense),
-            names.DENSE: (forwards | dense | late) if split else {},
-            names.DENSE_BACK: backward if split and not late else backward | tables,
-            names.EMBED_BACK: tables if split or self._replicas is not None else pinned,
-            names.FINALIZE: {"gradients": "rw"},
-            names.STEP: {"gradients": "rw", "dense": "rw", "optimizer": "rw", **in_step},
-        }
-        if split and self.tables_in_step:
-            touched[names.EMBED_BACK] = {**tables, "gradients": "rw"}
-        return [self._declare(task, state, mode) for state, mode in touched.get(task, {}).items()]
+    def _unknown(self, parts: Sequence[TaskFn]) -> bool:
+        """Whether a task with these methods calls a function of which nothing is known."""
+        return self.postprocess_loss in parts and self.step.on_losses is not None
 
-    def _declare(self, task: str, state: str, mode: Mode) -> DeclaredIO:
-        if state == "gradients" and task != names.STEP:
+    def _io(self, parts: Sequence[TaskFn]) -> list[DeclaredIO]:
+        """The states that a task with these methods uses."""
+        used = used_states(
+            split=self.rewrite.kind == "split",
+            late=bool(self.rewrite.late),
+            fused=bool(self.fused),
+            in_step=self.tables_in_step,
+            pinned=bool(self.prefetched),
+            shuffled=self.shuffler is not None,
+            replicas=self._replicas is not None,
+        )
+        modes = together((part.__name__ for part in parts), used)
+        return [self._declare(parts, state, mode) for state, mode in modes.items()]
+
+    def _declare(self, parts: Sequence[TaskFn], state: str, mode: Mode) -> DeclaredIO:
+        if state == "gradients" and self.optimizer_step not in parts:
             return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
         memory = self._tables if state == "tables" else None
         return DeclaredIO(state=state, mode=mode, memory=memory)
@@ -411,11 +417,6 @@ class SparseDistTasks:
         """
         for postproc in self.rewrite.postprocs:
             postproc.check_unchanged(in_flight)
-
-    def _finish_shuffle(self, ctx: IterContext) -> None:
-        if self.shuffler is not None:
-            ctx.batch = self.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
-            del ctx.shuffle_ticket
 
     def _results(self, ctx: IterContext) -> PostprocResults | None:
         return ctx.postproc if self.pipeline_postproc else None

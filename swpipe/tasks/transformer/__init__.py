@@ -1,6 +1,49 @@
-"""A small GPT, whole or in chunks for pipeline-parallel ranks."""
+"""A small GPT, whole or in chunks, and schedules that overlap its layers.
 
+``GPTModel.build_schedule_plan`` gives the nodes of one microbatch;
+``TransformerModelChunkSchedulePlan.run`` runs one microbatch's forward over another's backward, and
+``training_pipeline`` trains on many.
+"""
+
+from swpipe.tasks.transformer.chunk_schedule import TransformerModelChunkSchedulePlan
+from swpipe.tasks.transformer.chunk_state import ModelChunkState
+from swpipe.tasks.transformer.decoder_layer import TransformerLayer
 from swpipe.tasks.transformer.gpt import GPTModel, mean_loss, token_losses
+from swpipe.tasks.transformer.layer_nodes import (
+    PostProcessNode,
+    PreProcessNode,
+    TransformerLayerNode,
+)
+from swpipe.tasks.transformer.layer_schedule import TransformerLayerSchedulePlan
+from swpipe.tasks.transformer.layer_streams import get_comm_stream, get_comp_stream, set_streams
+from swpipe.tasks.transformer.layer_training import (
+    training_pipeline,
+    training_plan,
+    training_tasks,
+)
+from swpipe.tasks.transformer.mtp_layer import MultiTokenPredictionLayer
+from swpipe.tasks.transformer.schedule_node import NoopScheduleNode, ScheduleNode
 from swpipe.tasks.transformer.transformer_config import TransformerConfig
 
-__all__ = ["GPTModel", "TransformerConfig", "mean_loss", "token_losses"]
+__all__ = [
+    "GPTModel",
+    "ModelChunkState",
+    "MultiTokenPredictionLayer",
+    "NoopScheduleNode",
+    "PostProcessNode",
+    "PreProcessNode",
+    "ScheduleNode",
+    "TransformerConfig",
+    "TransformerLayer",
+    "TransformerLayerNode",
+    "TransformerLayerSchedulePlan",
+    "TransformerModelChunkSchedulePlan",
+    "get_comm_stream",
+    "get_comp_stream",
+    "mean_loss",
+    "set_streams",
+    "token_losses",
+    "training_pipeline",
+    "training_plan",
+    "training_tasks",
+]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swpipe.tasks.transformer.transformer_config import TransformerConfig
+from swpipe.tasks.transformer.weight_gradients import Linear
 
 
 class SelfAttention(nn.Module):
@@ -14,8 +15,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.heads = config.num_attention_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend.

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from swpipe.core.messages import shown
 
+LAYER_TYPES = ("dense", "moe")
+"""What a layer's feed-forward network is: one MLP, or a mixture of experts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
@@ -18,6 +21,17 @@ class TransformerConfig:
         vocab_size: How many different tokens there are; ids start at 0.
         max_sequence_length: The most tokens of a sequence.
         ffn_hidden_size: Features inside a layer's MLP; None for 4 x ``hidden_size``.
+        layer_types: "dense" or "moe" for each layer; None for all dense.
+        num_experts: How many experts a "moe" layer has, on all ranks of the expert group.
+        moe_router_topk: How many experts compute each token.
+        moe_ffn_hidden_size: Features inside an expert; None for those inside an MLP.
+        moe_shared_expert_size: Features inside an expert for all tokens; None for no such expert.
+        mtp_num_layers: How many layers for multi-token prediction follow the others.
+        mtp_layer_type: "dense" or "moe".
+        mtp_loss_scaling_factor: The weight of their losses: of each of L layers this / L.
+        tie_embeddings: The output layer's weight is the word embedding's.
+        delay_wgrad_compute: Schedules compute weight gradients of attention and MLPs later than
+            their input gradients.
         seed: What all initial parameters derive from.
 
     Raises:
@@ -30,6 +44,16 @@ class TransformerConfig:
     vocab_size: int
     max_sequence_length: int
     ffn_hidden_size: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    num_experts: int = 1
+    moe_router_topk: int = 1
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_size: int | None = None
+    mtp_num_layers: int = 0
+    mtp_layer_type: str = "dense"
+    mtp_loss_scaling_factor: float = 0.1
+    tie_embeddings: bool = False
+    delay_wgrad_compute: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -38,22 +62,57 @@ class TransformerConfig:
             for name, value, least in self._counts()
             if type(value) is not int or value < least
         ]
-        if not problems and self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"hidden_size is {self.hidden_size}: num_attention_heads, "
-                f"{self.num_attention_heads}, must divide it"
-            )
+        if not problems:
+            problems = self._misfits()
         if problems:
             raise ValueError("the transformer's config: " + "; ".join(problems))
 
     def _counts(self) -> list[tuple[str, object, int]]:
-        counts = ("num_layers", "hidden_size", "num_attention_heads")
-        sizes = ("vocab_size", "max_sequence_length")
+        counts = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        more = ("max_sequence_length", "num_experts", "moe_router_topk")
+        shared = self.moe_shared_expert_size
         return [
-            *((name, getattr(self, name), 1) for name in (*counts, *sizes)),
+            *((name, getattr(self, name), 1) for name in (*counts, *more)),
             ("ffn_hidden_size", self.ffn_size, 1),
+            ("moe_ffn_hidden_size", self.moe_ffn_size, 1),
+            ("moe_shared_expert_size", 1 if shared is None else shared, 1),
+            ("mtp_num_layers", self.mtp_num_layers, 0),
             ("seed", self.seed, 0),
         ]
+
+    def _misfits(self) -> list[str]:
+        """Values that do not fit each other."""
+        problems = []
+        if self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"hidden_size is {self.hidden_size}: num_attention_heads, "
+                f"{self.num_attention_heads}, must divide it"
+            )
+        if self.moe_router_topk > self.num_experts:
+            problems.append(
+                f"moe_router_topk is {self.moe_router_topk}: there are {self.num_experts} experts"
+            )
+        if len(self.types) != self.num_layers:
+            problems.append(
+                f"layer_types has {len(self.types)} entries: give one for each of the "
+                f"{self.num_layers} layers"
+            )
+        problems += [
+            f"layer type {shown(one)} is unknown: give one of {', '.join(LAYER_TYPES)}"
+            for one in dict.fromkeys((*self.types, self.mtp_layer_type))
+            if one not in LAYER_TYPES
+        ]
+        return problems
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The type of each layer."""
+        return ("dense",) * self.num_layers if self.layer_types is None else tuple(self.layer_types)
+
+    @property
+    def moe_ffn_size(self) -> int:
+        """Features inside an expert."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @property
     def ffn_size(self) -> int:

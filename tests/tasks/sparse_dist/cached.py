@@ -284,15 +284,21 @@ class _LookUp(torch.autograd.Function):
 def dynamic(job: Job, lines: int | None) -> tuple[nn.Module, list[DynamicTables]]:
     """A job's model on dynamic tables, with this rank's groups of them; row-wise as theirs are."""
     model = sharded(job)
+    return model, replace_tables(model, lines, job.pooled, job.options["lr"])
+
+
+def replace_tables(
+    model: nn.Module, lines: int | None, pooled: bool, rate: float
+) -> list[DynamicTables]:
+    """Put dynamic tables in the place of this rank's groups of a sharded model."""
     groups = []
     for lookup in lookups(model):
         for kernel in lookup._emb_modules:
             count = len(kernel.config.embedding_tables)
-            rate = job.options["lr"]
-            kernel._emb_module = DynamicTables(count, lines, job.pooled, rate)
+            kernel._emb_module = DynamicTables(count, lines, pooled, rate)
             lookup._need_prefetch = True
             groups.append(kernel._emb_module)
-    return model, groups
+    return groups
 
 
 def lookups(model: nn.Module) -> Iterator[Any]:

@@ -149,7 +149,9 @@ def test_evaluation_goes_through_the_pipeline_too(two_ranks: Ranks) -> None:
 
 def _functions(name: str) -> list[str]:
     with _pipeline(name, sharded(Job())) as pipeline:
-        return [f"{t.name}: {t.fn.__module__}.{t.fn.__qualname__}" for t in pipeline.pipe.tasks]
+        parts = pipeline.tasks.parts()
+        assert list(parts) == [task.name for task in pipeline.pipe.tasks]
+        return [f"{n}: {[f.__qualname__ for f in fns]}" for n, fns in parts.items()]
 
 
 def test_only_the_plans_differ(two_ranks: Ranks) -> None:

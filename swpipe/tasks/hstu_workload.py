@@ -1,0 +1,77 @@
+"""HSTU (``swpipe.tasks.hstu``) as a workload of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swpipe.core.plan import PipelinePlan
+from swpipe.plans import hstu_schedule
+from swpipe.tasks.workload import MOST_SEED, InputError, Option, Training, Workload, register
+
+if TYPE_CHECKING:
+    from swpipe.tasks.clicks.train import TrainRun
+    from swpipe.tasks.hstu.hstu_job import HSTUJob
+
+OPTIONS = (
+    Option(
+        "ratings",
+        list,
+        None,
+        "Files with lines of user item rating timestamp; none: ratings generated from a model.",
+    ),
+    Option("sequences", int, 32, "Histories per step and rank.", minimum=1),
+    # As the click job declares it.
+    Option("seed", int, 0, "Of the model, and of a generated log.", minimum=0, maximum=MOST_SEED),
+)
+
+
+def configure(options: Mapping[str, Any]) -> Any:
+    """The job's configuration."""
+    torch.set_num_threads(1)  # a sum that is split among more threads rounds otherwise
+    try:
+        from swpipe.tasks.hstu.hstu_job import HSTUConfig
+    except ImportError as error:
+        raise InputError(
+            f"the workload hstu needs swpipe[clicks] and TorchRec, see README.md: {error}"
+        ) from error
+    return HSTUConfig(
+        ratings=tuple(options["ratings"] or ()),
+        sequences=options["sequences"],
+        device=options["device"] or "cpu",
+        seed=options["seed"],
+    )
+
+
+def open_job(config: Any) -> HSTUJob:
+    """The job, on one rank or on all of the process group."""
+    from swpipe.tasks.hstu.hstu_job import HSTUJob
+
+    return HSTUJob(config)
+
+
+def _open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> TrainRun[HSTUJob]:
+    from swpipe.tasks.clicks.train import TrainRun
+
+    return TrainRun(name, config, plan, steps, open_job)
+
+
+def _report(runs: Sequence[TrainRun[HSTUJob]]) -> str:
+    from swpipe.tasks.clicks.training_tables import format_training
+
+    return format_training(runs)
+
+
+_ONE = Workload(
+    name="hstu",
+    plans=hstu_schedule.PLANS,
+    usual_plan="default",
+    configure=configure,
+    open_job=open_job,
+    options=OPTIONS,
+    training=Training(_open_run, _report),
+)
+register(replace(_ONE, on_ranks=_ONE))

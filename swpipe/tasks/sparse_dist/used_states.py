@@ -1,0 +1,90 @@
+"""Which states the methods of ``SparseDistTasks`` use, and several methods as one task.
+
+Its module says what the states are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from swpipe.core.task import Mode, TaskFn
+
+States: TypeAlias = dict[str, Mode]
+"""State to how it is used."""
+
+
+def used_states(
+    *,
+    split: bool,
+    late: bool,
+    fused: bool,
+    in_step: bool,
+    pinned: bool,
+    shuffled: bool,
+    replicas: bool,
+) -> dict[str, States]:
+    """Method to the states that it uses.
+
+    Args:
+        split: Embeddings and dense part have methods of their own.
+        late: Some tables are looked up within the dense part all the same.
+        fused: A fused optimizer is among the step's.
+        in_step: Optimizers update tables.
+        pinned: Tables have a queue of prefetches.
+        shuffled: There is a shuffler.
+        replicas: Tables have replicas, which are averaged.
+    """
+    dense: States = {"dense": "r", "buffers": "rw"}
+    tables: States = {"tables": "rw", "optimizer": "r"}
+    looked_up: States = {"tables": "r", "table cache": "rw"}
+    if fused:
+        looked_up["optimizer"] = "r"
+    # Besides the gradients, it uses what the forward has used.
+    backward: States = {"gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw"}
+    # The replaced forwards use the context of one batch; each task that runs them sets it.
+    forwards: States = {"current batch": "rw"}
+    # What each batch has pinned in the tables' cache, whose queue keeps their order.
+    embedding_backward: States = {"pinned rows": "rw"} if pinned else {}
+    if split or replicas:
+        embedding_backward = tables
+    if split and in_step:
+        embedding_backward = {**tables, "gradients": "rw"}
+    step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
+    return {
+        "start_shuffle": {"shuffler": "rw"} if shuffled else {},
+        # It takes a batch and its ticket, so that other batches may be started before.
+        "finish_shuffle": {"shuffled rows": "rw"} if shuffled else {},
+        "postprocess_input": {"postproc": "rw"},
+        "start_input_dist": {"exchange of sizes": "rw"},
+        "wait_input_dist": {"exchange of ids": "rw"},
+        "prefetch": {"table cache": "rw"},
+        "embedding_forward": forwards | (looked_up if split else looked_up | dense),
+        "dense_forward": (forwards | dense | (looked_up if late else {})) if split else {},
+        "zero_grad": {"gradients": "rw"},
+        "dense_backward": backward if split and not late else backward | tables,
+        "embedding_backward": embedding_backward,
+        "finalize_gradients": {"gradients": "rw"},
+        "optimizer_step": step | ({"tables": "rw"} if in_step else {}),
+    }
+
+
+def together(methods: Iterable[str], used: Mapping[str, States]) -> States:
+    """The states that a task with these methods uses."""
+    modes: States = {}
+    for method in methods:
+        for state, mode in used.get(method, {}).items():
+            modes[state] = mode if modes.get(state, mode) == mode else "rw"
+    return modes
+
+
+@dataclass(frozen=True, slots=True)
+class InTurn:
+    """Calls several functions of the context, one after the other."""
+
+    parts: tuple[TaskFn, ...]
+
+    def __call__(self, ctx: Any) -> None:
+        for part in self.parts:
+            part(ctx)

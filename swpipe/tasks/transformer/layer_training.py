@@ -1,0 +1,147 @@
+"""Trains on microbatches: the forward of each over the backward of the one before.
+
+period    0    1    2    3        an iteration is a microbatch; a run of the pipeline is the
+forward   0    1    2             accumulation of one optimizer step
+backward       0    1    2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
+from swpipe.pipeline import SWPipeline
+from swpipe.plans.layer_overlap import LayerKind, LayerStep, chunk_order, layer_overlap_plan
+from swpipe.tasks.transformer.gpt import GPTModel
+from swpipe.tasks.transformer.layer_runs import Side, step_function
+from swpipe.tasks.transformer.layer_schedule import Layer, kind_of
+from swpipe.tasks.transformer.layer_streams import device_of
+from swpipe.tasks.transformer.same_order import check_same_plan_in_group
+from swpipe.tasks.transformer.schedule_node import as_leaf
+
+Loss: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
+"""From a chunk's output and the microbatch to a scalar, which is differentiated."""
+
+
+def mean_of_output(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """The mean of the losses of all tokens."""
+    return output.mean()
+
+
+def layer_kinds(model: GPTModel) -> tuple[LayerKind, ...]:
+    """The kinds of a chunk's layers, in order, with those for multi-token prediction."""
+    layers: list[Layer] = [*model.decoder_layers, *model.predictors]
+    return tuple(map(kind_of, layers))
+
+
+def training_plan(model: GPTModel) -> PipelinePlan:
+    """``swpipe.plans.layer_overlap.layer_overlap_plan`` of a model's layers."""
+    return layer_overlap_plan(layer_kinds(model), shared=_shares(model))
+
+
+def training_tasks(model: GPTModel, loss: Loss = mean_of_output) -> list[PipelineTask]:
+    """The tasks of ``training_plan``, in serial order.
+
+    A microbatch is a mapping of the arguments of ``model.build_schedule_plan``, with labels where
+    the model has layers for multi-token prediction. The tasks set ``ctx.loss``, a scalar, and add
+    to the gradients of parameters.
+
+    Args:
+        model: A whole model, or a chunk whose output ``loss`` makes a scalar of.
+        loss: What to differentiate.
+    """
+    kinds, shared = layer_kinds(model), _shares(model)
+    around: dict[str, TaskFn] = {
+        "f.begin": lambda ctx: _begin(ctx, model, kinds),
+        "f.end": lambda ctx: _end(ctx, loss),
+        "b.begin": lambda ctx: ctx.b.chunk.begin("backward"),
+        "b.end": _release,
+    }
+    steps = {step.name: step for step in chunk_order(kinds, kinds, hooks=False)}
+    parameters = DeclaredIO(state="parameters", mode="r")
+    tasks = []
+    for name in training_plan(model).schedule:
+        step = steps[name]
+        states = [parameters]
+        if step.side == "b":
+            states.append(DeclaredIO(state=f"gradients of {name}"))
+            if shared and _uses_shared(step, kinds):
+                states.append(DeclaredIO(state="shared gradients"))
+        tasks.append(PipelineTask(name, around.get(name) or step_function(step), io=states))
+    return tasks
+
+
+def training_pipeline(
+    model: GPTModel,
+    loss: Loss = mean_of_output,
+    *,
+    plan: PipelinePlan | None = None,
+    **options: Any,
+) -> SWPipeline[Any]:
+    """A pipeline that trains a chunk on microbatches; run it once for each optimizer step.
+
+    Plans are compared within the model's expert group; ranks of other groups may train other
+    chunks.
+
+    Args:
+        model: As of ``training_tasks``.
+        loss: As of ``training_tasks``.
+        plan: Another plan of the same tasks, such as one of ``swpipe.planning.auto_plan``; None for
+            ``training_plan``.
+        options: Of ``SWPipeline``.
+
+    Raises:
+        RuntimeError: Ranks of the expert group have different plans.
+        PlanError: The plan cannot run.
+    """
+    plan = training_plan(model) if plan is None else plan
+    check_same_plan_in_group(plan, model.expert_group)
+    options = {"device": device_of(model), "check_ranks": False, **options}
+    return SWPipeline(plan, training_tasks(model, loss), **options)
+
+
+def _shares(model: GPTModel) -> bool:
+    """Whether several steps use one parameter."""
+    return model.config.tie_embeddings or bool(model.predictors)
+
+
+def _uses_shared(step: LayerStep, kinds: Sequence[LayerKind]) -> bool:
+    """Whether it uses the embedding or the output layer."""
+    if step.layer is None:
+        return step.node.endswith("_process")
+    return kinds[step.layer].mtp and (step.node, step.part) in _OF_MTP
+
+
+_OF_MTP = (("attn", ""), ("mtp_post_process", ""))
+"""Steps of multi-token prediction that embed tokens, or compute logits."""
+
+
+def _begin(ctx: Any, model: GPTModel, kinds: tuple[LayerKind, ...]) -> None:
+    plan = model.build_schedule_plan(**ctx.batch)
+    if plan.kinds != kinds:
+        raise ValueError(
+            f"the microbatch makes a plan of {plan.num_layers()} layers, and the pipeline trains "
+            f"{len(kinds)}: give labels with each microbatch, and no extra_block_kwargs"
+        )
+    plan.begin("forward")
+    ctx.f = ctx.b = Side(plan.layers, None, plan)
+    ctx.f_value = ctx.same_order = None  # plans were compared when the pipeline was made
+
+
+def _end(ctx: Any, loss: Loss) -> None:
+    output = as_leaf(ctx.f_value)
+    with torch.enable_grad():
+        scalar = loss(output, ctx.batch)
+    (ctx.b_value,) = torch.autograd.grad(scalar, output)
+    ctx.loss = scalar.detach()
+    del ctx.f, ctx.f_value
+
+
+def _release(ctx: Any) -> None:
+    ctx.b.chunk.release_state()
+    del ctx.b, ctx.b_value

@@ -1,0 +1,217 @@
+"""A piece of a model whose forward and backward are run apart from those of its neighbours.
+
+    outputs of the piece before ── detach ──> leaves ── forward_func ──> outputs
+    gradients for it <───────────────────── leaves' .grad <── autograd <── gradients of outputs
+
+Each node has an autograd graph of its own, from its leaves to its outputs, so that a schedule
+decides when which node's backward runs. Source: seed "model_chunk_schedule_plan".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from swpipe.device import resolve
+from swpipe.tasks.transformer.layer_streams import LayerStream, stream_of
+
+Values: TypeAlias = Any
+"""A tensor, or a tuple of tensors and others."""
+
+BackwardFunc: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...]], object]
+
+
+class ScheduleNode:
+    """Runs a function forward, and later backward.
+
+    ``forward``, ``backward`` and ``backward_dw`` run on the node's stream, in the order that its
+    event gives them. A schedule that orders streams itself calls ``run_forward``, ``run_backward``
+    and ``run_backward_dw``, which submit to the current stream.
+
+    Args:
+        forward_func: From inputs to a tensor, or a tuple.
+        stream: A stream, a function that returns one, or None for the current one.
+        event: Waited for before, and recorded after, each piece of work on ``stream``; nodes that
+            share it run one after the other, on whatever stream. None for no such order.
+        backward_func: Called with outputs and their gradients instead of autograd's backward.
+        free_input: Release the memory of inputs after forward: nobody else must use them, nor
+            backward.
+        name: For messages.
+    """
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Values],
+        stream: LayerStream,
+        event: Any,
+        backward_func: BackwardFunc | None = None,
+        free_input: bool = False,
+        name: str = "schedule_node",
+    ) -> None:
+        self.forward_func = forward_func
+        self.stream, self.event = stream, event
+        self.backward_func = backward_func
+        self.free_input, self.name = free_input, name
+        self._inputs: tuple[Any, ...] = ()
+        self._outputs: tuple[Any, ...] | None = None
+
+    def forward(self, inputs: Values = ()) -> Values:
+        """Run the function on detached inputs, a tensor or a tuple; what it returns.
+
+        Raises:
+            RuntimeError: Its backward of the forward before has not run.
+        """
+        with self._on_stream():
+            return self.run_forward(inputs)
+
+    def backward(self, output_grad: Values) -> Values:
+        """Gradients of the inputs, given those of the outputs; lets go of everything.
+
+        Parameters get theirs as in any backward. Where an output has no gradient, None; the
+        gradient of an input that needs none is None.
+
+        Raises:
+            RuntimeError: There was no forward, or its backward has run.
+            ValueError: There are more or fewer gradients than outputs.
+        """
+        with self._on_stream():
+            return self.run_backward(output_grad)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that ``backward`` has left; a plain node leaves none."""
+        with self._on_stream():
+            self.run_backward_dw()
+
+    def run_forward(self, inputs: Values = ()) -> Values:
+        """``forward`` on the current stream."""
+        self._refuse_again()
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        leaves = tuple(map(as_leaf, given))
+        outputs = self._compute(*leaves)
+        self._inputs = leaves
+        self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if self.free_input:
+            for tensor in given:
+                if isinstance(tensor, Tensor):
+                    tensor.untyped_storage().resize_(0)
+        return outputs
+
+    def run_backward(self, output_grad: Values) -> Values:
+        """``backward`` on the current stream."""
+        outputs, grads = self._taken(output_grad)
+        inputs = self._inputs
+        self._release()
+        # Bound methods are not kept on the node: a cycle would outlive the last reference to it.
+        (self.backward_func or self.default_backward_func)(outputs, grads)
+        return _gradients(inputs)
+
+    def run_backward_dw(self) -> None:
+        """``backward_dw`` on the current stream."""
+
+    def default_backward_func(
+        self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Autograd's backward from those outputs that have a gradient; returns the gradients."""
+        run_backward(outputs, output_grad)
+        return output_grad
+
+    def _compute(self, *inputs: Any) -> Values:
+        return self.forward_func(*inputs)
+
+    def _refuse_again(self) -> None:
+        if self._outputs is not None:
+            raise RuntimeError(
+                f"node {self.name!r} was run forward, and not backward since: a node holds one "
+                "microbatch. Run its backward, or make another plan for the next microbatch"
+            )
+
+    def _taken(self, output_grad: Values) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs = self._outputs
+        if outputs is None:
+            raise RuntimeError(
+                f"node {self.name!r} has no forward to run backward: it was not run, or was run "
+                "backward or released since. Make a plan for each microbatch, and run it once"
+            )
+        grads = output_grad if isinstance(output_grad, tuple) else (output_grad,)
+        if len(grads) != len(outputs):
+            raise ValueError(
+                f"node {self.name!r} has {len(outputs)} outputs, and {len(grads)} gradients were "
+                "given: give one for each, or None for an output without"
+            )
+        for grad in grads:
+            used_here(grad)
+        return outputs, grads
+
+    def _release(self) -> None:
+        self._inputs, self._outputs = (), None
+
+    def release(self) -> None:
+        """Let go of everything, without a backward."""
+        self._release()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        stream = stream_of(self.stream)
+        if stream is None:
+            yield
+            return
+        with resolve(stream.device).on(stream):
+            if self.event is not None:
+                self.event.wait(stream)
+            yield
+            if self.event is not None:
+                self.event.record(stream)
+
+
+class NoopScheduleNode:
+    """Stands where a layer has nothing to do."""
+
+    def forward(self, inputs: Values = ()) -> Values:
+        """The inputs."""
+        return inputs
+
+    def backward(self, output_grad: Values) -> Values:
+        """The gradients."""
+        return output_grad
+
+    def backward_dw(self) -> None:
+        """Nothing."""
+
+    run_forward, run_backward, run_backward_dw = forward, backward, backward_dw
+
+    def release(self) -> None:
+        """Nothing."""
+
+
+def as_leaf(value: Values) -> Values:
+    """A tensor detached from its graph, requiring a gradient as before; others as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    used_here(value)
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def used_here(value: Values) -> None:
+    """Keep a tensor's memory until the current stream is done with it."""
+    if isinstance(value, Tensor) and (device := resolve(value.device)).has_streams:
+        device.hold([value], [device.current_stream()])
+
+
+def run_backward(outputs: Sequence[Any], grads: Sequence[Any]) -> None:
+    """Autograd's backward from the outputs that require a gradient and are given one."""
+    roots = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if grad is not None and isinstance(output, Tensor) and output.requires_grad
+    ]
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+
+
+def _gradients(inputs: tuple[Any, ...]) -> Values:
+    found = tuple(one.grad if isinstance(one, Tensor) else None for one in inputs)
+    return found[0] if len(found) == 1 else found

@@ -1,0 +1,115 @@
+"""HSTU's pipeline trains and reports what a synchronous loop does, bit for bit."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe.plans import hstu_schedule
+from swpipe.plans.hstu_schedule import HSTU_THREAD_MAPS
+from swpipe.tasks.clicks.train import TrainRun
+from swpipe.tasks.hstu.hstu_job import HSTUConfig, HSTUJob
+from tests.support.pairs import pairwise_cases
+from tests.support.ranks import Ranks
+from tests.tasks.hstu.training import Case, by_hand, by_pipeline
+
+VALUES = (HSTU_THREAD_MAPS, (False, True), (1, 2, 3), (False, True))
+PAIRS = [Case(*values) for values in pairwise_cases(*VALUES)]
+WHOLE = [Case(*values) for values in product(*VALUES)]
+
+
+def _differences(cases: list[Case], steps: int) -> dict[Case, list[str]]:
+    """For each case that differs from the synchronous loop, where it does."""
+    wanted: dict[Any, Any] = {}
+    found = {}
+    for case in cases:
+        loop = (case.balanced, case.wrapper)
+        if loop not in wanted:
+            wanted[loop] = by_hand(steps, *loop)
+        if where := by_pipeline(case, steps).differences(wanted[loop]):
+            found[case] = where
+    return found
+
+
+def test_each_pair_of_options_trains_the_loops_numbers(two_ranks: Ranks) -> None:
+    """(loss, tokens, output) and parameters, however late each task is on each rank."""
+    assert two_ranks.run(_differences, PAIRS, 8) == [{}, {}]
+
+
+WRAPPERS = [
+    Case("io_data_dist_prefetch_compute", wrapper="megatron"),
+    Case("by_stream", False, 2, True, wrapper="plain"),
+]
+
+
+def test_plain_modules_and_megatrons_wrapper_train_the_loops_numbers(two_ranks: Ranks) -> None:
+    """A model without sharded modules within DDP, and a sharded one within Megatron's."""
+    assert two_ranks.run(_differences, WRAPPERS, 8) == [{}, {}]
+
+
+def test_one_rank_too(one_rank: Ranks) -> None:
+    """Fifty batches, sharded over one rank."""
+    assert one_rank.run(_differences, [Case("by_stream", depth=2)], 50) == [{}]
+
+
+def test_no_process_group_is_needed_for_a_plain_model() -> None:
+    """Fifty batches, in this process."""
+    assert _differences([Case(wrapper="plain")], 50) == {}
+
+
+@pytest.mark.slow
+def test_every_combination_on_one_rank(one_rank: Ranks) -> None:
+    """Fifty batches under each."""
+    assert one_rank.run(_differences, WHOLE, 50, deadline_s=350) == [{}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", HSTU_THREAD_MAPS)
+def test_every_combination_on_two_ranks(two_ranks: Ranks, preset: str) -> None:
+    """Fifty batches under each."""
+    cases = [case for case in WHOLE if case.preset == preset]
+    assert two_ranks.run(_differences, cases, 50, deadline_s=350) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", HSTU_THREAD_MAPS)
+def test_every_combination_on_four_ranks(four_ranks: Ranks, preset: str) -> None:
+    """Fifty batches under each."""
+    cases = [case for case in WHOLE if case.preset == preset]
+    assert four_ranks.run(_differences, cases, 50, deadline_s=350) == [{}] * 4
+
+
+# ------------------------------------------------------------------------------------ workload
+
+STEPS = 60
+
+
+def _trained(plan: str) -> tuple[float, list[Any]]:
+    """The AUC, and losses and this rank's parameters under one of the workload's plans."""
+    made = hstu_schedule.PLANS[plan]()
+    with closing(TrainRun(plan, HSTUConfig(), made, STEPS, HSTUJob)) as run:
+        run.advance(STEPS)
+        return run.auc(), [*run.losses, *(p.detach() for p in run.job.model.parameters())]
+
+
+def _workload() -> tuple[float, bool]:
+    """The AUC of the serial plan, and whether two pipelined ones agree with it in everything."""
+    auc, numbers = _trained("serial")
+    for plan in ("default", "io_data_dist_prefetch_compute"):
+        other, others = _trained(plan)
+        if other != auc or not all(map(torch.equal, numbers, others)):
+            return auc, False
+    return auc, True
+
+
+def test_the_workload_learns_and_pipelined_it_learns_the_same(two_ranks: Ranks) -> None:
+    """Its AUC rises above chance, the same under all plans, as are losses and parameters."""
+    (auc, equal), (other, alike) = two_ranks.run(_workload)
+    assert auc == other
+    assert equal
+    assert alike
+    assert 0.65 < auc < 1

@@ -1,0 +1,230 @@
+"""Schedules of layers train the numbers of plain autograd, bit for bit, on one rank and on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from swpipe.tasks.transformer import (
+    GPTModel,
+    TransformerLayer,
+    TransformerLayerSchedulePlan,
+    TransformerModelChunkSchedulePlan,
+    training_pipeline,
+)
+from tests.support.ranks import Ranks
+from tests.tasks.transformer.models import (
+    GRAD,
+    config,
+    differing,
+    microbatch,
+    model,
+    plan_of,
+    run_alone,
+    run_pairs,
+    run_plain,
+    same,
+)
+
+run = TransformerModelChunkSchedulePlan.run
+MOE: dict[str, Any] = {"moe_shared_expert_size": 24}
+MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "one dense layer": (("dense",), {}),
+    "dense": (("dense",) * 3, {}),
+    "one moe layer": (("moe",), {}),
+    "moe": (("moe",) * 2, {}),
+    "shared expert": (("moe", "moe"), MOE),
+    "mixed": (("dense", "moe", "dense", "moe", "moe", "dense"), MOE),
+}
+"""Those whose steps have parameters of their own."""
+
+SHARING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "mtp": (("moe",), {"mtp_num_layers": 1, "mtp_layer_type": "moe", **MOE}),
+    "two mtp": (("dense", "dense"), {"mtp_num_layers": 2}),
+    "tied": (("moe", "dense"), {"tie_embeddings": True}),
+    "tied mtp": (("moe",), {"mtp_num_layers": 1, "tie_embeddings": True}),
+}
+"""Those of which several steps use the embedding or the output layer."""
+
+SHARED_NAMES = {"embedding.word.weight", "embedding.position.weight", "output_layer.weight"}
+
+
+def _group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _compared(name: str, delayed: bool) -> dict[str, list[str]]:
+    """Per way to run, what differs from plain autograd (or, shared, from the nodes run alone)."""
+    types, more = {**MODELS, **SHARING}[name]
+    more = {**more, "group": _group(), "delay_wgrad_compute": delayed}
+    plain, alone, paired, trained = (model(*types, **more) for _ in range(4))
+    numbers = [0, 1, 2]
+    expected = run_plain(plain, numbers)
+    outputs = {"alone": run_alone(alone, numbers), "paired": run_pairs(paired, numbers)}
+    with training_pipeline(trained) as pipeline:
+        losses = [ctx.loss for ctx in pipeline.iterate(map(microbatch, numbers))]
+    outputs["trained"] = losses
+    found = {}
+    for way, of in (("alone", alone), ("paired", paired), ("trained", trained)):
+        wanted = [e.mean() for e in expected] if way == "trained" else expected
+        wrong = [f"output {n}" for n in numbers if not same(outputs[way][n], wanted[n])]
+        found[way] = wrong + differing(of, plain)
+        found[f"{way}, beside alone"] = wrong + differing(of, alone)
+    far = [
+        key
+        for key, p in plain.named_parameters()
+        if not torch.allclose(p.grad, paired.get_parameter(key).grad, rtol=1e-4, atol=1e-7)
+    ]
+    return {**found, "far": far}
+
+
+def _check(name: str, found: dict[str, list[str]]) -> None:
+    assert found["far"] == []
+    for way in ("alone", "paired", "trained"):
+        assert found[f"{way}, beside alone"] == []
+        if name in MODELS:
+            assert found[way] == []
+        else:
+            assert set(found[way]) <= SHARED_NAMES
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("name", [*MODELS, *SHARING])
+def test_the_numbers_are_those_of_plain_autograd(name: str, delayed: bool) -> None:
+    """Outputs and gradients are equal to the bit.
+
+    A parameter that several steps use is added to in another order: its gradient equals that of
+    the same nodes run one after the other, and is close to plain autograd's.
+    """
+    _check(name, _compared(name, delayed))
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("name", ["dense", "mixed", "shared expert", "mtp", "tied mtp"])
+def test_on_two_ranks_too(two_ranks: Ranks, name: str, delayed: bool) -> None:
+    """The ranks have other microbatches, and half of the experts each."""
+    for found in two_ranks.run(_compared, name, delayed):
+        _check(name, found)
+
+
+@pytest.mark.parametrize("depths", [(2, 1), (1, 2), (3, 1), (0, 2), (2, 0)])
+def test_chunks_of_unequal_depths(depths: tuple[int, int]) -> None:
+    """The common layers are paired, and the rest of either follows, with the same numbers."""
+    of = config(*("moe", "dense", "moe")[: max(sum(depths), 1)], **MOE)
+    total = of.num_layers
+
+    def chunks() -> list[GPTModel]:
+        return [
+            GPTModel(of, range(depths[0])),
+            GPTModel(of, range(total - depths[1], total)),
+        ]
+
+    plain, ours = chunks(), chunks()
+    expected = [run_plain(chunk, [number]) for number, chunk in enumerate(plain)]
+    back = plan_of(ours[1], 1)
+    outputs = [[run(back, None)]]
+    ahead = plan_of(ours[0], 0)
+    outputs.insert(0, [run(ahead, back, GRAD)])
+    run(None, ahead, GRAD)
+    for got, wanted in zip(outputs, expected, strict=True):
+        assert same(got[0], wanted[0])
+    assert [differing(o, p) for o, p in zip(ours, plain, strict=True)] == [[], []]
+
+
+def test_a_chunk_between_others_passes_hidden_states_and_gradients_on() -> None:
+    """Hooks get the stage, and where values are sent on, what is sent."""
+    chunk = GPTModel(config("dense", "moe"), pre_process=False, post_process=False, vp_stage=3)
+    hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = chunk(hidden)
+    grad = torch.ones_like(expected)
+    (wanted,) = torch.autograd.grad(expected, hidden, grad)
+    plans = [chunk.build_schedule_plan(None, decoder_input=hidden) for _ in range(2)]
+    run(plans[0], None)
+    told: list[Any] = []
+    run(
+        plans[1],
+        plans[0],
+        grad,
+        pre_forward=lambda stage: told.append(("pre_forward", stage)),
+        pre_backward=lambda stage: told.append(("pre_backward", stage)),
+        post_forward=lambda value, stage: told.append(("post_forward", stage, value)),
+        post_backward=lambda value, stage: told.append(("post_backward", stage, value)),
+    )
+    names = ("pre_forward", "pre_backward", "post_forward", "post_backward")
+    assert [one[:2] for one in told] == [(name, 3) for name in names]
+    assert same(told[2][2], expected)
+    assert same(told[3][2], wanted)
+
+
+def _layer() -> TransformerLayer:
+    of = model("moe", **MOE, delay_wgrad_compute=True)
+    return of.decoder_layers[0]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_one_layer_over_another(last: bool) -> None:
+    """``run`` of layers gives output and gradient; the last layer keeps attention's for later."""
+    plain, ours = _layer(), _layer()
+    inputs = [torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
+    leaf = inputs[0].clone().requires_grad_()
+    expected = [plain(leaf), plain(inputs[1])]
+    grad = torch.ones_like(expected[0])
+    expected[0].backward(grad)
+
+    def made() -> TransformerLayerSchedulePlan:
+        return TransformerLayerSchedulePlan(ours, None, object(), None, None)
+
+    back, ahead = made(), made()
+    outputs = [
+        TransformerLayerSchedulePlan.run(back, None, inputs[0].clone().requires_grad_())[0],
+        *TransformerLayerSchedulePlan.run(ahead, back, inputs[1], grad, last),
+    ]
+    assert same(outputs[0], expected[0].detach())
+    assert same(outputs[1], expected[1].detach())
+    assert same(outputs[2], leaf.grad)
+    weights = [layer.self_attention.qkv.weight for layer in (ours, plain)]
+    assert (weights[0].grad is None) == last
+    if last:
+        back.attn.backward_dw()
+    assert same(weights[0].grad, weights[1].grad)
+    assert TransformerLayerSchedulePlan.run(None, None) == (None, None)
+
+
+def test_packed_sequences_attend_within_themselves() -> None:
+    """As with the mask that says so."""
+
+    class Packed:
+        cu_seqlens_q = torch.tensor([0, 3, 8])
+
+    of = model("dense")
+    number = torch.tensor([0] * 3 + [1] * 5)
+    mask = (number[:, None] == number[None]) & torch.ones(8, 8, dtype=torch.bool).tril()
+    packed = run(plan_of(of, 0, packed_seq_params=Packed), None)
+    assert same(packed, run(plan_of(of, 0, attention_mask=mask), None))
+    assert not same(packed, run(plan_of(of, 0), None))
+
+
+def test_without_gradients_a_forward_holds_nothing() -> None:
+    """The same output, and nothing to run backward from."""
+    of = model("moe", mtp_num_layers=1)
+    with torch.no_grad():
+        output = run(plan_of(of, 0), None)
+    assert same(output, run(plan_of(of, 0), None))
+    assert not output.requires_grad
+    ids = microbatch(0)["input_ids"]
+    assert same(run(of.build_schedule_plan(ids), None), of(ids))
+
+
+def test_the_output_requires_a_gradient_which_is_that_of_the_backward() -> None:
+    """A loss outside the schedule gives ``b_grad``."""
+    ours, plain = model("moe"), model("moe")
+    plan = plan_of(ours, 0)
+    output = run(plan, None)
+    output.square().mean().backward()
+    run(None, plan, output.grad)
+    batch = microbatch(0)
+    plain(batch.pop("input_ids"), **batch).square().mean().backward()
+    assert differing(ours, plain) == []
