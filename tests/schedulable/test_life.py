@@ -218,10 +218,9 @@ def test_random_tasks_draw_the_same_whatever_runs_beside_them(executor: Any) -> 
 
 def test_pure_tasks_are_those_of_any_plan() -> None:
     """What keeps its word may run ahead; what does not stops the run."""
-    held = torch.zeros(3)
     tasks = (
-        Task.from_fn("ahead", lambda ctx: held.add_(1), lookahead=1, pure=True),
+        Task.from_fn("ahead", lambda ctx: torch.rand(3), lookahead=1, pure=True),
         Task.from_fn("train", lambda ctx: None),
     )
-    with Pipeline(tasks, pool()) as pipe, pytest.raises(PlanError, match="'ahead' is pure"):
+    with Pipeline(tasks, pool()) as pipe, pytest.raises(PlanError, match="'ahead'.*drawn?"):
         pipe.step(1)
