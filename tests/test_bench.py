@@ -14,6 +14,7 @@ from tests.bench import (
     extras,
     gpu,
     interval,
+    layer_overlap,
     make,
     memory,
     predict,
@@ -23,6 +24,7 @@ from tests.bench import (
 )
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import GroupQueues, TaskQueues
+from tests.support.ranks import Ranks
 
 
 def sums(*, carried: bool = True) -> PipelinePlan:
@@ -205,6 +207,17 @@ def test_a_kept_context_shows_in_the_memory_row(monkeypatch: pytest.MonkeyPatch)
 def test_streams_run() -> None:
     """Two rows, which inform."""
     assert [row.bar for row in streams.rows(rounds=1, periods=1)] == [None, None]
+
+
+def test_layers_overlap_in_both_ways_to_run_them(two_ranks: Ranks) -> None:
+    """The same bits; and the bound is that of a forward, periods of both, and a backward."""
+    for measured in two_ranks.run(layer_overlap.on_rank, 1, 16, 1):
+        assert measured.same
+        assert len(measured.serial_ms) == len(measured.overlapped_ms) == 1
+    work_ms = {"f": 10.0, "b": 20.0, "dw": 5.0}
+    made = layer_overlap.Measured(1, [], [], work_ms, same=True)
+    assert made.serial_bound_ms == 8 * (10 + 20 + 60 + 40)
+    assert made.bound_ms == (10 + 60) + 7 * (10 + 60) + (20 - 5 + 40)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

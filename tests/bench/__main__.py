@@ -18,6 +18,7 @@ from tests.bench import (
     extras,
     first_batch,
     interval,
+    layer_overlap,
     loader,
     make,
     memory,
@@ -53,6 +54,7 @@ PARTS = {
         extras,
         sparse_dist,
         predict_ranks,
+        layer_overlap,
         soak,
         accelerator,
     )
