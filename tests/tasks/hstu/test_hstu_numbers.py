@@ -40,6 +40,14 @@ def test_each_pair_of_options_trains_the_loops_numbers(two_ranks: Ranks) -> None
     assert two_ranks.run(_differences, PAIRS, 8) == [{}, {}]
 
 
+def test_a_thread_for_each_task_too(two_ranks: Ranks) -> None:
+    """The model's own exchanges keep their place among the collectives of other threads."""
+    cases = [Case("per_task", depth=depth, balanced=balanced) for depth, balanced in _DEPTHS]
+    assert two_ranks.run(_differences, cases, 12) == [{}, {}]
+
+
+_DEPTHS = ((1, False), (2, True))
+
 WRAPPERS = [
     Case("io_data_dist_prefetch_compute", wrapper="megatron"),
     Case("by_stream", False, 2, True, wrapper="plain"),
