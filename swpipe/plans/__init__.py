@@ -10,22 +10,35 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
 from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
+from swpipe.plans.pipeline_parallel.schedule_comparison import (
+    ComparedSchedule,
+    ScheduleComparison,
+    compare_schedules,
+)
 from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
+from swpipe.plans.pipeline_parallel.v_planner import VPlan, plan_v_schedule
+from swpipe.plans.pipeline_parallel.v_proof import prove_v_schedule
 from swpipe.plans.prefetch import prefetch_plan
 
 __all__ = [
     "Action",
     "ActivationMemory",
+    "ComparedSchedule",
     "PipelineCosts",
     "PipelineGraph",
     "PipelineSchedule",
+    "ScheduleComparison",
     "ScheduleError",
     "ScheduleReport",
     "ScheduledNode",
     "TimedAction",
+    "VPlan",
     "activation_memory",
     "check_schedule",
+    "compare_schedules",
+    "plan_v_schedule",
     "prefetch_plan",
+    "prove_v_schedule",
     "torch_schedule",
 ]

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from concurrent.futures import Future, wait
 from itertools import combinations
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from swpipe._solver import solve
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, period_order_of
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
@@ -79,13 +78,7 @@ class ConstraintModel:
         """Whether there is a plan (None where time ran out), and the plan."""
         from ortools.sat.python import cp_model
 
-        solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = seconds
-        solver.parameters.num_workers = workers
-        solver.parameters.random_seed = 1
-        # Its own handler would leave SIGINT without one: Ctrl-C would kill the process ever after.
-        solver.parameters.catch_sigint_signal = False
-        status = _answer(solver, self.model)
+        solver, status = solve(self.model, seconds, workers)
         if status == cp_model.INFEASIBLE:
             return False, None
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -239,27 +232,3 @@ class ConstraintModel:
                 self.model.add(
                     z[sooner] + self.period >= z[later] + self.device[later]
                 ).only_enforce_if(when)
-
-
-def _answer(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
-    """Solve on a thread of its own, so that Ctrl-C is heard while the solver works."""
-    answer: Future[cp_model.CpSolverStatus] = Future()
-
-    def solve() -> None:
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(solver.solve(model))
-            except BaseException as error:  # noqa: BLE001 - raised where the answer is asked for
-                answer.set_exception(error)
-
-    try:
-        Thread(target=solve, name="solver").start()
-        while not answer.done():  # in turns: a signal just before a sleep would not end that
-            wait([answer], timeout=0.1)
-        return answer.result()
-    except BaseException:
-        if not answer.cancel():
-            while not answer.done():  # a search that has only just begun does not hear of its end
-                solver.stop_search()
-                wait([answer], timeout=0.01)
-        raise

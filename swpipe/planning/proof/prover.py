@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swpipe._solver import require_ortools
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.limits import Limits
@@ -79,7 +80,7 @@ def prove(
         raise ValueError(
             f"seconds is {seconds}, resolution_us is {resolution_us}: both must be above 0"
         )
-    _require_ortools()
+    require_ortools()
     limits = limits if limits is not None else Limits()
     choice = auto_plan(plan, costs, limits=limits, streams=streams)
     graph = schedule_graph(plan, costs, limits, streams=streams)
@@ -116,13 +117,3 @@ def _shallowest(search: Search, schedule: ModuloSchedule, depth: int) -> Found |
 
 def _units(us: float, unit_us: float) -> int:
     return math.ceil(us / unit_us - 1e-6)
-
-
-def _require_ortools() -> None:
-    try:
-        import ortools.sat.python.cp_model  # noqa: F401 - whether it is there
-    except ImportError as error:
-        raise ImportError(
-            "to prove an optimum takes OR-Tools, which is not installed: "
-            "pip install 'swpipe[optimum]'"
-        ) from error

@@ -2,7 +2,4 @@
 
 A schedule orders the passes of a model's stages over ranks. It is no ``PipelinePlan``, which
 orders the tasks of one process. The public names are in ``swpipe.plans``.
-
-    action, pipeline_schedule, pipeline_costs    what is declared
-    order_check, schedule_check                  the checker, which shares no code with the rest
 """

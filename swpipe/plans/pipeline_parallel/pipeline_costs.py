@@ -63,7 +63,7 @@ class PipelineCosts:
         limit = self.max_mem
         if limit is not None and not (limit == math.inf or (is_number(limit) and limit >= 0)):
             wrong.append(f"max_mem is {shown(limit)}: None, or a number above 0")
-        if not wrong and self.f_mem + self.b_mem + self.w_mem > 0:
+        if not wrong and self.f_mem + self.b_mem + self.w_mem > 1e-9 * self.f_mem:
             grown = self.f_mem + self.b_mem + self.w_mem
             wrong.append(
                 f"f_mem + b_mem + w_mem is {shown(grown)}: at most 0, or memory grows with each "
@@ -75,6 +75,10 @@ class PipelineCosts:
     def limit(self, n_stages: int) -> float:
         """The memory of each rank, where the ranks together have ``n_stages`` stages."""
         return self.max_mem or self.f_mem * n_stages
+
+    def widened_limit(self, n_stages: int) -> float:
+        """The limit for memory that was added up, where sums of floats are a little off."""
+        return self.limit(n_stages) * (1 + 1e-9)
 
     def require_room(self) -> None:
         """Raise ScheduleError where the memory has no room for one microbatch on a V."""

@@ -9,7 +9,12 @@ from typing import Literal, overload
 from swpipe.core.messages import shown
 from swpipe.plans.pipeline_parallel.action import ScheduleError
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts, is_positive, require_counts
-from swpipe.plans.pipeline_parallel.published_attempt import Attempt, AttemptResult, Sizes
+from swpipe.plans.pipeline_parallel.published_attempt import (
+    AttemptResult,
+    Sizes,
+    best_attempt,
+    try_twice,
+)
 from swpipe.plans.pipeline_parallel.published_nodes import nodes_of
 from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
 
@@ -98,13 +103,7 @@ class PipelineGraph:
             raise ScheduleError(
                 f"approved_bubble has {len(approved_bubble)} numbers: one per stage, {self.n_stage}"
             )
-        attempt = Attempt(self._sizes(), fill_f, fill_b, approved_bubble)
-        result = attempt.run()
-        if approved_bubble is None or result.max_bubble < max(approved_bubble):
-            again = self.try_v_schedule(fill_f, fill_b, attempt.bubble)
-            if again.max_bubble < result.max_bubble:
-                return again
-        return result
+        return try_twice(self._sizes(), fill_f, fill_b, approved_bubble)
 
     @overload
     def get_v_schedule(
@@ -123,12 +122,7 @@ class PipelineGraph:
         Raises:
             ScheduleError: The method finds no schedule within ``max_mem``.
         """
-        attempts = [
-            self.try_v_schedule(fill_f=fill_f, fill_b=fill_b)
-            for fill_b in (True, False)
-            for fill_f in (True, False)
-        ]
-        best = min(attempts, key=lambda attempt: attempt.max_bubble)
+        best = best_attempt(self._sizes())
         if only_run_time:
             return best.max_bubble + sum(self._sizes().costs) * self.n_micro * 2
         return nodes_of(self._sizes(), best)
@@ -140,5 +134,5 @@ class PipelineGraph:
             (self.f_cost, self.b_cost, self.w_cost),
             self.c_cost,
             (self.f_mem, self.b_mem, self.w_mem),
-            self.max_mem or 0,
+            (self.max_mem or 0) * (1 + 1e-9),  # sums of floats are a little off
         )

@@ -230,9 +230,30 @@ class Attempt:
         return None
 
 
+def try_twice(
+    sizes: Sizes, fill_f: bool, fill_b: bool, approved: Sequence[float] | None = None
+) -> AttemptResult:
+    """The attempt, and as long as its largest bubble shrinks one more with its bubbles approved."""
+    attempt = Attempt(sizes, fill_f, fill_b, approved)
+    result = attempt.run()
+    if approved is None or result.max_bubble < max(approved):
+        again = try_twice(sizes, fill_f, fill_b, attempt.bubble)
+        if again.max_bubble < result.max_bubble:
+            return again
+    return result
+
+
+def best_attempt(sizes: Sizes) -> AttemptResult:
+    """The one with the smallest largest bubble of the four ways to fill waits."""
+    attempts = [
+        try_twice(sizes, fill_f, fill_b) for fill_b in (True, False) for fill_f in (True, False)
+    ]
+    return min(attempts, key=lambda attempt: attempt.max_bubble)
+
+
 def _no_schedule(sizes: Sizes, why: str) -> ScheduleError:
     return ScheduleError(
         f"the published method finds no schedule of {sizes.n_micro} microbatches on "
-        f"{sizes.n_stage} stages with max_mem = {sizes.max_mem}: {why}; plan_v_schedule finds one "
+        f"{sizes.n_stage} stages in this max_mem: {why}; plan_v_schedule finds one "
         "for every max_mem from 2 * f_mem on"
     )

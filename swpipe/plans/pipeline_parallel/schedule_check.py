@@ -6,7 +6,7 @@ costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from swpipe.core.messages import shown
@@ -14,6 +14,8 @@ from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
 from swpipe.plans.pipeline_parallel.order_check import TimedAction, check_rows, earliest_times
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+from swpipe.trace import Row, Span, Trace
+from swpipe.trace.perfetto import Arrow
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,30 @@ class ScheduleReport:
         """The largest bubble of a rank: what a step costs where no collective joins the ranks."""
         return max(self.bubbles)
 
+    def trace(self, *, unit_s: float = 1e-6) -> Trace:
+        """The times as a trace: a chart for the terminal, a picture, a file for Perfetto.
+
+        Each rank is a row, each action a span; ``2F`` is the forward pass of stage 2, and the
+        iteration is the microbatch.
+
+        Args:
+            unit_s: The unit of the costs, in seconds.
+        """
+
+        def ns(time: float) -> int:
+            return round(time * unit_s * 1e9)
+
+        spans = []
+        for rank, row in enumerate(self.times):
+            before = row[0].start
+            for action, start, end in row:
+                task, on = f"{action.stage}{action.op}", Row("thread", f"rank {rank}")
+                spans.append(
+                    Span(task, action.micro, on, ns(start), ns(end), ns(start) - ns(before))
+                )
+                before = end
+        return Trace(spans, arrows=_arrows({span.task for span in spans}))
+
 
 def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> ScheduleReport:
     """Check that a schedule can run, in the memory that there is, and give its times.
@@ -55,29 +81,45 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
     placement = check_rows(rows, schedule.n_micro)
     costs.require(len(rows), len(placement))
     times = earliest_times(rows, placement, lambda one: costs.time(one, placement), costs.hop)
-    limit = costs.limit(len(placement))
     return ScheduleReport(
         schedule,
         times,
         makespan=max(row[-1].end for row in times),
         bubbles=tuple(_bubble(row) for row in times),
-        peak_memory=tuple(_peak(row, rank, costs, limit) for rank, row in enumerate(rows)),
+        peak_memory=tuple(_peak(row, rank, costs, len(placement)) for rank, row in enumerate(rows)),
     )
+
+
+def _arrows(tasks: Set[str]) -> Iterator[Arrow]:
+    """From the passes of a stage to those of its neighbours, and within a stage."""
+    for task in sorted(tasks):
+        stage, op = int(task[:-1]), task[-1]
+        for other, producer in ((stage - 1, "F"), (stage + 1, "I"), (stage + 1, "B"), (stage, "F")):
+            if f"{other}{producer}" in tasks and _follows(op, producer, other == stage):
+                yield Arrow(f"{other}{producer}", task)
+
+
+def _follows(op: str, producer: str, same_stage: bool) -> bool:
+    if same_stage:
+        return op in "IB"
+    return op == "F" if producer == "F" else op in "IB"
 
 
 def _bubble(row: Sequence[TimedAction]) -> float:
     return row[-1].end - row[0].start - sum(one.end - one.start for one in row)
 
 
-def _peak(row: Sequence[Action], rank: int, costs: PipelineCosts, limit: float) -> float:
-    used = peak = 0.0
+def _peak(row: Sequence[Action], rank: int, costs: PipelineCosts, n_stages: int) -> float:
+    limit = costs.widened_limit(n_stages)
+    used: float = 0
+    peak: float = 0
     for action in row:
         used += costs.memory(action)
         peak = max(peak, used)
         if used > limit:
             raise ScheduleError(
                 f"{action} takes rank {rank} to a memory of {shown(used)}, above max_mem = "
-                f"{shown(limit)}: use a schedule made for that limit, or raise it",
+                f"{shown(costs.limit(n_stages))}: use a schedule made for that limit, or raise it",
                 action,
             )
     return peak

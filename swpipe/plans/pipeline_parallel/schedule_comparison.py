@@ -1,0 +1,157 @@
+"""Compare pipeline-parallel schedules of one model under the same costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swpipe.core.records import Rows
+from swpipe.plans.pipeline_parallel.action import ScheduleError
+from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
+from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
+from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
+from swpipe.plans.pipeline_parallel.v_order import Objective, VOrders
+from swpipe.plans.pipeline_parallel.v_planner import plan_v_schedule
+from swpipe.plans.pipeline_parallel.v_starts import published_order
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSchedule:
+    """One schedule of a comparison.
+
+    Attributes:
+        name: Such as "1F1B".
+        report: What it costs; None where there is none.
+        note: Why there is none, or that it takes more memory than there is.
+    """
+
+    name: str
+    report: ScheduleReport | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleComparison(Rows):
+    """Schedules of one model, from ``compare_schedules``, in the units of the costs."""
+
+    compared: tuple[ComparedSchedule, ...]
+
+    def __getitem__(self, name: str) -> ComparedSchedule:
+        """The schedule of a name."""
+        return next(one for one in self.compared if one.name == name)
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row per schedule."""
+        rows = []
+        for name, report, note in ((one.name, one.report, one.note) for one in self.compared):
+            rows.append(
+                {
+                    "schedule": name,
+                    "makespan": report.makespan if report else None,
+                    "bubble": report.bubble if report else None,
+                    "peak_memory": max(report.peak_memory) if report else None,
+                    "note": note,
+                }
+            )
+        return rows
+
+    def as_text(self) -> str:
+        return self.format()
+
+    def format(self) -> str:
+        """A table."""
+        from tabulate import tabulate
+
+        rows = [list(record.values()) for record in self.records()]
+        headers = ("schedule", "makespan", "bubble", "peak memory", "note")
+        return tabulate(rows, headers=headers, floatfmt=".10g", missingval="")
+
+
+def compare_schedules(
+    n_stage: int,
+    n_micro: int,
+    costs: PipelineCosts,
+    *,
+    objective: Objective = "makespan",
+    seconds: float = 5.0,
+    seed: int = 0,
+) -> ScheduleComparison:
+    """Compare 1F1B, interleaved 1F1B, ZBV, DualPipe-V, the published V, and a planned one.
+
+    All run one model of 2 * n_stage parts. A stage of 1F1B is two neighbouring parts, with the
+    times and the memory of both.
+
+    Args:
+        n_stage: The number of ranks.
+        n_micro: The number of microbatches.
+        costs: What a part costs: a number, or one per rank, or one per part.
+        objective: As for ``plan_v_schedule``.
+        seconds: For the planned one.
+        seed: For the planned one.
+
+    Raises:
+        ScheduleError: As for ``plan_v_schedule``.
+    """
+    plan = plan_v_schedule(n_stage, n_micro, costs, objective=objective, seconds=seconds, seed=seed)
+
+    def of_torch(order: Any) -> Callable[[], PipelineSchedule]:
+        return lambda: torch_schedule(order, n_stage, n_micro)
+
+    def published() -> PipelineSchedule:
+        orders = VOrders(n_stage, n_micro, costs)
+        order = published_order(orders)
+        if order is None:
+            raise ScheduleError("it finds no schedule in this memory")
+        return orders.schedule_of(order)
+
+    schedules: list[tuple[str, Callable[[], PipelineSchedule], PipelineCosts]] = [
+        ("1F1B", of_torch("1f1b"), _of_two_parts(costs, n_stage)),
+        ("interleaved 1F1B", of_torch("interleaved"), costs),
+        ("ZBV (torch)", of_torch("zbv"), costs),
+        ("DualPipe-V (torch)", of_torch("dualpipev"), costs),
+        ("V (published)", published, costs),
+        ("V (planned)", lambda: plan.schedule, costs),
+    ]
+    limit = costs.limit(2 * n_stage)
+    return ScheduleComparison(
+        tuple(_compared(name, make, its_costs, limit) for name, make, its_costs in schedules)
+    )
+
+
+def _compared(
+    name: str, make: Callable[[], PipelineSchedule], costs: PipelineCosts, limit: float
+) -> ComparedSchedule:
+    try:
+        report = check_schedule(make(), replace(costs, max_mem=math.inf))
+    except ScheduleError as error:
+        return ComparedSchedule(name, None, str(error))
+    over = max(report.peak_memory) > limit
+    return ComparedSchedule(name, report, "more memory than max_mem" if over else "")
+
+
+def _of_two_parts(costs: PipelineCosts, n_ranks: int) -> PipelineCosts:
+    """The costs of stages that are two neighbouring parts each."""
+
+    def times(value: float | Sequence[float]) -> float | Sequence[float]:
+        if not isinstance(value, Sequence):
+            return 2 * value
+        if len(value) == 2 * n_ranks:
+            return [first + second for first, second in _pairs(value)]
+        return [2 * one for one in value]
+
+    return PipelineCosts(
+        times(costs.forward),
+        times(costs.backward),
+        times(costs.weight),
+        costs.hop,
+        2 * costs.f_mem,
+        2 * costs.b_mem,
+        2 * costs.w_mem,
+    )
+
+
+def _pairs(values: Sequence[float]) -> Iterator[tuple[float, float]]:
+    return zip(values[::2], values[1::2], strict=True)

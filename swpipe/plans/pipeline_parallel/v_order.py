@@ -1,0 +1,148 @@
+"""The order of a V as a list of kinds per rank, and how long it takes.
+
+    kind      0 F0   1 F1   2 I0   3 I1   4 W0   5 W1      raw chunks: in the order of the work
+    way       down   up     down   up
+    stage     r      2n-1-r        r      2n-1-r r
+
+The k-th entry of a kind is microbatch k. Nothing is lost by that: where each stage takes its
+microbatches in another order, numbering them as each stage takes them keeps every dependence and
+every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from swpipe.plans.pipeline_parallel.action import Action, Op
+from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
+from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+
+Objective: TypeAlias = Literal["makespan", "bubble"]
+Order: TypeAlias = list[list[int]]
+
+NEEDS = (None, 0, 1, 2, 2, 3)
+"""Kind to the kind of the same microbatch that comes before it on the same rank."""
+
+_OPS: tuple[tuple[Op, int], ...] = (("F", 0), ("F", 1), ("I", 1), ("I", 0), ("W", 1), ("W", 0))
+"""Kind to op and physical chunk."""
+
+
+class OrderTimes(NamedTuple):
+    """When each rank starts and ends, and how long it idles in between.
+
+    Attributes:
+        ends: Per rank.
+        bubbles: Per rank.
+    """
+
+    ends: list[float]
+    bubbles: list[float]
+
+    def values(self, objective: Objective) -> list[float]:
+        """Per rank, what the objective is the maximum of."""
+        return self.ends if objective == "makespan" else self.bubbles
+
+    def value(self, objective: Objective) -> float:
+        """The makespan, or the largest bubble."""
+        return max(self.values(objective))
+
+
+class VOrders:
+    """Times and memory of orders for one job."""
+
+    def __init__(self, n_ranks: int, n_micro: int, costs: PipelineCosts) -> None:
+        self.n_ranks, self.n_micro, self.hop = n_ranks, n_micro, costs.hop
+        placement = [min(s, 2 * n_ranks - 1 - s) for s in range(2 * n_ranks)]
+        self.cost = [
+            [
+                costs.time(Action(self.stage(kind, rank), _OPS[kind][0], 0), placement)
+                for kind in range(6)
+            ]
+            for rank in range(n_ranks)
+        ]
+        self.work = [sum(cost) * n_micro for cost in self.cost]
+        self.memory = [costs.memory(Action(0, op, 0)) for op, _ in _OPS]
+        self.max_mem = costs.widened_limit(2 * n_ranks)
+
+    def stage(self, kind: int, rank: int) -> int:
+        """The stage of a kind on a rank."""
+        return 2 * self.n_ranks - 1 - rank if _OPS[kind][1] else rank
+
+    def times(self, order: Order) -> OrderTimes | None:
+        """As soon as order and inputs allow; None where the order deadlocks."""
+        n, hop = self.n_ranks, self.hop
+        done: list[list[list[float]]] = [[[], [], [], []] for _ in range(n)]
+        position = [0] * n
+        clock: list[float] = [0] * n
+        waiting: list[tuple[list[float], int] | None] = [None] * n
+        ready = list(range(n - 1, -1, -1))
+        while ready:
+            rank = ready.pop()
+            row, own, cost = order[rank], done[rank], self.cost[rank]
+            before = done[rank - 1] if rank else None
+            after = done[rank + 1] if rank < n - 1 else None
+            time = clock[rank]
+            for at in range(position[rank], len(row)):
+                kind = row[at]
+                if kind < 4:
+                    ended, source = own[kind], after if kind % 2 else before
+                    if source is not None:
+                        micro = len(ended)
+                        if micro >= len(source[kind]):
+                            waiting[rank] = (source[kind], micro)
+                            position[rank] = at
+                            break
+                        arrival = source[kind][micro] + hop
+                        if arrival > time:
+                            time = arrival
+                    ended.append(time + cost[kind])
+                time += cost[kind]
+            clock[rank] = time
+            for other in (rank - 1, rank + 1):
+                if 0 <= other < n and (wait := waiting[other]) and len(wait[0]) > wait[1]:
+                    waiting[other] = None
+                    ready.append(other)
+        if any(waiting):
+            return None
+        heads = [done[rank][0][0] - self.cost[rank][0] for rank in range(n)]
+        spans = zip(clock, heads, self.work, strict=True)
+        return OrderTimes(clock, [end - head - work for end, head, work in spans])
+
+    def is_valid(self, row: Sequence[int]) -> bool:
+        """Whether a rank's row keeps the order of each microbatch, and the memory."""
+        counts = [0] * 6
+        used: float = 0
+        for kind in row:
+            counts[kind] += 1
+            need = NEEDS[kind]
+            if need is not None and counts[kind] > counts[need]:
+                return False
+            used += self.memory[kind]
+            if used > self.max_mem:
+                return False
+        return True
+
+    def order_of(self, schedule: PipelineSchedule) -> Order:
+        """The order of a schedule on a V; a B becomes I and W."""
+        kinds = {(op, chunk): kind for kind, (op, chunk) in enumerate(_OPS)}
+        rows = []
+        for rank, actions in enumerate(schedule.rows):
+            row = []
+            for stage, op, _ in actions:
+                chunk = int(stage != rank)
+                row += [kinds["I", chunk], kinds["W", chunk]] if op == "B" else [kinds[op, chunk]]
+            rows.append(row)
+        return rows
+
+    def schedule_of(self, order: Order) -> PipelineSchedule:
+        """The schedule of an order."""
+        rows = []
+        for rank, row in enumerate(order):
+            counts = [0] * 6
+            actions = []
+            for kind in row:
+                actions.append(Action(self.stage(kind, rank), _OPS[kind][0], counts[kind]))
+                counts[kind] += 1
+            rows.append(tuple(actions))
+        return PipelineSchedule(tuple(rows), self.n_micro)

@@ -1,0 +1,184 @@
+"""Plan a zero-bubble V: published, torch's and greedy orders, improved by local search."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+from typing import get_args
+
+from swpipe.core.messages import shown
+from swpipe.errors import InternalError
+from swpipe.plans.pipeline_parallel.action import ScheduleError
+from swpipe.plans.pipeline_parallel.pipeline_costs import (
+    PipelineCosts,
+    is_positive,
+    require_counts,
+)
+from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
+from swpipe.plans.pipeline_parallel.v_bounds import lower_bound
+from swpipe.plans.pipeline_parallel.v_order import Objective, Order, VOrders
+from swpipe.plans.pipeline_parallel.v_search import LocalSearch
+from swpipe.plans.pipeline_parallel.v_starts import published_order, starts, torch_order
+
+_STARTS = 0.4
+"""The share of the time in which starts are tried."""
+
+_MOST_STARTS = 400
+_SEARCHES = 6
+"""How many of the best starts are searched from, in turns."""
+
+_TURN = 50
+"""Moves in one turn of a search."""
+
+_PATIENCE = 3000
+"""Moves without a better order after which a search makes room for another start."""
+
+
+@dataclass(frozen=True, slots=True)
+class VPlan:
+    """A schedule for a V, from ``plan_v_schedule``; times in the unit of the costs.
+
+    Attributes:
+        schedule: The best schedule found.
+        objective: What it is best in: "makespan" or "bubble".
+        value: Its makespan, or its largest bubble.
+        lower_bound: No schedule has a smaller value.
+        published: The value of the published method; None where it finds no schedule in the memory.
+    """
+
+    schedule: PipelineSchedule
+    objective: Objective
+    value: float
+    lower_bound: float
+    published: float | None
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the schedule is proved to be the best."""
+        return is_at(self.value, self.lower_bound)
+
+
+def is_at(value: float, bound: float) -> bool:
+    """Whether a value has reached its lower bound, but for the rounding of floats."""
+    return value <= bound or math.isclose(value, bound, rel_tol=1e-9)
+
+
+def plan_v_schedule(
+    n_stage: int,
+    n_micro: int,
+    costs: PipelineCosts,
+    *,
+    objective: Objective = "makespan",
+    seconds: float = 5.0,
+    seed: int = 0,
+) -> VPlan:
+    """Plan a schedule of two chunks per rank, in a V.
+
+    It is never worse than the published method, which is ``PipelineGraph``, or than torch's ZBV
+    where that fits the memory.
+
+    Args:
+        n_stage: The number of ranks: stages in the sense of ``PipelineGraph``.
+        n_micro: The number of microbatches.
+        costs: What the passes cost. Every ``max_mem`` from 2 * f_mem on has a schedule.
+        objective: "makespan": the step's time where a collective joins the ranks between steps,
+            such as the clipping of gradients. "bubble": the largest idle time of a rank between
+            its first start and its last end, where no collective does.
+        seconds: How long to search, if the lower bound is not reached before; the published method
+            and torch's order are tried in any case.
+        seed: Of the search.
+
+    Raises:
+        ScheduleError: A size or cost makes no sense, or ``max_mem`` is below 2 * f_mem.
+    """
+    began = time.monotonic()
+    _require_sense(n_stage, n_micro, costs, objective, seconds)
+    orders = VOrders(n_stage, n_micro, costs)
+    pool = _Pool(orders, objective, Random(seed))
+    published = pool.add(published_order(orders))
+    pool.add(torch_order(orders))
+    further = starts(orders, pool.rng)
+    if not pool.found:
+        pool.add(next(further))
+    checking = time.monotonic()
+    pool.checked(costs)
+    deadline = began + seconds - (time.monotonic() - checking)
+    for order in islice(further, _MOST_STARTS):
+        if pool.is_at_bound or time.monotonic() > began + _STARTS * seconds:
+            break
+        pool.add(order)
+    pool.improve(further, deadline)
+    return VPlan(pool.checked(costs), objective, pool.value, pool.bound, published)
+
+
+class _Pool:
+    """The orders found so far, and the searches from the best of them."""
+
+    def __init__(self, orders: VOrders, objective: Objective, rng: Random) -> None:
+        self.orders, self.objective, self.rng = orders, objective, rng
+        self.bound = lower_bound(orders, objective)
+        self.found: list[tuple[float, Order]] = []
+
+    @property
+    def value(self) -> float:
+        """Of the best order."""
+        return self.found[0][0]
+
+    @property
+    def is_at_bound(self) -> bool:
+        """Whether nothing can be better."""
+        return is_at(self.value, self.bound)
+
+    def add(self, order: Order | None) -> float | None:
+        """Time an order, and keep it if it is one of the best; gives its value."""
+        times = None if order is None else self.orders.times(order)
+        if order is None or times is None:
+            return None
+        value = times.value(self.objective)
+        if all(order != other for _, other in self.found):
+            self.found = sorted([*self.found, (value, order)], key=lambda one: one[0])[:_SEARCHES]
+        return value
+
+    def improve(self, further: Iterator[Order], deadline: float) -> None:
+        """Search from each order in turns; one that gets no better makes room for another start."""
+        searches = [self._search(order) for _, order in self.found]
+        while not self.is_at_bound and time.monotonic() < deadline:
+            for place, search in enumerate(searches):
+                before = search.value
+                for _ in range(_TURN):
+                    search.move()
+                    if search.value < self.value:
+                        self.found.insert(0, (search.value, search.order))
+                    if self.is_at_bound or time.monotonic() >= deadline:
+                        return
+                if search.value == before and search.idle_moves >= _PATIENCE:
+                    searches[place] = self._search(next(further))
+
+    def _search(self, order: Order) -> LocalSearch:
+        return LocalSearch(self.orders, self.objective, order, self.rng)
+
+    def checked(self, costs: PipelineCosts) -> PipelineSchedule:
+        """The best schedule, as the checker agrees, which shares no code with the search."""
+        schedule = self.orders.schedule_of(self.found[0][1])
+        report = check_schedule(schedule, costs)
+        value = report.makespan if self.objective == "makespan" else report.bubble
+        if not math.isclose(value, self.value, rel_tol=1e-9, abs_tol=1e-9 * report.makespan):
+            raise InternalError(f"a schedule has the {self.objective} {value}, not {self.value}")
+        return schedule
+
+
+def _require_sense(
+    n_stage: int, n_micro: int, costs: PipelineCosts, objective: Objective, seconds: float
+) -> None:
+    require_counts({"n_stage": n_stage, "n_micro": n_micro})
+    costs.require(n_stage, 2 * n_stage)
+    costs.require_room()
+    if objective not in get_args(Objective):
+        raise ScheduleError(f"objective is {shown(objective)}: makespan or bubble")
+    if not is_positive(seconds):
+        raise ScheduleError(f"seconds is {shown(seconds)}: a number above 0")
