@@ -17,6 +17,7 @@ from tests.bench import (
     layer_overlap,
     make,
     memory,
+    pipeline_parallel,
     predict,
     profiler,
     serial,
@@ -258,3 +259,10 @@ def test_the_verdict_is_that_of_the_median(ratio: float, bar: float | None, verd
     row = Row("what", "ours", "theirs", Spread(ratio, 0.0, 99.0), bar)
     assert row.verdict == verdict
     assert table([row]).splitlines()[-1].endswith(verdict)
+
+
+@pytest.mark.slow
+def test_pipeline_schedules_are_compared() -> None:
+    """Two ratios with bars, and a prediction of each contender."""
+    rows = pipeline_parallel.rows(rounds=1, scale=0.05, seconds=0.1)
+    assert [row.bar for row in rows] == [0.9, 1.05, None, None, None]
