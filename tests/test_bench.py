@@ -14,8 +14,10 @@ from tests.bench import (
     extras,
     gpu,
     interval,
+    layer_overlap,
     make,
     memory,
+    pipeline_parallel,
     predict,
     profiler,
     serial,
@@ -24,6 +26,7 @@ from tests.bench import (
 )
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import GroupQueues, TaskQueues
+from tests.support.ranks import Ranks
 
 
 def sums(*, carried: bool = True) -> PipelinePlan:
@@ -215,6 +218,17 @@ def test_streams_run() -> None:
     assert [row.bar for row in streams.rows(rounds=1, periods=1)] == [None, None]
 
 
+def test_layers_overlap_in_both_ways_to_run_them(two_ranks: Ranks) -> None:
+    """The same bits; and the bound is that of a forward, periods of both, and a backward."""
+    for measured in two_ranks.run(layer_overlap.on_rank, 1, 16, 1):
+        assert measured.same
+        assert len(measured.serial_ms) == len(measured.overlapped_ms) == 1
+    work_ms = {"f": 10.0, "b": 20.0, "dw": 5.0}
+    made = layer_overlap.Measured(1, [], [], work_ms, same=True)
+    assert made.serial_bound_ms == 8 * (10 + 20 + 60 + 40)
+    assert made.bound_ms == (10 + 60) + 7 * (10 + 60) + (20 - 5 + 40)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_gpu_bench_says_that_it_skips(capsys: pytest.CaptureFixture[str]) -> None:
     """Without CUDA it is no failure, and no silence either."""
@@ -253,3 +267,10 @@ def test_the_verdict_is_that_of_the_median(ratio: float, bar: float | None, verd
     row = Row("what", "ours", "theirs", Spread(ratio, 0.0, 99.0), bar)
     assert row.verdict == verdict
     assert table([row]).splitlines()[-1].endswith(verdict)
+
+
+@pytest.mark.slow
+def test_pipeline_schedules_are_compared() -> None:
+    """Two ratios with bars, and a prediction of each contender."""
+    rows = pipeline_parallel.rows(rounds=1, scale=0.05, seconds=0.1)
+    assert [row.bar for row in rows] == [0.9, 1.05, None, None, None]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask, TaskFn
@@ -36,6 +37,7 @@ class Side:
     Attributes:
         layers: The plans of its layers.
         value: What forward or backward begins with.
+        inputs: Tensors that its steps read besides, made by the caller.
         chunk: The plan of its chunk; None for layers alone.
         before: Called before all else.
         after: Called with the value after the layers.
@@ -44,6 +46,7 @@ class Side:
     layers: Sequence[Any]
     value: Any
     chunk: Any = None
+    inputs: Sequence[Tensor | None] = ()
     before: Callable[[], object] | None = None
     after: Callable[[Any], object] | None = None
 

@@ -35,7 +35,7 @@ from swpipe.tasks.transformer.layer_nodes import ExchangeNode, PostProcessNode, 
 from swpipe.tasks.transformer.layer_runs import Side, run_steps
 from swpipe.tasks.transformer.layer_streams import LayerStream, device_of
 from swpipe.tasks.transformer.mtp_layer import MultiTokenPredictionLayer
-from swpipe.tasks.transformer.schedule_node import NoopScheduleNode
+from swpipe.tasks.transformer.schedule_node import NoopScheduleNode, used_here
 from swpipe.tasks.transformer.token_exchange import PendingExchange
 
 Layer = TransformerLayer | MultiTokenPredictionLayer
@@ -243,6 +243,8 @@ def _experts(layer: TransformerLayer, node: TransformerLayerNode, rows: Tensor) 
 def _merge(layer: TransformerLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
     taken = vars(node.layer_state)
     hidden, weights, shared = (taken.pop(name) for name in ("hidden", "weights", "shared"))
+    for tensor in (hidden, weights, shared, taken["routing"].order):  # made on another stream
+        used_here(tensor)
     return layer.merge(rows, weights, shared, hidden, taken["routing"])
 
 

@@ -1,0 +1,129 @@
+"""Layer schedules on streams: the same bits as on one stream, however late the streams are."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe.tasks.transformer import (
+    GPTModel,
+    TransformerConfig,
+    TransformerModelChunkSchedulePlan,
+    get_comm_stream,
+    set_streams,
+    training_pipeline,
+)
+from tests import backend
+from tests.accelerator.work import DEVICE, SIMULATED
+
+run = TransformerModelChunkSchedulePlan.run
+NUMBERS = range(4)
+
+
+def model() -> GPTModel:
+    """Two layers of experts, and one for multi-token prediction."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=32,
+        max_sequence_length=8,
+        layer_types=("moe", "moe"),
+        num_experts=4,
+        moe_router_topk=2,
+        moe_shared_expert_size=24,
+        mtp_num_layers=1,
+        delay_wgrad_compute=True,
+    )
+    return GPTModel(config, device=DEVICE)
+
+
+def microbatch(number: int) -> dict[str, Tensor]:
+    """Two sequences of eight tokens."""
+    drawn = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    return {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+
+
+def trained_by_pairs(of: GPTModel) -> list[Tensor]:
+    """Outputs, by ``run``, and gradients; on the host."""
+    grad = torch.full((2, 8), 1 / 16, device=DEVICE)
+    outputs, before = [], None
+    for plan in [*(of.build_schedule_plan(**microbatch(n)) for n in NUMBERS), None]:
+        outputs.append(run(plan, before, None if before is None else grad))
+        before = plan
+    return on_host(of, outputs[:-1])
+
+
+def trained_by_plan(of: GPTModel, serially: bool = False) -> list[Tensor]:
+    """Losses and gradients of a pipeline; on the host."""
+    with training_pipeline(of) as pipe:
+        batches = map(microbatch, NUMBERS)
+        if serially:
+            losses = [pipe.run_one_serial_iter(batch).loss for batch in batches]
+        else:
+            losses = [ctx.loss for ctx in pipe.iterate(batches)]
+        return on_host(of, losses)
+
+
+def trained_by_nodes(of: GPTModel) -> list[Tensor]:
+    """The same by calling each node, which runs on its own stream."""
+    outputs = []
+    for number in NUMBERS:
+        plan = of.build_schedule_plan(**microbatch(number))
+        plan.record_current_stream()
+        value: Any = plan.pre_process.forward()
+        for layer in plan.layers:
+            for node in layer.nodes:
+                value = node.forward(value)
+        outputs.append(plan.post_process.forward(value).detach())
+        value = plan.post_process.backward(torch.full((2, 8), 1 / 16, device=DEVICE))
+        for layer in reversed(plan.layers):
+            for node in reversed(layer.nodes):
+                value = node.backward(value)
+                node.backward_dw()
+        plan.pre_process.backward(value)
+        plan.wait_current_stream()
+    return on_host(of, outputs)
+
+
+def on_host(of: GPTModel, outputs: list[Any]) -> list[Tensor]:
+    """Outputs and gradients."""
+    gradients = [p.grad for p in of.parameters() if p.grad is not None]
+    assert len(gradients) == len(list(of.parameters()))
+    found = [tensor.detach().cpu() for tensor in (*outputs, *gradients)]
+    torch.accelerator.synchronize()
+    return found
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether all bits are."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def misbehaving() -> AbstractContextManager[object]:
+    """Streams that are late, and freed memory that is overwritten at once, where possible."""
+    return backend.misbehaving(late_streams=200.0, poison=True) if SIMULATED else nullcontext()
+
+
+@pytest.mark.parametrize("own_stream", [False, True], ids=["caller's", "own"])
+def test_streams_change_nothing(own_stream: bool, deterministic: None) -> None:
+    """By pairs, by the training plan and node by node; computing on the caller's stream or one."""
+    expected = trained_by_plan(model(), serially=True)
+    outputs, gradients = expected[: len(NUMBERS)], expected[len(NUMBERS) :]
+    set_streams(torch.Stream(device=DEVICE) if own_stream else None)
+    try:
+        assert get_comm_stream() is not None
+        with misbehaving():
+            by_pairs = trained_by_pairs(model())
+            by_nodes = trained_by_nodes(model())
+            by_plan = trained_by_plan(model())
+    finally:
+        set_streams()
+    assert equal(by_plan, expected)
+    for found in (by_pairs, by_nodes):
+        assert equal([one.mean() for one in found[: len(NUMBERS)]], outputs), found is by_pairs
+        assert equal(found[len(NUMBERS) :], gradients)
