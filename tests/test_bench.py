@@ -22,6 +22,7 @@ from tests.bench import (
     profiler,
     serial,
     streams,
+    v_schedule,
 )
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import GroupQueues, TaskQueues
@@ -136,6 +137,13 @@ def test_dispatch_runs() -> None:
 def test_making_a_pipeline_is_timed() -> None:
     """A thousand tasks have a bar."""
     assert [row.bar for row in make.rows(rounds=1)] == [None, 1.0]
+
+
+def test_the_generator_of_schedules_is_measured() -> None:
+    """Against its bar in seconds, and beside torch's class."""
+    rows = v_schedule.rows(rounds=1, n=2, m=4)
+    assert [(row.bar, row.missed) for row in rows] == [(1.0, False), (None, False)]
+    assert "torch's ZBV" in rows[1].beside
 
 
 @pytest.mark.parametrize("name", data_bound.OTHERS)

@@ -36,6 +36,7 @@ from tests.bench import (
     soak,
     sparse_dist,
     streams,
+    v_schedule,
 )
 from tests.bench.measure import Row, report, sharpen_timers
 
@@ -44,6 +45,7 @@ PARTS = {
     for part in (
         dispatch,
         make,
+        v_schedule,
         interval,
         data_bound,
         loader,
