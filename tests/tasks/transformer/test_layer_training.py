@@ -57,6 +57,17 @@ def test_a_plan_without_its_dependences_is_refused() -> None:
         verify(replace(plan, deps=(), order=plan.order[::-1]), training_tasks(of))
 
 
+def test_a_shared_parameter_is_added_to_in_the_order_of_microbatches() -> None:
+    """Which no thread keeps by itself where one of its steps has another thread."""
+    of = model("moe", **SHARING)
+    plan = training_plan(of)
+    apart = replace(plan.schedule["b.pre_process"], thread_group="embedding")
+    plan = replace(plan, schedule={**plan.schedule, "b.pre_process": apart})
+    verify(plan, training_tasks(of))
+    with pytest.raises(PlanError, match="shared gradients"):
+        verify(replace(plan, cross_iter_deps=()), training_tasks(of))
+
+
 def test_a_recorded_run_has_the_order_of_the_seed_on_both_streams() -> None:
     """In a period in the middle: which tasks ran, by the stream that the plan gives them."""
     of = model("moe", "moe", **DELAYED)
