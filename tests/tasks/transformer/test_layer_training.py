@@ -58,11 +58,12 @@ def test_a_plan_without_its_dependences_is_refused() -> None:
 
 
 def test_a_shared_parameter_is_added_to_in_the_order_of_microbatches() -> None:
-    """Which no thread keeps by itself where one of its steps has another thread."""
+    """Which no thread keeps by itself where the last of its steps has another thread."""
     of = model("moe", **SHARING)
     plan = training_plan(of)
-    apart = replace(plan.schedule["b.pre_process"], thread_group="embedding")
-    plan = replace(plan, schedule={**plan.schedule, "b.pre_process": apart})
+    last = ("b.pre_process", "b.end")
+    apart = {name: replace(plan.schedule[name], thread_group="embedding") for name in last}
+    plan = replace(plan, schedule={**plan.schedule, **apart})
     verify(plan, training_tasks(of))
     with pytest.raises(PlanError, match="shared gradients"):
         verify(replace(plan, cross_iter_deps=()), training_tasks(of))
