@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
 
@@ -17,7 +17,6 @@ from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.mode import checked_mode
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
-from swpipe._engine.program_text import format_program
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.serial import SerialLane
 from swpipe._engine.waiting import Host
@@ -33,9 +32,9 @@ from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
 from swpipe.report import RunReport, TimedPulls, run_to_end
 from swpipe.shortcut import Shortcuts
-from swpipe.trace import Trace
-from swpipe.trace.perfetto import arrows_of
-from swpipe.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from swpipe.trace import Trace
 
 
 class SWPipeline(Generic[C]):
@@ -269,7 +268,8 @@ class SWPipeline(Generic[C]):
         """
         driver = self._driver
         with driver:
-            driver.refuse_in_flight("running serially")
+            if driver.run is not None:
+                driver.refuse_in_flight("running serially")
             number = driver.next_iteration if iter_idx is None else iter_idx
             driver.lost = f"iteration {number} was run serially, and has failed"
             ctx, driver.lost = self._serial.run(driver.engine, self.context(batch, number)), ""
@@ -363,22 +363,14 @@ class SWPipeline(Generic[C]):
         """Call ``observer`` around every task that runs within the block; several may observe."""
         return self._observers.adding(observer)
 
-    @contextmanager
-    def trace(self, last: int | None = None) -> Iterator[Trace]:
+    def trace(self, last: int | None = None) -> AbstractContextManager[Trace]:
         """Record when each task runs, and where, within the block.
 
         With ``last``, 1 or more, only so many iterations are kept, in bounded memory.
         """
-        if last is not None and last < 1:
-            raise ValueError(f"last is {last}: keep 1 iteration or more, or None for all")
-        engine = self._driver.engine
-        recorder = Recorder(engine.program, self.device, engine.streams, last)
-        trace = Trace(arrows=arrows_of(self._resolved), origin_ns=recorder.origin_ns)
-        try:
-            with self.observe(recorder):
-                yield trace
-        finally:
-            trace.spans = recorder.finish()
+        from swpipe.trace.recorder import traced
+
+        return traced(self._driver.engine, self._resolved, last, self.observe)
 
     def check_idle(self, purpose: str) -> None:
         """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
@@ -420,6 +412,8 @@ class SWPipeline(Generic[C]):
 
         If ``streams`` is None, the program is that for the pipeline's own device.
         """
+        from swpipe._engine.program_text import format_program
+
         streams = self.device.has_streams if streams is None else streams
         return format_program(compile_plan(self._resolved, streams=streams))
 

@@ -44,19 +44,26 @@ def run_to_end(
         loader: Where the batches come from; its length, if it has one, is the progress bar's.
         label: The progress bar's label; None for no bar.
     """
+    iterations = 0
+    begin = time.perf_counter()
+    for ctx in contexts if label is None else _with_bar(contexts, loader, label):
+        del ctx  # the loop's variable would keep it through the next iteration
+        iterations += 1
+    device.synchronize()
+    return RunReport(iterations, time.perf_counter() - begin)
+
+
+def _with_bar(
+    contexts: Iterator[TypedContext], loader: Iterable[Any], label: str
+) -> Iterator[None]:
     from tqdm import tqdm
 
     total = len(loader) if isinstance(loader, Sized) else None
-    iterations = 0
-    with tqdm(desc=label, total=total, unit="step", disable=label is None) as bar:
-        begin = time.perf_counter()
+    with tqdm(desc=label, total=total, unit="step") as bar:
         for ctx in contexts:
-            del ctx  # the loop's variable would keep it through the next iteration
-            iterations += 1
-            if label is not None:
-                bar.update()
-    device.synchronize()
-    return RunReport(iterations, time.perf_counter() - begin)
+            del ctx
+            bar.update()
+            yield
 
 
 class TimedPulls(Iterator[Any]):

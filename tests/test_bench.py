@@ -17,10 +17,12 @@ from tests.bench import (
     layer_overlap,
     make,
     memory,
+    pipeline_parallel,
     predict,
     profiler,
     serial,
     streams,
+    v_schedule,
 )
 from tests.bench.measure import Row, Spread, interleaved, ratios, table
 from tests.bench.standin import GroupQueues, TaskQueues
@@ -135,6 +137,13 @@ def test_dispatch_runs() -> None:
 def test_making_a_pipeline_is_timed() -> None:
     """A thousand tasks have a bar."""
     assert [row.bar for row in make.rows(rounds=1)] == [None, 1.0]
+
+
+def test_the_generator_of_schedules_is_measured() -> None:
+    """Against its bar in seconds, and beside torch's class."""
+    rows = v_schedule.rows(rounds=1, n=2, m=4)
+    assert [(row.bar, row.missed) for row in rows] == [(1.0, False), (None, False)]
+    assert "torch's ZBV" in rows[1].beside
 
 
 @pytest.mark.parametrize("name", data_bound.OTHERS)
@@ -258,3 +267,10 @@ def test_the_verdict_is_that_of_the_median(ratio: float, bar: float | None, verd
     row = Row("what", "ours", "theirs", Spread(ratio, 0.0, 99.0), bar)
     assert row.verdict == verdict
     assert table([row]).splitlines()[-1].endswith(verdict)
+
+
+@pytest.mark.slow
+def test_pipeline_schedules_are_compared() -> None:
+    """Two ratios with bars, and a prediction of each contender."""
+    rows = pipeline_parallel.rows(rounds=1, scale=0.05, seconds=0.1)
+    assert [row.bar for row in rows] == [0.9, 1.05, None, None, None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from swpipe.plans.sparse_dist import EMBED
-from tests.bench import __main__ as bench
 from tests.bench import soak, sparse_dist
 from tests.bench.contest import Contest, contest
 from tests.bench.dlrm import TINY
@@ -85,9 +84,3 @@ def test_a_short_soak_loses_no_batch(two_ranks: Ranks) -> None:
         assert done.steps == done.pulled >= 120
         assert done.finite
         assert min(done.switches, done.detached, done.ends, done.left) > 0
-
-
-def test_sections_are_known_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """Another name is refused with those that there are."""
-    assert bench.main(["nonsense"]) == 2
-    assert "sparse_dist" in capsys.readouterr().out

@@ -30,6 +30,9 @@ from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
 from swpipe.device import Event
 
+_NOT_PULLED = TypedContext(None, -1)
+"""The context of an iteration that is admitted, before its batch is pulled."""
+
 
 class Admission:
     """Admits the iterations of one run.
@@ -53,6 +56,7 @@ class Admission:
         self.state: TorchState | None = None
         self.variables: Context | None = None
         self._iterations = iterations
+        self._has_streams = iterations.engine.device.has_streams
         self._sources: list[Event | None] = [None] * iterations.depth
         engine = iterations.engine
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
@@ -71,17 +75,18 @@ class Admission:
         self._pull(i)
 
     def _admit(self, i: int) -> None:
-        iterations, engine = self._iterations, self._iterations.engine
-        before = engine.ends.get((iterations.first + i) % iterations.depth)
-        if before is not None:
-            self._await_device(before)
-        empty = TypedContext(None, iterations.first + i)
-        iterations.slots[i % iterations.depth] = InFlight(empty, self.state, self.variables, None)
+        iterations = self._iterations
+        if self._has_streams:
+            before = iterations.engine.ends.get((iterations.first + i) % iterations.depth)
+            if before is not None:
+                self._await_device(before)
+        admitted = InFlight(_NOT_PULLED, self.state, self.variables, None)
+        iterations.slots[i % iterations.depth] = admitted
 
     def _pull(self, i: int) -> None:
-        iterations, device = self._iterations, self._iterations.engine.device
-        if device.has_streams:
-            device.make_current(iterations.caller_stream)
+        iterations = self._iterations
+        if self._has_streams:
+            iterations.engine.device.make_current(iterations.caller_stream)
         try:
             if self._has_random_tasks or this_thread.access is not None:
                 with iterations.generators.exclusive():
@@ -97,12 +102,17 @@ class Admission:
             self._check = None
         iteration: InFlight = iterations.slots[i % iterations.depth]
         iteration.ctx = iterations.engine.context(batch, iterations.first + i)
+        if self._has_streams:
+            self._mark_source(i, iteration)
+        self.admitted += 1
+
+    def _mark_source(self, i: int, iteration: InFlight) -> None:
+        iterations, device = self._iterations, self._iterations.engine.device
         if device.holds_work(vars(iteration.ctx)):  # the batch, and what the class may add
             # Only then: to wait for the caller's stream is to wait for all the work queued on it.
             source = self._sources[i % iterations.depth] or device.new_event()
             self._sources[i % iterations.depth] = iteration.source = source
             source.record(iterations.caller_stream)
-        self.admitted += 1
 
     def _await_device(self, event: Event) -> None:
         """Keep the host from running further ahead of the device than ``depth`` iterations."""

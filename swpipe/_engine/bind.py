@@ -74,9 +74,13 @@ def _checked(
     iterations: InFlightIterations, check: TaskCheck, task: PipelineTask, step: Step
 ) -> Step:
     slots, depth = iterations.slots, iterations.depth
+    until = check.until(task) - iterations.first
 
     def checked(i: int) -> None:
-        with check.watching(task, slots[i % depth].ctx):
+        if i < until:
+            with check.watching(task, slots[i % depth].ctx):
+                step(i)
+        else:
             step(i)
 
     return checked

@@ -294,11 +294,12 @@ class Driver(Generic[C]):
 
     def _prepared(self, iterator: Iterator[Any]) -> Run:
         """The run over this iterator, ready to be advanced by the calling thread."""
-        if self.run is not None and self.run.admission.iterator is not iterator:
+        run = self.run
+        if run is None or run.admission.iterator is not iterator:
             self._end_idle()
-        run = self.run or self._begin(iterator)
-        if run.admission.iterator is not iterator:
-            raise self._mixed(run, iterator)
+            run = self.run or self._begin(iterator)
+            if run.admission.iterator is not iterator:
+                raise self._mixed(run, iterator)
         if run.draining:
             raise RuntimeError("drain() was interrupted: call it again before anything else")
         run.read_callers_settings()

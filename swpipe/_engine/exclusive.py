@@ -6,8 +6,9 @@
 
 A holder counts only while its frame is executed. An exception that arrives between
 entering and leaving (Ctrl-C) can thus not lock a pipeline: the next call finds a frame that is no
-longer executed, and takes over. The lock is reentrant, since a signal handler may come in between,
-and nothing waits while holding it.
+longer executed, and takes over. The first operation of a dictionary decides between two that enter
+at once. Only who takes over needs a lock: it is reentrant, since a signal handler may come in
+between, and nothing waits while holding it.
 
 What watches a task is a mode of torch's on its thread. An interrupt can keep it there, after the
 task; so a call that leaves takes away what it has left on the caller's thread.
@@ -52,7 +53,7 @@ class ExclusiveAccess:
     def __init__(self) -> None:
         self._open_after: int | None = _forks  # of how many forks; None once closed
         self._made_after = _forks
-        self._holder: tuple[FrameType, int] | None = None
+        self._holders: dict[str, tuple[FrameType, int]] = {}  # one at most
         self._modes = 0  # of torch's dispatch, on the caller's thread, when the call began
         self._lock = threading.RLock()
 
@@ -72,16 +73,14 @@ class ExclusiveAccess:
 
     def enter(self, frame: FrameType) -> None:
         """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
-        entered = False
-        with self._lock:
-            if self._holder is None or self.holder() is None:
-                self._holder = (frame, threading.get_ident())
-                self._modes = torch._C._len_torch_dispatch_stack()
-                entered = True
+        mine = frame, threading.get_ident()
+        entered = self._holders.setdefault("call", mine) is mine or self._take_over(mine)
+        if entered:
+            self._modes = torch._C._len_torch_dispatch_stack()
         # After the holder is set: either close() sees this call, or this call sees that it closed.
         if self._open_after != _forks:
             if entered:
-                self._holder = None
+                self._holders.clear()
             raise RuntimeError(FORKED if self.forked else CLOSED)
         if not entered:
             raise RuntimeError(
@@ -91,20 +90,30 @@ class ExclusiveAccess:
 
     def enter_to_close(self, frame: FrameType) -> bool:
         """Begin a call though the pipeline is closed; False while another is under way."""
+        mine = frame, threading.get_ident()
+        if self._holders.setdefault("call", mine) is mine or self._take_over(mine):
+            self._modes = torch._C._len_torch_dispatch_stack()
+            return True
+        return False
+
+    def _take_over(self, mine: tuple[FrameType, int]) -> bool:
+        """Enter in the place of a call that was cut short; False while one is under way."""
+        holder = self._holders.get("call")
+        if holder is not None and is_executed(holder[0]):
+            return False
         with self._lock:
-            if self.holder() is None:
-                self._holder = (frame, threading.get_ident())
-                self._modes = torch._C._len_torch_dispatch_stack()
-            return self._holder is not None and self._holder[0] is frame
+            if holder is not None and self._holders.get("call") is holder:
+                del self._holders["call"]
+        return self._holders.setdefault("call", mine) is mine
 
     def leave(self) -> bool:
         """End the call; whether the pipeline is still open."""
         while (count := torch._C._len_torch_dispatch_stack()) > self._modes and only_watches(count):
             torch._C._pop_torch_dispatch_stack(None)
-        self._holder = None
+        self._holders.clear()
         return self._open_after == _forks
 
     def holder(self) -> int | None:
         """The thread, by ``ident``, of the call that is under way; None if there is none."""
-        holder = self._holder
+        holder = self._holders.get("call")
         return holder[1] if holder is not None and is_executed(holder[0]) else None

@@ -28,6 +28,9 @@ FOREVER = sys.maxsize
 class TaskCheck(Protocol):
     """Checks what tasks touch."""
 
+    def until(self, task: PipelineTask) -> int:
+        """The first iteration from which on a task is not watched any more."""
+
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
         """Watch a task that runs within the block."""
 

@@ -183,20 +183,21 @@ class Run:
         retired in the same period, the next call does.
         """
         self.in_call = True
+        lane = self.lanes[0]
         self.driver["thread"] = threading.get_ident()
         try:
             try:
                 device = self.engine.device
                 if device.has_streams:
                     with device.on(self.iterations.caller_stream):
-                        self._run_period(self.lanes[0], self.period)
+                        self._run_period(lane, self.period)
                 else:
-                    self._run_period(self.lanes[0], self.period)
+                    self._run_period(lane, self.period)
                 self.period += 1
             finally:
                 self._leave()
         except BaseException as error:
-            self.fail(error, self.lanes[0])
+            self.fail(error, lane)
             # With a context to hand out, the next call raises it; but once closed, there is none.
             if self._goes_first(error) and (self._handed_out is None or self.failure is None):
                 raise
@@ -231,22 +232,23 @@ class Run:
 
     def _run_period(self, lane: LaneRunner, period: int) -> None:
         lane.period = period
+        iterations = self.iterations
         observers = self.engine.observers()
-        base = period * lane.size
+        passed = period * lane.size
         ops = lane.observed_ops if observers else lane.ops
         for position, (waits, stage, step, publish, ins) in enumerate(ops):
             lane.position = position
-            if observers:
-                for observer in observers:
-                    observer.arrive(ins, self.iterations.first + period - stage)
+            i = period - stage
+            for observer in observers:
+                observer.arrive(ins, iterations.first + i)
             for progress, size, offset in waits:
                 progress.wait(period * size + offset)  # (1)
-            if 0 <= period - stage < self.iterations.total:
+            if 0 <= i < iterations.total:
                 if self.stopping:
                     raise Cancelled
-                step(period - stage)
+                step(i)
             if publish:
-                lane.progress.advance(base + position + 1)
+                lane.progress.advance(passed + position + 1)
 
     def _work(self, lane: LaneRunner) -> None:
         last_stage = self.engine.program.depth - 1  # that of <retire>

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from swpipe._distributed.rank_checks import tell_failure
 from swpipe._engine.iterations import Engine
-from swpipe._engine.observers import observing
+from swpipe._engine.observers import Observer, observing
 from swpipe._engine.program import Instruction, compile_plan
 from swpipe._engine.resets import reset_states
 from swpipe.core.context import C, TypedContext
@@ -30,17 +30,13 @@ class SerialLane:
         Raises:
             BaseException: Whatever a task raised, with a note of where.
         """
-        observers, device = engine.observers(), engine.device
+        observers, has_streams = engine.observers(), engine.device.has_streams
         for task in self._tasks:
             try:
-                with device.on(device.current_stream()):
-                    if observers or task.random:
-                        ins, i = self._instructions[task.name], ctx.iter_idx
-                        seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
-                        with seeded, observing(observers, ins, i):
-                            _call(engine, task, ctx)
-                    else:
-                        _call(engine, task, ctx)
+                if observers or has_streams or task.random:
+                    self._run_within(engine, observers, task, ctx)
+                else:
+                    _call(engine, task, ctx)
             except BaseException as error:
                 place = f"at task {task.name!r}, iteration {ctx.iter_idx}, serially"
                 add_note(error, f"swpipe: {place}")
@@ -48,6 +44,16 @@ class SerialLane:
                 tell_failure(error)
                 raise
         return ctx
+
+    def _run_within(
+        self, engine: Engine, observers: Sequence[Observer], task: PipelineTask, ctx: TypedContext
+    ) -> None:
+        """Run a task on the caller's stream, observed, or with its seed."""
+        device, i = engine.device, ctx.iter_idx
+        seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
+        observed = observing(observers, self._instructions[task.name], i)
+        with device.on(device.current_stream()), seeded, observed:
+            _call(engine, task, ctx)
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:

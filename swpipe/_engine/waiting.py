@@ -63,8 +63,9 @@ class ProgressCounter:
         Raises:
             Cancelled: ``cancel`` was called before it did.
         """
-        while not self.reaches(count, WAKE_S):
-            pass  # an exception that a signal raised just before the sleep is seen now
+        while self.count < count:
+            # An exception that a signal raised just before the sleep is seen between two.
+            self.reaches(count, WAKE_S)
 
     def reaches(self, count: int, timeout_s: float) -> bool:
         """The same, for one sleep of ``timeout_s`` at most; whether it has reached ``count``."""
@@ -92,8 +93,10 @@ class ProgressCounter:
             if target <= count:
                 try:
                     gate.release()
-                except RuntimeError:  # it was woken, and has not left yet
+                except RuntimeError:  # another thread has just woken it
                     continue
+                # Until it runs again, which may take long, further calls need not wake it.
+                self._waiters.pop(gate, None)
 
 
 class HostThread(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +53,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield Path(path)
         return
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".swpipe-{secrets.token_hex(8)}{target.suffix}")
+    temporary = target.with_name(f".swpipe-{os.urandom(8).hex()}{target.suffix}")
     try:
         temporary.touch(exist_ok=False)  # with the permissions that the umask leaves
         if target.exists():

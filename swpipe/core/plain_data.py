@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -26,6 +25,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise _unreadable(f"a key has more than {_MOST_DOTS} dots")
     if re.search(rf"0[xob][\da-fA-F_]{{{MOST_CHARACTERS}}}", text):  # int() limits decimals only
         raise _unreadable(f"a number has more than {MOST_CHARACTERS} digits")
+    import tomllib
+
     data: dict[str, Any] = _parsed(tomllib.loads, tomllib.TOMLDecodeError, text)
     return data
 

@@ -152,7 +152,9 @@ class EffectCheck:
 
     def make_context(self, batch: Any, iteration: int) -> TypedContext:
         """The context of an iteration, of a class that records if all tasks are watched."""
-        return (self._recorded if iteration in self.every else self.context)(batch, iteration)
+        if iteration < self.every.until and iteration in self.every:
+            return self._recorded(batch, iteration)
+        return self.context(batch, iteration)
 
     def keeps(self, place: WatchedPlace, first: str, then: str, distance: int) -> bool:
         """Whether every interleaving has ``first`` before ``then``, ``distance`` iterations on."""
@@ -259,6 +261,10 @@ class RunCheck:
     def _parameters(self) -> list[Tensor]:
         reached = reachable_items(self._check.tasks).tensors.values()
         return [one for one in reached if one.requires_grad and one.is_leaf]
+
+    def until(self, task: PipelineTask) -> int:
+        """The first iteration from which on a task is not watched any more."""
+        return max(self._all_until, self._pure_until) if task.pure else self._all_until
 
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
         """Watch a task that runs within the block, on this thread.

@@ -38,6 +38,7 @@ class Task:
         nvtx_tag: Name of a further NVTX range, within that of the task.
         io: As for ``PipelineTask``.
         random: As for ``PipelineTask``.
+        pure: As for ``PipelineTask``.
 
     Raises:
         TypeError: An entry is of the wrong kind, or ``run`` is missing or asynchronous.
@@ -58,6 +59,7 @@ class Task:
     nvtx_tag: str | None = None
     io: Sequence[DeclaredIO] = ()
     random: bool = False
+    pure: bool = False
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class Task:
         nvtx_tag: str | None = None,
         io: Iterable[DeclaredIO] | None = None,
         random: bool | None = None,
+        pure: bool | None = None,
     ) -> None:
         given = locals()
         values = {f: getattr(self, f) if given[f] is None else given[f] for f in _FIELDS}
@@ -84,7 +87,7 @@ class Task:
                 f"task {self.name!r} does nothing: define run(ctx) in a subclass, or write "
                 f"Task.from_fn({self.name!r}, fn)"
             )
-        PipelineTask(values["name"], self.run, self.io, self.random)  # refuses what it refuses
+        PipelineTask(self.name, self.run, self.io, self.random, self.pure)  # what it refuses
 
     @classmethod
     def from_fn(cls, name: str, fn: Callable[[TaskContext], Any], **fields: Any) -> Self:
@@ -168,6 +171,7 @@ _KINDS: dict[str, type] = {
     "nccl": bool,
     "nvtx_tag": str,
     "random": bool,
+    "pure": bool,
 }
 _WORDS = {str: "a string", int: "an integer", bool: "True or False"}
 _TUPLES = ("reads", "writes", *_WAITS, "io")

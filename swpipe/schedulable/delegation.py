@@ -13,17 +13,21 @@ replayed, timed or watched one by one, nor be seeded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
+from swpipe._tensors.pytree import record_stream
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan, TaskSchedule
-from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.errors import Problem
 from swpipe.pipeline import SWPipeline
 from swpipe.schedulable.declared_task import Task
-from swpipe.schedulable.executors import Executor, order_streams
+from swpipe.schedulable.executors import Executor, Waits, order_streams
 from swpipe.schedulable.schedule import Schedule, Stage
 from swpipe.schedulable.schedule_edges import period_order
 from swpipe.schedulable.slot_context import PeriodContext, TaskContext, TaskPlace
@@ -77,27 +81,25 @@ def delegated(
     most, waits = schedule.max_lookahead, stream_waits(schedule)
     io = {task.name: task.io for task in plan.tasks}
     entries: dict[str, TaskSchedule] = {}
-    tasks: list[tuple[int, PipelineTask]] = []
+    tasks: list[PipelineTask] = []
     for number, stage in enumerate(schedule.stages, start=1):
         members = [task for task in order if task in stage.tasks]
-        noted: dict[str, TaskContext] = {}
+        noted: dict[str, IterContext] = {}
+        places = {task.name: TaskPlace(pool, first, most - task.lookahead) for task in members}
         for task in members:
             entries[task.name] = replace(plan.schedule[task.name], globally_ordered=False)
-            place = TaskPlace(pool, first, most - task.lookahead)
             states = _states(io[task.name])
-            tasks.append((place.stage, PipelineTask(task.name, _note(task, place, noted), states)))
-        call = _Call(executor, Stage(tuple(members)), noted, waits, pool, first)
+            tasks.append(PipelineTask(task.name, partial(_note, noted, task.name), states))
+        call = _Call(executor, Stage(tuple(members)), noted, places, waits, pool)
         for lookahead in sorted({task.lookahead for task in members}, reverse=True):
             name = _free(f"call of Stage {number} at lookahead {lookahead}", plan)
             entries[name] = TaskSchedule(most - lookahead)
-            forget = DeclaredIO(reset=noted.clear)
-            at = most - lookahead
-            tasks.append((at, PipelineTask(name, call.at(at), [forget])))
+            tasks.append(PipelineTask(name, call, [DeclaredIO(reset=noted.clear)]))
     return replace(
         plan,
         schedule=entries,
         order=list(entries),
-        tasks=tuple(task for _, task in sorted(tasks, key=lambda one: one[0])),
+        tasks=tuple(sorted(tasks, key=lambda task: entries[task.name].stage)),
     )
 
 
@@ -107,11 +109,8 @@ def _states(io: Iterable[DeclaredIO]) -> list[DeclaredIO]:
     return [replace(one, capture=None, restore=None) for one in kept]
 
 
-def _note(task: Task, place: TaskPlace, noted: dict[str, TaskContext]) -> TaskFn:
-    def note(ctx: IterContext) -> None:
-        noted[task.name] = TaskContext(ctx, place)
-
-    return note
+def _note(noted: dict[str, IterContext], name: str, ctx: IterContext) -> None:
+    noted[name] = ctx
 
 
 def _free(name: str, plan: PipelinePlan) -> str:
@@ -121,37 +120,38 @@ def _free(name: str, plan: PipelinePlan) -> str:
 
 
 class _Call:
-    """Calls the executor for the tasks of a stage that have been noted."""
+    """Calls the executor for the tasks of a stage that have been noted, and are there to run."""
 
     def __init__(
         self,
         executor: Executor,
         stage: Stage,
-        noted: dict[str, TaskContext],
-        waits: Any,
+        noted: dict[str, IterContext],
+        places: Mapping[str, TaskPlace],
+        waits: Waits,
         pool: StreamPool,
-        first: Callable[[], int],
     ) -> None:
         self._executor, self._stage, self._noted = executor, stage, noted
-        self._waits, self._pool, self._first = waits, pool, first
+        self._places, self._waits, self._pool = places, waits, pool
 
-    def at(self, stage: int) -> TaskFn:
-        """The function of the call that is at this stage of the plan."""
-
-        def call(ctx: IterContext) -> None:
-            if not self._noted:
-                return
-            noted = dict(self._noted)
-            self._noted.clear()
-            self._executor.execute_stage(
-                self._stage,
-                PeriodContext(noted),
-                ctx.iter_idx - self._first() + stage,
-                lambda task: task.name in noted,
-                self._waits,
-                self._pool,
-            )
-            for name in self._pool.names:  # the engine takes the work to be on this stream
-                order_streams(self._pool, DEFAULT, name)
-
-        return call
+    def __call__(self, ctx: IterContext) -> None:
+        if not self._noted:  # another call in this period had them
+            return
+        contexts = {name: TaskContext(of, self._places[name]) for name, of in self._noted.items()}
+        before = [(of, vars(of).copy()) for of in self._noted.values()]
+        self._noted.clear()
+        (period, *_) = {context.iter_count for context in contexts.values()}
+        self._executor.execute_stage(
+            self._stage,
+            PeriodContext(contexts),
+            period,
+            lambda task: task.name in contexts,
+            self._waits,
+            self._pool,
+        )
+        # To the engine all work is on this stream, and what contexts have no more it cannot see.
+        for name in self._pool.names:
+            order_streams(self._pool, DEFAULT, name)
+        removed = [v for of, held in before for n, v in held.items() if vars(of).get(n) is not v]
+        if any(map(self._pool.get, self._pool.names)):
+            record_stream(removed, torch.accelerator.current_stream())

@@ -61,9 +61,9 @@ class SequentialExecutor:
     ) -> None:
         """Run the tasks on the calling thread, each on its stream after what it waits for."""
         for task in filter(should_run, stage.tasks):
+            for name in waits.get(task.name, ()):
+                order_streams(pool, task.stream, name)
             with pool.use(task.stream):
-                for name in waits.get(task.name, ()):
-                    order_streams(pool, task.stream, name)
                 task.run(ctx.of(task))
 
     def shutdown(self) -> None:
@@ -117,7 +117,7 @@ class ThreadedExecutor(SequentialExecutor):
 
 
 def order_streams(pool: StreamPool, later: str, sooner: str) -> None:
-    """Make the stream ``later`` wait for what ``sooner`` was given so far."""
+    """Make the stream ``later`` wait for what ``sooner`` was given; the caller's is current."""
     streams = [pool.get(name) for name in (later, sooner)]
     if any(stream is not None for stream in streams):
         current = torch.accelerator.current_stream()

@@ -55,6 +55,7 @@ class TrainingStep:
                 stream="memcpy" if memcpy_stream else DEFAULT,
                 reads=[BATCH],
                 writes=["batch_gpu"],
+                pure=True,
             ),
             Task.from_fn("zero_grad", self._zero_grad),
             Task.from_fn("forward", self._forward, reads=["batch_gpu"], writes=["loss", RESULT]),

@@ -74,7 +74,9 @@ def translate(
         order=[task.name for task in order],
         within_calls=any(thread != DEFAULT_GROUP for thread in threads.values()),
         tasks=[
-            PipelineTask(task.name, run_of(task, pool, most, first), task.io, task.random)
+            PipelineTask(
+                task.name, run_of(task, pool, most, first), task.io, task.random, task.pure
+            )
             for task in as_one_batch_runs(order)
         ],
     )

@@ -40,17 +40,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swpipe._tensors.pytree import tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import CpuDevice, Device
-from swpipe.shortcut.cache import Cache, Produced, Values, call_io
-from swpipe.shortcut.changes import ContextWatch
-from swpipe.shortcut.gradients import LeafGradients
-from swpipe.shortcut.graft import find_sources, gradient_edges
+
+if TYPE_CHECKING:
+    from swpipe.shortcut.cache import Cache
 
 
 class Shortcuts:
@@ -70,6 +68,10 @@ class Shortcuts:
 
     def enable(self, task_names: Iterable[str]) -> None:
         """Cache tasks on their next run and replay them afterwards; existing caches stay."""
+        # Most pipelines never replay a task, and a task that runs is no place to load modules.
+        from swpipe.shortcut.caching import run_and_cache
+
+        self._run_and_cache = run_and_cache
         with self._lock:
             for name in task_names:
                 self._caches.setdefault(name, {})
@@ -115,7 +117,7 @@ class Shortcuts:
         grad_mode = torch.is_grad_enabled()
         cache = caches.get(grad_mode)
         if cache is None:
-            caches[grad_mode] = _run_and_cache(task, ctx, self._device)
+            caches[grad_mode] = self._run_and_cache(task, ctx, self._device)
             self._accept(ctx)
         else:
             cache.replay(task, ctx)
@@ -125,17 +127,3 @@ class Shortcuts:
         for caches in list(self._caches.values()):
             for cache in list(caches.values()):
                 cache.accept(ctx)
-
-
-def _run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> Cache:
-    with ContextWatch(ctx) as watch:
-        edges = gradient_edges(watch.before) if torch.is_grad_enabled() else {}
-        gradients = LeafGradients(watch.before)
-        task.fn(ctx)
-    produced, deleted = watch.changes
-    states = [call_io(task, index, "capture", io.capture) for index, io in enumerate(task.io)]
-    values = Values({name: vars(ctx)[name] for name in produced}, states)
-    made = list(tensors_in(values))
-    sources = find_sources((tensor for tensor in made if not tensor.is_leaf), edges, made)
-    changes = Produced(values, deleted, gradients.changed(), sources)
-    return Cache(task.name, ctx, changes, device)

@@ -12,7 +12,7 @@ import torch
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans import clicks, sharded_clicks
-from swpipe.tasks.workload import MOST_SEED, InputError, Option, Training, Workload, register
+from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
 
 if TYPE_CHECKING:
     from swpipe.tasks.clicks.feed import AnyClickJob
@@ -34,7 +34,7 @@ OPTIONS = (
     ),
     Option("held_out", list, None, "Click logs to evaluate on."),
     Option("batch_size", int, 2048, "Rows per step.", minimum=1),
-    Option("seed", int, 0, "Of the model, and of a generated log.", minimum=0, maximum=MOST_SEED),
+    SEED,
     Option("strict", bool, False, "The first malformed row is an error."),
     Option("cache_dir", Path, cache_home() / "swpipe", "Where a generated log is kept."),
 )

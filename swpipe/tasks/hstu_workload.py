@@ -10,7 +10,7 @@ import torch
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans import hstu_schedule
-from swpipe.tasks.workload import MOST_SEED, InputError, Option, Training, Workload, register
+from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
 
 if TYPE_CHECKING:
     from swpipe.tasks.clicks.train import TrainRun
@@ -24,8 +24,7 @@ OPTIONS = (
         "Files with lines of user item rating timestamp; none: ratings generated from a model.",
     ),
     Option("sequences", int, 32, "Histories per step and rank.", minimum=1),
-    # As the click job declares it.
-    Option("seed", int, 0, "Of the model, and of a generated log.", minimum=0, maximum=MOST_SEED),
+    SEED,
 )
 
 

@@ -60,6 +60,10 @@ class Option:
     maximum: int | None = MOST_COUNT
 
 
+SEED = Option("seed", int, 0, "Of the model, and of generated data.", minimum=0, maximum=MOST_SEED)
+"""The seed of a job; workloads that have one declare it alike."""
+
+
 class Job(Protocol):
     """A workload at work.
 

@@ -23,13 +23,18 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from swpipe._engine.iterations import Engine
 from swpipe._engine.program import OWN, Instruction, Program
 from swpipe.core.drawing import stream_name
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.device import Device, Stream
+from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.span import Row, Span, in_order
+from swpipe.trace.trace import Trace
 
 
 @runtime_checkable
@@ -152,6 +157,29 @@ class Recorder:
                 self._logs.append(log)
             self._local.log = log
         return log
+
+
+@contextmanager
+def traced(
+    engine: Engine,
+    resolved: ResolvedPlan,
+    last: int | None,
+    observing: Callable[[Recorder], AbstractContextManager[None]],
+) -> Iterator[Trace]:
+    """Record what the engine does within the block; ``observing`` adds the recorder to it.
+
+    Raises:
+        ValueError: ``last`` is below 1.
+    """
+    if last is not None and last < 1:
+        raise ValueError(f"last is {last}: keep 1 iteration or more, or None for all")
+    recorder = Recorder(engine.program, engine.device, engine.streams, last)
+    trace = Trace(arrows=arrows_of(resolved), origin_ns=recorder.origin_ns)
+    try:
+        with observing(recorder):
+            yield trace
+    finally:
+        trace.spans = recorder.finish()
 
 
 class _Log:

@@ -1,10 +1,13 @@
 """Print the table of costs; exit with 1 where a bar is missed.
 
 With the names of sections, measure only those: ``python -m tests.bench sparse_dist soak``.
+``--save`` appends the table to ``bench.jsonl``; ``--since REVISION`` measures swpipe as it was then
+and as it is, in turn, and shows what has moved.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -22,14 +25,18 @@ from tests.bench import (
     loader,
     make,
     memory,
+    pipeline_parallel,
     predict,
     predict_ranks,
     profiler,
     purity,
+    saved,
+    schedules,
     serial,
     soak,
     sparse_dist,
     streams,
+    v_schedule,
 )
 from tests.bench.measure import Row, report, sharpen_timers
 
@@ -38,6 +45,7 @@ PARTS = {
     for part in (
         dispatch,
         make,
+        v_schedule,
         interval,
         data_bound,
         loader,
@@ -46,12 +54,14 @@ PARTS = {
         profiler,
         exposed,
         purity,
+        schedules,
         serial,
         memory,
         streams,
         extras,
         sparse_dist,
         predict_ranks,
+        pipeline_parallel,
         layer_overlap,
         soak,
         accelerator,
@@ -60,17 +70,27 @@ PARTS = {
 """By name, in the order of measurement."""
 
 
-def main(names: Sequence[str] = ()) -> int:
-    """Measure the named sections, or all; return 2 if a name is unknown."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Measure the named sections, or all; return 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Costs of swpipe.")
+    parser.add_argument("names", nargs="*", metavar="section", help=f"one of {', '.join(PARTS)}")
+    parser.add_argument("--save", action="store_true", help=f"append the table to {saved.FILE}")
+    parser.add_argument("--since", metavar="REVISION", help="compare with swpipe as it was then")
+    parser.add_argument("--rounds", type=int, default=5, help="processes for each of these two")
+    options = parser.parse_args(arguments)
+    names: list[str] = options.names
     if unknown := [name for name in names if name not in PARTS]:
-        print(f"no section is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
-        return 2
+        parser.error(f"no section is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if options.since is not None:
+        return report(saved.since(options.since, names, options.rounds))
     torch.set_num_threads(1)
     sharpen_timers()
     rows: list[Row] = []
     for part in (PARTS[name] for name in names or PARTS):
         print(f"measuring: {(part.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
         rows += part.rows()
+    if options.save:
+        saved.save(rows)
     return report(rows)
 
 

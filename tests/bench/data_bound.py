@@ -25,7 +25,7 @@ from swpipe.plans import prefetch_plan
 from tests.bench.measure import Row, compared, interleaved
 
 AHEAD = 2
-WARM_UP = 5
+WARM_UP = 25  # the first 16 iterations of a plan that is not proved are watched
 FEED, TRAIN = ("read", "inflate", "features"), ("forward", "backward", "step")
 PLAN = prefetch_plan(FEED, TRAIN, carried=[("forward", "step")], depth=AHEAD + 1, pull_group=None)
 

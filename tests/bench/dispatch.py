@@ -78,7 +78,8 @@ def row(
             lambda: us_per_task(theirs, iterations, tasks),
         )
     per = "task" if stand_in is TaskQueues else "group"
-    return compared(f"{tasks} empty tasks, {what}", a, b, "us/task", f"a queue item per {per}", bar)
+    label = f"a queue item per {per}"
+    return compared(f"{tasks} empty tasks, {what}, over {label}", a, b, "us/task", "", bar)
 
 
 THREE = ("read", "copy", "default")

@@ -176,7 +176,9 @@ def test_names_are_unique() -> None:
 def test_a_workload_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """With those that are."""
     told = refused(capsys, "train", "--workload", "gone")
-    assert told == "swpipe: workload gone: name one of clicks, hstu, or module:function"
+    assert told == (
+        "swpipe: workload gone: name one of clicks, hstu, transformer, or module:function"
+    )
 
 
 def test_the_outcome_of_a_plan_is_compared_with_prediction_and_trial() -> None:

@@ -98,3 +98,23 @@ def test_the_lines_that_overlap_changes_are_few_and_marked() -> None:
         ["import swpipe", *(shown[number - 1] for number in marked)]
     )
     assert len(marked) + 1 == 7
+
+
+def test_the_lines_that_a_schedule_changes_are_few_and_marked() -> None:
+    """From the plain loop to ``SchedulablePipeline.basic``: eight lines at most, all marked."""
+    text = (DOCS / "guide" / "schedules.md").read_text(encoding="utf-8")
+    options = re.search(r"schedule_basic\.py\n(?:.*\n)*?:emphasize-lines: ([\d, ]+)\n", text)
+    assert options
+    marked = {int(number) for number in options[1].split(",")}
+    plain, basic = (
+        [line.strip() for line in (DOCS / "examples" / name).read_text().splitlines()]
+        for name in ("schedule_plain.py", "schedule_basic.py")
+    )
+    new = list((Counter(basic[1:]) - Counter(plain[1:])).elements())
+    shown = basic[next(k for k, line in enumerate(basic) if line.startswith("loader =")) :]
+    assert sorted(line for line in new if line) == sorted(
+        [basic[basic.index("import torch") + 2], *(shown[number - 1] for number in marked)]
+    )
+    assert len(marked) + 1 == 7
+    outputs = [DOCS / "examples" / f"schedule_{name}.txt" for name in ("plain", "basic")]
+    assert outputs[0].read_text() == outputs[1].read_text()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swpipe._engine import observers
+from swpipe.errors import PlanError
 from swpipe.schedulable import (
     DataSlot,
     Pipeline,
@@ -213,3 +214,13 @@ def test_random_tasks_draw_the_same_whatever_runs_beside_them(executor: Any) -> 
 
     assert draws(executor, 2) == draws(None, 0)
     assert len(set(draws(executor, 1))) == 5
+
+
+def test_pure_tasks_are_those_of_any_plan() -> None:
+    """What keeps its word may run ahead; what does not stops the run."""
+    tasks = (
+        Task.from_fn("ahead", lambda ctx: torch.rand(3), lookahead=1, pure=True),
+        Task.from_fn("train", lambda ctx: None),
+    )
+    with Pipeline(tasks, pool()) as pipe, pytest.raises(PlanError, match="'ahead'.*drawn?"):
+        pipe.step(1)

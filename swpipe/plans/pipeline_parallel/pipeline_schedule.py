@@ -102,7 +102,10 @@ class PipelineSchedule:
                 ``check_schedule``. The message names line and cell, or the action.
             OSError: The file cannot be read.
         """
-        text = source if isinstance(source, str) else read_text(Path(source))
+        try:
+            text = source if isinstance(source, str) else read_text(Path(source))
+        except UnicodeDecodeError as error:
+            raise ScheduleError(f"{source} is no CSV file: it is not UTF-8 text") from error
         rows = tuple(_row(number, cells) for number, cells in _lines(text))
         found = 1 + max((action.micro for row in rows for action in row), default=-1)
         if not found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -47,7 +46,7 @@ def measure_costs(
             is taken.
 
     Returns:
-        Costs per stage in ms, without a limit on memory. As torch's runtime has it, I of stage 0
+        Costs per stage in ms; of memory, the defaults. As torch's runtime has it, I of stage 0
         costs (next to) nothing, and its W what its whole backward pass costs.
     """
     own: dict[int, list[float]] = {}
@@ -65,7 +64,7 @@ def measure_costs(
     hop_ms = measure_hop(example(min(1, n_stages - 1)), group=group)
     costs = {stage: times for held in gather(own, group) for stage, times in held.items()}
     forward, backward, weight = zip(*(costs[stage] for stage in range(n_stages)), strict=True)
-    return PipelineCosts(forward, backward, weight, hop=hop_ms, max_mem=math.inf)
+    return PipelineCosts(forward, backward, weight, hop=hop_ms)
 
 
 def measure_hop(

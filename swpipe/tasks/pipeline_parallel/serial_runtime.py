@@ -64,5 +64,6 @@ class SerialRuntime:
             if backward:
                 loss.backward()
             losses.append(loss.detach())
-            outputs.append(output.detach())
+            if with_output:
+                outputs.append(output.detach())
         return StepResult(torch.stack(losses), torch.cat(outputs) if with_output else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +139,16 @@ def test_csv_returns_the_same_schedule() -> None:
     schedule = PipelineSchedule.from_csv(V2)
     assert schedule.to_csv() == str(schedule) + "\n" == V2
     assert PipelineSchedule.from_csv(V2.replace("0I0", ", 0I0 ,") + "\n,\n") == schedule
+
+
+def test_a_schedule_is_read_from_a_file(tmp_path: Path) -> None:
+    """A path is a file, a str the text; what is no text is refused."""
+    file = tmp_path / "v.csv"
+    file.write_text(V2)
+    assert PipelineSchedule.from_csv(file) == PipelineSchedule.from_csv(V2)
+    file.write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(ScheduleError, match=r"v\.csv is no CSV file: it is not UTF-8 text"):
+        PipelineSchedule.from_csv(file)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from swpipe.plans import hstu_schedule
 from swpipe.plans.hstu_schedule import HSTU_THREAD_MAPS
@@ -38,6 +39,20 @@ def _differences(cases: list[Case], steps: int) -> dict[Case, list[str]]:
 def test_each_pair_of_options_trains_the_loops_numbers(two_ranks: Ranks) -> None:
     """(loss, tokens, output) and parameters, however late each task is on each rank."""
     assert two_ranks.run(_differences, PAIRS, 8) == [{}, {}]
+
+
+def _one_rank_exchanges_late() -> list[str]:
+    """A thread for each task; on rank 0 the exchange of ids begins long after all else."""
+    rank = dist.get_rank()
+    outcome = by_pipeline(
+        Case("per_task"), 6, lambda name: 0.1 * (name == "start_input_dist" and rank == 0)
+    )
+    return outcome.differences(by_hand(6))
+
+
+def test_a_forwards_exchange_keeps_its_place_among_the_collectives(two_ranks: Ranks) -> None:
+    """Also where each task has a thread, and on one rank another exchange could come after it."""
+    assert two_ranks.run(_one_rank_exchanges_late) == [[], []]
 
 
 WRAPPERS = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -95,6 +97,22 @@ def test_the_model_is_detached_evaluated_and_attached_in_mid_training() -> None:
             model(held_out)
         pipe.attach()
         found += results(pipe, data)
+    assert all(map(torch.equal, flat(found), wanted))
+    assert len(flat(found)) == len(wanted)
+
+
+def test_a_state_that_is_saved_in_mid_flight_leads_to_the_same_numbers() -> None:
+    """The batches in flight are pulled again."""
+    wanted = by_hand(6, wrapper="plain").outputs
+    with _pipeline(prefetch=True) as pipe:
+        data = batches(6)
+        found = [pipe.progress(data) for _ in range(3)]
+        state, saved = pipe.state_dict(), copy.deepcopy(pipe._model.state_dict())
+    assert (state["next_iteration"], state["in_flight"]) == (3, 2)
+    with _pipeline(thread_map="by_stream", prefetch=True) as pipe:
+        pipe._model.load_state_dict(saved)
+        pipe.load_state_dict(state)
+        found += results(pipe, islice(batches(6), 3, None))
     assert all(map(torch.equal, flat(found), wanted))
     assert len(flat(found)) == len(wanted)
 

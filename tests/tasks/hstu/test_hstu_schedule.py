@@ -211,6 +211,12 @@ def test_the_wrong_way_round_is_refused(one_rank: Ranks) -> None:
     assert "state 'table cache'" in told
 
 
+def test_a_prefetch_runs_between_forward_and_backward() -> None:
+    """It waits for the one, and the other for it, whatever their batches are."""
+    pairs = {(PREFETCH, "forward"), ("backward", PREFETCH)}
+    assert pairs <= {*hstu_plan(_schedule(), None).same_period_deps}
+
+
 def _keys_of_a_batch() -> int:
     """The most keys that a batch has on any rank, in the plain loop."""
     model, _ = made()

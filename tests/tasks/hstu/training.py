@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -115,12 +115,16 @@ def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome
     return Outcome(outputs, everything(model))
 
 
-def by_pipeline(case: Case, steps: int) -> Outcome:
-    """What the pipeline makes of it, each task up to 3 ms late, other than on other ranks."""
+def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
+    """What the pipeline makes of it, each task up to 3 ms late, other than on other ranks.
+
+    ``late`` is for other delays.
+    """
+    draws = random.Random(_rank())
     model, optimizer = made(case.wrapper)
     shuffler = KarmarkarKarpShuffler(SequenceBatch.work) if case.balanced else None
     with (
-        late_tasks(random.Random(_rank())),
+        late_tasks(late or (lambda name: draws.random() * 3e-3)),
         HSTUPipeline(
             model, optimizer, CPU,
             prefetch=case.prefetch, prefetch_depth=case.depth, batch_shuffler=shuffler,
@@ -148,20 +152,24 @@ def flat(found: list[Any]) -> list[Tensor]:
     return [part for loss, tokens, output in found for part in (loss, tokens, *output)]
 
 
+Late: TypeAlias = Callable[[str], float]
+"""From a task's name to the seconds that it begins late, once for each run."""
+
+
 @contextmanager
-def late_tasks(draws: random.Random, most_s: float = 3e-3) -> Iterator[None]:
-    """Within the block each task begins up to ``most_s`` seconds late."""
+def late_tasks(late: Late) -> Iterator[None]:
+    """Within the block tasks begin late."""
     own = HSTUTasks.tasks
 
-    def late(task: PipelineTask) -> PipelineTask:
+    def delayed(task: PipelineTask) -> PipelineTask:
         def fn(ctx: Any) -> None:
-            time.sleep(draws.random() * most_s)
+            time.sleep(late(task.name))
             task.fn(ctx)
 
         return replace(task, fn=fn)
 
     def tasks(self: HSTUTasks) -> tuple[PipelineTask, ...]:
-        return tuple(late(task) for task in own(self))
+        return tuple(delayed(task) for task in own(self))
 
     with mock.patch.object(HSTUTasks, "tasks", tasks):
         yield

@@ -11,18 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.plans import Action, PipelineGraph, PipelineSchedule, ScheduleError, torch_schedule
+from swpipe.plans import (
+    Action,
+    PipelineCosts,
+    PipelineSchedule,
+    ScheduleError,
+    plan_v_schedule,
+    torch_schedule,
+)
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
 from swpipe.tasks.transformer import mean_loss
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_schedule, whole
 
+COSTS = PipelineCosts(20, 30, 15)
+
+DEADLINE_S = 240.0
+"""Four ranks on a busy machine with two cores."""
+
 
 def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
     """A schedule by its name."""
     if name == "ours":
-        graph = PipelineGraph(n_ranks, n_micro, 20, 30, 15, 1, 2, -1, -1)
-        return PipelineSchedule.from_nodes(graph.get_v_schedule())
+        return plan_v_schedule(n_ranks, n_micro, COSTS, seconds=0.2).schedule
     return torch_schedule(name, n_ranks, n_micro)  # type: ignore[arg-type]
 
 
@@ -75,7 +86,8 @@ def all_different(schedules: Sequence[PipelineSchedule]) -> list[list[str]]:
 
 def none_different(ranks: Ranks, schedules: Sequence[PipelineSchedule]) -> bool:
     """Run on the ranks; whether all of them found nothing."""
-    return ranks.run(all_different, schedules) == [[[] for _ in schedules]] * ranks.size
+    found = ranks.run(all_different, schedules, deadline_s=DEADLINE_S)
+    return found == [[[] for _ in schedules]] * ranks.size
 
 
 ORDERS = ("ours", "zbv", "dualpipev", "1f1b")
@@ -97,6 +109,13 @@ def test_fewer_microbatches_than_ranks_will_do(two_ranks: Ranks, four_ranks: Ran
         cases = [(name, micro) for name in ("ours", "zbv") for micro in (1, 3)]
         cases += [("1f1b", 3)] if ranks.size == 2 else []
         assert none_different(ranks, [made(*case, ranks.size) for case in cases])
+
+
+@pytest.mark.parametrize(("name", "least"), [("1f1b", 4), ("dualpipev", 8)])
+def test_torchs_orders_with_too_few_microbatches_are_refused(name: str, least: int) -> None:
+    """Before a runtime is made."""
+    with pytest.raises(ScheduleError, match=f"needs at least {least} microbatches"):
+        made(name, 3, 4)
 
 
 PLACEMENTS = [(0, 1, 1, 0), (1, 0, 1, 0), (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 1, 0, 1, 0, 0, 1)]
