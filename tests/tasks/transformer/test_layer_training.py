@@ -57,18 +57,6 @@ def test_a_plan_without_its_dependences_is_refused() -> None:
         verify(replace(plan, deps=(), order=plan.order[::-1]), training_tasks(of))
 
 
-def test_a_shared_parameter_is_added_to_in_the_order_of_microbatches() -> None:
-    """Which no thread keeps by itself where the last of its steps has another thread."""
-    of = model("moe", **SHARING)
-    plan = training_plan(of)
-    last = ("b.pre_process", "b.end")
-    apart = {name: replace(plan.schedule[name], thread_group="embedding") for name in last}
-    plan = replace(plan, schedule={**plan.schedule, **apart})
-    verify(plan, training_tasks(of))
-    with pytest.raises(PlanError, match="shared gradients"):
-        verify(replace(plan, cross_iter_deps=()), training_tasks(of))
-
-
 def test_a_recorded_run_has_the_order_of_the_seed_on_both_streams() -> None:
     """In a period in the middle: which tasks ran, by the stream that the plan gives them."""
     of = model("moe", "moe", **DELAYED)
