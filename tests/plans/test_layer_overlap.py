@@ -107,6 +107,13 @@ def test_every_step_is_there_once_after_what_it_needs(
     validate(layer_overlap_plan(forward, shared=hooks))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_shared_parameters_are_added_to_one_microbatch_after_the_other(shared: bool) -> None:
+    """Whichever order a planner finds: a backward begins after the one before has ended."""
+    carried = layer_overlap_plan([MOE], shared=shared).cross_iter_deps
+    assert (("b.begin", "b.end", 1) in carried) == shared
+
+
 @pytest.mark.parametrize("exchange_us", [500.0, 1000.0, 2000.0])
 def test_a_planned_order_is_at_most_as_slow_as_this_one(exchange_us: float) -> None:
     """By the simulator, and both are faster than one task after the other."""

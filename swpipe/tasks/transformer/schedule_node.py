@@ -156,9 +156,11 @@ class ScheduleNode:
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         stream = stream_of(self.stream)
-        if stream is None:
+        if stream is None and self.event is None:
             yield
             return
+        if stream is None:  # the current one takes part in the event's order as any other
+            stream = torch.accelerator.current_stream(self.event.device)
         with resolve(stream.device).on(stream):
             if self.event is not None:
                 self.event.wait(stream)

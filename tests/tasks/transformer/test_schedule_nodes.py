@@ -128,6 +128,27 @@ def test_a_node_runs_on_its_stream_between_wait_and_record(monkeypatch: pytest.M
     assert told[4:] == ["on", "wait", "record"]
 
 
+def test_what_a_node_is_given_is_held_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and gradients may have been made on another one."""
+    held: list[Any] = []
+
+    class OneDevice:
+        has_streams = True
+
+        def current_stream(self) -> str:
+            return "here"
+
+        def hold(self, values: list[Tensor], streams: list[str]) -> None:
+            held.append((*values, *streams))
+
+    monkeypatch.setattr("swpipe.tasks.transformer.schedule_node.resolve", lambda _: OneDevice())
+    node = ScheduleNode(lambda x: x * 2, None, None)
+    given, grad = torch.ones(1, requires_grad=True), torch.ones(1)
+    node.forward(given)
+    node.backward(grad)
+    assert [(one[0] is given or one[0] is grad, one[1]) for one in held] == [(True, "here")] * 2
+
+
 def test_streams_of_schedules_can_be_set() -> None:
     """On a CPU there are none by default."""
     assert get_comp_stream() is None
@@ -166,6 +187,7 @@ def test_weight_gradients_wait_for_backward_dw() -> None:
     extra = {"delay_wgrad_compute": True}
     node = _layer_node(linear, extra, called)
     extra["delay_wgrad_compute"] = False
+    assert node.extra_args == {"delay_wgrad_compute": True}
     x = torch.randn(4, 3, requires_grad=True)
     node.forward(x)
     grad = node.backward(torch.ones(4, 2))
@@ -236,6 +258,20 @@ def test_nothing_outlives_release_state() -> None:
     finally:
         gc.enable()
     assert (plan.num_layers(), plan.state) == (0, None)
+
+
+def test_nodes_that_somebody_holds_hold_nothing_after_a_release() -> None:
+    """Neither inputs, nor what they have detached, nor weight gradients that were delayed."""
+    plan = plan_of(model("moe", **MODEL), 0)
+    nodes = [node for layer in plan.layers for node in layer.nodes]
+    run(plan, None)
+    detached = [pair[1] for node in nodes for pair in getattr(node, "_detached", ())]
+    held = [weakref.ref(leaf) for leaf in detached]
+    assert len(held) > 4
+    del detached
+    plan.release_state()
+    gc.collect()
+    assert [ref() for ref in held if ref() is not None] == []
 
 
 def test_a_plan_run_backward_holds_nothing() -> None:
