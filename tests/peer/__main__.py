@@ -27,7 +27,7 @@ from tests.peer.outcome import Outcome, told
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a case failed or hung."""
+    """Run; the exit status is 1 if a case failed or hung, or none was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.peer", description=__doc__)
     parser.add_argument("checkout", type=Path, help="the root of a checkout of TorchRec")
     parser.add_argument("pattern", nargs="?", default="", help="only cases that contain this")
@@ -50,6 +50,9 @@ def main() -> int:
         counts[found.kind] += 1
         _print(case, found, options.verbose)
     _print_table(counts)
+    if not counts:
+        print("no case was run: see which modules could not be imported, and the pattern")
+        return 1
     return 1 if counts[kinds.FAILED] + counts[kinds.HUNG] else 0
 
 

@@ -49,6 +49,19 @@ class SmallTest(unittest.TestCase):
 
 
 @pytest.mark.slow
+def test_modules_that_cannot_be_imported_are_a_failure(tmp_path: Path) -> None:
+    """Nothing was found to be right: it ended with 0 cases and exit status 0."""
+    folder = tmp_path / "torchrec/distributed/train_pipeline/tests"
+    folder.mkdir(parents=True)
+    (folder / "test_lacks.py").write_text("import a_module_that_is_missing")
+    command = [sys.executable, "-m", "tests.peer", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "not run: test_lacks.py (No module named 'a_module_that_is_missing')" in done.stdout
+    assert "no case was run" in done.stdout
+
+
+@pytest.mark.slow
 def test_every_case_is_counted_once(tmp_path: Path) -> None:
     """Each combination of arguments, with its reason where it does not pass; a hang is ended."""
     folder = tmp_path / "torchrec/distributed/train_pipeline/tests"
