@@ -91,7 +91,7 @@ class IterationObservation(NamedTuple):
     survivors: frozenset[StorageId]
 
 
-class Observer:
+class IterationObserver:
     """Runs iterations of some tasks, given in serial order, and observes them.
 
     Attributes:

@@ -18,7 +18,7 @@ from swpipe.inference.accesses import find_accesses
 from swpipe.inference.declared import assign_declared
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
-from swpipe.inference.observation import IterationObservation, Observer, TaskObservation
+from swpipe.inference.observation import IterationObservation, IterationObserver, TaskObservation
 from swpipe.inference.recording import Recording
 from swpipe.inference.state_items import ReachableItems, reachable_items
 from swpipe.inference.transfers import add_transfers, find_transfers
@@ -76,7 +76,7 @@ def record(
     where = resolve_device(device)
     saved = LoopState(tasks, state, where)
     before = reachable_items(tasks)
-    observer = Observer(tasks, where, TaskSeeds(seed, where), context_class(context))
+    observer = IterationObserver(tasks, where, TaskSeeds(seed, where), context_class(context))
     with saved.trial(always=True, made=observer.storages.made):
         observed = _observe(observer, batch, iterations)
         reached = assign_declared(reachable_items(tasks).tensors, tasks)
@@ -105,7 +105,9 @@ def record(
     )
 
 
-def _observe(observer: Observer, batch: Any, iterations: int | None) -> list[IterationObservation]:
+def _observe(
+    observer: IterationObserver, batch: Any, iterations: int | None
+) -> list[IterationObservation]:
     """Observe so many iterations, or as many as bring something new."""
     observed: list[IterationObservation] = []
     known: dict[str, frozenset[object]] = {}

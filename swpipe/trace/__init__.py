@@ -2,7 +2,7 @@
 
 from swpipe._engine.observers import Observer
 from swpipe.trace.critical_path import CriticalPath, Link
-from swpipe.trace.lanes import Lane
+from swpipe.trace.lanes import LaneTimes
 from swpipe.trace.span import Row, Span
 from swpipe.trace.trace import (
     OverRanks,
@@ -15,7 +15,7 @@ from swpipe.trace.trace import (
 
 __all__ = [
     "CriticalPath",
-    "Lane",
+    "LaneTimes",
     "Link",
     "Observer",
     "OverRanks",

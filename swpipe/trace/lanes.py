@@ -24,7 +24,7 @@ ELSE = "(else)"
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class LaneTimes:
     """The time of one thread or stream, in nanoseconds.
 
     Attributes:
@@ -46,7 +46,7 @@ class Lane:
         return self.busy_ns + sum(self.waiting_ns.values()) + self.idle_ns
 
 
-def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[Lane, ...]:
+def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ...]:
     """Each row of a timeline.
 
     Raises:
@@ -70,7 +70,9 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[Lane, ...]:
         busy_ns = covered_ns(on_row)
         idle_ns = end_ns - begin_ns - busy_ns - sum(waiting_ns.values())
         longest_first = sorted(waiting_ns.items(), key=lambda item: -item[1])
-        found.append(Lane(row, busy_ns, {task: ns for task, ns in longest_first if ns}, idle_ns))
+        found.append(
+            LaneTimes(row, busy_ns, {task: ns for task, ns in longest_first if ns}, idle_ns)
+        )
     return tuple(found)
 
 

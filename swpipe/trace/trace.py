@@ -17,7 +17,7 @@ from swpipe.core.task import TaskRef, names_of
 from swpipe.trace import perfetto, timeline
 from swpipe.trace.chart import chart, label
 from swpipe.trace.critical_path import CriticalPath, critical_path
-from swpipe.trace.lanes import Lane, covered_ns, hidden, lanes
+from swpipe.trace.lanes import LaneTimes, covered_ns, hidden, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
@@ -124,7 +124,7 @@ class Trace(Rows):
             times.append(TaskTimes(task, row, len(spans), mean_s, wait_s))
         return tuple(times)
 
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[LaneTimes, ...]:
         """What each thread and stream did: busy, waiting and for what, idle."""
         return lanes(self.spans, self.arrows)
 
@@ -291,13 +291,13 @@ def _panels(traces: Mapping[str, Trace]) -> list[Panel]:
     return [Panel(heading, trace.spans, trace.beside) for heading, trace in traces.items()]
 
 
-def _shares(lane: Lane) -> tuple[str, ...]:
+def _shares(lane: LaneTimes) -> tuple[str, ...]:
     whole_ns = max(1, lane.length_ns)
     parts = (lane.busy_ns, sum(lane.waiting_ns.values()), lane.idle_ns)
     return tuple(f"{part / whole_ns:.0%}" for part in parts)
 
 
-def _waits(lane: Lane) -> str:
+def _waits(lane: LaneTimes) -> str:
     """What a lane waits for, in words; "" if for nothing that is worth a line."""
     whole_ns = max(1, lane.length_ns)
     parts = [

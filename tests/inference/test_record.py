@@ -27,7 +27,7 @@ from swpipe.core.effects import UNDECLARED, UNKNOWN, Effects
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record, record_tasks
-from swpipe.inference.observation import Observer
+from swpipe.inference.observation import IterationObserver
 from tests.inference.helpers import WORD, orders, reads, recorded, writes
 
 
@@ -465,9 +465,9 @@ def test_what_a_loader_may_touch(loader: Any, apart: bool) -> None:
 
 def test_a_recording_of_no_given_length_sees_what_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on until every task has been seen to touch something, and two more."""
-    ran, run, table = [], Observer.run, torch.zeros(2)
+    ran, run, table = [], IterationObserver.run, torch.zeros(2)
 
-    def counting(self: Observer, batch: Any, number: int) -> Any:
+    def counting(self: IterationObserver, batch: Any, number: int) -> Any:
         ran.append(number)
         return run(self, batch, number)
 
@@ -478,7 +478,7 @@ def test_a_recording_of_no_given_length_sees_what_is_rare(monkeypatch: pytest.Mo
     def look(ctx: Any) -> None:
         ctx.y = table + 1
 
-    monkeypatch.setattr(Observer, "run", counting)
+    monkeypatch.setattr(IterationObserver, "run", counting)
     assert writes(recorded(update, iterations=None), "update") == {"table"}
     assert ran == list(range(10))
     ran.clear()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swpipe import PipelineTask, SWPipeline
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.trace import Lane, Row, Span, Trace
+from swpipe.trace import LaneTimes, Row, Span, Trace
 from swpipe.trace.causes import Cause, Causes
 from swpipe.trace.lanes import ELSE, lanes
 from swpipe.trace.perfetto import Arrow
@@ -38,8 +38,8 @@ ARROWS = (Arrow("read", "train"), Arrow("train", "read", 2))
 def test_a_lane_is_busy_waits_and_is_idle() -> None:
     """It waits for the task whose end let it start; before and between, it has nothing to do."""
     assert lanes(SPANS, ARROWS) == (
-        Lane(IO, busy_ns=6, waiting_ns={"train": 1}, idle_ns=1),
-        Lane(DEFAULT, busy_ns=5, waiting_ns={"read": 2}, idle_ns=1),
+        LaneTimes(IO, busy_ns=6, waiting_ns={"train": 1}, idle_ns=1),
+        LaneTimes(DEFAULT, busy_ns=5, waiting_ns={"read": 2}, idle_ns=1),
     )
 
 
