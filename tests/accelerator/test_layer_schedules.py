@@ -76,13 +76,14 @@ def trained_by_nodes(of: GPTModel) -> list[Tensor]:
     outputs = []
     for number in NUMBERS:
         plan = of.build_schedule_plan(**microbatch(number))
-        plan.record_current_stream()
+        grad = torch.full((2, 8), 1 / 16, device=DEVICE)
+        plan.record_current_stream()  # nodes wait for what the caller's stream has made by now
         value: Any = plan.pre_process.forward()
         for layer in plan.layers:
             for node in layer.nodes:
                 value = node.forward(value)
         outputs.append(plan.post_process.forward(value).detach())
-        value = plan.post_process.backward(torch.full((2, 8), 1 / 16, device=DEVICE))
+        value = plan.post_process.backward(grad)
         for layer in reversed(plan.layers):
             for node in reversed(layer.nodes):
                 value = node.backward(value)
