@@ -256,7 +256,6 @@ def _side(
         plan.layers,
         value,
         plan,
-        () if plan.state is None else plan.state.inputs,
         None if before is None else lambda: before(stage),
         None if after is None else lambda reached: after(reached, stage),
     )

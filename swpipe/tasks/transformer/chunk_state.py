@@ -91,9 +91,3 @@ class ModelChunkState:
     runtime_gather_output: bool | None = None
     main_hidden: Tensor | None = None
     further_losses: list[Tensor] = field(default_factory=list)
-
-    @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
-        """The tensors that the caller has made."""
-        ids = (self.input_ids, self.position_ids, self.attention_mask)
-        return (*ids, self.decoder_input, self.labels, self.loss_mask)

@@ -1,9 +1,12 @@
 """Runs the steps of layers on the engine: the task of each step, and one call's pipeline.
 
-run_steps(order, f, b)
-the pipeline of this order ── cached, since to make one takes longer than to run it
-context: f_value ─ f0.attn ─ f0.mlp ─ ...        the plans of the two microbatches
-b_value ─ b1.mlp ─ b1.attn ─ ...        and the value that each has reached
+    run_steps(order, f, b)
+      the pipeline of this order      cached, since to make one takes longer than to run it
+        context:  f_value ─ f0.attn ─ f0.mlp ─ ...      the value that each of the two
+                  b_value ─ b1.mlp ─ b1.attn ─ ...      microbatches has reached
+
+A call is a run of its own: the engine's streams begin after the caller's, and the caller's goes on
+after them. So what the caller has made may be read on every stream, and freed after the call.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask, TaskFn
@@ -37,7 +39,6 @@ class Side:
     Attributes:
         layers: The plans of its layers.
         value: What forward or backward begins with.
-        inputs: Tensors that its steps read besides, made by the caller.
         chunk: The plan of its chunk; None for layers alone.
         before: Called before all else.
         after: Called with the value after the layers.
@@ -46,7 +47,6 @@ class Side:
     layers: Sequence[Any]
     value: Any
     chunk: Any = None
-    inputs: Sequence[Tensor | None] = ()
     before: Callable[[], object] | None = None
     after: Callable[[Any], object] | None = None
 

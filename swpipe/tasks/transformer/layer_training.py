@@ -1,8 +1,8 @@
 """Trains on microbatches: the forward of each over the backward of the one before.
 
-period    0    1    2    3        an iteration is a microbatch; a run of the pipeline is the
-forward   0    1    2             accumulation of one optimizer step
-backward       0    1    2
+period      0    1    2    3      an iteration is a microbatch; a run of the pipeline is the
+forward     0    1    2           accumulation of one optimizer step
+backward         0    1    2
 """
 
 from __future__ import annotations
