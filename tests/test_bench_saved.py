@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def test_what_was_not_measured_before_is_told() -> None:
     (row,) = saved.compare([], ratio("new", 1.0, 1.1))
     assert row.beside == "before: 0 of 2 measured"
     assert row.ratio is None
+
+
+def test_every_section_can_be_loaded() -> None:
+    """Each by its name, and measured by a function ``rows``."""
+    for name in bench.PARTS:
+        assert callable(import_module(f"tests.bench.{name}").rows)
 
 
 def test_an_unknown_revision_is_refused() -> None:

@@ -33,7 +33,9 @@ def save(rows: Iterable[Row]) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a file."""
+    """The rows of a file; none where nothing could be measured."""
+    if not path.exists():
+        return []
     return [_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
