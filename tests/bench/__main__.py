@@ -41,7 +41,7 @@ PARTS = (
     "soak",
     "accelerator",
 )
-"""In the order of measurement. Each is loaded for itself: an older swpipe may lack what one needs."""
+"""In the order of measurement. Each is loaded for itself, for the sake of older versions."""
 
 
 def main(arguments: Sequence[str] = ()) -> int:
