@@ -73,10 +73,7 @@ class ExclusiveAccess:
 
     def enter(self, frame: FrameType) -> None:
         """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
-        mine = frame, threading.get_ident()
-        entered = self._holders.setdefault("call", mine) is mine or self._take_over(mine)
-        if entered:
-            self._modes = torch._C._len_torch_dispatch_stack()
+        entered = self.enter_to_close(frame)
         # After the holder is set: either close() sees this call, or this call sees that it closed.
         if self._open_after != _forks:
             if entered:
@@ -99,11 +96,12 @@ class ExclusiveAccess:
     def _take_over(self, mine: tuple[FrameType, int]) -> bool:
         """Enter in the place of a call that was cut short; False while one is under way."""
         holder = self._holders.get("call")
-        if holder is not None and is_executed(holder[0]):
-            return False
-        with self._lock:
-            if holder is not None and self._holders.get("call") is holder:
-                del self._holders["call"]
+        if holder is not None:
+            if is_executed(holder[0]):
+                return False
+            with self._lock:
+                if self._holders.get("call") is holder:
+                    del self._holders["call"]
         return self._holders.setdefault("call", mine) is mine
 
     def leave(self) -> bool:
