@@ -14,6 +14,17 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 INSTALL := $(BIN)/python -m pip install --progress-bar off
 
+# What pip is at, in one line that is written over and over; elsewhere than on a terminal a line for
+# every tenth package. All that it says is in .venv/install.log, and shown where it fails.
+LOG := $(VENV)/install.log
+PROGRESS = awk -v terminal="$$(test -t 1 && echo 1)" '\
+  /^ *(Collecting|Downloading|Installing|Successfully)/ { count++; \
+    line = sprintf("  %3d  %.100s", count, $$0); \
+    if (terminal) printf "\r\033[K%.76s", line; else if (count % 10 == 1) print line; fflush() } \
+  END { if (terminal) print "" }'
+install = { $(INSTALL) $(1) 2>&1 || echo $$? >$(LOG).failed; } | tee -a $(LOG) | $(PROGRESS); \
+  if test -e $(LOG).failed; then rm $(LOG).failed; tail -n 40 $(LOG); exit 1; fi
+
 # Every pip below obeys these pins, also in the environments in which packages are built
 # (older pips read the first name for that, newer ones the second).
 export PIP_CONSTRAINT := constraints.txt
@@ -43,12 +54,13 @@ $(VENV)/.python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $(VENV)/.python
 	@echo "Installing swpipe and what its demo needs into $(VENV); this takes a minute, once."
-	$(INSTALL) --editable '.[demo]'
-	$(INSTALL) --no-deps -r requirements-torchrec-cpu.txt
+	@$(call install,--editable '.[demo]')
+	@$(call install,--no-deps -r requirements-torchrec-cpu.txt)
 	@touch $@
 
 $(filter-out %/.demo,$(STAMPS)): $(VENV)/.%: $(VENV)/.demo
-	$(INSTALL) --editable '.[$*]'
+	@echo "Installing what $* needs into $(VENV)."
+	@$(call install,--editable '.[$*]')
 	@touch $@
 
 demo: $(VENV)/.demo ## train a click model serially and pipelined, compare, break down, draw

@@ -13,6 +13,7 @@ from swpipe.pipeline import SWPipeline
 if TYPE_CHECKING:
     from swpipe.loops import overlap
     from swpipe.profiler import ProfileResult, TaskProfiler
+    from swpipe.reporting import report
     from swpipe.tuning import autotune
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "TypedContext",
     "autotune",
     "overlap",
+    "report",
     "task",
 ]
 
@@ -38,6 +40,7 @@ _LATE = {
     "TaskProfiler": "swpipe.profiler",
     "autotune": "swpipe.tuning",
     "overlap": "swpipe.loops",
+    "report": "swpipe.reporting",
 }
 
 _MOVED = {
@@ -46,7 +49,7 @@ _MOVED = {
     "Observer": "swpipe.trace",
     "PlanError": "swpipe.errors",
     "ResumableLoop": "swpipe.loops",
-    "RunReport": "swpipe.report",
+    "RunReport": "swpipe.run_report",
     "ShortcutError": "swpipe.errors",
     "StallError": "swpipe.errors",
     "Trace": "swpipe.trace",

@@ -30,8 +30,9 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.device import Device, resolve
-from swpipe.report import RunReport, TimedPulls, run_to_end
+from swpipe.run_report import RunReport, TimedPulls, run_to_end
 from swpipe.shortcut import Shortcuts
+from swpipe.shortcut.substitute import Substitute, substitute_of
 
 if TYPE_CHECKING:
     from swpipe.trace import Trace
@@ -282,20 +283,25 @@ class SWPipeline(Generic[C]):
         contexts = map(self.run_one_serial_iter, loader)
         return run_to_end(contexts, self.device, loader, "serial" if verbose else None)
 
-    def enable_shortcut(self, *tasks: TaskRef) -> None:
+    def enable_shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> None:
         """Cache what each task's next run produces; replay that afterwards instead of running it.
 
+        Give ``with_`` for one task, to have its outputs from elsewhere: a function of the context
+        that is called in its place, or attributes and their values. The task itself never runs.
         On several ranks, enable the same tasks on all of them, between the same two steps; they
         wait for each other here.
 
         Raises:
-            ValueError: A task that this pipeline does not have.
+            TypeError: ``with_`` is neither a function nor a dict of values.
+            ValueError: A task that this pipeline does not have; ``with_`` for several.
             RuntimeError: Another rank enables other tasks, or continues without, or does not
                 answer within ``stall_timeout_s``.
         """
         names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
-        self._compare_shortcuts("enable", {*shortcuts.names, *names})
-        shortcuts.enable(names)
+        substitute = None if with_ is None else substitute_of(names, with_)
+        wanted = {*shortcuts.names, *names}
+        self._compare_shortcuts("enable", shortcuts.labels(wanted, names, substitute))
+        shortcuts.enable(names, substitute)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
         """Run tasks as usual again, and drop their caches; without arguments, of all tasks.
@@ -308,7 +314,8 @@ class SWPipeline(Generic[C]):
         """
         names, shortcuts = self.task_names(*(tasks or self.tasks)), self._driver.engine.shortcuts
         if not shortcuts.names.isdisjoint(names):
-            self._compare_shortcuts("disable", shortcuts.names.difference(names))
+            left = shortcuts.names.difference(names)
+            self._compare_shortcuts("disable", shortcuts.labels(left))
             shortcuts.disable(names)
 
     def check_shortcuts(self) -> None:
@@ -333,9 +340,9 @@ class SWPipeline(Generic[C]):
             check_same_shortcuts(self.plan.digest(), act, wanted, begun, timeout_s)
 
     @contextmanager
-    def shortcut(self, *tasks: TaskRef) -> Iterator[None]:
-        """Shortcut tasks within the block."""
-        self.enable_shortcut(*tasks)
+    def shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> Iterator[None]:
+        """Shortcut tasks within the block; ``with_`` as for ``enable_shortcut``."""
+        self.enable_shortcut(*tasks, with_=with_)
         try:
             yield
         except BaseException:
@@ -388,7 +395,7 @@ class SWPipeline(Generic[C]):
         driver = self._driver
         engine, next_iteration = driver.engine, driver.next_iteration
         shortcuts = Shortcuts(self.device)
-        shortcuts.enable(engine.shortcuts.names)
+        shortcuts.enable_like(engine.shortcuts)
         driver.engine = replace(engine, shortcuts=shortcuts, check=None, context=self.context)
         try:
             yield

@@ -12,6 +12,7 @@ from tests.bench import (
     data_bound,
     dispatch,
     extras,
+    gains,
     gpu,
     interval,
     layer_overlap,
@@ -21,6 +22,7 @@ from tests.bench import (
     predict,
     profiler,
     serial,
+    step_times,
     streams,
     v_schedule,
 )
@@ -198,6 +200,11 @@ def test_serial_runs() -> None:
     assert [row.bar for row in serial.rows(rounds=1, iterations=2)] == [1.02]
 
 
+def test_step_times_are_measured() -> None:
+    """On tasks that take time, as a ratio; on empty ones, in microseconds."""
+    assert [row.bar for row in step_times.rows(rounds=1, iterations=2)] == [1.02, 1.0]
+
+
 def test_memory_stays_flat() -> None:
     """Two hundred iterations leave nothing behind."""
     assert memory.growth(200).python_kib < memory.PYTHON_KIB
@@ -274,3 +281,11 @@ def test_pipeline_schedules_are_compared() -> None:
     """Two ratios with bars, and a prediction of each contender."""
     rows = pipeline_parallel.rows(rounds=1, scale=0.05, seconds=0.1)
     assert [row.bar for row in rows] == [0.9, 1.05, None, None, None]
+
+
+def test_gains_are_measured_on_the_models_of_the_command_line(tmp_path: Path) -> None:
+    """The image model, serially and under its plan, in turns."""
+    row = gains.one_model("images", 9, 3, tmp_path)
+    assert row.what.startswith("image model")
+    assert row.ratio is not None
+    assert row.bar is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swpipe.plans.sparse_dist import EMBED
-from tests.bench import soak, sparse_dist
+from tests.bench import soak, sparse_dist, torchrec_classes
 from tests.bench.contest import Contest, contest
 from tests.bench.dlrm import TINY
 from tests.bench.sparse_bound import WORK, bounds
@@ -76,6 +76,14 @@ def _miscalled() -> list[str]:
         return contest("DLRM", (0.0,), 1, 2, TINY, ("TorchRec base", "semi_sync")).differ
     finally:
         module.CONTENDERS = real
+
+
+@pytest.mark.parametrize("name", torchrec_classes.CLASSES)
+def test_a_class_is_timed_beside_torchrecs(two_ranks: Ranks, name: str) -> None:
+    """Both take as many turns."""
+    for ours, theirs in two_ranks.run(torchrec_classes.duel, name, TINY, 3, 2):
+        assert len(ours) == len(theirs) == 3
+        assert min(*ours, *theirs) > 0
 
 
 def test_a_short_soak_loses_no_batch(two_ranks: Ranks) -> None:

@@ -16,7 +16,8 @@ OF_OTHERS = {
     # Python's
     "_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_replace",
     # torch's and numpy's
-    "_C", "_abort_process_group", "_accelerator_getDeviceIndex", "_accelerator_getStream",
+    "_C", "_DisableTorchDispatch", "_abort_process_group", "_accelerator_getDeviceIndex",
+    "_accelerator_getStream",
     "_BaseDataLoaderIter", "_InfiniteConstantSampler", "_autograd", "_base", "_bit_generator",
     "_buffers", "_cdata", "_current_graph_task_id", "_engine_run_backward", "_functorch",
     "_Action", "_PipelineScheduleRuntime", "_get_default_store", "_get_dispatch_stack_at",

@@ -5,6 +5,7 @@ The rooms and the directions between them (an arrow reads "imports from")::
     tasks, loops ──> plans ──────────┐
       └──────────────────────────────┼──> the framework (swpipe/*.py) ──> torch
     tuning ──> profiler ──> planning ┘
+    reporting ──> tuning, doctor, profiler, planning;  doctor ──> profiler
     swpipe/cli ──> everything; swpipe/__init__.py names what the rooms offer, and loads it late
 """
 
@@ -25,15 +26,20 @@ import swpipe
 PACKAGE = Path(swpipe.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-ROOMS = ("loops", "planning", "plans", "tasks", "profiler", "tuning")
+ROOMS = (
+    *("doctor", "loops", "planning", "plans", "tasks"),
+    *("profiler", "reporting", "tuning"),
+)
 LINKED = ("plans", "tasks", "profiler")
 """Rooms that a link at the top level opens."""
 
 MAY_USE = {
+    "doctor": ("profiler",),
     "loops": ("plans",),
     "planning": (),
     "plans": (),
     "profiler": ("planning",),
+    "reporting": ("doctor", "planning", "profiler", "tuning"),
     "tasks": ("plans",),
     "tuning": ("planning", "plans", "profiler"),
 }
@@ -48,7 +54,7 @@ SHARED_NAMES = {"_torchrec", "clicks", "pipeline_parallel", "sparse_dist"}
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
 """What the framework never imports."""
 
-LATE = ("matplotlib", "nvtx", "ortools", "tabulate", "tomli_w", "tqdm")
+LATE = ("jinja2", "matplotlib", "nvtx", "ortools", "plotly", "tabulate", "tomli_w", "tqdm")
 """What is imported inside the functions that need it."""
 
 MAX_MODULE_LINES = 450

@@ -23,12 +23,12 @@ plan = PipelinePlan(
 )
 
 with SWPipeline(plan, tasks) as pipe:
-    before = TaskProfiler(pipe).profile(None, pipelined=True)
+    before = TaskProfiler(pipe).profile(None, num_rounds=6, pipelined=True)
 before.print_report()
 
 advice = before.advice[0]
 with SWPipeline(PipelinePlan.from_json(advice.plan), tasks) as pipe:
-    after = TaskProfiler(pipe).profile(None, pipelined=True)
+    after = TaskProfiler(pipe).profile(None, num_rounds=6, pipelined=True)
 diff = before.diff(after)
 print(f"\npromised {1e3 * advice.saved_s:.1f} ± {1e3 * advice.spread_s:.1f} ms:")
 print(diff)

@@ -91,6 +91,11 @@ class _Line:
 _line = _Line()
 
 
+def job_store() -> Any:
+    """The store of the default group, by a connection on which nobody else waits for long."""
+    return _line.store()
+
+
 class _Turns:
     """Checks of one kind so far; ranks count alike, since each check is answered by all."""
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextvars import Context
+from dataclasses import replace
 from typing import Any
 
-from swpipe._engine.bind import Step
+from swpipe._engine.bind import Step, observe
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
+from swpipe._engine.program import ADMIT, Instruction
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled
@@ -64,15 +66,27 @@ class Admission:
         self._pulls_there = has_group and not isinstance(iterator, PushedBatches)
         self._check = engine.pull_check(iterator) if engine.pull_check else None
 
-    def step(self, task: str) -> Step:
-        """What the lane does at ``<admit>`` or ``<pull>``."""
-        if task == PULL:
-            return self._pull if self._pulls_there else lambda i: None
-        return self._admit if self._pulls_there else self._admit_and_pull
+    def step(self, ins: Instruction, *, observed: bool) -> Step:
+        """What the lane does at ``<admit>`` or ``<pull>``.
 
-    def _admit_and_pull(self, i: int) -> None:
-        self._admit(i)
-        self._pull(i)
+        Observers are told of the two apart, also where the lane does both at ``<admit>``: one is a
+        wait for the device, the other the time that the loader takes.
+        """
+        admit: Step = self._admit
+        pull: Step = self._pull
+        if observed:
+            admit = observe(self._iterations, replace(ins, task=ADMIT), admit)
+            pull = observe(self._iterations, replace(ins, task=PULL), pull)
+        if ins.task == PULL:
+            return pull if self._pulls_there else lambda i: None
+        if self._pulls_there:
+            return admit
+
+        def admit_and_pull(i: int) -> None:
+            admit(i)
+            pull(i)
+
+        return admit_and_pull
 
     def _admit(self, i: int) -> None:
         iterations = self._iterations

@@ -19,8 +19,9 @@ from swpipe.device import Device
 class Observer(Protocol):
     """Called around every task, on the thread that runs it. Subclass it, and override what you use.
 
-    The instruction says which task it is: ``ins.task``, or "<admit>" and "<retire>", at which the
-    pipeline pulls a batch and hands out a context.
+    The instruction says which task it is: ``ins.task``; or "<admit>", "<pull>" and "<retire>", in
+    which the pipeline waits until there is room for an iteration, pulls a batch, and hands out a
+    context.
     """
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
@@ -34,7 +35,7 @@ class Observer(Protocol):
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         """The task has returned or raised; its stream is still current.
 
-        ``exists`` is False where "<admit>" found that the data had ended: there is no such
+        ``exists`` is False where "<pull>" found that the data had ended: there is no such
         iteration.
         """
         return

@@ -100,9 +100,10 @@ class Run:
             waits.append(BoundWait(other.progress, other.size, base))
         if ins.task == BEGIN:
             step: Step = lambda i: None  # noqa: E731 - only a place that worker lanes wait for
+        elif ins.task in SOURCES:
+            step = self.admission.step(ins, observed=observed)
         elif ins.task in OWN:
-            own = ins.task in SOURCES
-            step = self.admission.step(ins.task) if own else self._retire_step(ins)
+            step = self._retire_step(ins)
             if observed:
                 step = observe(self.iterations, ins, step)
         else:

@@ -9,6 +9,9 @@ The search starts at the tasks' functions and follows::
 
 ``has_state`` defines what counts as state. The search follows the attributes of at most two objects
 in a row, runs no code of the objects, and does not enter torch or the standard library.
+
+Other threads may change the objects meanwhile, as tasks do: what a container holds is copied in one
+step before the search follows it.
 """
 
 from __future__ import annotations
@@ -189,7 +192,7 @@ def _kept_by_modules(step: _Step) -> Iterator[_Step]:
             if isinstance(value, kinds) or is_generator(value):
                 yield step.to(name, value)
     for parameter in step.value.parameters():
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]:
             if _is_users(getattr(hook, "func", hook)):
                 yield step.to("hook", hook)
 
@@ -214,7 +217,7 @@ def _children(step: _Step, max_hops: int) -> Iterator[_Step]:
     elif isinstance(value, partial):
         yield step.to("", value.func)
         yield from (step.to(f"args[{i}]", arg) for i, arg in enumerate(value.args))
-        yield from (step.to(name, arg) for name, arg in value.keywords.items())
+        yield from (step.to(name, arg) for name, arg in [*value.keywords.items()])
     elif isinstance(value, CACHE):
         yield step.to("", value.__wrapped__)
     elif isinstance(value, dict | list | tuple | set | frozenset | deque):
@@ -231,9 +234,9 @@ def _of_container(step: _Step, value: Any) -> Iterator[_Step]:
     if len(value) > MAX_ITEMS:
         return
     if isinstance(value, dict):
-        yield from (step.to(key_name(key), item) for key, item in value.items())
+        yield from (step.to(key_name(key), item) for key, item in dict.copy(value).items())
     else:
-        yield from (step.to(f"[{i}]", item) for i, item in enumerate(value))
+        yield from (step.to(f"[{i}]", item) for i, item in enumerate([*value]))
 
 
 def key_name(key: Any) -> str:
@@ -248,7 +251,7 @@ def _of_function(step: _Step, function: FunctionType) -> Iterator[_Step]:
         with suppress(ValueError):  # it is empty as yet
             yield step.to(name, cell.cell_contents)
     yield from (step.to("default", value) for value in function.__defaults__ or ())
-    yield from (step.to(name, value) for name, value in (function.__kwdefaults__ or {}).items())
+    yield from (step.to(name, value) for name, value in [*(function.__kwdefaults__ or {}).items()])
     names = set(_names_in(function.__code__))
     for name, value in list(function.__globals__.items()):
         if name not in names or isinstance(value, type):
@@ -275,7 +278,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     with suppress(AttributeError, TypeError):
         held.update(kind.__getattribute__(value, "__dict__"))
     for cls in type(value).__mro__:
-        for name, member in vars(cls).items():
+        for name, member in [*vars(cls).items()]:
             if isinstance(member, MemberDescriptorType):
                 with suppress(AttributeError):  # an empty slot
                     held[name] = member.__get__(value)

@@ -147,6 +147,11 @@ def has_record_stream(cls: type) -> bool:
     return callable(getattr(cls, "record_stream", None))
 
 
+def has_to(cls: type) -> bool:
+    """Whether objects of ``cls``, other than tensors and modules, have a ``to`` method."""
+    return callable(getattr(cls, "to", None)) and not issubclass(cls, Tensor | torch.nn.Module)
+
+
 def _classify(cls: Any) -> Kind:
     if issubclass(cls, Tensor):
         return TENSOR

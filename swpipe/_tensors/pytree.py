@@ -12,6 +12,10 @@ What is opened:
 Everything else is a leaf: modules, arrays, iterators, objects of plain classes. To have your own
 class opened, make it a dataclass, give it a ``record_stream`` method, or register it.
 
+Objects with a ``to`` method are leaves, too: an amount with a unit, a storage, a pipeline with open
+files may have one. They are never made anew; ``tensors_held`` and ``record_stream``, which only
+look, search their attributes as well.
+
 Unlike torch's pytree functions, these handle cycles and keep shared objects shared. Dictionary
 keys are not searched. The nesting depth is limited by Python's recursion limit.
 """
@@ -25,7 +29,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from swpipe._tensors.containers import KINDS, LEAF, TENSOR, has_record_stream, kind_of
+from swpipe._tensors.containers import (
+    KINDS,
+    LEAF,
+    TENSOR,
+    by_attributes,
+    has_record_stream,
+    has_to,
+    kind_of,
+)
 
 T = TypeVar("T")
 
@@ -47,20 +59,31 @@ class Node(NamedTuple):
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in ``value``, each once, in depth-first order."""
     found: list[Tensor] = []
-    _collect(value, {}, found, [])
+    _collect(value, {}, found, [], False)
+    return iter(found)
+
+
+def tensors_held(value: Any) -> Iterator[Tensor]:
+    """These, and those in attributes of objects with a ``to`` method."""
+    found: list[Tensor] = []
+    _collect(value, {}, found, [], True)
     return iter(found)
 
 
 def map_tensors(
-    value: T, fn: Callable[[Tensor], Any], leaf: Callable[[Any], Any] | None = None
+    value: T,
+    fn: Callable[[Tensor], Any],
+    leaf: Callable[[Any], Any] | None = None,
+    own: Callable[[Any], Any] | None = None,
 ) -> T:
     """Return ``value`` with every tensor replaced by ``fn(tensor)``, leaves by ``leaf(value)``.
 
     ``fn`` is called once per tensor, and objects shared within ``value`` are shared within the
     result. Mutable containers are always new; leaves, and tuples and frozensets in which nothing
-    changed, are the same objects.
+    changed, are the same objects. With ``own``, objects with a ``to`` method are replaced by
+    ``own(object)``, and not opened.
     """
-    result: T = _rebuild(value, fn, leaf, {})
+    result: T = _rebuild(value, fn, leaf, own, {})
     return result
 
 
@@ -95,14 +118,16 @@ def grad_or_none(tensor: Tensor) -> Tensor | None:
 def record_stream(value: Any, *streams: Any) -> None:
     """Keep the memory of ``value`` from being reused before the current work of ``streams`` ends.
 
-    Calls ``Tensor.record_stream`` for every tensor in ``value`` on an accelerator, and for its
-    ``.grad``; and an object's own ``record_stream`` if no tensor is found in the object.
+    Calls ``Tensor.record_stream`` for every tensor that ``value`` holds on an accelerator, and for
+    its ``.grad``; and an object's own ``record_stream`` if no tensor is found in the object.
     """
     found: list[Tensor] = []
     opaque: list[Any] = []
-    _collect(value, {}, found, opaque)
+    _collect(value, {}, found, opaque, True)
     found += [t.grad for t in found if t.requires_grad and t.is_leaf and t.grad is not None]
-    parts = [p for t in found if not (t.is_cpu or t.is_meta) for p in parts_of(t)]
+    # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
+    there = [t for t in found if not (t.is_cpu or t.is_meta)]
+    parts = [part for t in there for part in parts_of(t) if not part.is_cpu]
     for owner in (*parts, *opaque):
         for stream in streams:
             owner.record_stream(stream)
@@ -139,16 +164,22 @@ def parts_of(tensor: Any) -> Iterator[Tensor]:
 
 
 def _collect(
-    value: Any, seen: dict[int, tuple[Any, bool]], found: list[Tensor], opaque: list[Any]
+    value: Any,
+    seen: dict[int, tuple[Any, bool]],
+    found: list[Tensor],
+    opaque: list[Any],
+    held: bool,
 ) -> bool:
     """Append tensors, and objects whose own ``record_stream`` is needed.
 
     Returns whether ``value`` contains a tensor.
     """
-    cls = type(value)
+    cls: Any = type(value)
     kind = KINDS.get(cls) or kind_of(cls)
     if kind is LEAF:
-        return False
+        if not (held and has_to(cls)):
+            return False
+        kind = by_attributes(cls)
     known = seen.get(id(value))
     if known is not None:
         return known[1]
@@ -158,7 +189,8 @@ def _collect(
         return True
     met = False
     for child in kind.children(value):
-        if _collect(child, seen, found, opaque):
+        # Most children are leaves: a call for each would be most of the walk's time.
+        if KINDS.get(type(child)) is not LEAF and _collect(child, seen, found, opaque, held):
             met = True
     seen[id(value)] = (value, met)
     if not met and has_record_stream(cls):
@@ -170,28 +202,32 @@ def _rebuild(
     value: Any,
     fn: Callable[[Tensor], Any],
     leaf: Callable[[Any], Any] | None,
+    own: Callable[[Any], Any] | None,
     memo: dict[int, tuple[Any, Any]],
 ) -> Any:
     cls = type(value)
     kind = KINDS.get(cls) or kind_of(cls)
-    if kind is LEAF:
+    if kind is LEAF and (own is None or not has_to(cls)):
         return value if leaf is None else leaf(value)
     known = memo.get(id(value))
     if known is not None:
         return known[1]
     if kind is TENSOR:
         new = fn(value)
+    elif own is not None and has_to(cls):
+        new = own(value)
     elif kind.fill is not None:
         new = kind.empty(value)
         # Stored before its children are built: one of them may contain the container itself.
         memo[id(value)] = (value, new)
-        kind.fill(new, value, [_rebuild(child, fn, leaf, memo) for child in kind.children(value)])
+        children = [_rebuild(child, fn, leaf, own, memo) for child in kind.children(value)]
+        kind.fill(new, value, children)
     else:
         old = tuple(kind.children(value))
-        children = tuple(_rebuild(child, fn, leaf, memo) for child in old)
+        remade = tuple(_rebuild(child, fn, leaf, own, memo) for child in old)
         known = memo.get(id(value))
         if known is not None:  # built in the meantime, through a cycle
             return known[1]
-        new = kind.make(value, old, children) if kind.make else value
+        new = kind.make(value, old, remade) if kind.make else value
     memo[id(value)] = (value, new)
     return new

@@ -23,6 +23,7 @@ from typing import TypeAlias
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
+from swpipe.core.messages import in_bytes as in_words
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan, serial_order
@@ -114,14 +115,6 @@ def size_problems(plan: PipelinePlan, sizes: Sizes) -> Iterator[Problem]:
         elif type(size) is not int or size < 0:
             what = f"the size of ctx.{attribute} after task {task!r} is {shown(size)}"
             yield Problem(f"{what}: give a number of bytes, 0 or more", (task,))
-
-
-def in_words(size: int) -> str:
-    """Bytes as a reader likes them."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.4g} {unit}"
-    return f"{size} B"
 
 
 def _lives(resolved: ResolvedPlan, sizes: Sizes) -> dict[str, list[tuple[str, str]]]:

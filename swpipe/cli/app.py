@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import swpipe
+from swpipe.cli import diff_command, options, plan_commands, report_command
 from swpipe.cli import launched as ranks
-from swpipe.cli import options, plan_commands
 from swpipe.cli.arguments import (
     AUTO,
+    MEASURED,
     OpenWorkload,
     Output,
     check_outputs,
@@ -28,8 +30,9 @@ from swpipe.cli.arguments import (
     loader_of,
     save,
 )
+from swpipe.cli.held_memory import format_memory
 from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
-from swpipe.core.messages import plain
+from swpipe.core.messages import in_ms, plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Run, Training, Workload, alternate
@@ -39,9 +42,15 @@ if TYPE_CHECKING:
     from swpipe.profiler import ProfileResults
     from swpipe.tuning.autotuning import Tuned
 
+SERIAL = "serial"
+"""The plan that every workload has."""
+
 _TRACED = 12  # steps in a timeline
 _WARM_UP = 3  # steps before it, where only these steps are run
 _TURN = 100  # steps under one plan, before the next one has its turn
+
+CLICKS_NEED = ("polars", "torchmetrics", "fbgemm_gpu", "torchrec")
+"""What the click job imports; without them the demo trains on generated images."""
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
 DEMO_PICTURES = ("timeline.png", "breakdown.png")
@@ -53,6 +62,8 @@ app = typer.Typer(
 )
 
 app.add_typer(plan_commands.app, name="plan")
+app.command("report")(report_command.report)
+app.command("diff")(diff_command.diff)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -112,7 +123,7 @@ def train(
     ] = None,
     **given: Any,
 ) -> None:
-    """Train a workload: the click model, unless another is named."""
+    """Train a workload: the click model, unless another is named, or your own."""
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
     rank: ranks.Rank | None = context.obj
@@ -120,18 +131,23 @@ def train(
     work = find_workload(workload, rank)
     training = _training(work)
     wanted = (compare or plan or work.usual_plan).split(",")
-    plans = {name: load_plan(name, work.plans) for name in wanted if name != AUTO}
+    known = [name for name in wanted if name != AUTO and (work.plans or name != SERIAL)]
+    plans = {name: load_plan(name, work.plans) for name in known}
     if rank is not None:
         rank.agree(
             ranks.command_facts("train", context.params, [plans.get(name) for name in wanted])
         )
     config = configured(work, given, rank)
     tuned = None
-    if AUTO in wanted:
+    if unknown := {*wanted} - {*known}:
         with closing(work.open_job(config)) as job:
-            tuned = OpenWorkload(work, job, config.device).tune()
-        plans = {name: plans.get(name, tuned.plan) for name in wanted}
-        echo(f"auto: {tuned.format()}")
+            opened = OpenWorkload(work, job, config.device)
+            if AUTO in unknown:
+                tuned = opened.tune()
+                plans[AUTO] = tuned.plan
+                echo(f"auto: {tuned.format()}")
+            if SERIAL in unknown:
+                plans[SERIAL] = opened.plans[SERIAL]()
     labelled = list(zip(numbered(wanted), map(plans.__getitem__, wanted), strict=True))
     with open_runs(training, config, labelled, steps) as runs:
         recorded = train_runs(runs)
@@ -172,7 +188,8 @@ def profile(
     with closing(opened.job), about_plan(plan):
         loaded = loaded or named_plan(opened, plan)
         results = profile_job(opened, loaded, batches, rounds, not serially, seconds=seconds)
-    echo(format_breakdown(results))
+        held = format_memory(opened.loop(), None if serially else loaded, results[0])
+    echo(f"{format_breakdown(results)}\n{held}")
     save(rank, Output("written to", output, results.save))
 
 
@@ -202,7 +219,7 @@ def draw_trace(
         if timeline is not None:
             raise UserError("--timeline: it is for what is recorded; name a --workload")
         output = output or saved.with_suffix(".png")
-        recorded = load_timeline(saved)
+        recorded, what = load_timeline(saved), saved.stem
         check_outputs(None, pictures=[output])
     else:
         check_outputs(None, timeline, pictures=[output])
@@ -210,21 +227,74 @@ def draw_trace(
         plan = plan or opened.workload.usual_plan
         with closing(opened.job), about_plan(plan):
             recorded = record_job(opened, named_plan(opened, plan), steps)
+        what = f"{workload}, plan {plan}"
     echo(recorded.format_summary())
     save(
         None,
         Output("timeline:", timeline, recorded.save),
-        Output("drawn into", output, recorded.plot),
+        Output("drawn into", output, partial(draw, recorded, what)),
     )
+
+
+@app.command("doctor")
+@options.takes_workload_options
+def doctor(
+    context: typer.Context,
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME|MODULE:FUNCTION]",
+            help="The loop; none: examine the machine and its settings only.",
+        ),
+    ] = "",
+    plan: Annotated[
+        str, typer.Option(metavar="PLAN", help="Examine its threads and streams, too.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="For the headroom.")] = 4,
+    **given: Any,
+) -> None:
+    """Find what keeps work from overlapping, and how much overlap can gain at most."""
+    from swpipe.doctor import diagnose
+
+    if not workload:
+        if plan:
+            raise UserError("--plan: name the workload, too")
+        echo(str(diagnose(device=given["device"])))
+        return
+    rank: ranks.Rank | None = context.obj
+    if rank is not None:
+        plans = find_workload(workload, rank).plans
+        known = [load_plan(plan, plans)] if plan and plans else []
+        rank.agree(ranks.command_facts("doctor", context.params, known))
+    opened = OpenWorkload.of(workload, given, rank)
+    with closing(opened.job):
+        loader = loader_of(opened.job)
+        found = diagnose(
+            opened.job.tasks(),
+            opened.take(MEASURED) if loader is None else loader,
+            plan=load_plan(plan, opened.plans) if plan else None,
+            device=opened.device,
+            context=context_of(opened.job),
+            rounds=rounds,
+        )
+    echo(str(found))
 
 
 @app.command("demo")
 def demo(
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="clicks|images",
+            help="What to train.",
+            show_default="clicks where its packages are, else images: with torch alone",
+        ),
+    ] = "",
     directory: Annotated[Path, typer.Option(help="Where data and results go.")] = Path(
         "build/demo"
     ),
     steps: Annotated[int, options.count("Under each plan.")] = 322,
-    batch_size: Annotated[int, options.count("Rows per step.")] = 4096,
+    batch_size: Annotated[int, options.count("Rows per step of the click job.")] = 4096,
     seed: Annotated[
         int, typer.Option(min=0, max=MOST_SEED, help="Of the model, and of the generated data.")
     ] = 0,
@@ -232,7 +302,7 @@ def demo(
     """Train serially and pipelined, compare, break down, draw; in under three minutes."""
     from swpipe.profiler import ProfileResults
 
-    work = find_workload(DEFAULT)
+    work = find_workload(workload or (DEFAULT if all(map(find_spec, CLICKS_NEED)) else "images"))
     training = _training(work)
     files = [directory / name for name in DEMO_FILES]
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
@@ -240,7 +310,7 @@ def demo(
     values = {option.name: option.default for option in work.options}
     chosen = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
     config = configured(work, {**values, **chosen}, None)
-    echo("Training the same model under both plans, in turns.")
+    echo(f"Training the same model ({work.name}) under both plans, in turns.")
     plans = {name: work.plans[name]() for name in ("serial", work.usual_plan)}
     with open_runs(training, config, list(plans.items()), steps) as runs:
         recorded = train_runs(runs)
@@ -255,8 +325,9 @@ def demo(
             echo(f"\n{format_breakdown(results)}")
         echo(f"\n{training.report(runs)}\nfiles:")
         both = ProfileResults(results[0] for results in breakdown)
-        writes = [recorded.save, *(results.save for results in breakdown)]
-        writes += [recorded.plot, both.plot][: len(pictures)]
+        writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
+        drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
+        writes += [drawn, both.plot][: len(pictures)]
         save(None, *map(partial(Output, " "), [*files, *pictures], writes))
 
 
@@ -319,14 +390,21 @@ def named_plan(opened: OpenWorkload, name: str) -> PipelinePlan:
 
 
 def record_job(opened: OpenWorkload, plan: PipelinePlan, steps: int) -> Trace:
-    """Run a few steps of a job under a plan, and record those after them."""
-    batches = opened.take(_WARM_UP + steps)
+    """Run a few steps of a job under a plan; record those after them, and the loader's calls."""
+    batches = opened.pulled(_WARM_UP + steps)
     tasks, context = opened.job.tasks(), context_of(opened.job)
     with SWPipeline(plan, tasks, device=opened.device, context=context) as pipe:
-        pipe.run(batches[:_WARM_UP])
+        pipe.run(islice(batches, _WARM_UP))
         with pipe.trace() as recorded:
-            pipe.run(batches[_WARM_UP:])
+            pipe.run(batches)
     return recorded
+
+
+def draw(recorded: Trace, what: str, path: Path) -> None:
+    """Draw a few iterations of a timeline's steady state."""
+    interval_s = recorded.initiation_interval_s
+    each = "" if interval_s is None else f": {in_ms(1e6 * interval_s)} per iteration"
+    recorded.steady().plot(path, title=f"{plain(what)}{each}")
 
 
 def profile_job(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,11 +24,14 @@ from swpipe.cli.user_errors import UserError, about_plan, echo, reason
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.files import check_writable
 from swpipe.core.messages import plain, shown
+from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
 from swpipe.errors import add_note
 from swpipe.planning.limits import Limits
+from swpipe.profiler import ProfileResult, ProfileResults
+from swpipe.tasks.job_run import training_of
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, Tuned, autotune
@@ -42,6 +45,9 @@ PICTURES = (".png", ".svg", ".pdf")
 
 MEASURED = 3
 """Batches that costs are measured on and plans tried with."""
+
+TUNING_S = 60.0
+"""What it takes to choose a plan, at most, unless the user gives another time."""
 
 # ------------------------------------------------------------------------------------- workloads
 
@@ -57,12 +63,17 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
     if ":" not in name:
         known_names = ", ".join(known)
         raise UserError(f"workload {plain(name)}: name one of {known_names}, or module:function")
+
+    def open_job(config: _OwnConfig) -> _OwnJob:
+        return _OwnJob(name, rank)
+
     return Workload(
         name,
         plans={},
         usual_plan="serial",
         configure=lambda options: _OwnConfig(options["device"]),
-        open_job=lambda config: _OwnJob(name, rank),
+        open_job=open_job,
+        training=training_of(open_job),
     )
 
 
@@ -118,6 +129,12 @@ class _OwnJob:
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         return islice(self.loader, steps)
+
+    @property
+    def epoch_steps(self) -> int:
+        if not isinstance(self.loader, Sized):
+            raise UserError("--steps: say how many; the workload's batches have no length")
+        return len(self.loader)
 
     def over_ranks(self, value: Any) -> list[Any]:
         return [value] if self._rank is None else gather(value)
@@ -204,25 +221,32 @@ class OpenWorkload:
 
     def take(self, count: int) -> list[Any]:
         """The first few batches; on several ranks all take as many."""
-        taken = list(self.job.batches(count))
-        if len(taken) < count:
+        return list(self.pulled(count))
+
+    def pulled(self, count: int) -> Iterator[Any]:
+        """The same, each of them pulled when it is asked for."""
+        taken = 0
+        for taken, batch in enumerate(self.job.batches(count), 1):  # noqa: B007 - for the error
+            yield batch
+        if taken < count:
             raise UserError(
-                f"workload {self.workload.name}: it gives {len(taken)} batches, where {count} are "
+                f"workload {self.workload.name}: it gives {taken} batches, where {count} are "
                 "needed; it may return a loader or a generator in place of a list"
             )
-        return taken
 
     def loop(self, batches: int = 1) -> Loop:
         """Its tasks and first batches, with what its usual plan says about streams and order."""
         return Loop(tuple(self.job.tasks()), self.take(batches), **self._known())
 
-    def tune(self, limits: Limits | None = None) -> Tuned:
+    def tune(self, limits: Limits | None = None, seconds: float = TUNING_S) -> Tuned:
         """Choose a plan for it, by trial."""
         with about_plan(self.workload.name):
             return autotune(
                 self.job.tasks(),
                 self.take(MEASURED),
                 limits=limits,
+                seconds=seconds,
+                verbose=True,
                 ready_made={
                     name: make() for name, make in self.workload.plans.items() if name != "serial"
                 },
@@ -286,6 +310,18 @@ def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
         return load(path)
     except (OSError, ValueError) as error:  # PlanError, broken JSON, and bytes that are no text
         raise UserError(f"{what}{plain(str(path))}: {reason(error)}") from error
+
+
+def load_profile(path: Path) -> ProfileResults:
+    """A saved profile, of one batch or of several."""
+
+    def load(path: Path) -> ProfileResults:
+        text = path.read_text(encoding="utf-8")
+        if isinstance(parse_json(text), list):
+            return ProfileResults.from_json(text)
+        return ProfileResults([ProfileResult.from_json(text)])
+
+    return load_file(load, path)
 
 
 def load_timeline(path: Path) -> Trace:

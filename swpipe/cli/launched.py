@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COMMANDS = ("train", "profile", "plan")
+COMMANDS = ("train", "profile", "plan", "report", "doctor")
 """The commands that several ranks run together; of plan all but show."""
 
 JOIN_S = 300.0
@@ -72,7 +72,7 @@ _COMMAND, _FAILED = "swpipe/command/{}", "swpipe/failed"
 
 _SAME = (
     *("steps", "serially", "batches", "rounds", "device", "seed"),
-    *("workload", "in_flight", "threads", "frozen"),
+    *("workload", "in_flight", "threads", "frozen", "max_bytes"),
 )
 
 

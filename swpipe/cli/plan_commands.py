@@ -5,6 +5,7 @@ On several ranks as well: all do the same, and rank 0 writes the files.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from swpipe.analysis import verify
 from swpipe.cli import options
 from swpipe.cli.arguments import (
     MEASURED,
+    TUNING_S,
     OpenWorkload,
     Output,
     check_outputs,
@@ -61,6 +63,9 @@ def show(
     context: typer.Context,
     plan: PlanName,
     periods: Annotated[int, options.count("Periods to show.", 100)] = 6,
+    costs: Annotated[
+        Path | None, options.file("COSTS.json", "Of its tasks: show what it takes and holds, too.")
+    ] = None,
     output: PlanFile = None,
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
@@ -73,6 +78,10 @@ def show(
         kind = "a device with streams" if streams else "the CPU"
         echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
         echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
+        if costs is not None:
+            model = load_file(CostModel.load, costs, "costs ")
+            on_device = any(cost.device_us for cost in model.tasks.values())
+            echo(f"\n{simulate_plan(loaded, model, streams=on_device).format()}")
     save(rank, Output("written to", output, loaded.save))
 
 
@@ -155,7 +164,8 @@ def simulate(
         opened = OpenWorkload.of(workload, given, rank)
         loaded = load_plan(plan, opened.plans)
         loop = opened.loop(MEASURED)
-        model, streams = loop.measure(loaded), loop.has_streams
+        model = replace(loop.measure(loaded), memory=loop.measure_memory())
+        streams = loop.has_streams
     with about_plan(plan):
         result = simulate_plan(loaded, model, streams=streams)
         bounds = lower_bounds(loaded, model, streams=streams)
@@ -191,6 +201,13 @@ def auto(
         list[str] | None,
         typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),
     ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="What measuring may take, about; without a PLAN.")
+    ] = TUNING_S,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**63 - 1, help="What it may hold at most; with PLAN and --costs."),
+    ] = None,
     keep: KeepCosts = None,
     output: PlanFile = None,
     **given: Any,
@@ -202,14 +219,18 @@ def auto(
     if not plan:
         if costs is not None:
             raise UserError("--costs: name the plan too that carries the dependences")
+        if max_bytes is not None:
+            raise UserError("--max-bytes: name the plan too, and --costs that have the memory")
         opened = OpenWorkload.of(workload, given, rank)
-        tuned = opened.tune(limits)
+        tuned = opened.tune(limits, seconds)
         text, chosen, model = tuned.format(), tuned.plan, tuned.costs
     else:
         loaded, model, streams = _with_costs(plan, costs, rank)
         with about_plan(plan):
             effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
-            choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=effort)
+            choice = auto_plan(
+                loaded, model, limits=limits, streams=streams, effort=effort, max_bytes=max_bytes
+            )
         text, chosen = choice.format(), choice.plan
     echo(text)
     save(

@@ -14,6 +14,7 @@ from swpipe.core.messages import listed, shown
 from swpipe.core.plain_data import parse_json, read_rows
 from swpipe.core.plan import PULL
 from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
+from swpipe.core.task_memory import TaskMemory
 from swpipe.errors import PlanError, Problem
 
 MOST_US = 1e12
@@ -51,6 +52,7 @@ class CostModel:
     Attributes:
         tasks: Task name to its cost; ``PULL`` to that of calling the loader, 0 if it is left out.
         handover_us: Microseconds from the moment a thread wakes another until that one runs.
+        memory: What the tasks hold, if it is known: ``Recording.memory``.
 
     Raises:
         PlanError: A cost is negative, above ``MOST_US`` or not a number, a ``gil_us`` is above its
@@ -59,6 +61,7 @@ class CostModel:
 
     tasks: Mapping[str, TaskCost]
     handover_us: float = 0.0
+    memory: TaskMemory | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", ByTask(self.tasks))
@@ -76,6 +79,8 @@ class CostModel:
     def mean(cls, models: Sequence[CostModel]) -> Self:
         """The mean of each time, over batches or ranks; the union of the resources.
 
+        Of the memory, that with which one iteration alone holds most.
+
         Raises:
             PlanError: A model has no cost for a task of the first model.
             ValueError: ``models`` is empty.
@@ -84,7 +89,9 @@ class CostModel:
             raise ValueError("models is empty: give at least one cost model")
         rows = [model.of(models[0].tasks) for model in models]
         tasks = {name: _mean([row[name] for row in rows]) for name in models[0].tasks}
-        return cls(tasks, fmean(model.handover_us for model in models))
+        known = [model.memory for model in models if model.memory is not None]
+        memory = max(known, key=lambda one: one.serial_peak(models[0].tasks), default=None)
+        return cls(tasks, fmean(model.handover_us for model in models), memory)
 
     def of(self, tasks: Iterable[TaskRef]) -> dict[str, TaskCost]:
         """The costs of these tasks, by name, in the order given.
@@ -106,7 +113,9 @@ class CostModel:
             name: {key: value for key, value in asdict(cost).items() if value}
             for name, cost in self.tasks.items()
         }
-        return json.dumps({"handover_us": self.handover_us, "tasks": rows}, indent=2) + "\n"
+        memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
+        data = {"handover_us": self.handover_us, "tasks": rows, **memory}
+        return json.dumps(data, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -122,12 +131,13 @@ class CostModel:
         problems: list[Problem] = []
         known = sorted(f.name for f in fields(TaskCost))
         rows = read_rows(data["tasks"], "tasks", known, problems, "an object")
-        if unknown := sorted(set(data) - {"tasks", "handover_us"}):
+        if unknown := sorted(set(data) - {"tasks", "handover_us", "memory"}):
             problems.append(Problem(f"unknown keys in the cost model: {listed(unknown)}"))
         if problems:
             raise PlanError(problems)
         tasks = {name: TaskCost(**row) for name, row in rows.items()}
-        return cls(tasks, data.get("handover_us", 0.0))
+        memory = TaskMemory.from_dict(data["memory"]) if "memory" in data else None
+        return cls(tasks, data.get("handover_us", 0.0), memory)
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file; if this fails, the file is as it was before."""

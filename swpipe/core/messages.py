@@ -78,3 +78,11 @@ def plain(name: object) -> str:
     """A name as it is, or as ``shown`` where it is not plain text."""
     is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MOST_CHARACTERS
     return str(name) if is_plain else shown(name)
+
+
+def in_bytes(size: int) -> str:
+    """Bytes as a reader likes them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size} B"

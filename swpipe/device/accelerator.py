@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swpipe._tensors.pytree import record_stream, tensors_in
+from swpipe._tensors.pytree import record_stream, tensors_held
 from swpipe.core.plan import StreamSpec
 from swpipe.device.cpu import CpuDevice
 from swpipe.device.protocol import Event, GeneratorStates, Stream
@@ -139,7 +139,7 @@ class AcceleratorDevice:
         return event
 
     def holds_work(self, value: Any) -> bool:
-        return any(tensor.device.type == self.device.type for tensor in tensors_in(value))
+        return any(tensor.device.type == self.device.type for tensor in tensors_held(value))
 
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         # The allocator keeps a block that was recorded on a stream until that stream's work is

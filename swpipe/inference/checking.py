@@ -26,6 +26,8 @@ Assumptions
       kernels launched directly, Python values, an optimizer's options, threads that a task starts.
     - Gradients that are cleared by hand, not by an optimizer's ``zero_grad``, are seen where no
       other task runs at the same time, on the thread that began the run.
+    - Where all tasks are watched, each reads ``grad`` of the parameters on its own thread. torch
+      2.13 has been seen to crash where a thread does so very often while another one trains.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -148,7 +150,12 @@ class EffectCheck:
 
     def __call__(self, first: int) -> RunCheck | None:
         """A check of the run that begins with this iteration; None if none of it is watched."""
-        return RunCheck(self) if first < max(self.every.until, self.pure.until) else None
+        if first >= max(self.every.until, self.pure.until):
+            return None
+        # Now, since no task runs yet: later, another thread may change what is walked over.
+        compared = first < self.every.until
+        reached = reachable_items(self.tasks).tensors.values() if compared else ()
+        return RunCheck(self, [one for one in reached if one.requires_grad and one.is_leaf])
 
     def make_context(self, batch: Any, iteration: int) -> TypedContext:
         """The context of an iteration, of a class that records if all tasks are watched."""
@@ -243,10 +250,16 @@ _NOTHING = nullcontext()
 
 
 class RunCheck:
-    """Checks the iterations of one run."""
+    """Checks the iterations of one run.
 
-    def __init__(self, check: EffectCheck) -> None:
+    Args:
+        check: What is checked.
+        parameters: Those whose gradients are compared, if all tasks are watched.
+    """
+
+    def __init__(self, check: EffectCheck, parameters: Sequence[Tensor]) -> None:
         self._check = check
+        self._parameters = parameters
         self.new_recorder = check.recorder
         self._lock = threading.Lock()
         self._places: dict[tuple[str, int, str], WatchedPlace] = {}
@@ -256,11 +269,6 @@ class RunCheck:
         self._caller = threading.get_ident()
         self._running: list[_Watch] = []
         self._left: dict[int, int] = {}  # iteration to how many of its tasks have not ended
-
-    @cached_property
-    def _parameters(self) -> list[Tensor]:
-        reached = reachable_items(self._check.tasks).tensors.values()
-        return [one for one in reached if one.requires_grad and one.is_leaf]
 
     def until(self, task: PipelineTask) -> int:
         """The first iteration from which on a task is not watched any more."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from swpipe._state.discovery import Found, find_all
 from swpipe._tensors.pytree import grad_or_none, tensors_in
-from swpipe._tensors.stateful import PLAIN, is_generator, named_modules_in
+from swpipe._tensors.stateful import PLAIN, is_generator, modules_in, named_modules_in
 from swpipe.core.task import PipelineTask
 from swpipe.inference.storages import unsharded
 
@@ -56,12 +56,17 @@ class ReachableItems:
     plain: dict[str, Any] = field(default_factory=dict)
 
 
-def reachable_items(tasks: Iterable[PipelineTask]) -> ReachableItems:
-    """Everything that the tasks can reach now."""
+def reachable_items(tasks: Iterable[PipelineTask], *, gradients: bool = True) -> ReachableItems:
+    """Everything that the tasks can reach now.
+
+    While another thread trains, torch may crash where ``parameter.grad`` is read: then only the
+    others are safe to look at.
+    """
     reached = ReachableItems()
     count: Counter[str] = Counter()
     names_of: dict[int, str] = {}
     optimizers: list[tuple[str, Optimizer]] = []
+    covered: set[int] = set()
 
     def unique(name: str) -> str:
         count[name] += 1
@@ -69,18 +74,22 @@ def reachable_items(tasks: Iterable[PipelineTask]) -> ReachableItems:
 
     for found in find_all(tasks):
         owner, path = found.owner, _path(found)
+        if id(owner) in covered:  # a module within one before it, with which its tensors came
+            continue
+        if isinstance(owner, torch.nn.Module):
+            covered.update(map(id, modules_in(owner)))
         if is_generator(owner):
             reached.generators[unique(path)] = owner
         elif isinstance(owner, Optimizer):
             optimizers.append((unique(path), owner))
         elif isinstance(owner, Tensor | torch.nn.Module):
-            _add(reached, names_of, items_of(unique(path), owner))
+            _add(reached, names_of, items_of(unique(path), owner), gradients)
         elif isinstance(owner, PLAIN):
             reached.plain[unique(path)] = owner
         elif isinstance(owner, list | dict | set):
             reached.plain[unique(f"the length of {path}")] = len(owner)
     for root, optimizer in optimizers:  # last: their state is named after parameters
-        _add(reached, names_of, _optimizer_items(root, optimizer, names_of))
+        _add(reached, names_of, _optimizer_items(root, optimizer, names_of), gradients)
         reached.options[root] = (id(optimizer), _options(optimizer))
     return reached
 
@@ -93,15 +102,18 @@ def _path(found: Found) -> str:
 
 
 def _add(
-    reached: ReachableItems, names_of: dict[int, str], items: Iterable[tuple[StateItem, Tensor]]
+    reached: ReachableItems,
+    names_of: dict[int, str],
+    items: Iterable[tuple[StateItem, Tensor]],
+    gradients: bool,
 ) -> None:
-    """Add items whose tensors have no item yet, and their gradients."""
+    """Add items whose tensors have no item yet, and their gradients, if wanted."""
     for item, tensor in ((item, part) for item, one in items for part in unsharded(one)):
         if id(tensor) in names_of or item in reached.tensors:
             continue
         names_of[id(tensor)] = item.name
         reached.tensors[item] = tensor
-        grad = grad_or_none(tensor)
+        grad = grad_or_none(tensor) if gradients else None
         if grad is not None and id(grad) not in names_of:
             names_of[id(grad)] = f"{item.name}.grad"
             reached.tensors[StateItem(f"{item.name}.grad", item.owner, "gradients")] = grad
@@ -120,7 +132,7 @@ def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
                 kind = "parameters" if name in module._parameters else "buffers"
                 yield StateItem(f"{path}.{name}", root, kind), tensor
     for path, module in modules:
-        for name, value in vars(module).items():
+        for name, value in [*vars(module).items()]:  # a task may run meanwhile, and add one
             if name not in _REGISTERED:
                 yield from _indexed(f"{path}.{name}", root, "buffers", value)
 

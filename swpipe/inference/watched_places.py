@@ -57,7 +57,8 @@ def locations_of(
     """
     if place.kind == "attribute":
         return [Location(place.name, False)]
-    reached = reachable_items(tasks)
+    # Others train meanwhile: gradients only where nothing else is found.
+    reached = reachable_items(tasks, gradients=False)
     if place.kind == "generator":
         found = reached.generators.items()
         names = [name for name, one in found if getattr(one, "_cdata", None) == place.number]
@@ -67,6 +68,10 @@ def locations_of(
             return _names(StateItem(f"{item.name}.grad", item.owner, "gradients"))
         if place.kind == "memory" and place.number in Storages().of(tensor):
             return _names(item)
+    if place.kind == "memory":  # of a gradient, perhaps
+        for item, tensor in assign_declared(reachable_items(tasks).tensors, tasks).items():
+            if place.number in Storages().of(tensor):
+                return _names(item)
     name = f"unnamed memory ({place.name})"
     for attribute, value in attributes(ctx).items():
         if any(place.number in Storages().of(tensor) for tensor in tensors_in(value)):

@@ -19,15 +19,16 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._tensors.pytree import tensors_held
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
+from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
 
 
 def tensors_of(batch: Any) -> Iterable[Tensor]:
     """A batch's tensors that count their modifications in place."""
-    found = (batch,) if type(batch) is Tensor else tensors_in(batch)
+    found = (batch,) if type(batch) is Tensor else tensors_held(batch)
     return (one for one in found if not one.is_inference())
 
 
@@ -57,6 +58,10 @@ class AheadTasks:
         self._tensors: dict[int, list[weakref.ref[Tensor]]] = {}  # of batches, by iteration
         self._versions: dict[int, list[int | None]] = {}  # as the last task ahead left them
         self._names = [task.name for task in tasks[:ahead]]
+        self._mends = [
+            "device=" if isinstance(task.fn, BatchCopy) else f"pure=True of {task.name!r}"
+            for task in tasks[:ahead]
+        ]
         self.tasks = tuple(
             self._ahead(task) if number < ahead else self._behind(task) if number == ahead else task
             for number, task in enumerate(tasks)
@@ -104,7 +109,7 @@ class AheadTasks:
             f"the batch of iteration {number} was modified in place, by the loop's body or a task "
             f"of another iteration, after {names} had run on it ahead: a pure task uses what "
             "nobody else changes while the loop runs. Let the loader give each batch memory of its "
-            f"own, or leave out pure=True of {names}"
+            f"own, or leave out {listed(self._mends)}"
         )
         return PlanError([Problem(text, tuple(self._names))])
 

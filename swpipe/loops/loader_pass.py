@@ -22,7 +22,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import leaves_in, tensors_in
+from swpipe._tensors.pytree import leaves_in, tensors_held
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
@@ -78,7 +78,7 @@ def _memory_of(batch: Any) -> dict[int, _Memory]:
     """Address to the tensor or array there: its version counter, or a checksum of its beginning."""
     found = {
         one.data_ptr(): _Memory(one, 0 if one.is_inference() else one._version)
-        for one in tensors_in(batch)
+        for one in tensors_held(batch)
         if one.layout is torch.strided and one.numel()
     }
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())

@@ -30,7 +30,7 @@ from swpipe.core.loaders import generators_in_pass, is_apart
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
-from swpipe.device import Device, resolve
+from swpipe.device import BatchCopy, Device, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import AheadTasks
@@ -40,7 +40,7 @@ from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, told
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.prefetch import prefetch_plan
+from swpipe.plans.prefetch import copy_before, prefetch_plan
 
 _GROUP = "loader"
 
@@ -203,7 +203,9 @@ def overlap(
             says that it does not read what the loop changes, that nobody asks it for more than its
             batches, such as its state in mid-pass, and that the loop draws from no random generator
             from which it draws; and that it begins each pass anew, or is an iterator. False: never.
-        device: As for ``SWPipeline``.
+        device: As for ``SWPipeline``; one that is given and no CPU gets the batches: a task "copy"
+            before the others moves ``ctx.batch`` there (``swpipe.device.copy_task``), from pinned
+            memory, and where the loader is ahead, ahead of the loop on a stream of its own.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         start_iteration: The number of the first iteration, that of the loader's first batch.
         context: The class of the contexts; as for ``SWPipeline``.
@@ -213,8 +215,9 @@ def overlap(
 
     Raises:
         ValueError: ``pull_ahead`` is True over an iterator that another loop pulls from; or
-            ``start_iteration`` is no number of an iteration.
-        PlanError: There are no tasks, or two have the same name.
+            ``start_iteration`` is no number of an iteration; or ``device`` is not on this machine.
+        PlanError: There are no tasks, or two have the same name; or one is called "copy", and
+            ``device`` adds that task.
         TypeError: One of the tasks is neither a task nor a function with a name.
 
     Warns:
@@ -230,6 +233,9 @@ def overlap(
     ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
     if ahead:
         _check_shared(loader)
+    where = resolve(device)
+    if device is not None and not on_cpu(torch.device(where.name)):
+        given = (copy_before(given, where), *given)
     leading = tuple(takewhile(_may_run_ahead, given)) if ahead else ()
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
@@ -243,7 +249,7 @@ def overlap(
     pipe = SWPipeline(
         found.plan,
         functions.tasks,
-        device=resolve(device),
+        device=where,
         seed=seed,
         start_iteration=start_iteration,
         context=context,
@@ -307,7 +313,7 @@ def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str
 
 
 def _why_behind(given: Sequence[PipelineTask], ahead: int, pulled: bool) -> tuple[str, ...]:
-    behind = given[ahead:]
+    behind = [one for one in given[ahead:] if not isinstance(one.fn, BatchCopy)]
     undeclared = [repr(one.name) for one in behind if one.undeclared]
     pure = [repr(one.name) for one in behind if one.pure and not one.random]
     random = [repr(one.name) for one in behind if one.pure and one.random]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+import torch
+
 from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
 from swpipe.core.task import PipelineTask, TaskRef, name_of, refs_in
+from swpipe.device import BatchCopy, Device, copy_task
+from swpipe.errors import PlanError, Problem
 
 
 def prefetch_plan(
@@ -18,6 +22,7 @@ def prefetch_plan(
     depth: int = 3,
     pull_group: str | None = "loader",
     streams: Mapping[TaskRef, StreamRef] | None = None,
+    device: Device | torch.device | str | None = None,
 ) -> PipelinePlan:
     """Pull and prepare batches on threads of their own, ahead of the tasks that use them.
 
@@ -40,17 +45,26 @@ def prefetch_plan(
         group: Name of the feeding thread group.
         depth: How many iterations may be in flight, besides one that is pulled; 2 or more.
         pull_group: Name of the thread group that calls the loader; None for the caller's thread.
-        streams: Streams of tasks whose device work runs on a stream of its own, such as a copy.
+        streams: Streams of tasks whose device work runs on a stream of its own. If ``feed`` has a
+            ``copy_task``, its tasks up to it have the stream "copy", and the others "ahead", where
+            nothing else is said.
+        device: Where ``swpipe.device.copy_task`` moves the batch before the other tasks; the plan
+            has this task in ``plan.tasks``. ``feed`` may then be empty. None: no such task.
 
     Raises:
-        ValueError: A list is empty, or the depth is below 2.
+        ValueError: A list is empty, the depth is below 2, or the device is not on this machine.
+        PlanError: With ``device``, a task is called "copy".
     """
     feed, compute = refs_in(feed), refs_in(compute)
+    total = depth + (pull_group is not None)
+    if device is not None:
+        feed = (copy_before((*feed, *compute), device, buffers=max(total, 1)), *feed)
     if not feed or not compute:
         raise ValueError("feed or compute is empty: give at least one task in each")
     if depth < 2:
         raise ValueError(f"depth is {depth}: give 2 or more iterations in flight to prefetch")
-    stream_of = {name_of(task): stream for task, stream in (streams or {}).items()}
+    stream_of = _streams_of_copy(feed)
+    stream_of |= {name_of(task): stream for task, stream in (streams or {}).items()}
     schedule: dict[str | PipelineTask, TaskSchedule] = {
         task: TaskSchedule(stage=0, stream=stream_of.get(name_of(task)), thread_group=group)
         for task in feed
@@ -64,6 +78,42 @@ def prefetch_plan(
         deps=[(after, before) for before, after in pairwise([*feed, *compute])],
         cross_iter_deps=carried,
         streams=dict.fromkeys(named, StreamSpec()),
-        pipeline_depth=depth + (pull_group is not None),
+        pipeline_depth=total,
         pull_group=pull_group,
     )
+
+
+def copy_before(
+    tasks: Iterable[TaskRef], device: Device | torch.device | str, buffers: int = 4
+) -> PipelineTask:
+    """The task that ``device=`` adds before others.
+
+    Raises:
+        PlanError: One of them has its name.
+        ValueError: The device is not on this machine.
+    """
+    copy = copy_task(device, buffers=buffers)
+    if copy.name in map(name_of, tasks):
+        text = (
+            f"task {copy.name!r} is among the tasks, and device= adds a task of this name, which "
+            "moves the batch to the device: leave yours out, or rename it, or leave device= out"
+        )
+        raise PlanError([Problem(text, (copy.name,))])
+    return copy
+
+
+def _streams_of_copy(feed: Sequence[TaskRef]) -> dict[str, StreamRef]:
+    """If one of the tasks is a copy: the streams of all.
+
+    None stays on the caller's stream. There a copy would wait, after them, for the computing of an
+    earlier batch, or the computing for the copy of a later one.
+    """
+    copies = [
+        number
+        for number, task in enumerate(feed)
+        if isinstance(task, PipelineTask) and isinstance(task.fn, BatchCopy)
+    ]
+    return {
+        name_of(task): "copy" if number <= copies[-1] else "ahead"
+        for number, task in enumerate(feed if copies else ())
+    }

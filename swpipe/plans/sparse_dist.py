@@ -16,11 +16,11 @@ One period from left to right, with the iteration of each task (i is the one tha
     prefetch     start copy embed dense wait prefetch loss dense' embed' finalize step
                  i+2   i+3  i     i     i+2  i+1      i    i      i      i        i
 
-    split        dense prefetch loss dense' start copy embed' embed wait finalize step
-                 i     i+1      i    i      i+2   i+3  i      i+1   i+2  i        i
+    split        embed wait copy dense prefetch loss dense' start embed' finalize step
+                 i     i+1  i+2  i     i+1      i    i      i+2   i      i        i
 
-    semi_sync    dense loss dense' prefetch embed wait start copy embed' finalize step
-                 i     i    i      i+1      i+1   i+2  i+3   i+4  i      i        i
+    semi_sync    copy dense loss dense' prefetch embed wait start embed' finalize step
+                 i+3  i     i    i      i+1      i+1   i+2  i+3   i      i        i
 
 The tasks in between overlap the exchanges: of sizes from "start" to "wait", of ids from "wait" to
 "prefetch", of embeddings from "embed" to "dense" and, under the split forward, of their gradients
@@ -101,41 +101,47 @@ def prefetch() -> PipelinePlan:
 
 
 def split(*, after_step: bool = True) -> PipelinePlan:
-    """Four stages; the next batch's look-up comes directly after the update of the tables.
+    """Three stages; a look-up comes directly after the update of the tables by the batch before.
 
     Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
     not depend on an exchange overlaps it. Gradients are exchanged during the end of the dense
-    backward, the copy of a later batch and the start of its input exchange; embeddings during the
-    wait for that exchange, the optimizers and the start of the dense forward. Needs the split
-    forward.
+    backward and the start of a later batch's input exchange; embeddings during the wait for that
+    exchange, the copy of a later batch and the start of the dense forward. Needs the split forward.
 
     Args:
-        after_step: The next look-up comes after ``OptimStep``, which updates tables (data-parallel
-            ones, for example) or the learning rate of fused ones.
+        after_step: The look-up comes after ``OptimStep`` of the batch before, which updates tables
+            (data-parallel ones, for example) or the learning rate of fused ones, and in the period
+            of its batch, so that it also sees what the loop has changed. Otherwise it comes before
+            ``OptimStep``, which overlaps the exchange of embeddings too.
     """
-    stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2, EMBED: 2}
-    head = (DENSE, PREFETCH, LOSS, DENSE_BACK, START, COPY, EMBED_BACK)
-    tail = (FINALIZE, STEP, EMBED, WAIT) if after_step else (EMBED, WAIT, FINALIZE, STEP)
-    carried = [(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])]
+    stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
+    order = (EMBED, WAIT, COPY, DENSE, PREFETCH, LOSS, DENSE_BACK, START, EMBED_BACK)
+    if not after_step:
+        stages |= {WAIT: 0, EMBED: 1}
+        order = (*order[2:], EMBED, WAIT)
     return _plan(
         stages,
-        (*head, *tail),
-        carried=carried,
+        (*order, FINALIZE, STEP),
+        carried=[(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])],
         same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
         streams={**STREAMS, PREFETCH: "prefetch"},
     )
 
 
-def semi_sync() -> PipelinePlan:
-    """Five stages; the next batch is looked up before this one updates the tables.
+def semi_sync(*, one_backward: bool = False) -> PipelinePlan:
+    """Four stages; the next batch is looked up before this one updates the tables.
 
     Table reads, and learning rates of fused tables, are one batch stale, so the results differ from
     the serial run's. All exchanges overlap: a period waits for the gradients of embeddings alone,
     while those of sizes, ids and embeddings take until the next period. Needs the split forward.
+
+    Args:
+        one_backward: ``DenseBackward`` updates the tables, and so comes after the next look-up.
     """
-    stages = dict.fromkeys(TASKS, 4) | {COPY: 0, START: 1, WAIT: 2, PREFETCH: 3, EMBED: 3}
-    head = (DENSE, LOSS, DENSE_BACK, PREFETCH, EMBED, WAIT, START, COPY)
-    order = (*head, EMBED_BACK, FINALIZE, STEP)
+    stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 2, EMBED: 2}
+    look_up = (PREFETCH, EMBED)
+    middle = (*look_up, DENSE_BACK) if one_backward else (DENSE_BACK, *look_up)
+    order = (COPY, DENSE, LOSS, *middle, WAIT, START, EMBED_BACK, FINALIZE, STEP)
     return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
 
 

@@ -10,30 +10,37 @@ For each task that is worth it, these are tried on paper:
 
 The planner's simulator predicts the iteration under each plan from the measured times, in
 proportion to what it says for the plan that was measured. The cores that there are limit it too.
-Moving tasks cannot save more than their exposed times, so that is the most that is promised. If the
-plan declares no dependences between iterations, it is not known which task may move, and none is
-moved; nor is a task of which nothing is declared, away from the loop's body.
+Moving tasks cannot save more than their exposed times, so that is the most that is promised; and
+nothing is, where the interval of what is saved contains 0. If the plan declares no dependences
+between iterations, it is not known which task may move, and none is moved; nor is a task of which
+nothing is declared, away from the loop's body.
+
+What the planner says of plans and cycles names every task and iteration. Here it is said in short.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import declared_effects
+from swpipe.core.messages import counted, listed
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.resolved import dependences_of
 from swpipe.errors import PlanError, Problem
 from swpipe.profiler.diff import ms
 from swpipe.profiler.measured import Measured
 from swpipe.profiler.spread import Estimate
+
+if TYPE_CHECKING:
+    from swpipe.planning.simulation.interval import Limit
 
 MOST = 3
 """So many changes are named."""
@@ -47,6 +54,8 @@ MORE = 1.1
 ERROR = 0.1
 """How far predicted iterations may be off: the simulator knows no contention for memory, or for
 the interpreter lock."""
+
+_FEW = 4  # tasks that are named
 
 _US = 1e6
 
@@ -92,6 +101,10 @@ class _Change(NamedTuple):
     place: Callable[[], PipelinePlan] | None
     costs: CostModel
 
+    def is_instead_of(self, other: _Change) -> bool:
+        """Whether only the better one of the two is told."""
+        return self.task == other.task and (self.place is None) == (other.place is None)
+
 
 def advise(measured: Measured) -> tuple[Advice, ...]:
     """The changes that promise most; the best comes first.
@@ -111,7 +124,8 @@ def advise(measured: Measured) -> tuple[Advice, ...]:
             set(less.moved) <= set(change.moved) and advice.saved_s < MORE * other.saved_s
             for less, other in kept
         ):
-            kept = [each for each in kept if each[0].task != change.task] + [(change, advice)]
+            # Another plan needs no other program: it is told beside what needs one.
+            kept = [each for each in kept if not each[0].is_instead_of(change)] + [(change, advice)]
     best = sorted((advice for _, advice in kept), key=lambda advice: -advice.saved_s)
     return tuple(best[:MOST])
 
@@ -124,7 +138,7 @@ class _Paper:
         self.measured = measured
         self._streams = timer.pipe.device.has_streams
         self._declared = declared_effects(timer.pipe.tasks)
-        self._cpu_us = _US * sum(times.cpu_s.values())
+        self._cpu_us = _US * ranks_on_machine() * sum(times.cpu_s.values())  # of all ranks
         self.plan = timer.pipe.plan if timer.pipelined else _in_one_stage(timer.pipe.plan)
         self.costs = CostModel(
             {
@@ -142,7 +156,7 @@ class _Paper:
         return {problem.tasks: problem.text for problem in found}
 
     def predict(self, plan: PipelinePlan, costs: CostModel) -> tuple[float, str]:
-        """Microseconds of an iteration, and what limits it.
+        """Microseconds of an iteration, and what limits it, in short.
 
         Raises:
             PlanError: The plan cannot run.
@@ -150,11 +164,10 @@ class _Paper:
         from swpipe.planning.simulation.simulator import simulate
 
         simulated = simulate(plan, costs, streams=self._streams)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        cores_us = self._cpu_us / (cores or 1)
+        cores_us = self._cpu_us / cores()
         if cores_us > simulated.ii_us:
-            return cores_us, f"the {cores} cores"
-        return simulated.ii_us, simulated.limit
+            return cores_us, f"the {counted(cores(), 'core')}"
+        return simulated.ii_us, _limit(simulated.limits)
 
     def advice(self, change: _Change) -> Advice | None:
         """What a change promises.
@@ -169,7 +182,7 @@ class _Paper:
                 raise PlanError([Problem(broken[tasks], tasks)])
             then_us, limit = self.predict(plan, change.costs)
         except PlanError as error:
-            self.not_moved.setdefault(change.task, error.problems[0].text)
+            self.not_moved.setdefault(change.task, self._fault(error.problems[0]))
             return None
         if not self._now_us:
             return None
@@ -182,20 +195,33 @@ class _Paper:
         then_s = step_s.value_s * then_us / self._now_us
         saved_s = step_s.value_s - then_s
         saved_s = min(saved_s, exposed.value_s if moved else exposed.value_s / 2)
-        if saved_s < LEAST * step_s.value_s or exposed.value_s < exposed.spread_s:
+        error_s = exposed.spread_s / 2
+        if moved:
+            error_s = max(step_s.spread_s, exposed.spread_s) + ERROR * then_s
+        if saved_s <= max(error_s, LEAST * step_s.value_s):
             if moved:
-                self.not_moved.setdefault(change.task, f"it would be limited by {limit}")
+                why = f"iterations would be limited by {limit}"
+                if saved_s > LEAST * step_s.value_s:
+                    why = f"it might save {ms(saved_s)} ± {ms(error_s)} ms, and may save nothing"
+                self.not_moved.setdefault(change.task, why)
             return None
-        error_s = max(step_s.spread_s, exposed.spread_s) + ERROR * then_s
         return Advice(
             change=change.words,
             task=change.task,
             saved_s=saved_s,
-            spread_s=error_s if moved else exposed.spread_s / 2,
+            spread_s=error_s,
             limit=limit,
             not_moved="" if moved else self.not_moved.get(change.task, ""),
             plan=_as_json(plan) if moved else "",
         )
+
+    def _fault(self, problem: Problem) -> str:
+        """Why a plan cannot run, in short."""
+        tasks = problem.tasks
+        if len(tasks) == 1 and self._declared[tasks[0]].undeclared:
+            rule = "say pure=True, or name its states in io"
+            return f"nothing is declared of what {tasks[0]!r} touches: {rule}"
+        return f"the order of {listed(tasks, _FEW)} would not be kept" if tasks else problem.text
 
 
 def _changes(paper: _Paper) -> Iterator[_Change]:
@@ -273,14 +299,33 @@ def _moved(
     }
     least = max(place.stage for place in schedule.values()) + 1
     depth = None if plan.pipeline_depth is None else max(plan.pipeline_depth, least)
-    return replace(plan, schedule=schedule, pipeline_depth=depth)
+    # What has moved has another place within a period, too.
+    order = tuple(name for name in plan.order if schedule[name] == plan.schedule[name])
+    return replace(plan, schedule=schedule, order=order, pipeline_depth=depth)
+
+
+def _limit(limit: Limit) -> str:
+    """What limits an interval, in short."""
+    tasks = [task for task in limit.tasks if task != PULL]
+    named = listed(tasks, _FEW)
+    if limit.what:
+        return f"{limit.what}, which is busy all the time ({named})" if tasks else limit.what
+    if len(tasks) > 1:
+        return f"{named}, which wait for each other from one iteration to the next"
+    return f"{named} of the iteration before" if tasks else limit.text
 
 
 def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
-    """The plan's dependences, with all tasks on one thread, one after the other."""
+    """The plan's dependences, with all tasks on one thread, one after the other.
+
+    Collectives stay ordered: what is advised may give them other threads.
+    """
     return replace(
         plan,
-        schedule={name: TaskSchedule() for name in plan.schedule},
+        schedule={
+            name: TaskSchedule(globally_ordered=entry.globally_ordered)
+            for name, entry in plan.schedule.items()
+        },
         same_period_deps=(),
         order=(),  # that of a pipeline may contradict the dependences within an iteration
         streams={},

@@ -1,12 +1,12 @@
-"""What changed between two profiles, and how a profile's tables look."""
+"""What changed between two profiles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from swpipe.core.tables import table
 from swpipe.profiler.spread import Estimate
 
 
@@ -35,37 +35,63 @@ class Change:
         spread_s = math.hypot(before.spread_s, after.spread_s)
         return cls(name, *values, before.value_s - after.value_s, spread_s)
 
+    @property
+    def is_longer(self) -> bool:
+        """Whether it takes more than before, by more than the interval."""
+        return self.verdict == "longer"
+
+    @property
+    def verdict(self) -> str:
+        """Such as "longer", if the change is beyond the interval; else "same"."""
+        if self.saved_s is None or self.spread_s is None:
+            return ""
+        if abs(self.saved_s) <= self.spread_s:
+            return "same"
+        return "longer" if self.saved_s < 0 else "shorter"
+
 
 @dataclass(frozen=True, slots=True)
 class ProfileDiff:
-    """What changed from one profile to another: the iteration, and each task's exposed time."""
+    """What changed from one profile to another: the iteration, and each task's exposed time.
+
+    Attributes:
+        iteration: The change of an iteration.
+        tasks: Those of the tasks' exposed times.
+        of: What was compared, in words.
+    """
 
     iteration: Change
     tasks: tuple[Change, ...]
+    of: str = ""
+
+    @property
+    def summary(self) -> str:
+        """Whether iterations take longer, by how much, and how sure that is."""
+        change, about = self.iteration, f"{self.of}: " if self.of else ""
+        if not (change.before_s and change.saved_s is not None and change.spread_s is not None):
+            return f"{about}nothing to compare"
+        share, wide = (100 * abs(s) / change.before_s for s in (change.saved_s, change.spread_s))
+        if change.verdict == "same":
+            return f"{about}no difference of iterations beyond ± {wide:.1f}%"
+        return f"{about}iterations are {share:.1f}% ± {wide:.1f}% {change.verdict}"
 
     def format(self) -> str:
-        """A table with a row for the iteration and one per task."""
+        """A summary, and a table with a row for the iteration and one per task."""
         rows = [
             (
                 change.name,
                 *("" if s is None else ms(s) for s in (change.before_s, change.after_s)),
                 "" if change.saved_s is None else f"{1e3 * change.saved_s:+.3f}",
                 "" if change.spread_s is None else ms(change.spread_s),
+                change.verdict,
             )
             for change in (self.iteration, *self.tasks)
         ]
-        return table(("", "before ms", "after ms", "saved ms", "± ms"), rows)
+        titles = ("", "before ms", "after ms", "saved ms", "± ms", "beyond ±")
+        return f"{self.summary}\n{table(titles, rows)}"
 
     def __str__(self) -> str:
         return self.format()
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text, with numbers to the right."""
-    from tabulate import tabulate
-
-    align = ("left", *("right",) * (len(headers) - 1))
-    return tabulate(rows, headers=list(headers), disable_numparse=True, colalign=align)
 
 
 def ms(seconds: float) -> str:

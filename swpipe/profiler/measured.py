@@ -12,6 +12,10 @@ from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.rounds import BASE, Kind, Rounds
 from swpipe.profiler.spread import Estimate, mean_of, time_saved, with_replay
 
+NO_WORK_S = 20e-6
+NO_WORK_SHARE = 0.01
+"""A task that takes less, in seconds and as a part of an iteration, may have nothing to do."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -63,6 +67,17 @@ class Measured:
     def exposed(self) -> dict[str, Estimate]:
         """Task to its exposed time, with its sign."""
         return {kind[0]: estimate for kind, estimate in self.saved.items() if len(kind) == 1}
+
+    @property
+    def no_work(self) -> tuple[str, ...]:
+        """Tasks that take no time to speak of, and without which iterations are no shorter."""
+        least_s = min(NO_WORK_S, NO_WORK_SHARE * self.step.value_s)
+        usual_s = self.times.median_s
+        return tuple(
+            name
+            for name, (value_s, spread_s) in self.exposed.items()
+            if usual_s[name] + self.device_s.get(name, 0.0) < least_s and value_s <= spread_s
+        )
 
     def in_others_s(self, name: str) -> dict[str, float]:
         """The other tasks that take less while one is shortcut, and how much less."""

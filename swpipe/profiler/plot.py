@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from swpipe.core.files import replacing
+from swpipe.core.pictures import (
+    COLORS,
+    FAINT,
+    GRID,
+    INK,
+    LINE,
+    SMALL_SIZE,
+    TITLE_SIZE,
+    style_axes,
+    svg_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN, DPI = 10.0, 200
+BAR_IN, ROW_GAP_IN, FRAME_IN = 0.24, 0.14, 1.1
+TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
 
 class Bars(NamedTuple):
@@ -24,6 +43,17 @@ def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: ``series`` is empty.
     """
+    figure = _drawn(series)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=DPI, facecolor="white")
+
+
+def bar_chart_svg(series: Sequence[Bars]) -> str:
+    """The same as an ``<svg>`` element."""
+    return svg_of(_drawn(series))
+
+
+def _drawn(series: Sequence[Bars]) -> Figure:
     if not series:
         raise ValueError("there is nothing to draw: no batches were profiled")
     try:
@@ -34,29 +64,63 @@ def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
         ) from error
 
     tasks = list(dict.fromkeys(name for bars in series for name in bars.value_s))
-    height = 0.8 / len(series)
-    figure = Figure(figsize=(8, 1.4 + 0.45 * len(tasks) * max(1.0, 0.6 * len(series))))
+    row_in = BAR_IN * len(series) + ROW_GAP_IN
+    figure = Figure(figsize=(WIDTH_IN, FRAME_IN + row_in * len(tasks)), layout="constrained")
     axes = figure.subplots()
-    for index, (label, value_s, error_s) in enumerate(series):
-        value_ms = [1e3 * value_s.get(name, 0.0) for name in tasks]
-        error_ms = [1e3 * error_s.get(name, 0.0) for name in tasks]
-        offset = (index - (len(series) - 1) / 2) * height
-        axes.barh(
-            [place + offset for place in range(len(tasks))],
-            value_ms,
-            height=0.9 * height,
-            # Exposed time is never negative, so the error bar does not go below 0.
-            xerr=[list(map(min, value_ms, error_ms)), error_ms],
-            error_kw={"elinewidth": 1, "capsize": 2},
-            label=label,
-        )
-    axes.set_yticks(range(len(tasks)), tasks)
+    style_axes(axes)
+    for index, bars in enumerate(series):
+        places = {name: k * row_in + (index + 0.5) * BAR_IN for k, name in enumerate(tasks)}
+        _draw_bars(axes, bars, places, COLORS[index % len(COLORS)])
+    middle_in = BAR_IN * len(series) / 2
+    axes.set_yticks([place * row_in + middle_in for place in range(len(tasks))], tasks)
     axes.invert_yaxis()  # the first task on top
     axes.set_xlim(left=0)
-    axes.set_xlabel("exposed time, ms per iteration")
-    axes.set_title("Wall time saved if the task cost nothing", fontsize="medium")
-    axes.legend(loc="best", fontsize="small", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
+    axes.margins(x=0.15)
+    figure.suptitle(TITLE, x=0.01, ha="left", fontsize=TITLE_SIZE, color=INK)
+    _draw_legend(axes, [bars.label for bars in series])
+    return figure
+
+
+def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
+    """The bars of one color, each with its interval; those not told apart from 0 are grey."""
+    for name, value_s in bars.value_s.items():
+        value_ms, error_ms = 1e3 * value_s, 1e3 * bars.error_s.get(name, 0.0)
+        known = value_ms > error_ms
+        axes.barh(
+            places[name],
+            value_ms,
+            height=0.86 * BAR_IN,
+            color=color if known else GRID,
+            edgecolor=color if known else LINE,
+            # Exposed time is never negative, so the error bar does not go below 0.
+            xerr=[[min(value_ms, error_ms)], [error_ms]],
+            error_kw={"elinewidth": 1, "capsize": 2.5, "ecolor": FAINT},
+        )
+        axes.annotate(
+            f"{value_ms:.1f} ± {error_ms:.1f}" if known else f"< {value_ms + error_ms:.1f}",
+            (value_ms + error_ms, places[name]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=SMALL_SIZE,
+            color=INK,
+        )
+
+
+def _draw_legend(axes: Axes, labels: Sequence[str]) -> None:
+    """The colors, above the bars on the right."""
+    from matplotlib.patches import Patch
+
+    axes.legend(
+        handles=[
+            Patch(color=COLORS[index % len(COLORS)], label=label)
+            for index, label in enumerate(labels)
+        ],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderpad=0,
+        ncols=len(labels),
+        frameon=False,
+        fontsize=SMALL_SIZE,
+        labelcolor=FAINT,
+    )

@@ -63,6 +63,10 @@ class Pulls:
         finally:
             self._on = True
 
+    def end(self) -> None:
+        """Let the loader's iterator go: its workers end."""
+        self._batches = None
+
     def begin(self) -> None:
         """Forget the calls so far: in the first one a loader starts its workers."""
         self.runs.clear()

@@ -3,57 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO, overload
+from typing import Any, Self, TextIO, overload
 
 from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plain_data import parse_json
 from swpipe.core.records import Rows
-from swpipe.core.task import ByTask
+from swpipe.profiler import result_text
 from swpipe.profiler.advice import Advice
-from swpipe.profiler.diff import Change, ProfileDiff, ms, table
-from swpipe.profiler.plot import Bars, bar_chart
+from swpipe.profiler.diff import Change, ProfileDiff
+from swpipe.profiler.figures import Figures, Joint
+from swpipe.profiler.other_load import OtherLoad
+from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
+from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.spread import Estimate
-from swpipe.profiler.together import limiting
-
-Mode = Literal["serial", "pipelined"]
-
-MIN_BLOCKED_S = 1e-4
-MIN_BLOCKED_SHARE = 0.25
-
-_BY_TASK = (
-    "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
-    "not_measured",
-)  # fmt: skip
-_READ = (
-    "exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100\n"
-    "such intervals contain the true value; < x: not told apart from 0; in others: what these\n"
-    "take less"
-)
-_EXPOSED = ("exposed ms", "± ms", "% of baseline")
-_SLOW = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """Several tasks that were shortcut together. All times are seconds per iteration.
-
-    Attributes:
-        what: What they have in common, in words.
-        tasks: Their names.
-        raw_s: How much shorter an iteration is if all of them cost nothing.
-        spread_s: Half-width of the 95% interval of ``raw_s``.
-    """
-
-    what: str
-    tasks: tuple[str, ...]
-    raw_s: float
-    spread_s: float
 
 
 class Report(Rows):
@@ -85,6 +54,14 @@ class Report(Rows):
     def as_text(self) -> str:
         return self.format_report()
 
+    def _repr_html_(self) -> str:
+        """The bar chart and the report, for a notebook."""
+        text = super()._repr_html_()
+        try:
+            return bar_chart_svg(self._bars()) + text
+        except (ModuleNotFoundError, ValueError):  # no matplotlib, or nothing to draw
+            return text
+
     def print_report(self, file: TextIO | None = None) -> None:
         """Print one row per task; to standard output by default."""
         (sys.stdout if file is None else file).write(self.format_report() + "\n")
@@ -109,19 +86,20 @@ class Report(Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileResult(Report):
+class ProfileResult(Figures, Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
     Attributes:
         baseline_s: Mean wall time of an iteration in which all tasks run.
         baseline_median_s: The median. Where it is much shorter, few slow iterations take the time.
         baseline_spread_s: Half-width of the 95% interval of ``baseline_s``.
-        exposed_s: Task to the wall time saved if it cost nothing; never negative.
-        raw_s: The same with its sign: noise may make it negative.
+        exposed_s: Task to the wall time saved if it cost nothing; neither negative nor more than an
+            iteration.
+        raw_s: The same as it was measured: noise may make it either.
         spread_s: Half-width of the 95% interval of ``raw_s``.
         replay_s: How long the replay of the task's outputs took, which was added to ``raw_s``.
         in_others_s: Task to those tasks that take less of their threads while it is shortcut, and
-            how much less: a forward that is replayed leaves less to the backward.
+            how much less: a forward that is replayed leaves less to the backward. See ``own_s``.
         host_s: How long the task occupies the thread it runs on.
         blocked_s: The part of ``host_s`` in which the thread is off the CPU: it sleeps, waits for
             a file, a lock or a device, or is preempted. A thread that waits in a busy loop (the
@@ -143,75 +121,24 @@ class ProfileResult(Report):
         interrupted: Ctrl-C came before all rounds were measured; ``num_rounds`` is how many were.
         disturbed: How many visits were measured again, since another process took a core from them;
             None where the machine does not tell.
+        no_work: Tasks that have nothing to do: they take less than 20 us and 1% of an iteration,
+            and iterations are no shorter without them.
+        other_load: What other processes used of the machine; None where it does not tell.
+        ranks: The times of all ranks, alike in the results of all of them; empty where there is
+            one. See ``rank_waits``.
+        collectives: The tasks in which ranks meet: the globally ordered ones.
     """
-
-    batch: str
-    mode: Mode
-    baseline_s: float
-    baseline_median_s: float
-    baseline_spread_s: float
-    exposed_s: Mapping[str, float]
-    raw_s: Mapping[str, float]
-    spread_s: Mapping[str, float]
-    replay_s: Mapping[str, float]
-    in_others_s: Mapping[str, Mapping[str, float]]
-    host_s: Mapping[str, float]
-    blocked_s: Mapping[str, float]
-    device_s: Mapping[str, float]
-    busy_s: Mapping[str, float]
-    joint: tuple[Joint, ...]
-    advice: tuple[Advice, ...]
-    num_warmup: int
-    num_measure: int
-    num_rounds: int
-    put_back: tuple[str, ...] = ()
-    already_shortcut: tuple[str, ...] = ()
-    not_measured: Mapping[str, str] = field(default_factory=dict)
-    interrupted: bool = False
-    disturbed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in _BY_TASK:
-            object.__setattr__(self, name, ByTask(getattr(self, name)))
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The measured tasks, in serial order."""
-        return tuple(self.exposed_s)
-
-    @property
-    def blocking(self) -> tuple[str, ...]:
-        """Tasks that block the host: off the CPU for 25% of their time and at least 0.1 ms.
-
-        The longest come first.
-        """
-        found = [
-            name
-            for name, blocked_s in self.blocked_s.items()
-            if blocked_s >= max(MIN_BLOCKED_S, MIN_BLOCKED_SHARE * self.host_s[name])
-        ]
-        return tuple(sorted(found, key=lambda name: -self.blocked_s[name]))
 
     def format_report(self) -> str:
         """A summary line, a table with one row per task, and notes."""
-        times = {"host ms": self.host_s, "blocked ms": self.blocked_s}
-        if self.device_s:
-            times["device ms"] = self.device_s
-        times["replay ms"] = self.replay_s
-        rows = []
-        for name in self.host_s:
-            others = (f"{other} {ms(s)}" for other, s in self.in_others_s.get(name, {}).items())
-            cells = (ms(of[name]) if name in of else "" for of in times.values())
-            rows.append((name, *self._exposed_cells(name), *cells, ", ".join(others)))
-        titles = ("task", *_EXPOSED, *times, "in others ms")
-        return "\n".join([self._summary(), table(titles, rows), *self._notes(), _READ])
+        return result_text.one(self)
 
     def records(self) -> list[dict[str, Any]]:
         """A row per task, of plain values; all times are milliseconds."""
         rows = []
         for name in self.host_s:
             row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
-            for what in ("exposed", "raw", "spread", "host", "blocked", "device", "replay"):
+            for what in ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay"):
                 seconds = getattr(self, f"{what}_s").get(name)
                 row[f"{what}_ms"] = None if seconds is None else 1e3 * seconds
             row["baseline_ms"] = 1e3 * self.baseline_s
@@ -236,13 +163,9 @@ class ProfileResult(Report):
         steps = [Estimate(each.baseline_s, each.baseline_spread_s) for each in (self, after)]
         return ProfileDiff(
             Change.of("iteration", *steps),
-            tuple(Change.of(name, self._exposed(name), after._exposed(name)) for name in names),
+            tuple(Change.of(name, self.exposed(name), after.exposed(name)) for name in names),
+            self.batch + (f", {self.mode} to {after.mode}" if after.mode != self.mode else ""),
         )
-
-    def _exposed(self, name: str) -> Estimate | None:
-        if name not in self.raw_s:
-            return None
-        return Estimate(self.raw_s[name], self.spread_s[name])
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -256,94 +179,54 @@ class ProfileResult(Report):
         """A result from plain data, as ``json.loads`` returns it.
 
         Raises:
-            ValueError: The keys are not exactly the attributes of a result.
+            ValueError: The keys are not the attributes of a result. Those that have defaults may be
+                missing, as in a file of an earlier version.
         """
         names = {each.name for each in fields(cls)}
-        if not isinstance(data, dict) or set(data) != names:
+        optional = {
+            each.name
+            for each in fields(cls)
+            if each.default is not MISSING or each.default_factory is not MISSING
+        }
+        if not isinstance(data, dict) or not names - optional <= set(data) <= names:
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"a profile result has exactly the keys {sorted(names)}, not {got}")
+            rule = f"{sorted(names - optional)}, and may have {sorted(optional)}"
+            raise ValueError(f"a profile result has the keys {rule}; not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        joint = tuple(Joint(**{**each, "tasks": tuple(each["tasks"])}) for each in data["joint"])
-        advice = tuple(Advice(**each) for each in data["advice"])
-        return cls(**{**data, **lists, "joint": joint, "advice": advice})
-
-    def _exposed_cells(self, name: str) -> tuple[str, str, str]:
-        """The cells below ``_EXPOSED`` for one task; "<" is what is not told apart from 0."""
-        exposed = self._exposed(name)
-        if exposed is None:
-            return "not measured" if name in self.host_s else "", "", ""
-        return self._cells(*exposed)
-
-    def _cells(self, value_s: float, spread_s: float) -> tuple[str, str, str]:
-        below = 0 < spread_s >= abs(value_s)
-        shown_s = max(0.0, value_s) + spread_s if below else value_s
-        share = shown_s / self.baseline_s if self.baseline_s else 0.0
-        sign = "< " if below else ""
-        return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}"
-
-    def _summary(self) -> str:
-        slow = 1 - self.baseline_median_s / self.baseline_s if self.baseline_s else 0.0
-        tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
-        return (
-            f"{self.batch}, {self.mode}: {ms(self.baseline_s)} ± "
-            f"{ms(self.baseline_spread_s)} ms per iteration, median "
-            f"{ms(self.baseline_median_s)}{tail} "
-            f"({self.num_rounds} rounds, {self.num_measure} iterations per visit)"
-        )
-
-    @property
-    def limiting(self) -> tuple[str, ...]:
-        """Thread groups that are busy for 90% of an iteration; the busiest come first.
-
-        If there are several, none of them alone makes iterations much shorter: the tasks of each
-        have little exposed time, whatever they take.
-        """
-        return limiting(self.busy_s, self.baseline_s)
-
-    def _limits(self) -> str:
-        step = f"nearly all of {ms(self.baseline_s)} ms"
-        busy = [f"{group} ({ms(self.busy_s[group])} ms)" for group in self.limiting]
-        if len(busy) > 1:
-            return f"several thread groups are busy {step}, so all have to do less: {listed(busy)}"
-        if busy:
-            return f"one thread group is busy {step}: {busy[0]}"
-        longest = max(self.busy_s, key=lambda group: self.busy_s[group])
-        return (
-            f"no thread group is busy {step}, {longest} the longest with "
-            f"{ms(self.busy_s[longest])} ms: iterations wait for dependences, a device or others"
-        )
-
-    def _notes(self, on_batch: str = "") -> Iterator[str]:
-        if self.busy_s:
-            yield f"limits iterations{on_batch}: {self._limits()}"
-        blocking = [f"{name} ({ms(self.blocked_s[name])} ms)" for name in self.blocking]
-        yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
-        for name, why in self.not_measured.items():
-            yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
-        for joint in self.joint:
-            value, spread, share = self._cells(joint.raw_s, joint.spread_s)
-            yield (
-                f"together{on_batch}: {value} ± {spread} ms ({share}%) for {joint.what}: "
-                f"{', '.join(joint.tasks)}"
-            )
-        for number, advice in enumerate(self.advice, 1):
-            yield f"do next{on_batch}, {number}: {advice.text}"
-        if self.interrupted:
-            yield f"interrupted{on_batch}: not all rounds were measured"
-        if self.disturbed is None:
-            yield "disturbance by other processes: this machine does not tell"
-        elif self.disturbed:
-            yield f"disturbed by other processes{on_batch}: {self.disturbed} visits, measured again"
-        if self.already_shortcut:
-            yield f"shortcut already, so not measured: {', '.join(self.already_shortcut)}"
-        found = (
-            listed(self.put_back) if self.put_back else "generators only; no other state was found"
-        )
-        yield f"put back: {found}"
+        _check_figures(data)
+        try:
+            parts = {
+                "joint": tuple(Joint(**{**e, "tasks": tuple(e["tasks"])}) for e in data["joint"]),
+                "advice": tuple(Advice(**each) for each in data["advice"]),
+                "ranks": tuple(RankTimes(**each) for each in data.get("ranks", ())),
+                "other_load": OtherLoad(**load) if (load := data.get("other_load")) else None,
+            }
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a part of a profile result is damaged: {error}") from error
+        return cls(**{**data, **lists, **parts})
 
     def _bars(self) -> list[Bars]:
         label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
         return [Bars(label, self.exposed_s, self.spread_s)]
+
+
+def _check_figures(data: Mapping[str, Any]) -> None:
+    """Refuse what cannot be the times of a profile, in a file that was edited or damaged."""
+    if wrong := [key for key in data if key.endswith("_s") and not _is_times(data[key])]:
+        raise ValueError(f"a profile result has numbers of seconds in {listed(wrong)}")
+    kinds = {"exposed_s": dict, "raw_s": dict, "spread_s": dict, "joint": list, "advice": list}
+    for key, kind in (kinds | {"host_s": dict, "batch": str, "mode": str}).items():
+        if not isinstance(data[key], kind):
+            raise ValueError(f"a profile result has a {kind.__name__} in {key}")
+    tasks = data["exposed_s"].keys()
+    if not (tasks == data["raw_s"].keys() == data["spread_s"].keys() <= data["host_s"].keys()):
+        raise ValueError("a profile result has the same tasks in exposed_s, raw_s and spread_s")
+
+
+def _is_times(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_times, value.values()))
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 class ProfileResults(Report, Sequence[ProfileResult]):
@@ -375,16 +258,20 @@ class ProfileResults(Report, Sequence[ProfileResult]):
         return f"ProfileResults({list(self._results)!r})"
 
     def format_report(self) -> str:
-        """One summary line per batch, and a table with one row per task and columns per batch."""
-        if not self._results:
-            return "no batches were profiled"
-        tasks = dict.fromkeys(name for result in self for name in result.host_s)
-        headers = ["task"]
-        for result in self:
-            headers += [f"{result.batch}\n{_EXPOSED[0]}", *(f"\n{title}" for title in _EXPOSED[1:])]
-        rows = [[n, *(cell for r in self for cell in r._exposed_cells(n))] for n in tasks]
-        notes = dict.fromkeys(note for r in self for note in r._notes(f" on {r.batch}"))
-        return "\n".join([*(r._summary() for r in self), table(headers, rows), *notes, _READ])
+        """One batch in full; several with a summary line each, side by side in one table."""
+        return result_text.several(self._results)
+
+    def diff(self, after: ProfileResults) -> tuple[ProfileDiff, ...]:
+        """What changed from these profiles to those of the same batches, batch by batch.
+
+        Raises:
+            ValueError: They are of different batches.
+        """
+        before, now = ({result.batch: result for result in each} for each in (self, after))
+        if before.keys() != now.keys() or not now:
+            ours, theirs = (listed(list(each)) for each in (before, now))
+            raise ValueError(f"the profiles are of different batches: {ours}, and {theirs}")
+        return tuple(result.diff(now[batch]) for batch, result in before.items())
 
     def records(self) -> list[dict[str, Any]]:
         """A row per batch and task, of plain values; all times are milliseconds."""

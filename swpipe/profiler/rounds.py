@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -33,6 +33,7 @@ from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import Run, WindowTimer
+from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.run_queue import disturbed, waited_s
 from swpipe.profiler.spread import on_the_line, time_saved
 
@@ -107,6 +108,7 @@ class Rounds:
         interrupted: Ctrl-C came before the last round.
         disturbed: How many visits were measured again, since another process took a core from them
             (``swpipe.profiler.run_queue``); None where the machine does not tell.
+        other_load: What other processes used of the machine; None where it does not tell.
 
     Args:
         timer: Runs the iterations.
@@ -127,7 +129,7 @@ class Rounds:
         self._counts = counts
         self._restore = restore
         self._rng = random.Random(0)
-        self._kind = BASE
+        self._kind, self._exact = BASE, False
         self.base_s: list[float] = []
         self.spans_s: list[float] = []
         self.saved_s: dict[Kind, list[float]] = {}
@@ -136,12 +138,15 @@ class Rounds:
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
         self.disturbed: int | None = None if waited_s() is None else 0
+        self.other_load: OtherLoad | None = None
         self._shares: list[float | None] = []
 
-    def _shortcut(self, kind: Kind) -> AbstractContextManager[object]:
-        if kind == (PULL,) and self._timer.pulls is not None:
-            return self._timer.pulls.off()
-        return self._timer.pipe.shortcut(*kind)
+    @contextmanager
+    def _shortcut(self, kind: Kind) -> Iterator[None]:
+        pulls = self._timer.pulls if PULL in kind else None
+        off = nullcontext() if pulls is None else pulls.off()
+        with off, self._timer.pipe.shortcut(*_tasks_of(kind)):
+            yield
 
     def warm_up(self) -> tuple[float, HostTimes]:
         """Iterations without shortcuts: the first ones allocate and compile.
@@ -156,8 +161,12 @@ class Rounds:
             self._timer.pulls.begin()
         return fmean(seconds), first
 
-    def measure(self, kinds: Sequence[Kind], tick: Callable[[], object]) -> None:
+    def measure(
+        self, kinds: Sequence[Kind], tick: Callable[[], object], *, exact: bool = False
+    ) -> None:
         """Measure kinds of shortcuts; call ``tick`` after each visit to a single task.
+
+        What several tasks save together is measured in two rounds, in all of them if ``exact``.
 
         One with which iterations fail, and only with it, is left out from there on. On several
         ranks it fails the profile: the others may wait in a collective.
@@ -168,7 +177,8 @@ class Rounds:
         """
         self.saved_s = {kind: [] for kind in kinds}
         self.times |= {kind: self._new_times() for kind in kinds}
-        begin_s = time.perf_counter()
+        self._exact = exact
+        begin_s, load = time.perf_counter(), load_so_far(is_rank=not is_alone())
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
             try:
@@ -180,13 +190,15 @@ class Rounds:
                 break
         while len(self.base_s) < LEAST_ROUNDS:  # no kind could be measured
             self._measure_round((), tick)
+        self.other_load = None if load is None else load.others()
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """The kinds for the next round; none at the end."""
         counts, done = self._counts, len(self.base_s)
-        # What several tasks save together need not be known as well.
         kinds = [
-            kind for kind, of in self.saved_s.items() if len(kind) == 1 or len(of) < LEAST_ROUNDS
+            kind
+            for kind, of in self.saved_s.items()
+            if self._exact or len(kind) == 1 or len(of) < LEAST_ROUNDS
         ]
         if done < LEAST_ROUNDS:
             return kinds
@@ -270,7 +282,7 @@ class Rounds:
         if length > 1:
             length += self._rng.choice((-1, 0, 1))
         extra_before_s = 0.0
-        replayed = () if kind == (PULL,) else kind
+        replayed = _tasks_of(kind)
 
         def begin_to_measure() -> None:
             nonlocal extra_before_s
@@ -329,7 +341,12 @@ def _share(before_s: float | None, after_s: float | None, took_s: float) -> floa
     return (after_s - before_s) / took_s
 
 
+def _tasks_of(kind: Kind) -> Kind:
+    return tuple(name for name in kind if name != PULL)
+
+
 def _named(kind: Kind) -> str:
-    if kind == (PULL,):
-        return "the loader not called"
+    if PULL in kind:
+        tasks = _tasks_of(kind)
+        return "the loader not called" + (f" and {_named(tasks)}" if tasks else "")
     return f"task{'s' * (len(kind) > 1)} {', '.join(map(repr, kind))} shortcut"

@@ -29,8 +29,9 @@ from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
 from swpipe._state.loop import LoopState
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.tables import table
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.diff import ms, table
+from swpipe.profiler.diff import ms
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.rounds import Counts, Kind, Rounds
 from swpipe.profiler.spread import Estimate, time_saved

@@ -38,7 +38,7 @@ from swpipe.schedulable.translation import stream_waits
 class DelegatedPipeline(SWPipeline[IterContext]):
     """A pipeline whose tasks run somewhere else: none can be replayed."""
 
-    def enable_shortcut(self, *tasks: Any) -> None:
+    def enable_shortcut(self, *tasks: Any, with_: Any = None) -> None:
         """Refuse.
 
         Raises:

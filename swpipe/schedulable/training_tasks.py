@@ -89,9 +89,9 @@ def moved(batch: Any, device: torch.device) -> Any:
     """The batch on the device: by its ``to``, or that of the tensors and objects within it."""
 
     def to(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+        return value.to(device, non_blocking=True)
 
-    return to(batch) if hasattr(batch, "to") else map_tensors(batch, to, to)
+    return map_tensors(batch, to, own=to)
 
 
 def loss_in(output: Any) -> Tensor:

@@ -26,6 +26,7 @@ Guarantees
       required grad is restored as such a leaf. Grad mode on and off have separate caches.
     - Only the task's function is skipped. Order, streams and events stay as they are.
     - What cannot be replayed raises a ``ShortcutError``.
+    - A task with a substitute (``swpipe.shortcut.substitute``) is neither run nor cached.
 
 Assumptions
     - Two runs of one task never overlap. Runs of different tasks may, and tasks may be enabled and
@@ -39,7 +40,7 @@ Assumptions
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,10 +65,16 @@ class Shortcuts:
         # Task to grad mode to cache. Each ``enable`` creates a new inner dict: a run that started
         # before ``disable`` stores its cache in the old one, where it is never read.
         self._caches: dict[str, dict[bool, Cache]] = {}
+        self._substitutes: dict[str, Callable[[Any], None]] = {}
         self._lock = threading.Lock()  # names and caches change together
 
-    def enable(self, task_names: Iterable[str]) -> None:
-        """Cache tasks on their next run and replay them afterwards; existing caches stay."""
+    def enable(
+        self, task_names: Iterable[str], substitute: Callable[[Any], None] | None = None
+    ) -> None:
+        """Cache tasks on their next run and replay them afterwards; existing caches stay.
+
+        With a ``substitute``, call that from now on instead.
+        """
         # Most pipelines never replay a task, and a task that runs is no place to load modules.
         from swpipe.shortcut.caching import run_and_cache
 
@@ -75,13 +82,34 @@ class Shortcuts:
         with self._lock:
             for name in task_names:
                 self._caches.setdefault(name, {})
+                if substitute is None:
+                    self._substitutes.pop(name, None)
+                else:
+                    self._substitutes[name] = substitute
                 self.names.add(name)
+
+    def enable_like(self, other: Shortcuts) -> None:
+        """Enable the same tasks, with caches of their own and the same substitutes."""
+        self.enable(other.names)
+        self._substitutes |= other._substitutes
+
+    def labels(
+        self,
+        task_names: Iterable[str],
+        enabled: Collection[str] = (),
+        substitute: Callable[[Any], None] | None = None,
+    ) -> set[str]:
+        """Tasks as ranks compare them, once some are ``enabled``: a substitute is another task."""
+        substituted = self._substitutes.keys() - {*enabled}
+        substituted |= set() if substitute is None else {*enabled}
+        return {f"{name} (with_)" if name in substituted else name for name in task_names}
 
     def disable(self, task_names: Iterable[str]) -> None:
         """Run tasks normally from their next run on, and drop their caches."""
         with self._lock:
             for name in task_names:
                 self.names.discard(name)
+                self._substitutes.pop(name, None)
                 for cache in self._caches.pop(name, {}).values():
                     cache.close()
 
@@ -110,7 +138,10 @@ class Shortcuts:
         Raises:
             ShortcutError: The cache was modified in place, or an output cannot be cached.
         """
-        caches = self._caches.get(task.name)
+        caches, substitute = self._caches.get(task.name), self._substitutes.get(task.name)
+        if substitute is not None:
+            substitute(ctx)
+            return
         if caches is None:
             task.fn(ctx)
             return

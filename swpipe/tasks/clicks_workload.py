@@ -50,7 +50,9 @@ def configure(options: Mapping[str, Any]) -> Any:
         from swpipe.tasks.clicks.generate import click_logs
     except ModuleNotFoundError as error:
         raise InputError(
-            f"the click job needs {error.name}: install swpipe[clicks] and TorchRec, see README.md"
+            f"the click job needs {error.name}: pip install 'swpipe[clicks]' torchrec, or on a CPU "
+            "'swpipe[clicks]', and then --no-deps torchrec fbgemm-gpu-cpu. With torch alone there "
+            "are --workload images, and swpipe demo"
         ) from error
     data, held_out = options["data"], options["held_out"]
     if data is None:

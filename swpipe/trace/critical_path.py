@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 from swpipe.trace.causes import Causes, Why
 from swpipe.trace.perfetto import Arrow
-from swpipe.trace.span import Row, Span, extent_ns
+from swpipe.trace.span import Kind, Row, Span, extent_ns
+
+GAPS = "gaps"
+"""What of the path is no task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +61,29 @@ class CriticalPath:
 
     def per_iteration(self) -> dict[str, float]:
         """Task, and "gaps", to milliseconds of the path per iteration, in the steady state."""
+        found: dict[str, float] = defaultdict(float)
+        for (task, _), ms in self.by_kind().items():
+            found[task] += ms
+        return dict(found)
+
+    def by_kind(self) -> dict[tuple[str, Kind], float]:
+        """The same, apart for what a task does on its thread and on its stream.
+
+        A gap is on the row of the span that comes after it.
+        """
         steady = self._steady()
         if not steady:
             return {}
         first, last = steady[0][0].span, steady[-1][1].span
         iterations = last.iteration - first.iteration
-        found: dict[str, float] = defaultdict(float)
+        found: dict[tuple[str, Kind], float] = defaultdict(float)
         for before, after in steady:
             queued = after.why == "queued"
-            found[before.span.task] += 0 if queued else before.span.duration_ns
-            found["gaps"] += after.gap_ns
-        return {task: ns / 1e6 / iterations for task, ns in found.items()}
+            found[before.span.task, before.span.row.kind] += (
+                0 if queued else before.span.duration_ns
+            )
+            found[GAPS, after.span.row.kind] += after.gap_ns
+        return {key: ns / 1e6 / iterations for key, ns in found.items()}
 
     def _steady(self) -> list[tuple[Link, Link]]:
         """The pairs of links between two visits to the same task, as far apart as possible."""

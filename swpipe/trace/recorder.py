@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from swpipe._engine.iterations import Engine
-from swpipe._engine.program import OWN, Instruction, Program
+from swpipe._engine.program import ADMIT, OWN, Instruction, Program
 from swpipe.core.drawing import stream_name
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.device import Device, Stream
@@ -122,14 +122,17 @@ class Recorder:
         log = self._log()
         start_ns, log.start_ns = log.start_ns, None
         with log.lock:
-            if log.closed or start_ns is None or not exists:
+            if log.closed or start_ns is None:
+                return
+            if not exists:
+                log.drop(ADMIT, iteration)
                 return
             row, origin_ns = self._rows[ins.lane], self._origin_ns
             start_ns, end_ns = start_ns - origin_ns, end_ns - origin_ns
             log.runs.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
             if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
-            if self._last is not None:
+            if self._last is not None and ins.task != ADMIT:  # which may find no iteration
                 log.forget(iteration - self._last)
 
     def finish(self) -> tuple[Span, ...]:
@@ -196,6 +199,11 @@ class _Log:
         self.arrived: tuple[str, int, int] = ("", -1, 0)
         self.start_ns: int | None = None
         self.wait_ns = 0
+
+    def drop(self, task: str, iteration: int) -> None:
+        """Drop the last run, if it is this one."""
+        if self.runs and self.runs[-1][:2] == (task, iteration):
+            self.runs.pop()
 
     def forget(self, iteration: int) -> None:
         """Drop the runs of this iteration and earlier ones."""

@@ -1,6 +1,7 @@
 """Draw timelines as a picture: one line per thread group and stream, one color per iteration.
 
-    title                                       iteration # 0 # 1 # 2   / waiting
+    title
+                                                iteration # 0 # 1 # 2   / waiting
       io       [read 0][read 1]//[read 2]
       default  ///////[forward 0][forward 1]
                0      10      20      30     ms
@@ -13,36 +14,41 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swpipe._engine.program import OWN
 from swpipe.core.files import replacing
+from swpipe.core.pictures import (
+    COLORS,
+    FAINT,
+    INK,
+    LINE,
+    ROW_SIZE,
+    SMALL_SIZE,
+    TITLE_SIZE,
+    style_axes,
+    svg_of,
+)
 from swpipe.trace.span import Panel, Row, Span, extent_ns, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Paul Tol's "light" scheme: cells with black text, distinguishable with any kind of color blindness
-# (SRON technical note SRON/EPS/TN/09-002).
-COLORS = ("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#BBCC33")
 BESIDE = "#E6E6E6"
-WAIT = "#C4C4C4"
-INK = "#222222"
-FAINT = "#777777"
-GRID = "#EEEEEE"
-HATCHED: Any = {"facecolor": "white", "edgecolor": WAIT, "hatch": "/////", "linewidth": 0}
+HATCHED: Any = {"facecolor": "white", "edgecolor": LINE, "hatch": "/////", "linewidth": 0}
 
 MOST_ROWS, MOST_SPANS = 100, 5_000
 """The largest picture."""
 
 WIDTH_PT = 720.0
 DPI = 200
-ROW_PT, GAP_PT, HEADING_PT = 30.0, 6.0, 16.0
-TOP_PT, BOTTOM_PT, PAD_PT, MARGIN_PT = 28.0, 24.0, 10.0, 6.0
-TITLE_SIZE, ROW_SIZE, SMALL_SIZE = 12.0, 10.0, 8.0
+ROW_PT, GAP_PT, HEADING_PT = 44.0, 6.0, 16.0
+TITLE_PT, TOP_PT, BOTTOM_PT, PAD_PT, MARGIN_PT = 22.0, 28.0, 24.0, 10.0, 6.0
 NAME_SIZES = (8.5, 7.5)
 """Font sizes of a task's name in its box, the preferred one first."""
 HEADINGS = {"thread": "thread groups", "stream": "streams"}
@@ -56,6 +62,23 @@ def plot(
     Raises:
         ValueError: A timeline is empty, or they are too large for a picture.
     """
+    with _drawn(panels, title) as figure, replacing(path) as temporary:
+        figure.savefig(temporary, dpi=DPI, facecolor="white")
+
+
+def svg(panels: Sequence[Panel], *, title: str | None = None) -> str:
+    """The same as an ``<svg>`` element, to be put into a page.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: A timeline is empty, or they are too large for a picture.
+    """
+    with _drawn(panels, title) as figure:
+        return svg_of(figure)
+
+
+@contextmanager
+def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
     panels = [panel.from_zero() for panel in panels]
     rows = sum(len(rows_of(panel.spans)) for panel in panels)
     spans = sum(len(panel.spans) + len(panel.beside) for panel in panels)
@@ -72,29 +95,26 @@ def plot(
         ) from error
     style: Any = {"hatch.linewidth": 0.7, "svg.fonttype": "none", "text.parse_math": False}
     with rc_context(style):
-        picture = _Picture(panels)
+        picture = _Picture(panels, title)
         for number, panel in enumerate(panels):
             for row, on_row in panel.by_row().items():
                 picture.draw_row(picture.tops_pt[number, row], *on_row)
         picture.draw_legend(panels)
-        if title:
-            place = (PAD_PT / WIDTH_PT, picture.top_middle)
-            picture.figure.text(*place, title, va="center", fontsize=TITLE_SIZE, color=INK)
-        with replacing(path) as temporary:
-            picture.figure.savefig(temporary, dpi=DPI, facecolor="white")
+        yield picture.figure
 
 
 class _Picture:
     """A matplotlib figure with empty axes for the panels."""
 
-    def __init__(self, panels: Sequence[Panel]) -> None:
+    def __init__(self, panels: Sequence[Panel], title: str | None) -> None:
         from matplotlib.figure import Figure
 
         self.tops_pt, headings, rows_pt = _layout(panels)
         left_pt = 2 * PAD_PT + max(_text_pt(row.name, ROW_SIZE) for _, row in self.tops_pt)
         inner_pt = WIDTH_PT - left_pt - 2 * PAD_PT
-        height_pt = TOP_PT + rows_pt + BOTTOM_PT
-        self.top_middle = 1 - TOP_PT / 2 / height_pt
+        title_pt = TITLE_PT if title else 0.0
+        height_pt = title_pt + TOP_PT + rows_pt + BOTTOM_PT
+        self.legend_middle = 1 - (title_pt + TOP_PT / 2) / height_pt
         span_ms = max(1, *(extent_ns(panel.spans)[1] for panel in panels)) / 1e6
         self.ms_per_pt = span_ms / inner_pt
         self.figure = Figure(figsize=(WIDTH_PT / 72, height_pt / 72))
@@ -102,21 +122,17 @@ class _Picture:
         place = (left_pt / w, BOTTOM_PT / h, inner_pt / w, rows_pt / h)
         self.axes: Axes = self.figure.add_axes(place, xlim=(0, span_ms), ylim=(rows_pt, 0))
         self._style_axes()
+        if title:
+            top = (PAD_PT / w, 1 - PAD_PT / h)
+            self.figure.text(*top, title, va="top", fontsize=TITLE_SIZE, color=INK)
         for heading, middle_pt in headings:
             self.axes.text(0, middle_pt, heading, va="center", fontsize=SMALL_SIZE, color=FAINT)
 
     def _style_axes(self) -> None:
-        axes = self.axes
-        axes.spines[["left", "right", "top"]].set_visible(False)
-        axes.spines["bottom"].set_color(WAIT)
+        style_axes(self.axes)
         middles_pt = [top_pt + ROW_PT / 2 for top_pt in self.tops_pt.values()]
-        names = [row.name for _, row in self.tops_pt]
-        axes.set_yticks(middles_pt, names, fontsize=ROW_SIZE, color=INK)
-        axes.tick_params(axis="y", length=0, pad=PAD_PT / 2)
-        axes.tick_params(axis="x", length=3, labelsize=SMALL_SIZE, color=WAIT, labelcolor=FAINT)
-        axes.xaxis.set_major_formatter(lambda ms, _: f"{ms:g}" if ms else "0 ms")
-        axes.grid(axis="x", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
+        self.axes.set_yticks(middles_pt, [row.name for _, row in self.tops_pt])
+        self.axes.tick_params(axis="y", pad=PAD_PT / 2)
 
     def draw_row(self, top_pt: float, spans: Sequence[Span], beside: Sequence[Span]) -> None:
         """Draw waits, then the spans beside, then the boxes with their text."""
@@ -146,15 +162,22 @@ class _Picture:
         return span.duration_ns / 1e6 / self.ms_per_pt - MARGIN_PT
 
     def _write(self, span: Span, top_pt: float, name_size: float) -> None:
-        room_pt = self._room_pt(span)
+        """The task above the iteration; in a narrow box upright, or only one of the two."""
+        room_pt, small = self._room_pt(span), NAME_SIZES[-1]
         number = str(span.iteration)
-        if room_pt < _text_pt(number, SMALL_SIZE):
-            return
-        lines = [(0.5, number, SMALL_SIZE)]
-        if _text_pt(span.task, name_size) <= room_pt:
-            lines = [(0.36, span.task, name_size), (0.72, number, SMALL_SIZE)]
-        x_ms = (span.start_ns + span.end_ns) / 2e6
+        upright = [
+            text for text in (f"{span.task} {number}", span.task) if _fits(text, small, ROW_PT)
+        ]
+        lines: list[tuple[float, str, float]] = []
         style: dict[str, Any] = {"color": INK, "ha": "center", "va": "center_baseline"}
+        if _fits(span.task, name_size, room_pt):
+            lines = [(0.36, span.task, name_size), (0.70, number, SMALL_SIZE)]
+        elif upright and small <= room_pt + MARGIN_PT / 2:
+            lines = [(0.5, upright[0], small)]
+            style |= {"rotation": 90, "va": "center"}
+        elif _fits(number, SMALL_SIZE, room_pt):
+            lines = [(0.5, number, SMALL_SIZE)]
+        x_ms = (span.start_ns + span.end_ns) / 2e6
         for depth, text, size in lines:
             self.axes.text(x_ms, top_pt + depth * ROW_PT, text, fontsize=size, **style)
 
@@ -174,7 +197,7 @@ class _Picture:
         self.figure.legend(
             handles=keys,
             loc="center right",
-            bbox_to_anchor=(1 - 2 * PAD_PT / WIDTH_PT, self.top_middle),
+            bbox_to_anchor=(1 - 2 * PAD_PT / WIDTH_PT, self.legend_middle),
             borderaxespad=0,
             borderpad=0,
             ncols=len(keys) or 1,
@@ -220,11 +243,15 @@ def _layout(panels: Sequence[Panel]) -> _Layout:
 def _name_size(task: str, rooms_pt: list[float]) -> float:
     """One font size for all boxes of a task: the first that fits in three of four boxes."""
     room_pt = sorted(rooms_pt)[len(rooms_pt) // 4]
-    return next((s for s in NAME_SIZES if _text_pt(task, s) <= room_pt), NAME_SIZES[-1])
+    return next((s for s in NAME_SIZES if _fits(task, s, room_pt)), NAME_SIZES[-1])
 
 
 def _color(iteration: int) -> str:
     return COLORS[iteration % len(COLORS)]
+
+
+def _fits(text: str, size: float, room_pt: float) -> bool:
+    return _text_pt(text, size) <= room_pt
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -13,8 +14,11 @@ from typing import Any
 
 from swpipe._engine.program import RETIRE
 from swpipe.core.records import Rows
+from swpipe.core.tables import table
 from swpipe.core.task import TaskRef, names_of
+from swpipe.core.task_memory import TaskMemory
 from swpipe.trace import perfetto, timeline
+from swpipe.trace.bytes_in_flight import PeakMemory, peak_memory
 from swpipe.trace.chart import chart, label
 from swpipe.trace.critical_path import CriticalPath, critical_path
 from swpipe.trace.lanes import LaneTimes, covered_ns, hidden, lanes
@@ -85,19 +89,55 @@ class Trace(Rows):
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
         return Trace(wanted, beside=beside, arrows=self.arrows, origin_ns=self.origin_ns)
 
+    def steady(self, count: int = 4) -> Trace:
+        """The trace of a few successive iterations that take as long as most do.
+
+        Those that fill and drain the pipeline are left out where there are enough others.
+
+        Args:
+            count: How many iterations; all, if the trace has no more.
+
+        Raises:
+            ValueError: There is no span, or ``count`` is below 1.
+        """
+        if count < 1:
+            raise ValueError(f"count is {count}: show 1 iteration or more")
+        extent_ns(self.spans)  # refuses an empty trace
+        ends = self._ends_ns()
+        numbers = sorted(ends)
+        fill, drain = len(numbers) // 4, len(numbers) // 8
+        inner = numbers[fill : len(numbers) - drain]
+        if len(inner) <= count:
+            inner = numbers[-count - 1 :]
+        steps = [ends[after] - ends[before] for before, after in pairwise(numbers)]
+        usual_ns = count * median(steps) if steps else 0.0
+
+        def unusual(place: int) -> float:
+            took_ns = ends[inner[place + count]] - ends[inner[place]]
+            return abs(took_ns - usual_ns)
+
+        places = range(len(inner) - count)
+        first = min(places, key=unusual) + 1 if places else 0
+        last = min(first + count, len(inner)) - 1
+        return self.window(inner[first], inner[last])
+
+    def _ends_ns(self) -> dict[int, int]:
+        """Iteration to when it ended: with its ``<retire>``, or else with its last task."""
+        if retired := {s.iteration: s.end_ns for s in self.spans if s.task == RETIRE}:
+            return retired
+        ends: dict[int, int] = {}
+        for span in self.spans:
+            ends[span.iteration] = max(span.end_ns, ends.get(span.iteration, span.end_ns))
+        return ends
+
     @property
     def initiation_interval_s(self) -> float | None:
         """Median seconds between the ends of successive iterations; None with fewer than two.
 
         An iteration ends with its ``<retire>``, or in a serial run with its last task.
         """
-        retired = [span.end_ns for span in self.spans if span.task == RETIRE]
-        if not retired:
-            last: dict[int, int] = {}
-            for span in self.spans:
-                last[span.iteration] = max(span.end_ns, last.get(span.iteration, span.end_ns))
-            retired = sorted(last.values())
-        steps = [later - sooner for sooner, later in pairwise(retired)]
+        ends = sorted(self._ends_ns().values())
+        steps = [later - sooner for sooner, later in pairwise(ends)]
         return median(steps) / 1e9 if steps else None
 
     def busy(self) -> dict[Row, float]:
@@ -142,6 +182,16 @@ class Trace(Rows):
         """The chain of spans and waits that the length of the trace comes from."""
         return critical_path(self.spans, self.arrows)
 
+    def peak_memory(self, memory: TaskMemory, *, streams: bool = False) -> PeakMemory:
+        """When the iterations of the trace held most, and of what that consisted.
+
+        Args:
+            memory: What the tasks hold, from ``swpipe.profiler.measure_memory``.
+            streams: Whether the plan uses streams on a device, and so holds until an iteration is
+                retired what tasks remove from its context.
+        """
+        return peak_memory(self.spans, memory, streams=streams)
+
     def records(self) -> list[dict[str, Any]]:
         """A row per span, of plain values; times in microseconds."""
         return [
@@ -160,10 +210,19 @@ class Trace(Rows):
     def as_text(self) -> str:
         return self.format_summary() if self.spans else repr(self)
 
+    def _repr_html_(self) -> str:
+        """The timeline of a few iterations and the summary, for a notebook."""
+        if not self.spans:
+            return super()._repr_html_()
+        shown = self.steady()
+        try:
+            drawn = svg_stacked({"": shown})
+        except ImportError:
+            drawn = f"<pre>{html.escape(shown.format())}</pre>"
+        return drawn + super()._repr_html_()
+
     def format_summary(self) -> str:
         """What each row did, its tasks' times, the critical path, and the initiation interval."""
-        from tabulate import tabulate
-
         lines: list[tuple[Any, ...]] = []
         by_row = {lane.row: lane for lane in self.lanes()}
         for row, entries in groupby(self.task_times(), key=lambda entry: entry.row):
@@ -172,17 +231,12 @@ class Trace(Rows):
                 wait = f"{entry.mean_wait_s * 1e3:.3f}" if row.kind == "thread" else ""
                 lines.append((*head, entry.task, entry.runs, f"{entry.mean_s * 1e3:.3f}", wait))
                 head = ("",) * len(head)
-        table = tabulate(
-            lines,
-            headers=("row", "busy", "waits", "idle", "task", "runs", "mean ms", "mean wait ms"),
-            colalign=("left", "right", "right", "right", "left", "right", "right", "right"),
-            disable_numparse=True,
-        )
+        titles = ("row", "busy", "waits", "idle", "task", "runs", "mean ms", "mean wait ms")
         waits = [line for lane in by_row.values() if (line := _waits(lane))]
         interval_s = self.initiation_interval_s
         if interval_s is not None:
             waits.append(f"initiation interval: {interval_s * 1e3:.3f} ms (median)")
-        return "\n".join([table, *waits, self.critical_path().format()])
+        return "\n".join([table(titles, lines, left=(0, 4)), *waits, self.critical_path().format()])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON for chrome://tracing and the Perfetto UI, without the spans in ``beside``.
@@ -285,6 +339,15 @@ def plot_stacked(
 ) -> None:
     """Draw several traces, by heading, like ``Trace.plot``, below each other on one scale."""
     timeline.plot(_panels(traces), path, title=title)
+
+
+def svg_stacked(traces: Mapping[str, Trace]) -> str:
+    """Draw several traces, by heading, as one ``<svg>`` element.
+
+    Raises:
+        ImportError: matplotlib is not installed; see ``swpipe[plot]``.
+    """
+    return timeline.svg(_panels(traces))
 
 
 def _panels(traces: Mapping[str, Trace]) -> list[Panel]:

@@ -1,5 +1,6 @@
 """Choose a plan by measuring: record, measure, plan, verify, try."""
 
-from swpipe.tuning.autotuning import Candidate, Tuned, autotune
+from swpipe.tuning.autotuning import Tuned, autotune
+from swpipe.tuning.tried_plans import Candidate
 
 __all__ = ["Candidate", "Tuned", "autotune"]

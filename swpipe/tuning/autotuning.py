@@ -14,27 +14,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from swpipe._distributed.rank_checks import gather
+from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
+from swpipe.core.tables import table
 from swpipe.core.task import PipelineTask
+from swpipe.core.task_memory import TaskMemory
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import Choice, auto_plan, with_undeclared
-from swpipe.planning.simulation.simulator import simulate
-from swpipe.profiler import measure_costs, try_plans
+from swpipe.planning.simulation.simulator import peak_of, simulate
+from swpipe.profiler import measure_costs, measure_memory, try_plans
+from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
+from swpipe.profiler.other_load import LoadSoFar, OtherLoad, load_so_far
+from swpipe.tuning.budget import Budget, Window
+from swpipe.tuning.tried_plans import Candidate, choose, explain
 
 SERIAL = "serial"
 PLANNED = "planned"
@@ -44,39 +49,12 @@ EFFORT = 5.0
 """Planning takes about a second, little beside recording and measuring."""
 
 _BATCHES = 3  # that costs are measured on
+_RECORDED = 2  # iterations, each of which takes longer than others
+_WINDOWS = 3  # of iterations, in which a batch's costs are measured
 _ROUNDS = 5  # of the trial
-_TRUSTED = 0.1  # relative error of a prediction that is still trusted
-_LOCKED = 0.9  # part of the interval for which the interpreter lock is held, where it limits
+_LEAST_ROUNDS = 2
+_MEASURED_BY, _AGAIN_BY = 0.3, 0.5  # parts of the time limit
 _SAME = 0.01  # relative difference of two predictions that counts as none
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan that is tried. All times are microseconds per iteration.
-
-    Attributes:
-        name: ``serial``, the name of a ready-made plan, or how the plan was made.
-        plan: The plan.
-        predicted_us: What the simulator predicts.
-        why: Sentences about the plan.
-        rounds_us: What was measured, a figure per round. All candidates run in each round.
-    """
-
-    name: str
-    plan: PipelinePlan
-    predicted_us: float
-    why: tuple[str, ...] = ()
-    rounds_us: tuple[float, ...] = ()
-
-    @property
-    def interval_us(self) -> float:
-        """The median over the rounds."""
-        return median(self.rounds_us)
-
-    @property
-    def spread_us(self) -> float:
-        """Half the range over the rounds."""
-        return (max(self.rounds_us) - min(self.rounds_us)) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +66,8 @@ class Tuned:
         candidates: All that were tried, the simplest first: serial, ready-made, planned.
         why: The reasons, a sentence each.
         recording: What the tasks touch.
-        costs: What the tasks cost.
+        costs: What the tasks cost, and what they hold.
+        other_load: What other processes used of the machine meanwhile; None if it is not known.
     """
 
     chosen: Candidate
@@ -96,6 +75,7 @@ class Tuned:
     why: tuple[str, ...]
     recording: Recording
     costs: CostModel
+    other_load: OtherLoad | None = None
 
     @property
     def plan(self) -> PipelinePlan:
@@ -103,30 +83,28 @@ class Tuned:
         return self.chosen.plan
 
     def format(self) -> str:
-        """A head line, the reasons, and a table of all candidates."""
-        from tabulate import tabulate
-
+        """Whether the machine is busy, a head line, the reasons, and a table of all candidates."""
         rows = []
         for each in self.candidates:
             times = map(in_ms, (each.interval_us, each.spread_us, each.predicted_us))
             rows.append((each.name, *times, each.plan.depth, len(each.plan.thread_groups)))
-        table = tabulate(
-            rows,
-            headers=("plan", "per iteration", "spread", "predicted", "in flight", "threads"),
-            disable_numparse=True,
-            colalign=("left", *["right"] * 5),
-        )
+        titles = ("plan", "per iteration", "spread", "predicted", "in flight", "threads")
         head = (
             f"{in_ms(self.chosen.interval_us)} per iteration, "
             f"{counted(self.plan.depth, 'iteration')} in flight, "
             f"{counted(len(self.plan.thread_groups), 'thread')}: {self.chosen.name}"
         )
-        return "\n".join((head, *(f"  {sentence}" for sentence in self.why), table))
+        busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
+        why = (f"  {sentence}" for sentence in self.why)
+        return "\n".join((*busy, head, *why, table(titles, rows)))
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Tasks with batches to run them on; the fields are those arguments of ``autotune``."""
+    """Tasks with batches to run them on; the fields are those arguments of ``autotune``.
+
+    ``memory`` is what the tasks hold; costs that are measured have it, too.
+    """
 
     tasks: Sequence[PipelineTask]
     batches: Sequence[Any]
@@ -137,6 +115,8 @@ class Loop:
     progress: Callable[[str], object] = lambda line: None
     context: type[TypedContext] | None = None
     loader: Iterable[Any] | None = None
+    budget: Budget = field(default_factory=Budget)
+    memory: TaskMemory | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -155,21 +135,44 @@ class Loop:
 
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
-        self.progress("recording what the tasks touch")
+        self.budget.show(self.progress, "recording what the tasks touch")
         batch, device, context = self.batches[0], self.device, self.context
-        own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
+        with self.budget.spending(_RECORDED):
+            own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
         return own.together(self.gather(replace(own, tasks=())))
 
-    def measure(self, plan: PipelinePlan) -> CostModel:
-        """Measure what the tasks cost while ``plan`` runs."""
-        self.progress("measuring what the tasks cost")
+    def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
+        """Measure what the tasks cost while ``plan`` runs, by that part of the time limit."""
+        budget = self.budget
+        own: list[CostModel] = []
+        budget.show(self.progress, "measuring what the tasks cost")
+        batches = self.batches[:_BATCHES]
+        window = budget.window(_WINDOWS * len(batches), until)
         with SWPipeline(
             plan, self.tasks, device=self.device, context=self.context, check_effects=False
         ) as pipe:
-            own = measure_costs(
-                pipe, self.batches[:_BATCHES], pipelined=plan.depth > 1, loader=self.loader
+            for batch in batches:
+                if own and not budget.allows(_WINDOWS * window.iterations, until):
+                    break
+                with budget.spending(_WINDOWS * window.iterations):
+                    pipelined = plan.depth > 1
+                    costs = measure_costs(
+                        pipe, [batch], *window, pipelined=pipelined, loader=self.loader
+                    )
+                own.append(costs)
+        mean = CostModel.mean(self.gather(CostModel.mean(own)))
+        return replace(mean, memory=self.memory)
+
+    def measure_memory(self) -> TaskMemory:
+        """Measure what the tasks hold on the first batch; that of the rank that holds most."""
+        self.budget.show(self.progress, "measuring what the tasks hold")
+        with self.budget.spending(MEMORY_ITERATIONS):
+            own = measure_memory(
+                self.tasks, self.batches[:1], device=self.device, context=self.context
             )
-        return CostModel.mean(self.gather(own))
+        names = [task.name for task in self.tasks]
+        everyone: list[TaskMemory] = self.gather(own)
+        return max(everyone, key=lambda memory: memory.serial_peak(names))
 
     def inferred_plan(self, recording: Recording) -> PipelinePlan:
         """The recorded dependences, with the loop's streams and globally ordered tasks.
@@ -201,6 +204,8 @@ def autotune(
     over_ranks: Callable[[Any], list[Any]] | None = None,
     progress: Callable[[str], object] = lambda line: None,
     loader: Iterable[Any] | None = None,
+    seconds: float | None = None,
+    verbose: bool = False,
 ) -> Tuned:
     """Choose a plan for a loop, by trial, and say why.
 
@@ -225,13 +230,17 @@ def autotune(
             measured and planned too, and each trial makes them. They come after the iteration
             before, if nothing is known of what the loader uses. Otherwise (a list, or a DataLoader
             with workers) a thread of their own may make them, if that is faster.
+        seconds: What it may take, about; None for as long as it takes. A short time means fewer
+            iterations, and a wider spread of the trial; the least are those of one batch and of two
+            rounds, whatever they take.
+        verbose: Show a bar, with an estimate of the time that is left.
 
     Raises:
-        ValueError: There are no batches.
+        ValueError: There are no batches, or ``seconds`` is not above 0.
         PlanError: The limits admit no plan, or a task is unknown.
         BaseException: Whatever a task raised.
     """
-    limits = limits or Limits()
+    limits, ready_made = limits or Limits(), ready_made or {}
     loop = Loop(
         tuple(tasks),
         list(batches),
@@ -243,19 +252,40 @@ def autotune(
         context,
         loader,
     )
-    recording = loop.record()
-    inferred = loop.inferred_plan(recording)
-    alone = costs = loop.measure(inferred)
-    planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
-    if planned[0].plan.depth > 1:  # tasks that run side by side slow each other: measure that
-        costs = loop.measure(planned[0].plan)
-        planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
-    simple, left_out = _simple(loop, recording, costs, limits, ready_made or {})
-    candidates = _try(loop, (*simple, *planned))
+    budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
+    loop = replace(loop, budget=budget)
+    load = load_so_far(is_rank=not is_alone())
+    with budget:
+        budget.expect(_iterations(len(loop.batches), 3 + len(ready_made)))
+        recording = loop.record()
+        _tell(load, loop)
+        loop = replace(loop, memory=loop.measure_memory())
+        inferred = loop.inferred_plan(recording)
+        alone = costs = loop.measure(inferred, _MEASURED_BY)
+        planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
+        if planned[0].plan.depth > 1 and budget.allows(0, _MEASURED_BY):
+            # Tasks that run side by side slow each other: measure that.
+            costs = loop.measure(planned[0].plan, _AGAIN_BY)
+            planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
+        simple, left_out = _simple(loop, recording, costs, limits, ready_made)
+        candidates = _try(loop, (*simple, *planned))
     chosen = choose(candidates)
-    _, undeclared = with_undeclared(limits, recording.effects)
-    why = dict.fromkeys((*explain(candidates, chosen, alone), *undeclared, *left_out))
-    return Tuned(chosen, candidates, tuple(why), recording, costs)
+    why = [*explain(candidates, chosen, alone), *with_undeclared(limits, recording.effects)[1]]
+    why += [*left_out, *budget.outcome(), *_held(chosen.plan, costs, loop.has_streams)]
+    other_load = None if load is None else load.others()
+    return Tuned(chosen, candidates, tuple(dict.fromkeys(why)), recording, costs, other_load)
+
+
+def _tell(load: LoadSoFar | None, loop: Loop) -> None:
+    """Say so if other processes are busy."""
+    if load is not None and (now := load.others()) is not None and now.is_busy:
+        loop.budget.show(loop.progress, now.text)
+
+
+def _iterations(batches: int, candidates: int) -> int:
+    """About how many iterations tuning runs after the recording."""
+    windows = 2 * _WINDOWS * min(batches, _BATCHES) + _ROUNDS * candidates
+    return windows * Window().iterations
 
 
 # ------------------------------------------------------------------------------------ candidates
@@ -275,8 +305,8 @@ def _planned(
         inferred, costs, limits=limits, streams=streams, effects=recording.effects, effort=EFFORT
     )
 
-    keeps_order = partial(_keeps_order, loop, recording)
-    plan, why = join_stages(choice.plan, costs, keeps_order, streams=streams)
+    kept = partial(keeps_order, loop, recording)
+    plan, why = join_stages(choice.plan, costs, kept, streams=streams)
     if len(plan.thread_groups) > 1 and plan.depth < limits.in_flight:
         plan = replace(plan, pipeline_depth=plan.depth + 1)
         why = (*why, "One more iteration in flight evens out batches that take longer.")
@@ -334,7 +364,7 @@ def _simple(
             reason = "it is above the limits"
         elif limits.frozen:
             reason = "the limits freeze tasks"
-        elif not _keeps_order(loop, recording, plan):
+        elif not keeps_order(loop, recording, plan):
             reason = "it could give other numbers than the serial loop"
         if reason:
             left_out.append(f"The ready-made plan {name} was not tried: {reason}.")
@@ -343,7 +373,8 @@ def _simple(
     return kept, left_out
 
 
-def _keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
+def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
+    """Whether a plan for the loop's tasks gives the numbers of the serial loop."""
     return not race_problems(resolve_plan(plan), recording.effects, streams=loop.has_streams)
 
 
@@ -351,68 +382,41 @@ def _predicted(plan: PipelinePlan, costs: CostModel, streams: bool) -> float:
     return simulate(plan, costs, streams=streams).ii_us
 
 
+def _held(plan: PipelinePlan, costs: CostModel, streams: bool) -> tuple[str, ...]:
+    """What a plan holds, if that is known."""
+    held = peak_of(plan, costs, streams=streams)
+    return () if held is None else (held.format(),)
+
+
 # ----------------------------------------------------------------------------------------- trial
 
 
 def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Run all candidates in each round, in an order that alternates."""
-    loop.progress(f"trying {', '.join(candidate.name for candidate in candidates)}")
+    budget = loop.budget
+    budget.show(loop.progress, f"trying {', '.join(candidate.name for candidate in candidates)}")
     plans = {candidate.name: candidate.plan for candidate in candidates}
     rounds_us: dict[str, list[float]] = {name: [] for name in plans}
+    window = budget.window(_LEAST_ROUNDS * len(plans), 1.0)
+    each = len(plans) * window.iterations
     for turn in range(_ROUNDS):
-        own_s = try_plans(
-            loop.tasks,
-            plans if turn % 2 else dict(reversed(plans.items())),
-            [loop.batches[turn % len(loop.batches)]],
-            device=loop.device,
-            context=loop.context,
-            loader=loop.loader,
-        )
+        if turn >= _LEAST_ROUNDS and not budget.allows(each):
+            break
+        budget.expect((_ROUNDS - turn) * each)
+        with budget.spending(each):
+            own_s = try_plans(
+                loop.tasks,
+                plans if turn % 2 else dict(reversed(plans.items())),
+                [loop.batches[turn % len(loop.batches)]],
+                device=loop.device,
+                context=loop.context,
+                loader=loop.loader,
+                num_warmup=window.num_warmup,
+                num_measure=window.num_measure,
+            )
         all_s = loop.gather(own_s)
         for name, rounds in rounds_us.items():
             rounds.append(1e6 * max(rank_s[name] for rank_s in all_s))
     return tuple(
         replace(candidate, rounds_us=tuple(rounds_us[candidate.name])) for candidate in candidates
     )
-
-
-def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The first candidate, the simplest first, that none beats by more than the two's spread."""
-    best = min(candidates, key=lambda each: each.interval_us)
-    return next(
-        each
-        for each in candidates
-        if each.interval_us - best.interval_us <= max(each.spread_us, best.spread_us)
-    )
-
-
-def explain(
-    candidates: Sequence[Candidate], chosen: Candidate, alone: CostModel
-) -> tuple[str, ...]:
-    """Why a candidate was chosen, what limits it, and whether its prediction is to be trusted.
-
-    ``alone`` has costs measured one task at a time: only these have the times of the lock.
-    """
-    best, serial = min(candidates, key=lambda each: each.interval_us), candidates[0]
-    took_us, why = chosen.interval_us, list(chosen.why)
-    if chosen is serial:
-        why.append("No plan is faster than the serial one by more than the spread of the trial.")
-    else:
-        gain = 1 - took_us / serial.interval_us
-        why.append(f"It takes {gain:.1%} less time per iteration than the serial plan.")
-        if chosen is not best:
-            why.append(f"{best.name} is not faster by more than the spread, and less simple.")
-    if abs(chosen.predicted_us - took_us) > max(chosen.spread_us, _TRUSTED * took_us):
-        why.append(
-            f"Do not trust the prediction: {in_ms(chosen.predicted_us)} predicted, "
-            f"{in_ms(took_us)} measured."
-        )
-    locked_us = {name: cost.gil_us for name, cost in alone.tasks.items()}
-    held_us = sum(locked_us.values())
-    if held_us > _LOCKED * took_us:
-        most = max(locked_us, key=lambda name: locked_us[name])
-        why.append(
-            f"The interpreter lock limits the interval: tasks hold it for {in_ms(held_us)}, {most} "
-            "the longest, and threads cannot share it; use processes (DataLoader workers)."
-        )
-    return tuple(why)

@@ -6,6 +6,7 @@ import collections
 import functools
 import math
 import random
+import sys
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -274,3 +275,25 @@ def test_cycles_end(model: torch.nn.Module) -> None:
     a, b = SimpleNamespace(), SimpleNamespace(model=model)
     a.other, b.other = b, a
     assert found_by(lambda ctx: a) == {"a.other.model": model}
+
+
+@pytest.mark.parametrize("kind", [dict, list, set, collections.deque])
+def test_another_thread_may_add_to_a_container_meanwhile(kind: type) -> None:
+    """A check that looked for parameters failed, since a task of another thread noted a number."""
+    noted: Any = kind(((1, 2), (3, 4)))
+
+    def add(*_of_line: object) -> Any:
+        """As another thread may, between any two lines of the search."""
+        if len(noted) < 500:
+            noted.update({f"{len(noted)}": 0}) if isinstance(noted, dict) else None
+            noted.add(len(noted)) if isinstance(noted, set) else None
+            noted.append(0) if isinstance(noted, list | collections.deque) else None
+        return add
+
+    sys.settrace(add)
+    try:
+        found = [one.path for one in find_all([PipelineTask("a", lambda ctx: noted)])]
+    finally:
+        sys.settrace(None)
+    assert "noted" in found
+    assert len(noted) == 500

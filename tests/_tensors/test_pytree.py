@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+import threading
 import types
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from swpipe._tensors.containers import KINDS
-from swpipe._tensors.pytree import map_tensors, nodes_in, record_stream, tensors_in
+from swpipe._tensors.pytree import map_tensors, nodes_in, record_stream, tensors_held, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -242,6 +245,86 @@ def test_other_objects_are_leaves() -> None:
     for leaf in (module, Opaque(x()), x().numpy(), iter([x()]), Plain, Streamable, lambda: x()):
         assert list(tensors_in([leaf])) == []
         assert map_tensors([leaf], Tensor.clone)[0] is leaf
+
+
+class Movable:
+    """With a ``to``, in some way or other."""
+
+    __slots__ = ()
+
+    def to(self, place: Any) -> Any:
+        """Elsewhere."""
+        raise AssertionError(place)
+
+
+class Amount(Movable, enum.Enum):
+    """Compared by identity."""
+
+    ONE = 1
+
+
+class Shelf(Movable, np.ndarray):
+    """Not made by ``__new__`` alone."""
+
+
+class Connection(Movable):
+    """Two with one lock are none."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Slotted(Movable):
+    """Without a dictionary of attributes."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Averages(Movable):
+    """With a state; whoever restores it wants this object."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds."""
+        return {"x": self.x}
+
+
+def test_objects_with_to_are_never_made_anew() -> None:
+    """Most are no containers; their tensors are found where one only looks."""
+    t = x()
+    storage = t.untyped_storage()
+    others = [Amount.ONE, t.numpy().view(Shelf), Connection(), storage, nn.Linear(2, 2)]
+    holders = [Slotted(t), Averages([t]), Averages({"a": Slotted(t)})]
+    for value in (*others, *holders):
+        assert map_tensors([value], Tensor.clone)[0] is value
+        assert list(tensors_in([value])) == []
+    assert not any(list(tensors_held([value])) for value in others)
+    assert all(list(map(id, tensors_held([value]))) == [id(t)] for value in holders)
+    assert storage.nbytes() == t.nbytes
+
+
+def test_a_registered_class_with_to_is_opened_as_registered() -> None:
+    """And moved by its ``to`` where that is asked for, as a dataclass or a dict with one is."""
+
+    class Late(Movable):
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.made = x, True
+
+    pytree.register_pytree_node(Late, lambda v: ([v.x], None), lambda c, _: Late(*c))
+
+    class Encoding(dict[str, Any]):
+        def to(self, place: Any) -> Any:
+            return place
+
+    assert map_tensors(Late(x(1)), lambda t: t + 1).x[0] == 2
+    values = [Late(x()), Encoding(x=x()), Slotted(x()), Slotted(1), nn.Linear(2, 2)]
+    moved = map_tensors(values, lambda t: t, own=lambda value: type(value).__name__)
+    assert moved == ["Late", "Encoding", "Slotted", "Slotted", values[-1]]
 
 
 def test_a_module_is_a_leaf_whatever_methods_it_has() -> None:

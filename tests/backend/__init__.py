@@ -126,6 +126,7 @@ def misbehaving(
     streams: int = POOL,
     no_new_streams: bool = False,
     poison: bool = False,
+    link_us_per_mib: float = 0.0,
 ) -> Iterator[None]:
     """Within the block the devices are as bad as a backend of torch may be.
 
@@ -136,14 +137,17 @@ def misbehaving(
         streams: How many streams a device has to hand out, in turn, for either priority.
         no_new_streams: Every new stream is the default stream.
         poison: Freed memory is overwritten with 0xFF on the stream that it was made on.
+        link_us_per_mib: So many microseconds longer take copies between host and device, per MiB.
     """
     _settle()
     pool = 0 if no_new_streams else streams
-    torch.ops.sim.behave(int(late_streams), pool, event_timing, record_stream, poison)
+    torch.ops.sim.behave(
+        int(late_streams), pool, event_timing, record_stream, poison, int(link_us_per_mib)
+    )
     try:
         yield
     finally:
-        torch.ops.sim.behave(0, POOL, True, True, False)
+        torch.ops.sim.behave(0, POOL, True, True, False, 0)
         _settle()
 
 

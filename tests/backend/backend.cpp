@@ -212,6 +212,12 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
+void keep_busy(int64_t lag_us) {
+  const auto end = Clock::now() + us(lag_us);
+  while (Clock::now() < end && !stopping)
+    std::this_thread::sleep_until(std::min(end, Clock::now() + us(20'000)));
+}
+
 // A non-blocking copy from or to pinned memory reads or writes it when the stream gets there. Other
 // host memory is read by the call, and written before the call returns. A copy between devices runs
 // on the source's stream, after what is on the destination's and before what comes to it.
@@ -226,7 +232,11 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   c10::Storage held = between ? c10::Storage() : (on_sim(source) ? target : from).storage();
   wait_on_stream(stream, {&other, other.submitted()});
   stream.submit("copy_",
-                [from = host_view(from), to = host_view(target), held] { to.copy_(from); });
+                [from = host_view(from), to = host_view(target), held, between] {
+                  // The host's memory is read, or written, at the end of the time on the link.
+                  if (!between) keep_busy(behaviour.link_us * int64_t(to.nbytes()) / (1 << 20));
+                  to.copy_(from);
+                });
   wait_on_stream(other, {&stream, stream.submitted()});
   if (!between && !(non_blocking && (is_pinned || on_sim(target)))) wait_on_host(stream);
   return target;
@@ -321,11 +331,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 // -------------------------------------------------------------------------- what tests control
 
 void lag_on(int64_t device, int64_t lag_us) {
-  current_stream({kSim, DeviceIndex(device)}).submit("lag", [lag_us] {
-    const auto end = Clock::now() + us(lag_us);
-    while (Clock::now() < end && !stopping)
-      std::this_thread::sleep_until(std::min(end, Clock::now() + us(20'000)));
-  });
+  current_stream({kSim, DeviceIndex(device)}).submit("lag", [lag_us] { keep_busy(lag_us); });
 }
 void lag(const Tensor& tensor, int64_t lag_us) { lag_on(tensor.device().index(), lag_us); }
 
@@ -380,12 +386,14 @@ void clear_log() {
   record.log.clear();
 }
 
-void behave(int64_t late_us, int64_t pool, bool event_timing, bool record_stream, bool poison) {
+void behave(int64_t late_us, int64_t pool, bool event_timing, bool record_stream, bool poison,
+            int64_t link_us) {
   behaviour.late_us = late_us;
   behaviour.pool = std::min(pool, kPool);
   behaviour.event_timing = event_timing;
   behaviour.record_stream = record_stream;
   behaviour.poison = poison;
+  behaviour.link_us = link_us;
 }
 
 // Before the interpreter ends: no stream may run while the process takes itself down.

@@ -45,6 +45,7 @@ struct Behaviour {
   std::atomic<bool> event_timing{true};   // false: elapsed_time raises
   std::atomic<bool> record_stream{true};  // false: Tensor.record_stream raises
   std::atomic<bool> poison{false};        // freed memory is overwritten
+  std::atomic<int64_t> link_us{0};        // a copy from or to the host takes so long per MiB
 } behaviour;
 
 std::atomic<bool> stopping{false};  // the process ends: work is dropped, and no wait blocks

@@ -19,10 +19,12 @@ from tests.bench.measure import Row, report, sharpen_timers
 
 PARTS = (
     "dispatch",
+    "importing",
     "make",
     "v_schedule",
     "interval",
     "data_bound",
+    "gains",
     "loader",
     "first_batch",
     "predict",
@@ -31,14 +33,17 @@ PARTS = (
     "purity",
     "schedules",
     "serial",
+    "step_times",
     "memory",
     "streams",
     "extras",
     "sparse_dist",
+    "torchrec_classes",
     "predict_ranks",
     "pipeline_parallel",
     "layer_overlap",
     "soak",
+    "copy_ahead",
     "accelerator",
 )
 """In the order of measurement. Each is loaded for itself, for the sake of older versions."""

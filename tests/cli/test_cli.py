@@ -224,7 +224,7 @@ def test_a_breakdown_is_printed_and_written(
 def test_batches_are_profiled_side_by_side(capsys: pytest.CaptureFixture[str], log: Path) -> None:
     """A column for each."""
     args = ("profile", "--data", log, "--batch-size", 10, "--rounds", 2, "--batches", 2)
-    assert run(*args) == 0
+    assert run(*args, "--serially") == 0
     out = capsys.readouterr().out
     assert "batch 0" in out
     assert "batch 1" in out
@@ -329,7 +329,7 @@ def test_a_job_without_its_libraries_is_refused(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "polars", None)
     told = refused(capsys, "train")
-    assert "the click job needs polars: install swpipe[clicks] and TorchRec" in told
+    assert "the click job needs polars: pip install 'swpipe[clicks]' torchrec" in told
 
 
 def test_one_plan_or_several_but_not_both(capsys: pytest.CaptureFixture[str]) -> None:

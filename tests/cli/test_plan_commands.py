@@ -6,16 +6,21 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.cli import arguments
+from swpipe.cli.user_errors import UserError
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.trace import Trace
+from swpipe.core.task_memory import Block, TaskMemory
+from swpipe.trace import Row, Span, Trace
 from tests.cli.test_cli import needs_clicks, needs_matplotlib, refused, run
 from tests.tasks.rows import write_log
 
 LOOP = """
+import time
 import torch
 from swpipe import PipelineTask, TypedContext
 
@@ -42,6 +47,17 @@ class Loader:
 
 def loaded():
     return loop()[0], Loader()
+
+
+class SlowLoader:
+    def __iter__(self):
+        for batch in [torch.ones(4)] * 60:
+            time.sleep(0.002)
+            yield batch
+
+
+def slowly_loaded():
+    return loop()[0], SlowLoader()
 
 
 class Ctx(TypedContext):
@@ -274,6 +290,44 @@ def test_the_users_own_tasks_may_have_contexts_of_their_own(
     assert run("plan", "simulate", "plan.toml", "--workload", "my_loop:typed") == 0
 
 
+def test_a_limit_to_memory_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a plan and costs that have the tasks' memory; `show` prints what a plan holds."""
+    monkeypatch.chdir(tmp_path)
+    plan = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
+    memory = TaskMemory((Block("read", "work", 2**20, "x"),))
+    plan.save("plan.toml")
+    CostModel({"read": TaskCost(100), "work": TaskCost(100)}, memory=memory).save("costs.json")
+    args = ("plan", "auto", "plan.toml", "--costs", "costs.json", "--max-bytes")
+    assert run(*args, 2**20, "--output", "best.toml") == 0
+    assert "The limit of 1 MiB costs 0.100 ms per iteration" in capsys.readouterr().out
+    assert run("plan", "show", "best.toml", "--costs", "costs.json") == 0
+    assert "memory: at most 1 MiB in 1 iteration" in capsys.readouterr().out
+    assert "the smallest peak found is 1 MiB" in refused(capsys, *args, 2**19)
+    assert "--max-bytes: name the plan too" in refused(capsys, "plan", "auto", "--max-bytes", 1)
+
+
+@pytest.mark.parametrize(("args", "seconds"), [((), 60), (("--seconds", 7), 7)])
+def test_plan_auto_keeps_to_a_time_and_shows_a_bar(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[object, ...],
+    seconds: float,
+) -> None:
+    """A minute, unless it is told otherwise; it once took minutes without a sign of life."""
+    given: dict[str, Any] = {}
+
+    def autotune(tasks: Any, batches: Any, **options: Any) -> None:
+        given.update(options)
+        raise UserError("that is enough")
+
+    monkeypatch.setattr(arguments, "autotune", autotune)
+    assert "enough" in refused(capsys, "plan", "auto", "--workload", "my_loop:loop", *args)
+    assert (given["seconds"], given["verbose"]) == (seconds, True)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_search")
 def test_a_plan_is_made_for_the_users_own_tasks(
@@ -301,12 +355,11 @@ def test_training_under_auto_says_what_it_expects_and_what_it_got(
     assert "auto: expected " in out
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_search")
-@needs_clicks
-def test_a_profile_under_auto_makes_the_plan(capsys: pytest.CaptureFixture[str], log: Path) -> None:
+@pytest.mark.usefixtures("quick_search", "here")
+def test_a_profile_under_auto_makes_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """As training does; the help offers it."""
-    assert run("profile", "--data", log, "--batch-size", 8, "--plan", "auto", "--rounds", 2) == 0
+    args = ("--workload", "my_loop:loop", "--plan", "auto", "--rounds", 2)
+    assert run("profile", *args) == 0
     out = capsys.readouterr().out
     assert out.startswith("auto: ")
     assert "batch 0, pipelined: " in out
@@ -349,6 +402,22 @@ def test_the_users_own_tasks_are_traced(here: Path, capsys: pytest.CaptureFixtur
     assert list((here / "out").iterdir()) == [here / "out" / "timeline.json"]
 
 
+def test_a_loader_of_the_users_own_is_traced(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its calls take their time in the timeline, as they do in a profile.
+
+    All batches were once pulled before, and a step that waited for its loader looked busy.
+    """
+    args = ("--steps", 5, "--timeline", "slow.json")
+    assert run("trace", "--workload", "my_loop:slowly_loaded", *args) == 0
+    assert "<pull>" in capsys.readouterr().out
+    spans = Trace.load(here / "slow.json").spans
+    pulls = [span for span in spans if span.task == "<pull>"]
+    assert len(pulls) == 5
+    assert all(span.duration_ns >= 2e6 for span in pulls)
+
+
 @needs_matplotlib
 def test_a_traced_workload_is_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Into the picture that was named, under the plan that was named."""
@@ -356,6 +425,23 @@ def test_a_traced_workload_is_drawn(here: Path, capsys: pytest.CaptureFixture[st
     assert run(*args) == 0
     assert "drawn into new.png" in capsys.readouterr().out
     assert (here / "new.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_matplotlib
+def test_by_default_four_iterations_are_drawn_with_names_legend_and_title(here: Path) -> None:
+    """Of twelve, which showed nothing but their numbers."""
+    names = ("decode", "forward", "backward", "optimizer")
+    spans = [
+        Span(name, i, Row("thread", "default"), (4 * i + k) * 10**7, (4 * i + k + 1) * 10**7)
+        for i in range(12)
+        for k, name in enumerate(names)
+    ]
+    Trace(spans).save(here / "steps.json")
+    assert run("trace", "steps.json", "--output", "steps.svg") == 0
+    written = re.findall(r"<text[^>]*>([^<]*)</text>", (here / "steps.svg").read_text())
+    assert len([text for text in written if text.startswith(names)]) == 4 * 4
+    assert len([text for text in written if re.fullmatch(r"iteration \d+", text)]) == 4
+    assert any(text.startswith("steps: 40.0") for text in written)
 
 
 def test_a_trace_is_saved_or_recorded(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,8 +77,8 @@ def test_torchs_orders_train_the_same_parameters(
 def test_a_mistake_is_told_once(scripts: Scripts, args: tuple[object, ...], told: str) -> None:
     """In one line, by rank 0; all ranks end with exit code 2."""
     done = on_two_ranks(scripts, *SMALL, *args)
-    (line,) = done.told
-    assert told in line
+    assert len(done.told) == 1, done.err
+    assert told in done.told[0]
     assert "Traceback" not in done.err
     assert done.codes == {0: 2, 1: 2}
 
@@ -88,7 +88,6 @@ def test_a_file_for_other_ranks_is_refused(scripts: Scripts, tmp_path: Path) -> 
     file = tmp_path / "mine.csv"
     for text, told in [
         (torch_schedule("zbv", 3, 4).to_csv(), "ranks is 3 in the schedule, 2 in the job"),
-        (torch_schedule("zbv", 2, 5).to_csv(), "is 5 in the schedule, 4 in the job"),
         (torch_schedule("zbv", 2, 4).to_csv().replace("0F0", "0F0x"), "line 1, cell 1: "),
     ]:
         file.write_text(text)

@@ -17,7 +17,7 @@ from swpipe.cli.app import format_outcome
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.tasks import workload as registry
 from swpipe.tasks.workload import InputError, Option, Training, Workload, register
-from swpipe.tuning.autotuning import Candidate
+from swpipe.tuning import Candidate
 from tests.cli.test_cli import refused, run
 
 
@@ -177,7 +177,7 @@ def test_a_workload_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[s
     """With those that are."""
     told = refused(capsys, "train", "--workload", "gone")
     assert told == (
-        "swpipe: workload gone: name one of clicks, hstu, transformer, or module:function"
+        "swpipe: workload gone: name one of clicks, hstu, images, transformer, or module:function"
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
+from swpipe.inference import state_items
 
 BATCHES = 12
 
@@ -284,10 +285,15 @@ def kept(job: Job) -> Callable[[Any], Any]:
     def decode(ctx: Any) -> Tensor:
         for one in last:
             one.add_(1.0)  # which the body may still look at
-        last[:] = [job.looked_up(ctx)]
-        return last[0]
+        ctx.seen = job.looked_up(ctx).clone()
+        last[:] = [ctx.seen]
+        return job.looked_up(ctx)
 
     return decode
+
+
+CHANGED_IN_TRAINING = ("the optimizer's state", "a gradient")
+"""What ``train`` changes in each iteration, as ``train_also`` does elsewhere."""
 
 
 @pytest.mark.parametrize("run", [under_a_plan, under_overlap])
@@ -304,7 +310,10 @@ def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     with pytest.raises(PlanError) as caught:
         done.extend(ctx.iter_idx for ctx in run(job, tasks))
     text = str(caught.value)
-    assert len(done) <= (4 if job.train_also is not nothing else 2)
+    most = 2 if job.train_also is nothing and name not in CHANGED_IN_TRAINING else 4
+    if most == 4 and run is under_overlap:
+        most += 1  # it has one more in flight, the one that the body has
+    assert len(done) <= most
     assert "'decode'" in text
     assert re.search(names, text), text
     assert "pure" in text
@@ -496,7 +505,7 @@ def test_what_is_compiled_stays_compiled(who: str, run: Run) -> None:
 
 @pytest.mark.parametrize("run", [under_a_plan, under_overlap])
 def test_a_table_unfrozen_by_the_body_stops_the_run(run: Run) -> None:
-    """It was honest until then."""
+    """It was honest until then. Four iterations are in flight at most, and end before it stops."""
     job = Job()
     done: list[int] = []
 
@@ -509,7 +518,20 @@ def test_a_table_unfrozen_by_the_body_stops_the_run(run: Run) -> None:
 
     with pytest.raises(PlanError, match=r"'decode' is pure.*table\.weight"):
         train()
-    assert done[-1] <= 7
+    assert done[-1] <= 5 + 4
+
+
+def test_what_a_lie_touched_is_named_without_a_look_at_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where ``parameter.grad`` is read while another thread trains, torch 2.13 may crash."""
+    looked: list[object] = []
+    monkeypatch.setattr(state_items, "grad_or_none", looked.append)
+    job = Job()
+    with pytest.raises(PlanError, match=r"'decode' is pure"):
+        for _ in under_overlap(job, job.tasks(trained(job))):
+            pass
+    assert looked == []
 
 
 def test_what_a_task_drops_is_freed_while_it_is_watched() -> None:

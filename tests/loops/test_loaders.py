@@ -315,6 +315,23 @@ def one_buffer_for_all_batches(over: Over) -> Any:
 
 
 @refused("made a batch in the memory of an earlier one")
+def one_buffer_in_objects_with_to(over: Over) -> Any:
+    class Moved:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def to(self, device: torch.device) -> Moved:
+            return Moved(self.x.to(device))
+
+    def loader() -> Iterator[Moved]:
+        buffer = torch.empty(4, 4)
+        for part in PARTS[:-1]:
+            yield Moved(buffer.copy_(part))
+
+    return train(over, loader(), decode=lambda ctx: setattr(ctx, "x", ctx.batch.x.clone()))
+
+
+@refused("made a batch in the memory of an earlier one")
 def one_array_for_all_batches(over: Over) -> Any:
     def loader() -> Iterator[Any]:
         buffer = np.empty((4, 4), np.float32)

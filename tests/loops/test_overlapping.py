@@ -16,6 +16,7 @@ import torch
 import swpipe
 from swpipe import PipelineTask
 from swpipe.errors import PlanError
+from swpipe.trace import Observer
 from tests.loops.ordinary_loops import LOOPS, Loop, StopTraining, Training, batches
 
 CURRICULA = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
@@ -178,7 +179,7 @@ def test_a_loop_may_be_closed_before_it_is_left() -> None:
         next(iter(overlapped))
 
 
-class Told(swpipe.trace.Observer):
+class Told(Observer):
     """Which tasks of which iteration ended, and on which thread."""
 
     def __init__(self) -> None:
@@ -324,3 +325,24 @@ def test_a_second_pass_beside_the_first_is_refused(name: str) -> None:
         with pytest.raises(RuntimeError, match="a pass over this loop has not ended"):
             overlapped.load_state_dict(overlapped.state_dict())
         assert [*numbers, *(ctx.iter_idx for ctx in first)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_device_that_is_not_there_is_told() -> None:
+    """In words, before anything is pulled."""
+    with pytest.raises(ValueError, match="'cuda' is not on this machine, which has no acc"):
+        swpipe.overlap([1], [nothing()], device="cuda")
+    with pytest.raises(ValueError, match="'gpu' is unknown to torch: give a name such as"):
+        swpipe.overlap([1], [nothing()], device="gpu")
+
+
+def test_a_cpu_needs_no_copy() -> None:
+    """The batch is the loader's."""
+    batches = [torch.ones(2)] * 3
+    with swpipe.overlap(batches, [nothing()], device="cpu") as overlapped:
+        assert overlapped.overlap.ahead == ()
+        assert all(ctx.batch is batches[0] for ctx in overlapped)
+
+
+def nothing() -> PipelineTask:
+    """A task that does nothing."""
+    return PipelineTask("nothing", lambda ctx: None)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,7 +27,7 @@ from tests.peer.outcome import Outcome, told
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a case failed or hung, or none was found."""
+    """Run; the exit status is 1 if a case failed or hung, none was found, or a module lacks."""
     parser = argparse.ArgumentParser(prog="python -m tests.peer", description=__doc__)
     parser.add_argument("checkout", type=Path, help="the root of a checkout of TorchRec")
     parser.add_argument("pattern", nargs="?", default="", help="only cases that contain this")
@@ -35,14 +35,22 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="every case, with tracebacks")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    theirs = {str(case): case for case in cases_of(load_tests(options.checkout, on_ours=False))}
+    modules, _ = load_tests(options.checkout, on_ours=False)
+    theirs = {str(case): case for case in cases_of(modules)}
     forget_tests()
-    cases = cases_of(load_tests(options.checkout, on_ours=True))
+    modules, missing = load_tests(options.checkout, on_ours=True)
+    cases = cases_of(modules)
     counts: Counter[str] = Counter()
+    done: set[tuple[Any, ...]] = set()
+    same = 0
     for case in (case for case in cases if case.about_ours and options.pattern in str(case)):
+        if case.distinct in done:
+            same += 1
+            continue
         found = _outcome(case, options.timeout)
         if found is None:
             continue
+        done.add(case.distinct)
         if found.kind == kinds.FAILED and case.is_private(found.why):
             found = replace(found, kind=kinds.REFUSED, why=f"private to TorchRec: {found.why}")
         elif found.kind == kinds.FAILED:
@@ -50,10 +58,11 @@ def main() -> int:
         counts[found.kind] += 1
         _print(case, found, options.verbose)
     _print_table(counts)
+    print(f"{same} more differ from one of these in the cache of tables alone, and were not run")
     if not counts:
         print("no case was run: see which modules could not be imported, and the pattern")
         return 1
-    return 1 if counts[kinds.FAILED] + counts[kinds.HUNG] else 0
+    return 1 if missing or counts[kinds.FAILED] + counts[kinds.HUNG] else 0
 
 
 def _print(case: Case, found: Outcome, verbose: bool) -> None:
@@ -67,7 +76,7 @@ def _print(case: Case, found: Outcome, verbose: bool) -> None:
 
 def _print_table(counts: Counter[str]) -> None:
     ours = sum(counts.values()) - counts[kinds.OTHER]
-    print(f"\n{ours} cases of pipelines that swpipe stands for:")
+    print(f"\n{ours} distinct cases of pipelines that swpipe stands for:")
     for kind in kinds.KINDS:
         print(f"  {counts[kind]:4}  {kind}")
 

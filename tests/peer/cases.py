@@ -13,6 +13,9 @@ from typing import Any
 THEIRS_ALONE = ("TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd")
 """Tests of pipelines that swpipe does not stand for, by the start of their classes' names."""
 
+OF_A_CACHE = ("cache_precision", "load_factor")
+"""Arguments of tests that make no difference where tables have no cache."""
+
 PRIVATE = {
     "TrainPipelineSparseDist2DShardingTest.": "no attribute '_dmp_wrapped_module'",
     "TrainPipelinePostprocTest.test_pipeline_postproc_not_shared_with_arg": "Lists differ",
@@ -34,6 +37,13 @@ class Case:
     def __str__(self) -> str:
         shown = ", ".join(f"{name}={_short(value)}" for name, value in self.arguments.items())
         return f"{self.test.__name__}.{self.method}{f'({shown})' if shown else ''}"
+
+    @property
+    def distinct(self) -> tuple[Any, ...]:
+        """Equal for cases that differ in the cache of tables alone, which a CPU does not have."""
+        rest = [item for item in self.arguments.items() if item[0] not in OF_A_CACHE]
+        plain = str(rest).replace("fused_uvm_caching", "fused")
+        return (self.test.__name__, self.method, plain)
 
     @property
     def about_ours(self) -> bool:

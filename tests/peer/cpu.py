@@ -7,11 +7,13 @@ What is replaced, and where:
 - ``torch.cuda.is_available`` and ``device_count`` while the tests are imported, which skip there;
 - the device and the backend in ``setUp`` and in the functions that ranks run;
 - CUDA streams, by None;
+- copies of batches to the device, by copies: else a model that a test trains beside shares them;
 - tables in the cache of a GPU (``FUSED_UVM_CACHING``) by tables without one, which is reported.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -35,8 +37,10 @@ TESTS = "torchrec.distributed.train_pipeline.tests"
 CPU = torch.device("cpu")
 
 
-def load_tests(checkout: Path, *, on_ours: bool) -> list[ModuleType]:
+def load_tests(checkout: Path, *, on_ours: bool) -> tuple[list[ModuleType], list[str]]:
     """The modules of tests in a checkout, on our pipelines or TorchRec's, ready for a CPU.
+
+    Also the names of those that could not be imported.
 
     Raises:
         FileNotFoundError: The checkout has none.
@@ -54,12 +58,13 @@ def load_tests(checkout: Path, *, on_ours: bool) -> list[ModuleType]:
         if on_ours:
             _use_our_pipelines()
         with _as_if_gpus():
-            modules = [module for name in names if (module := _imported(name, on_ours)) is not None]
+            found_modules = {name: _imported(name, on_ours) for name in names}
+    modules = [module for module in found_modules.values() if module is not None]
     for module in modules:
         _adapt(module)
         if on_ours and hasattr(module, "EmbeddingPipelinedForward"):
             module.EmbeddingPipelinedForward = SplitForward
-    return modules
+    return modules, [name for name, module in found_modules.items() if module is None]
 
 
 def _told(made: Any, tell: Any) -> Any:
@@ -89,6 +94,7 @@ def report_use(descriptor: int, *, on_ours: bool) -> None:
         torch.cuda.Stream = torch.cuda.current_stream = _no_stream  # type: ignore[assignment,misc]
     for kind in kinds:
         kind.__init__ = _told(kind.__init__, lambda: os.write(descriptor, b"p"))
+    _copy_batches()
     _without_cache(lambda: os.write(descriptor, b"c"))
 
 
@@ -154,6 +160,12 @@ def _default_to_gloo(function: Any) -> None:
     function.__defaults__ = tuple(
         "gloo" if value == "nccl" else value for value in function.__defaults__ or ()
     )
+
+
+def _copy_batches() -> None:
+    for name in ("model_input", "test_model"):
+        kind = importlib.import_module(f"torchrec.distributed.test_utils.{name}").ModelInput
+        kind.to = lambda batch, *_, **__: copy.deepcopy(batch)
 
 
 def _without_cache(told: Any) -> None:

@@ -32,6 +32,10 @@ class SmallTest(unittest.TestCase):
         pipeline = self._pipeline(enable_inplace_copy_batch=flag)
         self.assertLess(count, 3)
 
+    @given(cache_precision=st.sampled_from([16, 32]), load_factor=st.sampled_from([0.2, 0.4]))
+    def test_cache(self, cache_precision, load_factor):
+        self._pipeline()
+
     def test_on_theirs(self):
         self.assertIn("torchrec.distributed", type(self._pipeline()).__module__)
 
@@ -62,6 +66,19 @@ def test_modules_that_cannot_be_imported_are_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_one_module_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
+    """Although all cases of the others pass."""
+    folder = tmp_path / "torchrec/distributed/train_pipeline/tests"
+    folder.mkdir(parents=True)
+    (folder / "test_small.py").write_text(_TESTS)
+    (folder / "test_lacks.py").write_text("import a_module_that_is_missing")
+    command = [sys.executable, "-m", "tests.peer", str(tmp_path), "test_made"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "1 distinct cases" in done.stdout
+    assert done.returncode == 1, done.stdout
+
+
+@pytest.mark.slow
 def test_every_case_is_counted_once(tmp_path: Path) -> None:
     """Each combination of arguments, with its reason where it does not pass; a hang is ended."""
     folder = tmp_path / "torchrec/distributed/train_pipeline/tests"
@@ -73,7 +90,7 @@ def test_every_case_is_counted_once(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     said = done.stdout
     for count, kind in [
-        (3, "passed"),
+        (4, "passed"),
         (3, "refused by design"),
         (2, "fails with TorchRec's pipeline too"),
         (1, "fails before a pipeline is made"),
@@ -81,7 +98,8 @@ def test_every_case_is_counted_once(tmp_path: Path) -> None:
         (1, "hung"),
     ]:
         assert f"  {count:4}  {kind}" in said, said
-    assert "11 cases" in said
+    assert "12 distinct cases" in said
+    assert "3 more differ" in said
     assert "not run: test_lacks.py" in said
     assert "SmallTest.test_arguments(flag=True, count=3)" in said
     assert "failed: SmallTest.test_on_theirs\n    AssertionError: 'torchrec.dist" in said

@@ -14,8 +14,9 @@ import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from swpipe.errors import UnsavedStateError
 from swpipe.profiler import ProfileResult, ProfileResults, profiler
-from tests.profiler.sleepers import overlapped
+from tests.profiler.sleepers import overlapped, sleepers
 from tests.support.notes import Notes
+from tests.support.virtual_clock import TimedHost
 
 QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
 
@@ -99,7 +100,8 @@ def test_a_profile_has_every_task_in_serial_order(pipe: SWPipeline) -> None:
     assert result.tasks == ("read", "forward", "backward", "step")
     for figures in (result.raw_s, result.spread_s, result.host_s, result.blocked_s):
         assert tuple(figures) == result.tasks
-    assert result.exposed_s == {name: max(0.0, s) for name, s in result.raw_s.items()}
+    most_s = result.baseline_s
+    assert result.exposed_s == {n: min(max(0.0, s), most_s) for n, s in result.raw_s.items()}
     assert (result.batch, result.mode, result.num_rounds) == ("batch 0", "serial", 2)
     assert result.baseline_s > 0
 
@@ -403,3 +405,13 @@ def test_plain_tensors_are_restored(pipelined: bool) -> None:
     assert metrics.mean is mean
     assert [metrics.seen.item(), mean.item(), metrics.table.tolist()] == [0.0, 0.0, [1.0] * 3]
     assert "self.table (Tensor)" in result.put_back
+
+
+def test_a_task_that_does_nothing_is_marked(host: TimedHost) -> None:
+    """It takes no time, and nothing else takes less without it; a short task is not that."""
+    tasks = sleepers(host, read=1, nothing=0, train=2, short=0.1)
+    with SWPipeline(overlapped({"default": [task.name for task in tasks]}), tasks) as pipe:
+        for pipelined in (False, True):
+            result = TaskProfiler(pipe).profile(None, pipelined=pipelined)
+            assert result.no_work == ("nothing",)
+            assert "no work" in result.format_report()

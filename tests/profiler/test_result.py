@@ -7,12 +7,14 @@ import io
 import json
 import sys
 from dataclasses import FrozenInstanceError, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from swpipe.profiler import Advice, Joint, ProfileResult, ProfileResults
+from swpipe.profiler.other_load import OtherLoad
 
 RESULT = ProfileResult(
     batch="batch 0",
@@ -25,7 +27,7 @@ RESULT = ProfileResult(
     spread_s={"read": 0.0001, "forward": 0.0002, "log": 0.0001},
     replay_s={"read": 0.00001, "forward": 0.00002, "log": 0.00001},
     in_others_s={"read": {}, "forward": {"backward": 0.003, "step": 0.0005}, "log": {}},
-    host_s={"read": 0.0041, "forward": 0.00825, "log": 0.00002},
+    host_s={"read": 0.0041, "forward": 0.0045, "log": 0.00002},
     blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
     device_s={},
     busy_s={},
@@ -60,45 +62,48 @@ OTHER = replace(
 
 TABLE = """\
 batch 0, serial: 12.500 ± 0.250 ms per iteration, median 12.000 (4 rounds, 3 iterations per visit)
-task       exposed ms    ± ms    % of baseline    host ms    blocked ms    replay ms                in others ms
--------  ------------  ------  ---------------  ---------  ------------  -----------  --------------------------
-read            4.000   0.100             32.0      4.100         4.000        0.010
-forward         8.000   0.200             64.0      8.250         0.500        0.020  backward 3.000, step 0.500
-log           < 0.100   0.100            < 0.8      0.020         0.010        0.010
+task       exposed ms    ± ms    % of baseline    own ms    host ms    blocked ms    replay ms                in others ms
+-------  ------------  ------  ---------------  --------  ---------  ------------  -----------  --------------------------
+read            4.000   0.100             32.0     4.000      4.100         4.000        0.010
+forward         8.000   0.200             64.0     4.500      4.500         0.500        0.020  backward 3.000, step 0.500
+log           < 0.100   0.100            < 0.8                0.020         0.010        0.010
 blocks the host: read (4.000 ms)
 together: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 disturbed by other processes: 2 visits, measured again
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
-such intervals contain the true value; < x: not told apart from 0; in others: what these
-take less
+such intervals contain the true value; < x: not told apart from 0; own: what the task takes
+of that itself; in others: what these take less without it, as a backward does if its
+forward is replayed; no work: it takes no time, and iterations are no shorter without it
 """  # noqa: E501
 
 SIDE_BY_SIDE = """\
 batch 0, serial: 12.500 ± 0.250 ms per iteration, median 12.000 (4 rounds, 3 iterations per visit)
 batch 1, serial: 20.000 ± 0.250 ms per iteration, median 12.000, so slow ones take 40% (4 rounds, 3 iterations per visit)
-task          batch 0                                batch 1
-           exposed ms    ± ms    % of baseline    exposed ms    ± ms    % of baseline
--------  ------------  ------  ---------------  ------------  ------  ---------------
-read            4.000   0.100             32.0         5.000   0.100             25.0
-forward         8.000   0.200             64.0
+task          batch 0                                                          batch 1
+           exposed ms    ± ms    % of baseline    own ms    in others ms    exposed ms    ± ms    % of baseline    own ms    in others ms
+-------  ------------  ------  ---------------  --------  --------------  ------------  ------  ---------------  --------  --------------
+read            4.000   0.100             32.0     4.000           0.000         5.000   0.100             25.0     5.000           0.000
+forward         8.000   0.200             64.0     4.500           3.500
 log           < 0.100   0.100            < 0.8
-step                                                  -1.000   0.200             -5.0
-scale                                           not measured
+step                                                                            -1.000   0.200             -5.0     0.000           0.000
+scale                                                                     not measured
 blocks the host on batch 0: read (4.000 ms)
 together on batch 0: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next on batch 0, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 disturbed by other processes on batch 0: 2 visits, measured again
-put back: model (Linear), self.optimizer (SGD)
 blocks the host on batch 1: step (0.900 ms)
 not measured on batch 1: scale, since iterations with its shortcut fail: ValueError: no
+do next on batch 1: no change is known that promises more than the measurement's error; more seconds, and an idle machine, make that smaller
 interrupted on batch 1: not all rounds were measured
 disturbance by other processes: this machine does not tell
 shortcut already, so not measured: forward
+put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
-such intervals contain the true value; < x: not told apart from 0; in others: what these
-take less
+such intervals contain the true value; < x: not told apart from 0; own: what the task takes
+of that itself; in others: what these take less without it, as a backward does if its
+forward is replayed; no work: it takes no time, and iterations are no shorter without it
 """  # noqa: E501
 
 
@@ -150,6 +155,63 @@ def test_blocking_tasks_are_sorted_by_time() -> None:
     assert replace(RESULT, host_s=times, blocked_s=times).blocking == ("forward", "log", "read")
 
 
+def test_the_report_of_one_batch_is_the_same_among_several() -> None:
+    """With what the task takes itself, and what others take less, as the last line explains."""
+    assert ProfileResults([RESULT]).format_report() == RESULT.format_report()
+    assert RESULT.own_s == {"read": 0.004, "forward": 0.0045, "log": 0.0}
+
+
+def test_a_task_without_work_is_said_to_have_none() -> None:
+    """And not that it takes less than the interval of its exposed time."""
+    for text in (
+        replace(RESULT, no_work=("log",)).format_report(),
+        ProfileResults([replace(RESULT, no_work=("log",)), OTHER]).format_report(),
+    ):
+        (row,) = (line for line in text.splitlines() if line.startswith("log "))
+        assert "no work" in row
+        assert "<" not in row
+
+
+def test_no_share_is_above_100_percent() -> None:
+    """An iteration cannot get shorter by more than it takes; a wide interval says nothing more."""
+    wide = replace(
+        RESULT,
+        raw_s={"read": 0.016, "forward": 0.008, "log": 0.003},
+        spread_s={"read": 0.005, "forward": 0.011, "log": 0.0001},
+        joint=(Joint("all", ("read", "log"), 0.013, 0.0002),),
+    )
+    text = wide.format_report()
+    shares = [float(line.split()[3]) for line in text.splitlines() if line.startswith("read ")]
+    assert shares == [100.0]
+    assert "< 12.500  11.000          < 100.0" in text
+    assert "together: 12.500 ± 0.200 ms (100.0%)" in text
+
+
+def test_a_busy_machine_is_told_before_all_else() -> None:
+    """With how much of it others used; a little does not count."""
+    busy = replace(RESULT, other_load=OtherLoad(1.25, 2))
+    first = "the machine is busy: other processes use 1.2 of 2 cores"
+    assert busy.format_report().startswith(first)
+    assert ProfileResults([RESULT, busy]).format_report().startswith(first)
+    assert ProfileResult.from_json(busy.to_json()) == busy
+    calm = replace(RESULT, other_load=OtherLoad(0.1, 2))
+    assert calm.format_report() == RESULT.format_report()
+
+
+def test_a_report_without_advice_says_why() -> None:
+    """Nothing is promised that the measurement does not bear out."""
+    text = replace(RESULT, advice=()).format_report()
+    assert "do next: no change is known that promises more than the measurement's error" in text
+
+
+def test_a_file_of_an_earlier_version_is_read() -> None:
+    """What it does not have takes its default."""
+    data = json.loads(RESULT.to_json())
+    for key in ("no_work", "other_load"):
+        del data[key]
+    assert ProfileResult.from_dict(data) == RESULT
+
+
 def test_results_are_frozen() -> None:
     """Attributes cannot be assigned."""
     with pytest.raises(FrozenInstanceError):
@@ -170,8 +232,8 @@ def test_json_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[]", "exactly the keys .*, not list"),
-        ('{"batch": "x"}', r"exactly the keys .*, not \['batch'\]"),
+        ("[]", "has the keys .*; not list"),
+        ('{"batch": "x"}', r"has the keys .*; not \['batch'\]"),
         (json.dumps({**json.loads(RESULT.to_json()), "extra": 1}), "'extra'"),
     ],
 )
@@ -245,13 +307,23 @@ def test_what_limits_iterations(
     assert says in result.format_report()
 
 
-def test_of_many_objects_the_first_few_are_told() -> None:
+def test_what_lies_in_one_container_is_told_as_one() -> None:
     """A thousand parameters in a list are a thousand objects with state."""
-    result = replace(RESULT, put_back=tuple(f"params[{i}]" for i in range(1000)))
-    line = next(line for line in result.format_report().splitlines() if "put back" in line)
-    assert line.startswith("put back: params[0], params[1]")
-    assert line.endswith("more")
-    assert len(line) < 300
+    parameters = tuple(f"self._parameters.[{i}] (Parameter)" for i in range(1000))
+    found = ("self.auc (RunningAUC)", *parameters, "self.others.[3] (SGD)", "total")
+    text = replace(RESULT, put_back=found).format_report()
+    assert (
+        "put back: self.auc (RunningAUC), 1000 Parameters in self._parameters, "
+        "self.others.[3] (SGD), total\n"
+    ) in text
+
+
+def test_of_many_objects_the_first_few_are_told() -> None:
+    """The line stays short."""
+    text = replace(RESULT, put_back=tuple(f"model_{i}" for i in range(1000))).format_report()
+    (line,) = (line for line in text.splitlines() if line.startswith("put back"))
+    assert line.startswith("put back: model_0, model_1")
+    assert line.endswith("and 988 more")
 
 
 def test_rows_for_other_tools(tmp_path: Path) -> None:
@@ -268,6 +340,9 @@ def test_rows_for_other_tools(tmp_path: Path) -> None:
     assert rows[5]["exposed_ms"] == ""
     assert rows[5]["not_measured"] == "ValueError: no"
     assert "&lt; 0.100" in RESULT._repr_html_()
+    if find_spec("matplotlib"):
+        assert RESULT._repr_html_().startswith("<svg")
+        assert "4.0 ± 0.1" in RESULT._repr_html_()
     assert ProfileResults([]).to_csv() == "\n"
 
 
@@ -290,6 +365,58 @@ def test_scalars_for_tensorboard() -> None:
     assert len(added) == 1 + 3
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("baseline_s", "long"),
+        ("baseline_s", float("nan")),
+        ("raw_s", {"read": 0.1}),
+        ("spread_s", 3),
+        ("host_s", {}),
+        ("in_others_s", {"read": {"step": None}}),
+        ("joint", [{}]),
+        ("advice", [{"gone": 1}]),
+        ("other_load", {"cores": 2}),
+        ("batch", 3),
+    ],
+)
+def test_a_damaged_result_is_refused(key: str, value: object) -> None:
+    """As a wrong value, and before it is compared or printed."""
+    with pytest.raises(ValueError, match="profile result"):
+        ProfileResult.from_dict({**json.loads(RESULT.to_json()), key: value})
+
+
+@pytest.mark.parametrize(
+    ("after_s", "verdict", "summary"),
+    [
+        (0.0135, "longer", "batch 0: iterations are 8.0% ± 2.8% longer"),
+        (0.0115, "shorter", "batch 0: iterations are 8.0% ± 2.8% shorter"),
+        (0.0128, "same", "batch 0: no difference of iterations beyond ± 2.8%"),
+        (0.0122, "same", "batch 0: no difference of iterations beyond ± 2.8%"),
+    ],
+)
+def test_a_change_counts_if_it_is_beyond_the_interval(
+    after_s: float, verdict: str, summary: str
+) -> None:
+    """Both intervals count, as of independent measurements."""
+    diff = RESULT.diff(replace(RESULT, baseline_s=after_s))
+    assert diff.iteration.verdict == verdict
+    assert diff.iteration.is_longer is (verdict == "longer")
+    assert diff.summary == summary
+
+
+def test_profiles_of_several_batches_are_compared_batch_by_batch() -> None:
+    """By their names; profiles of other batches are no answer."""
+    several = ProfileResults([RESULT, OTHER])
+    swapped = ProfileResults([OTHER, RESULT])
+    assert [diff.of for diff in several.diff(swapped)] == ["batch 0", "batch 1"]
+    assert all(diff.iteration.saved_s == 0 for diff in several.diff(swapped))
+    with pytest.raises(ValueError, match="different batches: batch 0, batch 1, and batch 0"):
+        several.diff(ProfileResults([RESULT]))
+    planned = ProfileResults([replace(RESULT, mode="pipelined")])
+    assert ProfileResults([RESULT]).diff(planned)[0].of == "batch 0, serial to pipelined"
+
+
 def test_two_profiles_are_compared() -> None:
     """The iteration first; tasks that only one of them has measured have no change."""
     diff = RESULT.diff(OTHER)
@@ -303,10 +430,11 @@ def test_two_profiles_are_compared() -> None:
 
 
 DIFF = """\
-             before ms    after ms    saved ms    ± ms
----------  -----------  ----------  ----------  ------
-iteration       12.500      20.000      -7.500   0.354
-read             4.000       5.000      -1.000   0.141
+batch 0: iterations are 60.0% ± 2.8% longer
+             before ms    after ms    saved ms    ± ms    beyond ±
+---------  -----------  ----------  ----------  ------  ----------
+iteration       12.500      20.000      -7.500   0.354      longer
+read             4.000       5.000      -1.000   0.141      longer
 forward          8.000
 log             -0.100
 step                        -1.000

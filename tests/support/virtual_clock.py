@@ -27,7 +27,7 @@ import swpipe.profiler.host
 import swpipe.profiler.measure
 import swpipe.profiler.pulls
 import swpipe.profiler.slopes
-import swpipe.report
+import swpipe.run_report
 import swpipe.trace.recorder
 from swpipe import IterContext, PipelineTask, StreamSpec
 from swpipe.core.costs import CostModel
@@ -180,9 +180,17 @@ def tell_time(
     """Let swpipe take its threads, and the time, from the host, and wait for the device there."""
     monkeypatch.setattr(swpipe.pipeline, "Host", lambda: host)
     profiler = swpipe.profiler
-    for module in (profiler.host, profiler.measure, profiler.pulls, profiler.slopes, swpipe.report):
+    for module in (
+        profiler.host,
+        profiler.measure,
+        profiler.pulls,
+        profiler.slopes,
+        swpipe.run_report,
+    ):
         monkeypatch.setattr(module, "time", host)
     monkeypatch.setattr(swpipe.trace.recorder, "time", host)
+    # What other processes use of the machine says nothing about this time.
+    monkeypatch.setattr(profiler.rounds, "load_so_far", lambda **given: None)
     if device is not None:
         monkeypatch.setattr(swpipe._engine.admission, "time", _Looks(device))
 

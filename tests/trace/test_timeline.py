@@ -101,16 +101,17 @@ def test_waits_are_hatched_and_what_is_beside_is_grey(tmp_path: Path) -> None:
     assert {"waiting", "other iterations"} <= set(texts(source))
 
 
-def test_a_name_that_does_not_fit_gives_way_to_the_iteration(tmp_path: Path) -> None:
-    """And where not even that fits the box stays empty."""
+def test_a_name_that_does_not_fit_is_upright_or_gives_way(tmp_path: Path) -> None:
+    """To the iteration; and where not even that fits the box stays empty."""
     spans = [
         Span("a_long_name", 1, IO, 0, 600 * MS),
-        Span("a_long_name_of_a_task", 2, IO, 600 * MS, 650 * MS),
+        Span("a_long_name_of_a_task", 2, IO, 600 * MS, 630 * MS),
+        Span("upright", 5, IO, 630 * MS, 650 * MS),
         Span("b", 300, IO, 650 * MS, 652 * MS),
         Span("c", 4, IO, 652 * MS, 1000 * MS),
     ]
     written = texts(svg(tmp_path, spans))
-    assert {"a_long_name", "1", "2"} <= set(written)
+    assert {"a_long_name", "1", "2", "upright 5"} <= set(written)
     assert not {"a_long_name_of_a_task", "b", "300"} & set(written)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swpipe import IterContext, PipelinePlan, SWPipeline
 from swpipe._engine.program import Instruction, compile_plan
@@ -22,7 +25,7 @@ from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
 
 MS = 1_000_000
-OWN = ("<admit>", "<retire>")
+OWN = ("<admit>", "<pull>", "<retire>")
 IO = Row("thread", "io")
 DEFAULT = Row("thread", "default")
 
@@ -77,7 +80,7 @@ def test_spans_are_in_the_order_of_the_dependences() -> None:
     with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(10))
     span_of = {(span.task, span.iteration): span for span in trace.spans}
-    chain = ("<admit>", *NAMES, "<retire>")
+    chain = ("<admit>", "<pull>", *NAMES, "<retire>")
     for i in range(10):
         for producer, consumer in pairwise(chain):
             assert span_of[producer, i].end_ns <= span_of[consumer, i].start_ns
@@ -188,7 +191,7 @@ def test_a_failure_leaves_what_ran_until_then() -> None:
         assert turns(trace) == Counter(
             [
                 *((name, 0) for name in (*OWN, *NAMES)),
-                *((name, 1) for name in ("<admit>", "h2d", "dist", "forward")),
+                *((name, 1) for name in ("<admit>", "<pull>", "h2d", "dist", "forward")),
             ]
         )
         with pipe.trace() as trace:
@@ -328,6 +331,36 @@ def test_a_window_without_a_span_is_refused() -> None:
         Trace().window(0, 0)
 
 
+@given(
+    st.integers(1, 20), st.integers(1, 6), st.lists(st.integers(1, 50), min_size=20, max_size=20)
+)
+def test_the_steady_part_has_successive_iterations_from_the_middle(
+    iterations: int, count: int, took: list[int]
+) -> None:
+    """As many as asked for, if there are so many; the first ones only if there are few."""
+    ends = list(accumulate(took))
+    spans = [Span("train", 3 + k, DEFAULT, ends[k] - took[k], ends[k]) for k in range(iterations)]
+    shown = sorted({span.iteration for span in Trace(spans).steady(count).spans})
+    assert shown == list(range(shown[0], shown[0] + min(count, iterations)))
+    if iterations > 2 * count:
+        assert shown[0] > 3
+
+
+def test_the_steady_part_takes_as_long_as_most_iterations_do() -> None:
+    """One slow iteration is left out, where others are enough."""
+    ends = list(accumulate([9, 9, 9, 9, 9, 90, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]))
+    spans = [
+        Span("train", k, DEFAULT, before, end) for k, (before, end) in enumerate(pairwise(ends))
+    ]
+    shown = Trace(spans).steady(3)
+    assert shown.initiation_interval_s == 9e-9
+    assert 4 not in {span.iteration for span in shown.spans}
+    with pytest.raises(ValueError, match="count is 0"):
+        Trace(spans).steady(0)
+    with pytest.raises(ValueError, match="no spans"):
+        Trace().steady()
+
+
 def test_busy_is_the_part_of_the_time_that_a_row_works() -> None:
     """Of the trace's time, waits excluded, and with what is beside."""
     assert HAND_MADE.busy() == {IO: 6 / 8, DEFAULT: 5 / 8}
@@ -436,6 +469,8 @@ def test_rows_for_other_tools() -> None:
     }
     assert HAND_MADE.to_csv().count("\n") == 1 + len(HAND_MADE.spans)
     assert "critical path" in HAND_MADE._repr_html_()
+    drawn = ("<svg", "iteration 1") if find_spec("matplotlib") else ("▌tra",)
+    assert all(each in HAND_MADE._repr_html_() for each in drawn)
     assert "0 spans" in Trace()._repr_html_()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +18,17 @@ from swpipe.core.effects import Effects, Location
 from swpipe.errors import PlanError
 from swpipe.inference import Recording
 from swpipe.planning import Limits
+from swpipe.profiler.other_load import OtherLoad
 from swpipe.tuning import autotuning
 from swpipe.tuning.autotuning import (
     PLANNED,
     PLANNED_AGAIN,
-    Candidate,
     Loop,
     autotune,
-    choose,
-    explain,
     join_stages,
 )
+from swpipe.tuning.budget import Budget, Window
+from swpipe.tuning.tried_plans import Candidate, choose, explain
 
 
 def read(ctx: IterContext) -> None:
@@ -77,7 +79,8 @@ def fake_trial(monkeypatch: pytest.MonkeyPatch, took_ms: dict[str, float]) -> li
         return {name: took_ms[name] / 1e3 for name in plans}
 
     monkeypatch.setattr(autotuning, "try_plans", try_plans)
-    monkeypatch.setattr(Loop, "measure", lambda loop, plan: COSTS)
+    monkeypatch.setattr(autotuning, "load_so_far", lambda **given: None)
+    monkeypatch.setattr(Loop, "measure", lambda loop, plan, until=1.0: COSTS)
     return rounds
 
 
@@ -213,7 +216,7 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     assert len(tuned.plan.thread_groups) == 2
     assert tuned.plan.deps == (("train", "read"),)
     assert tuned.chosen.interval_us == pytest.approx(6000)
-    assert [step.split()[0] for step in steps] == ["recording", "trying"]
+    assert [step.split()[0] for step in steps] == ["recording", "measuring", "trying"]
     text = tuned.format()
     assert text.startswith("6.000 ms per iteration, ")
     assert all(f"\n{name} " in text for name in took)
@@ -290,7 +293,7 @@ def test_a_slow_loader_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     """Where the planner finds that faster; it counts in each measurement and trial."""
     fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
     costs = CostModel({**COSTS.tasks, "<pull>": TaskCost(host_us=3000)})
-    monkeypatch.setattr(Loop, "measure", lambda loop, plan: costs)
+    monkeypatch.setattr(Loop, "measure", lambda loop, plan, until=1.0: costs)
     limits = Limits(frozen=["train"])
     tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, loader=[1, 2])
     assert tuned.plan.pull_group == "loader"
@@ -313,6 +316,107 @@ def test_of_tasks_that_say_nothing_none_overlaps() -> None:
     tuned = autotune(tasks, BATCHES, device="cpu")
     assert {candidate.plan.depth for candidate in tuned.candidates} == {1}
     assert any("read, train stay with the loop's body" in one for one in tuned.why)
+
+
+# ----------------------------------------------------------------------- time, and a busy machine
+
+
+class Clock:
+    """Time that passes where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr("swpipe.tuning.budget.time.monotonic", lambda: self.now_s)
+
+    def take(self, seconds: float) -> Any:
+        """A function that takes so long for each iteration of a window, and finds ``COSTS``."""
+
+        def run(pipe: Any, batches: Any, warmup: int, measure: int, **options: Any) -> CostModel:
+            self.now_s += 3 * seconds * (warmup + measure)
+            return COSTS
+
+        return run
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(None, 5), (1000, 5), (35, 3), (0.5, 2)])
+def test_a_trial_has_as_many_rounds_as_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None, rounds: int
+) -> None:
+    """Ten seconds each: two at least, five at most; that it took longer is said."""
+    seen = fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    clock, trial = Clock(monkeypatch), autotuning.try_plans
+
+    def slow_trial(*given: Any, **options: Any) -> dict[str, float]:
+        clock.now_s += 10
+        return trial(*given, **options)
+
+    monkeypatch.setattr(autotuning, "try_plans", slow_trial)
+    tuned = autotune(TASKS, BATCHES, device="cpu", seconds=seconds)
+    assert len(seen) == rounds
+    late = [sentence for sentence in tuned.why if "more than the 0.5 s" in sentence]
+    assert len(late) == (seconds == 0.5)
+
+
+def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one batch at least; in half of the time, those of a plan are not measured again."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(autotuning, "measure_costs", clock.take(1.0))
+    loop = replace(Loop(TASKS, BATCHES, "cpu"), budget=Budget(100))
+    with loop.budget.spending(2):
+        clock.now_s += 2
+    assert loop.budget.window(6, 0.3) == Window(1, 3)
+    loop.measure(SERIAL, 0.3)
+    assert clock.now_s == 2 + 2 * 3 * 4
+    loop.measure(SERIAL, 0.3)  # no time is left: the least
+    assert clock.now_s == 26 + 3 * 2
+    assert not loop.budget.allows(0, 0.3)
+    assert Budget().window(6, 0.3) == Window(3, 10)
+
+
+def test_ranks_have_as_many_iterations_as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this one's clock says: they run collectives."""
+    clock = Clock(monkeypatch)
+    budget = Budget(100, agree=lambda own: 4.0)
+    with budget.spending(1):
+        clock.now_s += 1000
+    assert budget.window(1, 1.0) == Window(1, 3)
+    assert budget.allows(10)
+
+
+def test_a_bar_shows_how_much_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In iterations, and in seconds, by those that have run; nothing unless it is asked for."""
+    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    autotune(TASKS, BATCHES, device="cpu")
+    assert capsys.readouterr().err == ""
+    autotune(TASKS, BATCHES, device="cpu", verbose=True)
+    shown = capsys.readouterr().err
+    assert "tuning: " in shown
+    assert (
+        "/200 [" in shown
+    )  # 2 were recorded, 3 for the memory; 5 rounds of 3 plans, 13 iterations each
+    assert "iteration/s]" in shown or "s/iteration]" in shown
+
+
+def test_no_time_is_refused() -> None:
+    """As a wrong value."""
+    with pytest.raises(ValueError, match="seconds is 0: give a number greater than 0"):
+        autotune(TASKS, BATCHES, device="cpu", seconds=0)
+
+
+def test_a_busy_machine_is_told_before_measuring_and_before_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is measured there need not hold elsewhere; an idle one is no news."""
+    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    for used, told in ((1.5, True), (0.1, False)):
+        load = SimpleNamespace(others=partial(OtherLoad, used, 2))
+        monkeypatch.setattr(autotuning, "load_so_far", lambda load=load, **given: load)
+        steps: list[str] = []
+        tuned = autotune(TASKS, BATCHES, device="cpu", progress=steps.append)
+        assert any("the machine is busy" in step for step in steps[:2]) is told
+        assert tuned.format().startswith("the machine is busy: other processes use 1.5") is told
 
 
 # ---------------------------------------------------------------------------------- several ranks

@@ -116,7 +116,7 @@ class Annealer:
             self.work += 1
             moved = here.move(tasks[int(random() * len(tasks))], to_threads=to_threads)
             new = self._cost(here, limit) if moved else math.inf
-            if new > limit:
+            if not moved or new > limit:  # the limit is infinite after a schedule that is refused
                 here.undo()
                 continue
             here.keep()

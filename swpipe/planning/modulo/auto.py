@@ -11,6 +11,7 @@ from swpipe.core.messages import counted, in_ms, listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
+from swpipe.planning.modulo.memory_limit import Fitting, check_limit, fitting
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
 from swpipe.planning.modulo.search import Found, Search
 from swpipe.planning.simulation.bounds import Bounds, lower_bounds
@@ -65,6 +66,7 @@ def auto_plan(
     streams: bool = True,
     effects: EffectTable | None = None,
     effort: float = 1.0,
+    max_bytes: int | None = None,
 ) -> Choice:
     """Plan a loop by modulo scheduling.
 
@@ -84,12 +86,15 @@ def auto_plan(
             with such a loader, one iteration is in flight.
         effort: How long to search where the lower bound is not reached: 1 takes about a second for
             14 tasks, ten for 200 and a minute for 1,000.
+        max_bytes: The most that the plan may hold, by the simulator; None for no limit. The costs
+            must have the tasks' memory. The search is repeated for fewer iterations in flight,
+            until a plan fits.
 
     Raises:
         ValueError: ``effort`` is not above 0.
         PlanError: ``plan`` cannot run or has more than ``MOST_TASKS`` tasks, a task has no cost, a
-            frozen task is unknown, the limits admit no plan, or dependences are missing for the
-            effects given.
+            frozen task is unknown, the limits admit no plan, no plan was found within
+            ``max_bytes``, or dependences are missing for the effects given.
     """
     if not effort > 0:
         raise ValueError(f"effort is {effort}: it must be above 0")
@@ -99,6 +104,33 @@ def auto_plan(
     limits = limits if limits is not None else Limits()
     limits.check(plan)
     limits, why = with_undeclared(limits, effects or {})
+    if max_bytes is not None:
+        check_limit(costs, max_bytes)
+    best = _best(plan, costs, limits, streams, effort)
+    if max_bytes is not None:
+
+        def find(limits: Limits) -> PipelinePlan:
+            return _best(plan, costs, limits, streams, effort).plan
+
+        best = _fitting(best, fitting(best.plan, find, costs, limits, max_bytes, streams=streams))
+    best = replace(best, why=(*best.why, *why))
+    if effects is not None:
+        verify(best.plan, effects=effects, streams=streams)
+    return best
+
+
+def _fitting(free: Choice, found: Fitting) -> Choice:
+    """The choice under a limit to memory, without which it is ``free``."""
+    plan = found.plan
+    why = (*(free.why if plan == free.plan else ()), found.why)
+    depth, threads = plan.depth, len(plan.thread_groups)
+    return replace(free, plan=plan, ii_us=found.ii_us, in_flight=depth, threads=threads, why=why)
+
+
+def _best(
+    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float
+) -> Choice:
+    """The plan found, with the pull on the caller's thread or on one of its own."""
     best = _choice(plan, costs, limits, streams, effort)
     pull = costs.tasks.get(PULL, TaskCost())
     if plan.pull_group is None and pull.host_us and min(limits.threads, limits.in_flight) > 1:
@@ -108,9 +140,6 @@ def auto_plan(
         if saved_us > TOLERANCE * best.ii_us:
             words = f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
             best = replace(apart, why=(*apart.why, words))
-    best = replace(best, why=(*best.why, *why))
-    if effects is not None:
-        verify(best.plan, effects=effects, streams=streams)
     return best
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from swpipe._engine.program import ADMIT, OWN, compile_plan
@@ -98,42 +98,55 @@ def _memory(graph: TimedGraph) -> int:
 # ---------------------------------------------------------------------------------- the limit
 
 
-def limit_in_words(graph: TimedGraph, ii_us: float) -> str:
+class Limit(NamedTuple):
+    """What limits an interval.
+
+    Attributes:
+        text: In full.
+        what: What is always busy, such as "thread 'io'"; "" for a cycle of tasks that wait for
+            each other, and where nothing does.
+        tasks: The tasks on it, or in the cycle.
+    """
+
+    text: str
+    what: str = ""
+    tasks: tuple[str, ...] = ()
+
+
+def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
     """What limits an interval: what is always busy, or a cycle of tasks that wait for each other.
 
     It can take long to find.
     """
     cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
     if not graph.contended:
-        return "nothing" if cycle is None else _cycle_words(graph, cycle)
+        return Limit("nothing") if cycle is None else _of_cycle(graph, cycle)
     key, load = max(graph.load.items(), key=lambda item: item[1])
     if ii_us <= load / TICKS_PER_US:
-        return _load_words(graph, key)
+        return _of_load(graph, key)
     if cycle is not None and ii_us <= cycle.ratio_us:
-        return _cycle_words(graph, cycle)
+        return _of_cycle(graph, cycle)
     for length in (3, LONGEST_RUN):  # a short run shows most cycles of waits
-        words = _chain_words(simulate_run(graph, length * graph.reach), ii_us)
-        if words is not None:
-            return words
-    return "contention between tasks, without a repeating pattern"
+        found = _of_chain(simulate_run(graph, length * graph.reach), ii_us)
+        if found is not None:
+            return found
+    return Limit("contention between tasks, without a repeating pattern")
 
 
-def _load_words(graph: TimedGraph, key: Row | str) -> str:
+def _of_load(graph: TimedGraph, key: Row | str) -> Limit:
     if isinstance(key, Row):
-        nodes = [node for node in graph.nodes if node.row == key and node.time]
-        return f"{key.kind} {key.name!r}, always busy: {_names(node.task for node in nodes)}"
-    what = f"the {key}" if key == LOCK else f"resource {key!r}"
-    return f"{what}, always taken: {_names(graph.users[key])}"
+        what, state = f"{key.kind} {key.name!r}", "busy"
+        tasks = dict.fromkeys(node.task for node in graph.nodes if node.row == key and node.time)
+    else:
+        what, state = f"the {key}" if key == LOCK else f"resource {key!r}", "taken"
+        tasks = dict.fromkeys(graph.users[key])
+    return Limit(f"{what}, always {state}: {', '.join(tasks)}", what, tuple(tasks))
 
 
-def _names(tasks: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(tasks))
-
-
-def _cycle_words(graph: TimedGraph, cycle: Cycle) -> str:
+def _of_cycle(graph: TimedGraph, cycle: Cycle) -> Limit:
     rows = {graph.nodes[arc.tail].row for arc in cycle.arcs}
     if len(rows) == 1 and cycle.distance == 1:
-        return _load_words(graph, rows.pop())
+        return _of_load(graph, rows.pop())
     nodes = graph.nodes
     steps, iteration = [], 0
     arcs = cycle.arcs
@@ -141,10 +154,10 @@ def _cycle_words(graph: TimedGraph, cycle: Cycle) -> str:
     for tail, head, _, lag in (*arcs[first:], *arcs[:first]):
         steps.append(_Step(tail, iteration))
         iteration += lag - nodes[head].stage + nodes[tail].stage
-    return _path_words(graph, steps, iteration, cycle.ratio_us)
+    return _of_path(graph, steps, iteration, cycle.ratio_us)
 
 
-def _chain_words(run: EventSimulator, ii_us: float) -> str | None:
+def _of_chain(run: EventSimulator, ii_us: float) -> Limit | None:
     """Follow back what each execution waited for last, until it repeats; None if it never does."""
     graph = run.graph
     size, nodes = len(graph.nodes), graph.nodes
@@ -161,7 +174,7 @@ def _chain_words(run: EventSimulator, ii_us: float) -> str | None:
                 steps = [
                     _Step(t % size, t // size - nodes[t % size].stage) for t in (execution, *cycle)
                 ]
-                return _path_words(graph, steps[:-1], periods, ii_us, steps[0].iteration)
+                return _of_path(graph, steps[:-1], periods, ii_us, steps[0].iteration)
         met.setdefault(k, []).append(len(path))
         path.append(execution)
         execution = run.bound_by[execution]
@@ -183,9 +196,9 @@ class _Step(NamedTuple):
     iteration: int
 
 
-def _path_words(
+def _of_path(
     graph: TimedGraph, steps: Sequence[_Step], distance: int, ratio_us: float, origin: int = 0
-) -> str:
+) -> Limit:
     """A cycle that begins and ends with the same task, ``distance`` iterations later."""
     words: list[str] = []
     for node, iteration in (*steps, _Step(steps[0].node, steps[0].iteration + distance)):
@@ -195,4 +208,8 @@ def _path_words(
             word += " (host)"
         if graph.nodes[node].time or graph.nodes[node].task in OWN:
             words.append(word)
-    return f"a cycle, {in_ms(ratio_us)} per iteration: {' -> '.join(words)}"
+    tasks = dict.fromkeys(graph.nodes[node].task for node, _ in steps)
+    return Limit(
+        f"a cycle, {in_ms(ratio_us)} per iteration: {' -> '.join(words)}",
+        tasks=tuple(task for task in tasks if task not in OWN),
+    )

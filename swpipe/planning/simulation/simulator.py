@@ -43,17 +43,22 @@ from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import resolve_plan
+from swpipe.core.tables import table
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import EventSimulator, simulate_run
-from swpipe.planning.simulation.interval import Interval, interval_of, limit_in_words
+from swpipe.planning.simulation.interval import Interval, Limit, interval_of, limit_of
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
+from swpipe.trace.bytes_in_flight import PeakMemory, peak_memory
 from swpipe.trace.perfetto import Arrow, arrows_of
 from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
 MOST_STEPS = 4_000
 """The most tasks x iterations in flight that are simulated."""
+
+_MOST_ITERATIONS = 64
 
 _TICKS_PER_NS = TICKS_PER_US // 1000
 _KINDS = ("thread", "stream", "resource", "lock")
@@ -84,25 +89,31 @@ class Simulation:
         plan: The simulated plan.
         ii_us: From one iteration to the next in the steady state, in microseconds.
         exact: Whether ``ii_us`` is exact, or the mean over a run that did not repeat.
-        limit: What limits it, in words: what is always busy, or a cycle of tasks that wait for
-            each other.
+        limits: What limits it: what is always busy, or a cycle of tasks that wait for each other.
         latency_us: From the first iteration's admission until it is retired and its device work
             is finished.
         loads: Threads, then streams, then resources, then the interpreter lock.
         spans: The timeline of a run of ``iterations``, prologue and epilogue included.
         iterations: How many iterations ``spans`` has.
         arrows: The declared dependences of one iteration.
+        memory: What the iterations in flight hold at most, where the costs have the tasks' memory.
     """
 
     plan: PipelinePlan
     ii_us: float
     exact: bool
-    limit: str
+    limits: Limit
     latency_us: float
     loads: tuple[Load, ...]
     spans: tuple[Span, ...]
     iterations: int
     arrows: tuple[Arrow, ...]
+    memory: PeakMemory | None = None
+
+    @property
+    def limit(self) -> str:
+        """``limits`` in words."""
+        return self.limits.text
 
     def trace(self) -> Trace:
         """The timeline, which can be drawn and saved like a measured one."""
@@ -110,8 +121,6 @@ class Simulation:
 
     def format(self) -> str:
         """The interval, a table of threads, streams and resources, and what limits the interval."""
-        from tabulate import tabulate
-
         rows = [
             (load.kind, load.name, f"{load.busy_us / 1e3:.3f}", f"{load.idle:.1%}")
             for load in self.loads
@@ -121,13 +130,9 @@ class Simulation:
             f"simulated: {about}{in_ms(self.ii_us)} per iteration; the first takes "
             f"{in_ms(self.latency_us)}"
         )
-        table = tabulate(
-            rows,
-            headers=("", "resource", "busy ms", "idle"),
-            disable_numparse=True,
-            colalign=("left", "left", "right", "right"),
-        )
-        return f"{head}\n{table}\nlimited by {self.limit}"
+        loads = table(("", "resource", "busy ms", "idle"), rows, left=(0, 1))
+        tail = "" if self.memory is None else f"\n{self.memory.format()}"
+        return f"{head}\n{loads}\nlimited by {self.limit}{tail}"
 
 
 def simulate(
@@ -149,6 +154,8 @@ def simulate(
     if iterations is not None and iterations < 1:
         raise ValueError(f"iterations is {iterations}: simulate 1 or more")
     resolved = validate(plan)
+    if costs.memory is not None:
+        costs.memory.check(plan.schedule)
     if (steps := len(plan.schedule) * plan.depth) > MOST_STEPS:
         rule = f"at most {MOST_STEPS} are simulated: use fewer tasks or stages"
         raise PlanError([Problem(f"tasks x iterations in flight are {steps}, but {rule}")])
@@ -160,13 +167,31 @@ def simulate(
         plan=plan,
         ii_us=interval.ii_us,
         exact=interval.exact,
-        limit=limit_in_words(graph, interval.ii_us),
+        limits=limit_of(graph, interval.ii_us),
         latency_us=_latency_us(run),
         loads=tuple(sorted(_loads(graph, interval), key=lambda load: _KINDS.index(load.kind))),
         spans=in_order(_spans(run)),
         iterations=shown,
         arrows=arrows_of(resolved),
+        memory=peak_of(plan, costs, streams=streams),
     )
+
+
+def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemory | None:
+    """What a valid plan holds at most; None where the costs do not have the tasks' memory.
+
+    The simulated run is long enough for threads to get as far ahead as they may. Each instruction
+    takes one tick at least: what several threads do at one time then has the order of their waits,
+    and where these leave it open, memory is taken before ``<retire>`` gives any back.
+    """
+    if costs.memory is None:
+        return None
+    program = compile_plan(resolve_plan(plan), streams=streams)
+    graph = timed_graph(program, costs, streams=streams, least=_TICKS_PER_NS)
+    least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
+    run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
+    used = streams and any(entry.stream is not None for entry in plan.schedule.values())
+    return peak_memory(_spans(run), costs.memory, streams=used)
 
 
 def _latency_us(run: EventSimulator) -> float:

@@ -108,13 +108,16 @@ def host_time(cost: TaskCost, streams: bool) -> int:
     return ticks(cost.host_us) + (0 if streams else ticks(cost.device_us))
 
 
-def timed_graph(program: Program, costs: CostModel, *, streams: bool) -> TimedGraph:
-    """The graph of a program compiled with the same ``streams``."""
-    return _Builder(program, costs, streams).build()
+def timed_graph(program: Program, costs: CostModel, *, streams: bool, least: int = 0) -> TimedGraph:
+    """The graph of a program compiled with the same ``streams``.
+
+    Every instruction takes ``least`` ticks of its thread or more.
+    """
+    return _Builder(program, costs, streams, least).build()
 
 
 class _Builder:
-    def __init__(self, program: Program, costs: CostModel, streams: bool) -> None:
+    def __init__(self, program: Program, costs: CostModel, streams: bool, least: int) -> None:
         self.program = program
         self.streams = streams
         self.handover = ticks(costs.handover_us)
@@ -123,7 +126,7 @@ class _Builder:
         known[puller] = costs.tasks.get(PULL, TaskCost())
         self.instructions = order = _in_lag_order(program)
         self.costs = [known.get(ins.task, TaskCost()) for ins in order]
-        self.times = [host_time(cost, streams) for cost in self.costs]
+        self.times = [max(least, host_time(cost, streams)) for cost in self.costs]
         self.host = {ins.task: k for k, ins in enumerate(order)}
         self.device: dict[str, int] = {}
         if streams:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from swpipe.core.tables import table
 from swpipe.tasks.clicks.compare import Comparison, Speed, compare, speed
 from swpipe.tasks.clicks.feed import Evaluation
 from swpipe.tasks.clicks.train import RowCount, TrainRun
@@ -32,8 +33,6 @@ def format_runs(runs: Sequence[TrainRun[Any]]) -> str:
 
     The speed is the median over the turns, and the range from the slowest to the fastest of them.
     """
-    from tabulate import tabulate
-
     rows = [
         (
             run.name,
@@ -46,12 +45,7 @@ def format_runs(runs: Sequence[TrainRun[Any]]) -> str:
         )
         for run in runs
     ]
-    return tabulate(
-        rows,
-        headers=("plan", "steps", "steps/s", "range", "rows/s", "loss", "AUC"),
-        colalign=("left", *["right"] * 6),
-        disable_numparse=True,
-    )
+    return table(("plan", "steps", "steps/s", "range", "rows/s", "loss", "AUC"), rows)
 
 
 def format_comparison(a: TrainRun[Any], b: TrainRun[Any], result: Comparison) -> str:

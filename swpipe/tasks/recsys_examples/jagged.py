@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
+from swpipe.pipeline import SWPipeline
 from swpipe.tasks.recsys_examples.registry import TrainPipelineFactory
 from swpipe.tasks.recsys_examples.reported_losses import (
     JaggedTasks,
@@ -175,6 +176,10 @@ class SWSerialTrainPipeline(JaggedPipeline[In, Out]):
     """``jagged_sw_serial``: the eleven tasks one after another."""
 
     _kind, _plan_name, _left = "split", "jagged_sw_serial", 0
+
+    @property
+    def _sw_pipeline(self) -> SWPipeline[Any]:
+        return self.drop_in.pipe
 
 
 class JaggedMegatronTrainPipelineSparseDist(JaggedPipeline[In, Out]):

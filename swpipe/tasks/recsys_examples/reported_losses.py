@@ -110,7 +110,7 @@ class JaggedTasks(SparseDistTasks):
     def parts(self) -> dict[str, tuple[TaskFn, ...]]:
         """As there; the tokens are counted before the model runs."""
         parts = super().parts()
-        runs = names.DENSE if self.rewrite.kind == "split" else names.EMBED
+        runs = names.DENSE if self.rewrite.looks_up_ahead else names.EMBED
         return {**parts, runs: (self.count_tokens, *parts[runs])}
 
     def count_tokens(self, ctx: IterContext) -> None:

@@ -5,11 +5,13 @@ Deprecation warnings from importing TorchRec and fbgemm are suppressed.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
 import warnings
 from importlib import metadata
+from typing import Any
 
 FIRST, LAST = (1, 5), (1, 8)
 """The first and the last supported series of TorchRec releases; both are tested."""
@@ -100,6 +102,15 @@ except ImportError as error:
         f"install {NEWEST}"
     ) from error
 
+try:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        _experimental: Any = importlib.import_module(
+            "torchrec.distributed.train_pipeline.experimental_pipelines"
+        )
+except ImportError:
+    _experimental = None  # before TorchRec 1.7
+
 get_leaf_module_names = _get_leaf_module_names
 override_input_dist_forwards = _override_input_dist_forwards
 start_data_dist = _start_data_dist
@@ -113,6 +124,11 @@ EXCHANGES = (
 
 PLAIN_TABLES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 """Sharded modules that an exchange of ids and a look-up leave as they were."""
+
+
+def torchrec_class(name: str) -> Any:
+    """A pipeline class of the TorchRec that is installed; None if it has none of that name."""
+    return getattr(torchrec_pipelines, name, None) or getattr(_experimental, name, None)
 
 
 def describe() -> str:
@@ -130,5 +146,5 @@ __all__ = [
     "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer",
     "TrainPipelineContext", "check_version", "describe", "get_leaf_module_names",
     "get_unwrapped_module", "override_input_dist_forwards", "start_data_dist",
-    "torchrec_pipelines",
+    "torchrec_class", "torchrec_pipelines",
 ]  # fmt: skip

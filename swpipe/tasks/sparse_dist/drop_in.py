@@ -148,11 +148,12 @@ class SparseDistPipeline:
         # are in flight; the batch that is pulled early counts as one of them.
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         later = ranks > 1 and runs_early(plan, tasks.task_of(tasks.copy))
+        check_data = check_data and ranks > 1
         self._even = EvenData("error", ahead=int(later), timeout_s=wait_s) if check_data else None
-        looks_up_early = runs_early(plan, tasks.task_of(tasks.embedding_forward))
-        early = looks_up_early or runs_early(plan, tasks.task_of(tasks.prefetch))
+        early = any(
+            runs_early(plan, tasks.task_of(p)) for p in (tasks.prefetch, tasks.embedding_forward)
+        )
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
-        self._rates_early = looks_up_early and "optimizer" not in plan.stale
 
     @property
     def report(self) -> RewriteReport | None:
@@ -168,12 +169,7 @@ class SparseDistPipeline:
             RuntimeError: Batches of another iterator, or of another mode, are in flight.
             BaseException: As ``SWPipeline.progress``.
         """
-        feed = self._feed
-        if feed is None or feed.source is not dataloader_iter:
-            if feed is not None and feed.uneven is not None and not self.pipe.in_flight:
-                self._feed = None
-                raise feed.uneven
-            feed = _Feed(dataloader_iter, self._even)
+        feed = self._feed_of(dataloader_iter)
         try:
             output = self._next(feed)
         except StopIteration:
@@ -185,6 +181,27 @@ class SparseDistPipeline:
             raise
         self._feed = feed
         return output
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
+        """Pull the first batches and start on them; otherwise the first ``progress`` does.
+
+        Raises:
+            BaseException: As ``progress``.
+        """
+        feed = self._feed_of(dataloader_iter)
+        self.attach()
+        self.pipe.fill_pipeline(feed)
+        self._feed = feed
+
+    def _feed_of(self, source: Iterator[Any]) -> _Feed:
+        """The pass over the user's iterator: the one under way, or a new one."""
+        feed = self._feed
+        if feed is not None and feed.source is source:
+            return feed
+        if feed is not None and feed.uneven is not None and not self.pipe.in_flight:
+            self._feed = None
+            raise feed.uneven
+        return _Feed(source, self._even)
 
     def drain(self) -> list[Any]:
         """Finish the batches in flight, and return their outputs, oldest first.
@@ -213,8 +230,6 @@ class SparseDistPipeline:
     def _check_changes(self) -> None:
         """Refuse changes that batches in flight are too far ahead for."""
         if in_flight := self.pipe.in_flight:
-            if self._rates_early:
-                self.tasks.check_rates(in_flight)
             self.tasks.check_computed(in_flight)
 
     def flush(self) -> None:
@@ -229,13 +244,14 @@ class SparseDistPipeline:
         self.pipe.check_idle("flushing an accumulation")
         self.tasks.flush(self.pipe.next_iteration)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What to save beside models and optimizers, so that a later run can go on from here.
 
         Call it between two calls of ``progress``, together with the states of model and optimizers.
 
         Returns:
-            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early.
+            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early;
+            ``rates``, where tables take those of an earlier step, are for the next look-up.
 
         Raises:
             RuntimeError: A run that is resumed from here would give other numbers; it says why.
@@ -244,9 +260,9 @@ class SparseDistPipeline:
         check_saving(self.pipe, self.tasks)
         state = self.pipe.state_dict(check=False)
         early = 0 if self._feed is None else self._feed.waiting
-        return {**state, "in_flight": state["in_flight"] + early}
+        return {**state, "in_flight": state["in_flight"] + early, **self.tasks.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; the model, the optimizers and the data are yours to set back.
 
         Raises:
@@ -257,6 +273,7 @@ class SparseDistPipeline:
             RuntimeWarning: DDP on several ranks reduces an accumulation's first batch by itself.
         """
         self.pipe.load_state_dict(state)
+        self.tasks.load_state_dict(state)
         self._feed = None
         self.tasks.resume(self.pipe.next_iteration)
 
@@ -406,7 +423,7 @@ def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
             "tables and those that the optimizers step do not allow: shard them otherwise, with a "
             "fused optimizer, or take jagged_split_sparse_dist"
         )
-    return plans.semi_sync()
+    return plans.semi_sync(one_backward=tasks.rewrite.kind == "ahead")
 
 
 PLANS: dict[str, PipelinePlan | PlanFor] = {

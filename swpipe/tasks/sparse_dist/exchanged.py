@@ -9,15 +9,19 @@ trace, with one batch; a model that takes another branch later would get embeddi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from swpipe._tensors.containers import kind_of
 from swpipe._tensors.pytree import tensors_in
 from swpipe.tasks.sparse_dist.inputs import Found, RewriteError, Source
+
+_NOTHING = -1
+"""The address of no memory."""
 
 
 class CallInputs:
@@ -25,6 +29,10 @@ class CallInputs:
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._values = [*args, *kwargs.values()]
+        self.note()
+
+    def note(self) -> None:
+        """Take the tensors for unchanged as they are now."""
         tensors = (tensor for tensor in tensors_in(self._values) if not tensor.is_inference())
         self._versions = [(tensor, tensor._version) for tensor in tensors]
 
@@ -35,12 +43,23 @@ class CallInputs:
 
     def changed(self) -> bool:
         """Whether a tensor was since changed in place, or replaced by one in other memory."""
+        return bool(self.changes())
+
+    def changes(self) -> set[int]:
+        """The memory of tensors that were changed in place, or took the place of others."""
+        found = {memory_of(t) for t, version in self._versions if t._version != version}
+        near = {id(child) for value in self._values for child in _opened(value)}
+        if all(id(tensor) in near for tensor, _ in self._versions):
+            return found  # as mostly, and sooner told than by a walk
         present = {id(tensor): tensor for tensor in tensors_in(self._values)}
-        return any(
-            tensor._version != version
-            or (id(tensor) not in present and not any(_alias(tensor, t) for t in present.values()))
-            for tensor, version in self._versions
-        )
+        known = {id(tensor) for tensor, _ in self._versions}
+        if any(
+            id(tensor) not in present and not any(_alias(tensor, t) for t in present.values())
+            for tensor, _ in self._versions
+        ):
+            found |= {memory_of(tensor) for key, tensor in present.items() if key not in known}
+            found.add(_NOTHING)  # also if nothing took its place
+        return found
 
 
 class ExchangedInputs:
@@ -58,16 +77,19 @@ class ExchangedInputs:
         Raises:
             RewriteError: An argument is another object with other values, or has been changed.
         """
-        check_call(
-            f"module {forward.name!r}: its input {Found(forward.args)} was exchanged between the "
-            "ranks ahead of the forward",
-            self._inputs[forward.name],
-            args,
-            kwargs,
-        )
+
+        def what() -> str:
+            return (
+                f"module {forward.name!r}: its input {Found(forward.args)} was exchanged between "
+                "the ranks ahead of the forward"
+            )
+
+        check_call(what, self._inputs[forward.name], args, kwargs)
 
 
-def check_call(what: str, used: CallInputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_call(
+    what: Callable[[], str], used: CallInputs, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Refuse a call whose inputs are not those that were used; ``what`` says what for.
 
     Raises:
@@ -78,10 +100,15 @@ def check_call(what: str, used: CallInputs, args: Sequence[Any], kwargs: Mapping
         return
     why = "which the forward has changed since" if equal else "and is called with another one"
     raise RewriteError(
-        f"{what}, {why}. The model's first batch showed which input that "
+        f"{what()}, {why}. The model's first batch showed which input that "
         "is: pass it unchanged in every batch and mode (a choice between inputs belongs in "
         "the batch), or keep the module out of the pipeline (strict=False)"
     )
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of the memory that a tensor and its views lie in."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)  # empty ones have no memory
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -104,6 +131,11 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return isinstance(one, bool | int | float | str | torch.device) and bool(one == other)
+
+
+def _opened(value: Any) -> Iterable[Any]:
+    """A value, and what is in it one level deep."""
+    return value, *kind_of(type(value)).children(value)
 
 
 def _alias(one: Tensor, other: Tensor) -> bool:

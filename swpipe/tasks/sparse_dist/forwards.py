@@ -7,13 +7,15 @@ tasks exchange the ids. The rest runs in one of these ways ("own" replaces nothi
     pipelined     -                          model: wait, look up     -
     prefetch      wait for ids, fill caches  model: look up           -
     split         wait for ids, fill caches  look up                  model: wait for embeddings
+    ahead         the same                   the same                 the same
     own           -                          the model, as it is      -
 
 A split pipeline gives a module the prefetch forward if DDP reduces parameters of it (see
 ``wrappers``): its look-up and its update are then part of DenseForward and DenseBackward.
 
 The split forward also cuts the autograd graph at the embeddings (see ``seam``), so that the dense
-part and the tables have a backward task each.
+part and the tables have a backward task each. "ahead" does not: without an exchange of gradients,
+as on one rank, a backward of the tables' own hides nothing, and costs the host.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from swpipe.tasks.sparse_dist.contexts import SparseDistContext
 from swpipe.tasks.sparse_dist.exchanged import ExchangedInputs
 from swpipe.tasks.sparse_dist.seam import Seam
 
-Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split"]
+Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split", "ahead"]
 
 
 class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
@@ -89,6 +91,19 @@ class SplitForward(PrefetchForward):
     """Look up in a task of its own, before the dense part."""
 
     looks_up_ahead = True
+    cuts = True
+
+    def get_embedding_result(self) -> Any:
+        """What ``look_up`` left for the present batch: one awaitable, or several.
+
+        Raises:
+            KeyError: It has not run, or the dense part has taken it.
+        """
+        return self._context.embeddings[self._name]
+
+    def set_embedding_result(self, result: Any) -> None:
+        """Let the dense part of the present batch take this instead."""
+        self._context.embeddings[self._name] = result
 
     def look_up(self) -> None:
         """Look the embeddings up and start their exchange."""
@@ -104,27 +119,38 @@ class SplitForward(PrefetchForward):
         context: SparseDistContext = self._context
         embeddings = _take(context.embeddings, self._name)
         _check(self, args, kwargs)
-        seam = context.seams[self._name] = Seam(self.iteration)
-        return _each(embeddings, lambda awaitable: _Cut(awaitable, seam))
+        seam = None
+        if self.cuts:
+            seam = context.seams[self._name] = Seam(self.iteration)
+        return _each(embeddings, lambda awaitable: _LookedUp(awaitable, self.iteration, seam))
+
+
+class AheadForward(SplitForward):
+    """The same, with one backward for the dense part and the tables."""
+
+    cuts = False
 
 
 FORWARDS: dict[Kind, type[PipelinedForward] | type[PrefetchForward]] = {
     "pipelined": PipelinedForward,
     "prefetch": PrefetchForward,
     "split": SplitForward,
+    "ahead": AheadForward,
 }
 
 
-class _Cut(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
-    """Embeddings that become leaves of the dense part's graph."""
+class _LookedUp(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
+    """Embeddings of one iteration; with a seam, they become leaves of the dense part's graph."""
 
-    def __init__(self, awaitable: Replayable, seam: Seam) -> None:
+    def __init__(self, awaitable: Replayable, iteration: int, seam: Seam | None) -> None:
         super().__init__()
         self._inner = awaitable
+        self._iteration = iteration
         self._seam = seam
 
     def _wait_impl(self) -> Any:
-        return map_tensors(self._inner.wait_in(self._seam.iteration), self._seam.cut)
+        embeddings = self._inner.wait_in(self._iteration)
+        return embeddings if self._seam is None else map_tensors(embeddings, self._seam.cut)
 
 
 def _each(output: Any, fn: Callable[[Any], Any]) -> Any:

@@ -31,7 +31,10 @@ class DeferredReduction:
     """The reductions of all DDP wrappers in a model; nothing where it has none."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = tuple(ddp_modules(model))
+        # On one rank there is nothing to wait for.
+        self._modules = tuple(
+            module for module in ddp_modules(model) if dist.get_world_size(module.process_group) > 1
+        )
         self._pending: list[_Bucket] = []
 
     @contextmanager

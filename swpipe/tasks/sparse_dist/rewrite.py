@@ -15,7 +15,7 @@ not fused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -39,11 +39,19 @@ from swpipe.tasks.sparse_dist.inputs import (
     named_input,
     sharded_modules,
 )
-from swpipe.tasks.sparse_dist.postproc import PostprocForward, PostprocResults, compute_ahead
+from swpipe.tasks.sparse_dist.postproc import (
+    EarlyReads,
+    PostprocForward,
+    PostprocResults,
+    compute_ahead,
+)
 from swpipe.tasks.sparse_dist.traced import Traced, traced_inputs
 from swpipe.tasks.sparse_dist.wrappers import reduced_by_outer_ddp, unwrapped
 
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
+
+WATCHED = 16
+"""In so many forwards it is checked that nothing reads too early what a module changes."""
 
 Find: TypeAlias = Literal["trace", "direct"]
 
@@ -88,6 +96,7 @@ class RewriteReport:
 class Rewrite:
     """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
 
+    ``looks_up_ahead`` says whether EmbForward looks up and DenseForward runs the model;
     ``sharded`` has all sharded modules by name, and ``late`` the names of those that a split
     pipeline looks up within the dense part. ``report`` is None before the first batch;
     ``forwards`` has one entry per pipelined module, ``postprocs`` one per module that runs ahead.
@@ -108,6 +117,7 @@ class Rewrite:
         pipeline_postproc: bool = False,
     ) -> None:
         self.kind: Kind = kind
+        self.looks_up_ahead = kind in ("split", "ahead")
         self.report: RewriteReport | None = None
         self.attached = False
         self.forwards: tuple[Any, ...] = ()
@@ -120,13 +130,14 @@ class Rewrite:
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
+        self._watched = 0
         self.sharded = sharded_modules(self._inner)
         if kind != "own":
             self._check_names()
         self.late = frozenset(
             name
             for name, module in self.sharded.items()
-            if kind == "split" and reduced_by_outer_ddp(model, module)
+            if self.looks_up_ahead and reduced_by_outer_ddp(model, module)
         )
 
     def prepare(self, batch: Any) -> None:
@@ -220,6 +231,16 @@ class Rewrite:
         for postproc in self.postprocs:
             postproc.results = results
             postproc.checks = results is not None and results.iteration == iteration
+
+    def watching(
+        self, results: PostprocResults | None, iteration: int
+    ) -> AbstractContextManager[object]:
+        """Around the model's forward: what modules have changed ahead is not read too early."""
+        watches = results is not None and results.changed and results.iteration == iteration
+        if results is None or not watches or self._watched >= WATCHED:
+            return nullcontext()
+        self._watched += 1
+        return EarlyReads(results)
 
     def done(self) -> None:
         """Let go of what the forwards have used for one batch."""

@@ -26,16 +26,15 @@ declared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
-from swpipe.core.messages import listed, shown
 from swpipe.core.task import DeclaredIO, Mode, PipelineTask, TaskFn
 from swpipe.device import Device, resolve
 from swpipe.plans import sparse_dist as names
@@ -43,6 +42,7 @@ from swpipe.tasks.sparse_dist._torchrec import DMPCollection
 from swpipe.tasks.sparse_dist.accumulation import Accumulation
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext, new_context
 from swpipe.tasks.sparse_dist.forwards import Kind
+from swpipe.tasks.sparse_dist.module_modes import ModuleModesOf
 from swpipe.tasks.sparse_dist.postproc import PostprocResults
 from swpipe.tasks.sparse_dist.prefetched import PrefetchedBatches
 from swpipe.tasks.sparse_dist.reduction import DeferredReduction
@@ -50,22 +50,10 @@ from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
 from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient
+from swpipe.tasks.sparse_dist.table_rates import rates_of, set_rates
 from swpipe.tasks.sparse_dist.table_state import CaptureRestore, TableState
 from swpipe.tasks.sparse_dist.used_states import InTurn, together, used_states
 from swpipe.tasks.sparse_dist.wrappers import GradientBuffers
-
-
-class ModuleModes(NamedTuple):
-    """The names of the modules in training mode, and how many modules there are."""
-
-    training: tuple[str, ...]
-    modules: int
-
-    def __str__(self) -> str:
-        if len(self.training) in (0, self.modules):
-            return f"the model in {'training' if self.training else 'evaluation'} mode"
-        names = listed([name or "the model" for name in self.training])
-        return f"{len(self.training)} of {self.modules} modules in training mode ({names})"
 
 
 class SparseDistTasks:
@@ -75,8 +63,9 @@ class SparseDistTasks:
         model: A model with sharded modules, with or without wrappers.
         step: The user's step.
         device: None for the machine's accelerator, or else the CPU.
-        forward: "split" (embeddings and dense part in separate tasks), "prefetch", "pipelined", or
-            "own": the model runs as it is, and needs no sharded module.
+        forward: "split" (embeddings and dense part in separate tasks), "ahead" (the same, with one
+            backward), "prefetch", "pipelined", or "own": the model runs as it is, and needs no
+            sharded module.
         find: How the sharded modules' inputs are found: "trace" with torch.fx, or "direct" by type.
         inputs: Module name to the path of its input within the batch, for inputs not to be found.
         strict: A sharded module that cannot be pipelined is an error; otherwise it keeps its own
@@ -84,6 +73,10 @@ class SparseDistTasks:
         shuffler: Redistributes the rows of all ranks' batches.
         pipeline_postproc: Modules without parameters that compute inputs of sharded modules run
             ahead of the forward, in a twelfth task (see ``plans.sparse_dist.with_postproc``).
+        zero_grad: The task that calls the optimizers' ``zero_grad``, which also hands the learning
+            rates over to fused tables: EmbForward (first), DenseBackward (first) or OptimStep
+            (last). A look-up then takes the rate that was handed over last, as in TorchRec's
+            pipelines. None: DenseBackward, and each look-up takes the rate of its moment.
         random: The model draws random numbers (dropout): each forward is then seeded.
         tables_state: Two functions that capture and restore this rank's rows, for profiling and
             recording, where the rows lie in no parameter or buffer. What ``capture`` returns is
@@ -91,10 +84,12 @@ class SparseDistTasks:
 
     Attributes:
         pipeline_postproc: As given.
+        copy_batch: Copies a batch to the device instead of ``batch.to``, if set.
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
         prefetched: What tables with a queue of prefetches keep for the batches in flight.
         table_state: The rows that ``tables_state`` restores, or that nothing does; None where all
             rows lie in parameters or buffers.
+        mode: Says which modules are in training mode.
         tables_in_step: Some tables are updated by the optimizers rather than inside backward.
         fused: The step's optimizers that are fused into the tables. A look-up takes their learning
             rate, which ``OptimStep`` may change.
@@ -119,6 +114,7 @@ class SparseDistTasks:
         pipeline_postproc: bool = False,
         random: bool = False,
         tables_state: CaptureRestore | None = None,
+        zero_grad: str | None = None,
     ) -> None:
         if forward != "own" and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -139,9 +135,11 @@ class SparseDistTasks:
         self._target = _torch_device(self.device)
         self.shuffler = shuffler
         self._random = random
+        self._zero_grad_in = zero_grad
+        self.copy_batch: Callable[[Any], Any] | None = None
         self._replicas: Any = model if isinstance(model, DMPCollection) else None
         self._accumulation = Accumulation(model, step.accumulate)
-        self._modules = tuple(model.named_modules())
+        self.mode = ModuleModesOf(model)
         self._parameters = step.parameters()
         self._buffers = GradientBuffers(model)
         self._reduction = DeferredReduction(model)
@@ -149,7 +147,6 @@ class SparseDistTasks:
         self._home = self.device.current_stream()
         self._tables = [p for module in self.rewrite.sharded.values() for p in module.parameters()]
         self.fused = step.fused()
-        self.rates = self._rates()  # that the last look-up took
         self.tables_in_step = any(map(by_gradient, self._tables))
         self._check_gradients(step)
 
@@ -174,15 +171,23 @@ class SparseDistTasks:
 
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device."""
-        batch = ctx.batch
+        copy = self.copy_batch or self.to_device
+        ctx.batch = copy(ctx.batch)
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch on the device.
+
+        Raises:
+            TypeError: It has no ``to`` or no ``record_stream``.
+        """
         lacks = [m for m in ("to", "record_stream") if not callable(getattr(batch, m, None))]
         if lacks:
             raise TypeError(
-                f"batch {ctx.iter_idx} is a {type(batch).__name__} without {' and '.join(lacks)}: "
+                f"a batch is a {type(batch).__name__} without {' and '.join(lacks)}: "
                 "give it to(device, non_blocking) and record_stream(stream), as "
                 "torchrec.streamable.Pipelineable asks"
             )
-        ctx.batch = batch.to(device=self._target, non_blocking=True)
+        return batch.to(device=self._target, non_blocking=True)
 
     def finish_shuffle(self, ctx: IterContext) -> None:
         """Take the rows that the shuffler gives this rank."""
@@ -213,12 +218,11 @@ class SparseDistTasks:
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""
         self._begin_forward(ctx)
-        if self.fused and self.trains():
+        if self._zero_grad_in is None and self.trains():
             for optimizer in self.fused:  # has no gradients: this gives the tables its rate
                 optimizer.zero_grad()
-            self.rates = self._rates()
         with self.prefetched.looking_up():
-            if self.rewrite.kind != "split":
+            if not self.rewrite.looks_up_ahead:
                 self._run_model(ctx)
                 return
             for forward in self.rewrite.forwards:
@@ -227,7 +231,7 @@ class SparseDistTasks:
 
     def dense_forward(self, ctx: IterContext) -> None:
         """Compute losses and output."""
-        if self.rewrite.kind == "split":
+        if self.rewrite.looks_up_ahead:
             self._begin_forward(ctx)
             self._run_model(ctx)
 
@@ -239,13 +243,14 @@ class SparseDistTasks:
 
     def zero_grad(self, ctx: IterContext) -> None:
         """Begin an optimizer step without gradients."""
-        self._reduction.finish()  # of a batch that failed
+        self._reduction.finish()
         if self.trains() and self._accumulation.begins(ctx.iter_idx):
             self.step.zero_grad()
             self._buffers.zero()
 
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward down to the embeddings; start the exchange of their gradients."""
+        self._reduction.finish()  # of a batch that failed
         if ctx.training:
             ends = self._accumulation.ends(ctx.iter_idx)
             with nullcontext() if ends else self._buffers.unreduced(), self._deferring():
@@ -292,11 +297,20 @@ class SparseDistTasks:
         """Begin with this batch; none may be in flight."""
         self._accumulation.restart(next_iteration)
 
-    def mode(self) -> ModuleModes:
-        """Which modules are in training mode: what batches in flight depend on."""
-        return ModuleModes(
-            tuple(name for name, module in self._modules if module.training), len(self._modules)
-        )
+    def state_dict(self) -> dict[str, list[float]]:
+        """Learning rates that were handed to the tables; no optimizer's state has them."""
+        if self._zero_grad_in in (None, names.EMBED) or not self.fused:
+            return {}
+        return {"rates": rates_of(self.rewrite.sharded.values())}
+
+    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+        """Hand saved rates over.
+
+        Raises:
+            ValueError: They are of another number of tables.
+        """
+        if "rates" in state:
+            set_rates(self.rewrite.sharded.values(), state["rates"])
 
     def parts(self) -> dict[str, tuple[TaskFn, ...]]:
         """The tasks in serial order, each with the methods that it calls, one after the other."""
@@ -305,18 +319,19 @@ class SparseDistTasks:
         if self.pipeline_postproc:
             rows = (self.finish_shuffle, self.postprocess_input)
             first = {names.POSTPROC: rows, names.START: (self.start_input_dist,)}
+        zero = {self._zero_grad_in or names.DENSE_BACK: (self.zero_grad,)}
         return {
             names.COPY: (self.start_shuffle, self.copy),
             **first,
             names.WAIT: (self.wait_input_dist,),
             names.PREFETCH: (self.prefetch,),
-            names.EMBED: (self.embedding_forward,),
+            names.EMBED: (*zero.get(names.EMBED, ()), self.embedding_forward),
             names.DENSE: (self.dense_forward,),
             names.LOSS: (self.postprocess_loss,),
-            names.DENSE_BACK: (self.zero_grad, self.dense_backward),
+            names.DENSE_BACK: (*zero.get(names.DENSE_BACK, ()), self.dense_backward),
             names.EMBED_BACK: (self.embedding_backward,),
             names.FINALIZE: (self.finalize_gradients,),
-            names.STEP: (self.optimizer_step,),
+            names.STEP: (self.optimizer_step, *zero.get(names.STEP, ())),
         }
 
     def task_of(self, part: TaskFn) -> str:
@@ -345,9 +360,10 @@ class SparseDistTasks:
     def _io(self, parts: Sequence[TaskFn]) -> list[DeclaredIO]:
         """The states that a task with these methods uses."""
         used = used_states(
-            split=self.rewrite.kind == "split",
-            late=bool(self.rewrite.late),
+            split=self.rewrite.looks_up_ahead,
+            late=bool(self.rewrite.late) or self.rewrite.kind == "ahead",
             fused=bool(self.fused),
+            hands_over=bool(self.fused) and self._zero_grad_in is not None,
             in_step=self.tables_in_step,
             pinned=bool(self.prefetched),
             shuffled=self.shuffler is not None,
@@ -391,24 +407,6 @@ class SparseDistTasks:
         """Whether batches are trained on in the present mode."""
         return self.model.training and torch.is_grad_enabled()
 
-    def _rates(self) -> list[float]:
-        return [group["lr"] for optimizer in self.fused for group in optimizer.param_groups]
-
-    def check_rates(self, in_flight: int) -> None:
-        """Refuse learning rates that were changed after batches in flight were looked up.
-
-        Raises:
-            RuntimeError: Those of a fused optimizer differ from the last look-up's.
-        """
-        if (now := self._rates()) != self.rates and self.trains():
-            raise RuntimeError(
-                f"the learning rates of the fused tables were changed from {shown(self.rates)} to "
-                f"{shown(now)} outside of the step, and batches in flight ({in_flight}) have been "
-                "looked up, which takes the rate: give what changes it to TrainStep(schedules=...),"
-                " call drain() before you change it, or use jagged_prefetch_sparse_dist, which "
-                "looks up later"
-            )
-
     def check_computed(self, in_flight: int) -> None:
         """Refuse changes to modules that have run already for batches in flight.
 
@@ -428,7 +426,8 @@ class SparseDistTasks:
 
     def _run_model(self, ctx: IterContext) -> None:
         ctx.training = self.trains()
-        result = (self.step.forward or self.model)(ctx.batch)
+        with self.rewrite.watching(self._results(ctx), ctx.iter_idx):
+            result = (self.step.forward or self.model)(ctx.batch)
         ctx.pipeline.inputs = None
         self.rewrite.done()
         if not isinstance(result, tuple) or len(result) != 2:

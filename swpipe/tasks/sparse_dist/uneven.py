@@ -152,8 +152,9 @@ class EvenData:
 
     def exchange_status(self, status: int) -> tuple[Tensor, dist.Work | None]:
         """Start to exchange the ranks' statuses for the next step."""
-        statuses = torch.zeros(self.size, dtype=torch.int32)
-        statuses[self.rank] = status
+        each = [0] * self.size
+        each[self.rank] = status
+        statuses = torch.tensor(each, dtype=torch.int32)
         if self._group is None:
             return statuses, None
         return statuses, dist.all_reduce(statuses, group=self._group, async_op=True)

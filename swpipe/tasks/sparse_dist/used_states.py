@@ -20,6 +20,7 @@ def used_states(
     split: bool,
     late: bool,
     fused: bool,
+    hands_over: bool,
     in_step: bool,
     pinned: bool,
     shuffled: bool,
@@ -31,6 +32,7 @@ def used_states(
         split: Embeddings and dense part have methods of their own.
         late: Some tables are looked up within the dense part all the same.
         fused: A fused optimizer is among the step's.
+        hands_over: ``zero_grad`` hands its rate over to the next look-up.
         in_step: Optimizers update tables.
         pinned: Tables have a queue of prefetches.
         shuffled: There is a shuffler.
@@ -62,7 +64,7 @@ def used_states(
         "prefetch": {"table cache": "rw"},
         "embedding_forward": forwards | (looked_up if split else looked_up | dense),
         "dense_forward": (forwards | dense | (looked_up if late else {})) if split else {},
-        "zero_grad": {"gradients": "rw"},
+        "zero_grad": {"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})},
         "dense_backward": backward if split and not late else backward | tables,
         "embedding_backward": embedding_backward,
         "finalize_gradients": {"gradients": "rw"},

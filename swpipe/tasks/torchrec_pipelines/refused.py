@@ -53,7 +53,7 @@ TAKEN = frozenset(
         "model", "optimizer", "device", "custom_model_fwd", "execute_all_batches",
         "pipeline_postproc", "dmp_collection_sync_interval_batches", "enqueue_batch_after_forward",
         "strict", "emb_lookup_stream", "embedding_lookup_after_data_dist", "start_batch",
-        "stash_gradients",
+        "stash_gradients", "enable_embedding_lookup_prefetch",
     }
 )  # fmt: skip
 """The arguments of pipelines that have a counterpart."""
@@ -69,7 +69,7 @@ def bound(
         TypeError: The class of TorchRec's takes others.
     """
     name = type(owner).__name__
-    signature = inspect.signature(original)
+    signature = signature_of(original)
     try:
         call = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -84,6 +84,17 @@ def bound(
                 "unknown to swpipe: leave it out, or keep TorchRec's class"
             )
     return given
+
+
+def signature_of(kind: type) -> inspect.Signature:
+    """The signature of a class; ``*args, **kwargs`` are the parameters of the class it extends."""
+    signature = inspect.signature(kind)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = [p for p in signature.parameters.values() if p.kind not in several]
+    if len(own) == len(signature.parameters):
+        return signature
+    inherited = signature_of(kind.__mro__[1]).parameters.values()
+    return inspect.Signature([*inherited, *own])
 
 
 def refuse(owner: object, **given: Any) -> None:
@@ -122,7 +133,10 @@ def refuse_overrides(kind: type, original: type) -> None:
         for name, value in vars(kind).items()
         if callable(value)
         and not name.startswith("__")
-        and (name == "sync_embeddings" or (hasattr(original, name) and not hasattr(ours, name)))
+        and (
+            name in ("sync_embeddings", "fill_pipeline")
+            or (hasattr(original, name) and not hasattr(ours, name))
+        )
     ]
     if ignored:
         raise TypeError(

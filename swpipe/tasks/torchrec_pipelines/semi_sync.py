@@ -29,7 +29,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     ``strict`` has no effect: tables that the optimizer steps are always refused.
     """
 
-    _kind = "split"
+    _kind, _kind_alone = "split", "ahead"
+    _zero_grad = plans.STEP
     _left = 0  # TorchRec's trains on all batches here, whatever execute_all_batches says
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
@@ -41,6 +42,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         except BaseException:
             if not self.drop_in.pipe.in_flight:
                 self._pass = None  # a failure dropped batches that its limit has counted
+                self._optimizer_given.zero_grad()
             raise
 
     def reset(self) -> None:
@@ -48,7 +50,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         self._go_exact()
         super().reset()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """As for the other pipelines; from ``start_batch`` on, only after ``drain``.
 
         Raises:
@@ -61,7 +63,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             )
         return super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As for the other pipelines; stale from ``start_batch`` on, as the run that saved."""
         super().load_state_dict(state)
         if self._stale:

@@ -61,27 +61,38 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
 
 class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's, under the plan ``split``, which looks the next batch up as early.
+    """As TorchRec's, under the plan ``split``.
 
-    Under that plan the look-up of the next batch follows the start of its exchange of ids in any
-    case, so ``embedding_lookup_after_data_dist`` has no effect; nor has ``strict``. The look-up is
-    submitted on the caller's stream.
+    Unless ``embedding_lookup_after_data_dist=True``, a look-up takes the learning rates of the call
+    before, as there. ``strict`` has no effect. The look-up is submitted on the caller's stream.
     """
 
-    _kind = "split"
+    _kind, _kind_alone = "split", "ahead"
 
     def _take(self, given: Mapping[str, Any]) -> None:
+        if not given.get("embedding_lookup_after_data_dist"):
+            self._zero_grad = plans.DENSE_BACK  # after the look-up
         if (stream := given["emb_lookup_stream"]) not in ("new", "current", "data_dist"):
             raise ValueError(
                 f"emb_lookup_stream is {stream!r}: give 'new', 'current' or 'data_dist'"
             )
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return self._copy_later(split(tasks))
+        late = self._given.get("embedding_lookup_after_data_dist")
+        return self._copy_later(plans.split() if late else split(tasks))
 
 
-class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's: forwards only, whatever mode the model is in, and without gradients."""
+class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: batches are copied on a thread of their own."""
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        plan = plans.sparse_dist()
+        copied = replace(plan.schedule[plans.COPY], thread_group="copy")
+        return replace(plan, schedule={**plan.schedule, plans.COPY: copied})
+
+
+class _Evaluates(Translated[In, Out]):
+    """Forwards only, whatever mode the model is in, and without gradients."""
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Evaluate one more batch, and return the oldest batch's output."""
@@ -92,6 +103,22 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         """Finish the batches in flight and return their outputs, oldest first."""
         with torch.no_grad():
             return super().drain()
+
+
+class EvalPipelineSparseDist(_Evaluates[In, Out], TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: forwards only, whatever mode the model is in, and without gradients."""
+
+
+class EvalPipelineFusedSparseDist(_Evaluates[In, Out], TrainPipelineFusedSparseDist[In, Out]):
+    """As TorchRec's: forwards only, whatever mode the model is in, and without gradients.
+
+    With ``enable_embedding_lookup_prefetch=True`` the next batch is looked up a call ahead, where
+    no optimizer of the pipeline has the tables.
+    """
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        ahead = self._given.get("enable_embedding_lookup_prefetch")
+        return self._copy_later(split(tasks) if ahead else plans.split())
 
 
 class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):

@@ -285,6 +285,9 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         return self._pass
 
 
+torchrec_pipelines.StagedTrainPipeline.register(StagedTrainPipeline)  # for isinstance()
+
+
 def _exchange(stage: PipelineStage) -> SparseDataDistUtil[Any] | None:
     """The util whose method a stage runs.
 

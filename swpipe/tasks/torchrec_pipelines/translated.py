@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
+from swpipe.plans.sparse_dist import EMBED
+from swpipe.tasks.sparse_dist._torchrec import torchrec_class, torchrec_pipelines
 from swpipe.tasks.sparse_dist.accumulation import warn_of_rounding
 from swpipe.tasks.sparse_dist.drop_in import SparseDistPipeline
 from swpipe.tasks.sparse_dist.forwards import Kind
@@ -30,7 +32,12 @@ from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 from swpipe.tasks.sparse_dist.wrappers import ddp_modules, unwrapped
 from swpipe.tasks.torchrec_pipelines.passes import Pass
-from swpipe.tasks.torchrec_pipelines.refused import bound, no_internal, refuse_overrides
+from swpipe.tasks.torchrec_pipelines.refused import (
+    bound,
+    no_internal,
+    refuse_overrides,
+    signature_of,
+)
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -42,7 +49,8 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
     A class here has the name of the class of TorchRec's that it stands for, and takes the arguments
     of that class. It says how the sharded modules are called (``_kind``), under which plan, and how
     many batches ``execute_all_batches=False`` leaves at the end (``_left``). Subclasses of the
-    user's may override ``progress``; other methods of TorchRec's are refused.
+    user's may override ``progress`` and ``copy_batch_to_gpu``; other methods of TorchRec's are
+    refused.
 
     Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
     argument for it, which never do so there. Modules that hold parameters are not run ahead by
@@ -52,17 +60,21 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
     __signature__: ClassVar[inspect.Signature | None]
     _original: ClassVar[type]  # the class of TorchRec's
     _kind: ClassVar[Kind] = "pipelined"
+    _kind_alone: ClassVar[Kind | None] = None  # on one rank, where that is another
     _left: ClassVar[int] = 2
+    _zero_grad: str = EMBED  # the task in which TorchRec's class calls the optimizer's zero_grad
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.__module__.startswith("swpipe."):
-            default = torchrec_pipelines.TrainPipelineSparseDist
-            cls._original = getattr(torchrec_pipelines, cls.__name__, default)
+            theirs = torchrec_class(cls.__name__)
+            cls._original = theirs or torchrec_pipelines.TrainPipelineSparseDist
+            if theirs is not None:
+                theirs.register(cls)  # for isinstance()
         else:
             refuse_overrides(cls, cls._original)
         own = cls.__init__ is not Translated.__init__
-        cls.__signature__ = None if own else inspect.signature(cls._original)
+        cls.__signature__ = None if own else signature_of(cls._original)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -104,6 +116,19 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             raise
         return output
 
+    def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
+        """Pull the first batches and start on them; otherwise the first ``progress`` does."""
+        self.drop_in.fill_pipeline(self._current(dataloader_iter))
+
+    def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, None]:
+        """The next batch on the device, without a context; None at the end of the data.
+
+        A subclass may override it: it is then called for each batch, on the stream for copies, with
+        an iterator that has this batch alone.
+        """
+        batch: Any = next(dataloader_iter, None)
+        return None if batch is None else self._tasks.to_device(batch), None
+
     def reset(self) -> None:
         """Drop the batches in flight. On several ranks, call it on all after the same step."""
         self.drop_in.close()
@@ -143,7 +168,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         """Finish the batches in flight and return their outputs, oldest first."""
         return self.drop_in.drain()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """As ``SparseDistPipeline.state_dict``.
 
         ``next_iteration`` counts from 0 again after ``reset``, and ``in_flight`` has the batches
@@ -160,7 +185,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         kept = 0 if self._pass is None else self._pass.waiting
         return {**state, "in_flight": state["in_flight"] + kept}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As ``SparseDistPipeline.load_state_dict``."""
         self.drop_in.load_state_dict(state)
         self._pass = None
@@ -217,8 +242,13 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             forward=self._model_fwd,
             sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
         )
-        kind = self._kind if sharded_modules(unwrapped(self._model)) else "own"
+        kind: Kind = "own"
+        if sharded_modules(unwrapped(self._model)):
+            alone = dist.is_initialized() and dist.get_world_size() == 1
+            kind = (self._kind_alone if alone else None) or self._kind
         self._tasks = self._tasks_for(step, kind)
+        if type(self).copy_batch_to_gpu is not Translated.copy_batch_to_gpu:
+            self._tasks.copy_batch = self._copied
         self._start()
 
     def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
@@ -228,11 +258,21 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             device=self._given["device"],
             forward=kind,
             strict=False,
+            zero_grad=self._zero_grad,
             pipeline_postproc=self._given.get("pipeline_postproc", False) and kind != "own",
         )
 
     def _start(self) -> None:
         self.drop_in = SparseDistPipeline(self._tasks, self._plan(self._tasks))
+
+    def _copied(self, batch: In) -> In:
+        copied, _ = self.copy_batch_to_gpu(iter([batch]))
+        if copied is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.copy_batch_to_gpu returned no batch for one that the "
+                "iterator has given: leave batches out in the iterator"
+            )
+        return copied
 
     def _rebuild(self) -> None:
         self._restart(self._build)

@@ -19,7 +19,7 @@ from swpipe._engine import run as executor
 from swpipe._engine.lane import LaneRunner
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
 from swpipe._engine.run import Run
-from swpipe.core.resolved import ResolvedPlan, resolve_plan
+from swpipe.core.resolved import resolve_plan
 from tests.device import virtual
 from tests.device.virtual import (
     EventReused,
@@ -48,14 +48,19 @@ def break_random(seed: int) -> Finding:
 
 
 def run_early_end(seed: int) -> Finding:
+    """The case of ``early_end``; the seed also says how the threads interleave."""
+    return run_case(early_end(seed), host=ExploringHost(seed))
+
+
+def early_end(seed: int) -> Case:
     """A case in which a lane that has done all its tasks is still waited for.
 
-    The forward pass waits for the third lane's turn only, which comes after its own producer's. The
-    seed says how the threads interleave: left to themselves, they are nearly always in time.
+    The forward pass waits for the third lane's turn only, which comes after its own producer's.
+    Left to themselves, threads are nearly always in time: an exploring host interleaves them.
     """
     tasks = (
+        TaskSpec("decode", reads=("batch",), sets=("x",)),
         TaskSpec("ids", reads=("batch",), sets=("x",)),
-        TaskSpec("decode"),
         TaskSpec("forward", reads=("x",), sets=("y",)),
     )
     stage = {"ids": 2, "decode": 0, "forward": 2}
@@ -65,11 +70,10 @@ def run_early_end(seed: int) -> Finding:
             t.name: TaskSchedule(stage[t.name], t.name, group[t.name], globally_ordered=True)
             for t in tasks
         },
-        deps=[("forward", "ids")],
-        order=[t.name for t in tasks],
+        deps=[("ids", "decode"), ("forward", "ids")],
+        order=["ids", "decode", "forward"],
     )
-    case = Case(Workload(tasks, {}), plan, (1, 2, 3, 4), frozenset(), seed)
-    return run_case(case, host=ExploringHost(seed))
+    return Case(Workload(tasks, {}), plan, (1, 2, 3, 4), frozenset(), seed)
 
 
 @dataclass(frozen=True)
@@ -145,14 +149,27 @@ def _sink_waits(ins: Instruction) -> Instruction:
 
 
 def _tickets(patch: pytest.MonkeyPatch) -> None:
-    compile_plan = program.compile_plan
-
-    def without(resolved: ResolvedPlan, **options: Any) -> Program:
-        plan = resolved.plan
+    def without(plan: PipelinePlan) -> PipelinePlan:
         entries = {n: replace(e, globally_ordered=False) for n, e in plan.schedule.items()}
-        return compile_plan(resolve_plan(replace(plan, schedule=entries)), **options)
+        return replace(plan, schedule=entries)
 
-    patch.setattr(pipeline, "compile_plan", without)
+    _plan(without, patch)
+
+
+def add_wait(consumer: str, producer: str, patch: pytest.MonkeyPatch) -> None:
+    """The opposite: a task waits for another one of the period, whatever the plan says."""
+    edge = (consumer, producer)
+    _plan(lambda plan: replace(plan, same_period_deps=(*plan.same_period_deps, edge)), patch)
+
+
+def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPatch) -> None:
+    """Compile another plan than the one that was given."""
+    compile_plan = program.compile_plan
+    patch.setattr(
+        pipeline,
+        "compile_plan",
+        lambda resolved, **kw: compile_plan(resolve_plan(change(resolved.plan)), **kw),
+    )
 
 
 def _stream_order(patch: pytest.MonkeyPatch) -> None:

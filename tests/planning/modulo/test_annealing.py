@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning import Limits
 from swpipe.planning.modulo.annealing import Annealer
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
+from swpipe.planning.modulo.schedule_graph import schedule_graph
 from swpipe.planning.modulo.starts import starts
 from tests.planning.modulo.graphs import host_work
+from tests.support.strategies import random_case
 
 GRAPH = host_work(300, 200, 200, 100)
 STARTS = starts(GRAPH, 2, 3)
@@ -67,6 +73,25 @@ def test_without_a_schedule_that_can_be_stated_there_is_no_incumbent() -> None:
     annealer = Annealer(Estimator(GRAPH, 2, 3), lambda schedule, enough_us: math.inf, goal_us=1)
     annealer.search(STARTS, work=5_000)
     assert annealer.incumbent is None
+
+
+def test_a_move_that_fails_is_undone_also_where_every_schedule_is_refused() -> None:
+    """Half a move broke the order once; following what waits for what then never ended."""
+    given = random_case(136).plan
+    costs = CostModel({name: TaskCost(host_us=10) for name in given.schedule})
+    graph = schedule_graph(given, costs, Limits(), streams=False)
+    broken: list[Sequence[int]] = []
+
+    class Checked(Estimator):
+        def cost(self, order: Any, thread: Any, stage: Any, limit_us: float = math.inf) -> float:
+            lags = [(c, p, stage[c] - stage[p] + distance) for c, p, distance in graph.deps]
+            if any(k < 0 or (k == 0 and order.index(c) < order.index(p)) for c, p, k in lags):
+                broken.append(list(order))
+            return 0.0 if broken else super().cost(order, thread, stage, limit_us)
+
+    annealer = Annealer(Checked(graph, 3, 4), lambda schedule, enough_us: math.inf, goal_us=1)
+    annealer.search(starts(graph, 3, 4), work=50_000)
+    assert broken == []
 
 
 def test_the_same_input_gives_the_same_incumbent() -> None:

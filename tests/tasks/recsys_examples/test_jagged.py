@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swpipe.profiler import pipeline_breakdown
 from swpipe.tasks import recsys_examples as ours
 from swpipe.tasks.recsys_examples import collective_assert
 from swpipe.tasks.sparse_dist import KarmarkarKarpShuffler
@@ -39,6 +42,21 @@ PIPELINES = [getattr(ours, name) for name in ours.__all__ if name.endswith(("Dis
 
 
 # ------------------------------------------------------------------------- numbers and results
+
+
+def _broken_down() -> list[Any]:
+    pipeline = created("jagged_sw_serial")
+    assert pipeline._sw_pipeline is pipeline.drop_in.pipe
+    data = list(sequences(3))
+    pipeline.progress(iter(data[:1]))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = pipeline_breakdown(pipeline, data[1:], num_rounds=2, tasks=["EmbForward"])
+    return [len(found), "EmbForward" in printed.getvalue()]
+
+
+def test_a_breakdown_is_printed_on_rank_0(two_ranks: Ranks) -> None:
+    """``pipeline_breakdown`` of its trainer: one result for each batch."""
+    assert two_ranks.run(_broken_down) == [[2, True], [2, False]]
 
 
 def _differences(returns: str, megatron: bool, **options: Any) -> dict[str, list[str]]:

@@ -258,6 +258,24 @@ class InPlace(Computes):
         return more.dense, [more.ids, more.ids]
 
 
+class ReadsBefore(Computes):
+    """The forward reads what its module changes, before it calls the module."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
+        dense = batch.dense + 1
+        more = self.scales(batch)
+        return dense, [more.ids, more.ids]
+
+
+class ReadsBeforeRebound(Computes):
+    """The same, where it gets another tensor."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
+        dense = batch.dense + 1
+        more = self.rebinds(batch)
+        return dense, [more.ids, more.ids]
+
+
 class Rebound(Computes):
     """Its module gives the batch another tensor."""
 

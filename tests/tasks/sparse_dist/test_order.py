@@ -91,7 +91,7 @@ def test_threads_and_delays_change_no_result_and_never_hang(two_ranks: Ranks, na
 @pytest.mark.parametrize("name", THREADS)
 def test_many_runs_never_hang(two_ranks: Ranks, name: str) -> None:
     """The same with many more runs."""
-    assert two_ranks.run(_delayed, name, 30, 6, deadline_s=170.0) == [[], []]
+    assert two_ranks.run(_delayed, name, 10, 6, deadline_s=170.0) == [[], []]
 
 
 class _OwnError(Exception):

@@ -43,8 +43,8 @@ MATRIX = (
 )
 
 
-STEPS = 15
-"""Three times as many as the deepest pipeline has iterations in flight."""
+STEPS = 10
+"""Twice as many as the deepest pipeline has iterations in flight."""
 
 
 FORMS = list(dict.fromkeys((job.pooled, job.optimizer) for job in MATRIX))
@@ -114,7 +114,7 @@ def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks, job: Job) -> 
     Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
     from the one to the other.
     """
-    assert two_ranks.run(inferred_differences, job, 8, (1, 2, 3, 4)) == [{}, {}]
+    assert two_ranks.run(inferred_differences, job, 8, (1, 2)) == [{}, {}]
 
 
 def test_a_stale_plan_gives_other_results(two_ranks: Ranks) -> None:

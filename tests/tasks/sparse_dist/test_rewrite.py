@@ -173,7 +173,7 @@ def test_an_unknown_module_name_is_reported(two_ranks: Ranks) -> None:
 def test_a_batch_that_cannot_be_moved_is_reported(two_ranks: Ranks) -> None:
     """The error has its type and the missing methods."""
     for said in two_ranks.run(_refused_batch):
-        assert said.startswith("TypeError: batch 0 is a _NoTo without to and record_stream")
+        assert said.startswith("TypeError: a batch is a _NoTo without to and record_stream")
 
 
 def _lenient() -> tuple[str, list[str]]:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe.plans.sparse_dist import DENSE_BACK, EMBED, PLANS, START, WAIT
+from swpipe.plans.sparse_dist import DENSE_BACK, EMBED, EMBED_BACK, PLANS, START, WAIT
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.seam import Seam, run_embedding_backward
 from tests.bench.emulated_link import EmulatedLink
 from tests.support.ranks import Ranks
@@ -47,6 +48,39 @@ def test_gradients_are_sent_before_the_dense_backward_ends(two_ranks: Ranks, job
     assert found[WAIT] >= 2 * job.modules
     assert found[EMBED] == job.modules
     assert found[DENSE_BACK] == job.modules + 1
+
+
+def _updates(kind: Kind) -> tuple[set[str], set[str]]:
+    """The tasks that change the tables, and the backward tasks that declare it."""
+    changed: set[str] = set()
+    model = sharded(Job())
+    step = TrainStep([dense_optimizer(Job(), model)])
+    tasks = SparseDistTasks(model, step, device=CPU, forward=kind)
+    tables = [p for module in tasks.rewrite.sharded.values() for p in module.parameters()]
+
+    def compared(task: PipelineTask) -> PipelineTask:
+        def fn(ctx: IterContext) -> None:
+            before = [table.detach().clone() for table in tables]
+            task.fn(ctx)
+            if not all(map(torch.equal, before, tables)):
+                changed.add(task.name)
+
+        return PipelineTask(task.name, fn, task.io)
+
+    with SWPipeline(PLANS["serial"](), [compared(t) for t in tasks.tasks()], device=CPU) as pipe:
+        pipe.run(batches(2))
+    declared = {task.name for task in tasks.tasks() for io in task.io if io.state == "tables"}
+    return changed, declared & {DENSE_BACK, EMBED_BACK}
+
+
+@pytest.mark.parametrize(("kind", "where"), [("split", EMBED_BACK), ("ahead", DENSE_BACK)])
+def test_the_backward_that_updates_the_tables_says_so(
+    one_rank: Ranks, kind: Kind, where: str
+) -> None:
+    """Without the cut it is that of the dense part."""
+    ((changed, declared),) = one_rank.run(_updates, kind)
+    assert changed == {where}
+    assert where in declared
 
 
 def test_a_gradient_goes_on_from_its_leaf_to_what_made_it() -> None:

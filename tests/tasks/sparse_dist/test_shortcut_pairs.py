@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import combinations, repeat
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -21,37 +23,37 @@ PAIRS = tuple(combinations(TASKS, 2))
 PLANS = {"jagged_sw_serial": PAIRS[::2], "jagged_prefetch_sparse_dist": PAIRS[1::2]}
 """Serial and pipelined, and the pairs that are shortcut there: each pair under one of them."""
 
+Tensors: TypeAlias = dict[str, Tensor]
+
 ALONE = tuple((name,) for name in TASKS)
 
 
-def _trained(plan: str, names: tuple[str, ...] | None) -> dict[str, Tensor]:
-    """What three batches train, in the middle of which tasks are shortcut."""
+def _trained(plan: str, shortcuts: Sequence[tuple[str, ...] | None]) -> Iterator[Tensors]:
+    """The parameters after one batch more; each time, tasks were shortcut before it."""
     job = Job()
     model = sharded(job)
-    data = list(batches(3))
+    replayed = next(batches(1, seed=1))
     with PipelineFactory.create(
         plan, model=model, optimizer=dense_optimizer(job, model), device=CPU
     ) as pipeline:
-        to_the_end(pipeline, iter(data[:1]))
-        if names is not None:
-            pipe = pipeline.pipe
-            snapshot = Snapshot(find_state(pipe.tasks), pipe.device)
-            with TrainingGuard(pipe.tasks, snapshot), pipe.shortcut(*names):
-                to_the_end(pipeline, repeat(data[1], 4))
-            snapshot.restore()
-        to_the_end(pipeline, iter(data[1:]))
-    return everything(model)
+        pipe = pipeline.pipe
+        for names, batch in zip(shortcuts, batches(len(shortcuts)), strict=True):
+            if names is not None:
+                snapshot = Snapshot(find_state(pipe.tasks), pipe.device)
+                with TrainingGuard(pipe.tasks, snapshot), pipe.shortcut(*names):
+                    to_the_end(pipeline, repeat(replayed, 4))
+                snapshot.restore()
+            to_the_end(pipeline, iter([batch]))
+            yield {name: value.clone() for name, value in everything(model).items()}
 
 
 def _differing(plan: str, shortcuts: tuple[tuple[str, ...], ...]) -> list[str]:
-    """The shortcuts after which training differs in any bit."""
-    expected = _trained(plan, None)
-    found = []
-    for names in shortcuts:
-        trained = _trained(plan, names)
+    """The first shortcut after which training differs in any bit."""
+    apart = zip(_trained(plan, [None] * len(shortcuts)), _trained(plan, shortcuts), strict=True)
+    for names, (expected, trained) in zip(shortcuts, apart, strict=True):
         if not all(torch.equal(expected[name], trained[name]) for name in expected):
-            found.append("+".join(names))
-    return found
+            return ["+".join(names)]
+    return []
 
 
 @pytest.mark.slow

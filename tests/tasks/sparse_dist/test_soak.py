@@ -112,7 +112,7 @@ def _soaked(name: str, steps: int) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_awkward_ends_and_switches_change_no_number(two_ranks: Ranks, name: str) -> None:
     """Iterators shorter than the depth, empty ones, evaluations both ways, in between."""
-    for where, _ in two_ranks.run(_soaked, name, 40):
+    for where, _ in two_ranks.run(_soaked, name, 25):
         assert where == []
 
 
@@ -121,7 +121,7 @@ def _peaks(name: str, steps: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_memory_stays_flat_over_a_thousand_steps(two_ranks: Ranks) -> None:
+def test_memory_stays_flat_over_hundreds_of_steps(two_ranks: Ranks) -> None:
     """After the first third nothing grows by more than the allocator's noise."""
-    for peaks in two_ranks.run(_peaks, PIPELINES[1], 1000, deadline_s=170):
-        assert peaks[-1] - peaks[len(peaks) // 3] < 8 * 1024
+    for peaks in two_ranks.run(_peaks, PIPELINES[1], 400, deadline_s=170):
+        assert peaks[-1] - peaks[len(peaks) // 3] < 4 * 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from swpipe.tasks import torchrec_pipelines as ours
+from swpipe.tasks.torchrec_pipelines.refused import signature_of
 from tests.tasks.sparse_dist.models import (
     CPU,
     Batch,
@@ -64,7 +64,7 @@ def theirs(name: str) -> Any:
 
 def arguments(kind: Any) -> dict[str, Any]:
     """The names of a constructor's parameters, in order, with their defaults."""
-    parameters = inspect.signature(kind).parameters
+    parameters = signature_of(kind).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
 
 

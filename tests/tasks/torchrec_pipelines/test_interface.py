@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pydoc
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.tasks.sparse_dist.trial import Outcome, to_the_end
 from tests.tasks.torchrec_pipelines.loops import (
     PIPELINES,
     arguments,
+    experimental_pipelines,
     made,
     refusal,
     theirs,
@@ -54,6 +56,97 @@ def test_a_pipeline_is_a_train_pipeline_of_torchrecs(name: str) -> None:
     assert issubclass(getattr(ours, name), train_pipelines.TrainPipeline)
     theirs_is = issubclass(theirs(name), train_pipelines.TrainPipelineSparseDist)
     assert issubclass(getattr(ours, name), ours.TrainPipelineSparseDist) == theirs_is
+    assert issubclass(getattr(ours, name), theirs(name))
+
+
+NAMES = [
+    "EvalPipelineCPUSparse",
+    "EvalPipelineFusedSparseDist",
+    "EvalPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
+    "StagedTrainPipeline",
+    "TrainEvalHybridPipelineBase",
+    "TrainPipelineBase",
+    "TrainPipelineFusedSparseDist",
+    "TrainPipelinePEC",
+    "TrainPipelinePT2",
+    "TrainPipelinePrefetchEMS",
+    "TrainPipelineSemiSync",
+    "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistBwdOpt",
+    "TrainPipelineSparseDistCompAutograd",
+    "TrainPipelineSparseDistEmbStash",
+    "TrainPipelineSparseDistLite",
+    "TrainPipelineSparseDistOptStash",
+    "TrainPipelineSparseDistT",
+]
+"""The pipelines of TorchRec 1.5 to its main branch of August 2026."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_class_of_torchrecs_can_be_imported(name: str) -> None:
+    """One without a counterpart says at its construction what to use instead, whatever it gets."""
+    kind = getattr(ours, name)
+    assert issubclass(kind, train_pipelines.TrainPipeline)
+    if name not in ours.__all__:
+        said = refusal(lambda: kind(UNUSED, None, CPU, anything="at all"))
+        assert said.startswith(f"NotImplementedError: {name} has no counterpart in swpipe: it ")
+        assert re.search("use|PipelineSparseDist|PipelineFusedSparseDist", said.split(": it ")[1])
+
+
+def test_no_class_of_the_installed_torchrec_is_missing() -> None:
+    """Those of its two modules that extend TrainPipeline."""
+    base = train_pipelines.TrainPipeline
+    found = {
+        name
+        for module in (train_pipelines, experimental_pipelines)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+    assert found <= set(NAMES)
+
+
+def test_other_names_of_torchrecs_package_are_its_own() -> None:
+    """What is imported beside a pipeline needs no second import."""
+    package = importlib.import_module("torchrec.distributed.train_pipeline")
+    for name in ("GradientAccumulationWrapper", "TorchCompileConfig", "TrainPipelineContext"):
+        assert getattr(ours, name) is getattr(package, name)
+    with pytest.raises(AttributeError, match="'Nothing', nor has TorchRec's"):
+        getattr(ours, "Nothing")  # noqa: B009
+
+
+def _by_doors() -> list[str]:
+    """Filled by hand; and a subclass that copies batches itself."""
+
+    class Doubled(ours.TrainPipelineSparseDist[Any, Any]):
+        def copy_batch_to_gpu(self, dataloader_iter: Any) -> tuple[Any, None]:
+            batch, context = super().copy_batch_to_gpu(dataloader_iter)
+            batch.dense = 2 * batch.dense
+            return batch, context
+
+    def filled(pipeline: Any) -> list[Tensor]:
+        data = batches(5)
+        pipeline.fill_pipeline(data)
+        assert pipeline.drop_in.pipe.in_flight == 2
+        return to_the_end(pipeline, data)
+
+    def doubled(count: int) -> Any:
+        for batch in batches(count):
+            batch.dense = 2 * batch.dense
+            yield batch
+
+    wanted = trained(theirs(SPARSE), 5)
+    found = trained(ours.TrainPipelineSparseDist, filled).differences(wanted)
+    wanted = trained(theirs(SPARSE), lambda one: to_the_end(one, doubled(5)))
+    found += trained(Doubled, 5).differences(wanted)
+    door = made(ours.TrainPipelineSparseDist).copy_batch_to_gpu
+    one = batches(1)
+    return [*found, str(door(one)[0] is None), str(door(one))]
+
+
+def test_fill_pipeline_and_copy_batch_to_gpu_are_doors(two_ranks: Ranks) -> None:
+    """The first may be called; the second may be called, and overridden, as in TorchRec's."""
+    assert two_ranks.run(_by_doors) == [["False", "(None, None)"]] * 2
 
 
 def _one_import(module: str) -> list[Tensor]:
@@ -139,12 +232,14 @@ def test_a_subclass_that_would_be_ignored_is_refused() -> None:
     assert "Mine overrides _backward of TorchRec's TrainPipelineSparseDist" in said
     progress = {"progress": lambda *_: None}
     assert refusal(lambda: type("Mine", (ours.TrainPipelineBase,), progress)) == "nothing raised"
+    said = refusal(lambda: type("Mine", (ours.TrainPipelineBase,), {"fill_pipeline": print}))
+    assert "Mine overrides fill_pipeline" in said
 
 
 def _private() -> list[str]:
     pipeline = made(ours.TrainPipelineSparseDist)
     found = []
-    for name in ("batches", "fill_pipeline"):
+    for name in ("batches", "enqueue_batch"):
         try:
             getattr(pipeline, name)
         except AttributeError as error:
@@ -207,6 +302,7 @@ def test_an_evaluation_never_trains(two_ranks: Ranks) -> None:
     """EvalPipelineSparseDist in any mode of the model, the hybrid one under eval()."""
     assert two_ranks.run(_evaluated, "EvalPipelineSparseDist", True) == [[], []]
     assert two_ranks.run(_evaluated, "EvalPipelineSparseDist", False) == [[], []]
+    assert two_ranks.run(_evaluated, "EvalPipelineFusedSparseDist", True) == [[], []]
     assert two_ranks.run(_evaluated, "TrainEvalHybridPipelineBase", False) == [[], []]
 
 

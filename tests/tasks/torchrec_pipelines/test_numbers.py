@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from swpipe.tasks import torchrec_pipelines as ours
+from swpipe.tasks.sparse_dist.uneven import EvenData
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.computing import Chain, computing
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, everything
@@ -22,6 +27,7 @@ from tests.tasks.torchrec_pipelines.loops import (
     trained,
 )
 
+SPARSE_EVAL = "EvalPipelineSparseDist"
 SPARSE, BASE = "TrainPipelineSparseDist", "TrainPipelineBase"
 
 
@@ -39,6 +45,11 @@ def test_every_exact_class_trains_as_torchrecs_base(two_ranks: Ranks, job: Job) 
     assert two_ranks.run(_differences, job) == [{}, {}]
 
 
+def test_every_exact_class_trains_so_on_one_rank(one_rank: Ranks) -> None:
+    """There, the fused class has one backward for the dense part and the tables."""
+    assert one_rank.run(_differences, Job()) == [{}]
+
+
 def _stale() -> list[Any]:
     found = []
     for start, stash in product((0, 3, 900), (False, True)):
@@ -53,6 +64,78 @@ def _stale() -> list[Any]:
 def test_semi_sync_trains_as_torchrecs(two_ranks: Ranks) -> None:
     """From the first batch, from the fourth, or never; with gradients stashed or not."""
     assert two_ranks.run(_stale) == [[], []]
+
+
+def _copied_on_a_thread() -> list[str]:
+    name = "TrainPipelineSparseDistT"
+    found = trained(getattr(ours, name), 6).differences(trained(theirs(name), 6))
+    for ahead in (False, True):
+        options = {"enable_embedding_lookup_prefetch": ahead}
+        wanted = trained(theirs(SPARSE_EVAL), 5)
+        found += trained(ours.EvalPipelineFusedSparseDist, 5, **options).differences(wanted)
+    return found
+
+
+def test_copies_on_a_thread_and_evaluations_ahead(two_ranks: Ranks) -> None:
+    """TrainPipelineSparseDistT trains, and EvalPipelineFusedSparseDist evaluates, as TorchRec's."""
+    assert two_ranks.run(_copied_on_a_thread) == [[], []]
+
+
+PULLED = {
+    BASE: 2,
+    SPARSE: 3,
+    "TrainPipelineFusedSparseDist": 3,
+    "TrainPipelineSemiSync": 4,
+    "TrainPipelineSparseDistLite": 2,
+}
+
+
+def _pulled() -> list[dict[str, int]]:
+    """How many batches the first call has pulled, in TorchRec's classes and in ours."""
+    found: list[dict[str, int]] = [{}, {}]
+    for name, (which, kind) in product(PULLED, enumerate((theirs, ours.__dict__.get))):
+        left = list(batches(9))
+        with streams_on_a_cpu() if which == 0 else nullcontext():
+            made(kind(name)).progress(popped(left))
+        found[which][name] = 9 - len(left)
+    return found
+
+
+def popped(batches_: list[Any]) -> Iterator[Any]:
+    """The batches of a list, which gets shorter."""
+    while batches_:
+        yield batches_.pop(0)
+
+
+def test_as_many_batches_are_pulled_as_by_torchrec(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """On several ranks one more, which stays on the host: whether any rank's data has ended."""
+    assert one_rank.run(_pulled) == [[PULLED, PULLED]]
+    more = {name: count + 1 for name, count in PULLED.items()}
+    assert two_ranks.run(_pulled) == [[PULLED, more]] * 2
+
+
+def test_semi_sync_trains_so_on_one_rank(one_rank: Ranks) -> None:
+    """The next batch is looked up before the one backward, which updates the tables."""
+    assert one_rank.run(_stale) == [[]]
+
+
+def _collectives_in_a_step() -> dict[str, int]:
+    counts = {}
+    for name in (*EXACT, "TrainPipelineSemiSync"):
+        pipeline, data = made(getattr(ours, name)), batches(12)
+        pipeline.progress(data)
+        with (
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+            mock.patch.object(EvenData, "exchange_status", side_effect=AssertionError) as asked,
+        ):
+            pipeline.progress(data)
+        counts[name] = reduced.call_count + asked.call_count
+    return counts
+
+
+def test_one_rank_agrees_with_nobody(one_rank: Ranks) -> None:
+    """Neither on the end of the data, nor by a hook of DDP's in Python."""
+    assert set(one_rank.run(_collectives_in_a_step)[0].values()) == {0}
 
 
 def _drained(pipeline: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""For tests of your own: whether a loop trains the same numbers overlapped as plainly.
+"""Whether a loop trains the same numbers overlapped as plainly.
 
 What a task says of itself is checked where torch's dispatch sees it, and that ends at Python
 values: a counter, an object's attribute, a file. ``assert_same_numbers`` compares what comes out.
@@ -6,25 +6,21 @@ values: a counter, an object's attribute, a file. ``assert_same_numbers`` compar
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.generators import default_generators, set_default_generators
-from swpipe._tensors.containers import LEAF, TENSOR, kind_of
-from swpipe._tensors.pytree import Node, parts_of
 from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
 from swpipe.loops.overlapping import overlap
-
-__all__ = ["Loop", "assert_same_numbers"]
+from swpipe.testing.compared_values import ABSENT, copies, first_unequal, leaves_by_name
 
 
 @dataclass(frozen=True)
@@ -35,18 +31,20 @@ class Loop:
         loader: As for ``overlap``.
         tasks: As for ``overlap``.
         state: Returns what is compared after each iteration, besides the contexts: models,
-            optimizers, and nests of them, of tensors, arrays and plain values.
+            optimizers, and nests of them, of tensors, arrays and plain values. Nothing by default.
         body: What the loop does with each context after the tasks.
         pull_ahead: As for ``overlap``.
         context: As for ``overlap``.
+        plan: For ``first_difference``: the plan that the tasks run under; None for serially.
     """
 
     loader: Iterable[Any]
     tasks: Iterable[PipelineTask | Callable[[Any], None]]
-    state: Callable[[], Any]
+    state: Callable[[], Any] = list
     body: Callable[[Any], object] = id
     pull_ahead: bool | None = None
     context: type[Any] = IterContext
+    plan: PipelinePlan | None = None
 
 
 def assert_same_numbers(
@@ -112,8 +110,13 @@ def assert_same_numbers(
         raise AssertionError(f"{len(expected)} iterations plainly, and {number + 1} overlapped")
 
 
+def tasks_of(loop: Loop) -> list[PipelineTask]:
+    """A loop's tasks; a function becomes one that says nothing."""
+    return [t if isinstance(t, PipelineTask) else task(t) for t in refs_in(loop.tasks)]
+
+
 def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, Any]]:
-    tasks = [t if isinstance(t, PipelineTask) else task(t) for t in refs_in(loop.tasks)]
+    tasks = tasks_of(loop)
     seeds = TaskSeeds(None, device)
     for number, batch in zip(range(iterations), loop.loader, strict=False):
         ctx = loop.context(batch, number)
@@ -124,93 +127,31 @@ def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, An
             else:
                 each(ctx)
         loop.body(ctx)
-        yield {name: _copied(leaf) for name, leaf in _contents(loop, ctx).items()}
+        yield copies(_contents(loop, ctx))
 
 
 def _contents(loop: Loop, ctx: Any) -> dict[str, Any]:
     """What is compared, by its name."""
     values = {f"ctx.{name}": value for name, value in vars(ctx).items()}
-    found: dict[str, Any] = {}
-    for name, value in {**values, "state()": loop.state()}.items():
-        _collect(name, value, found, set())
-    return found
-
-
-def _collect(name: str, value: Any, found: dict[str, Any], outer: set[int]) -> None:
-    kind = kind_of(type(value))
-    if kind is LEAF and hasattr(value, "state_dict") and not isinstance(value, type):
-        _collect(name, value.state_dict(), found, outer)
-    elif kind is LEAF or kind is TENSOR:
-        found[name] = value
-    elif id(value) not in outer:  # a container may contain itself
-        node = Node.of(value)
-        for key, child in zip(node.keys or range(len(node.children)), node.children, strict=True):
-            _collect(f"{name}[{key!r}]", child, found, outer | {id(value)})
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
-    return copy.deepcopy(leaf) if _is_compared(leaf) else leaf
-
-
-def _is_compared(leaf: Any) -> bool:
-    own: Any = type(leaf).__eq__
-    return own is not object.__eq__ and not callable(leaf)
+    return leaves_by_name({**values, "state()": loop.state()})
 
 
 def _compare(iteration: int, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Raise at the first difference."""
-    for name in {**expected, **found}:
-        if name not in found or name not in expected:
-            side = "plain" if name in expected else "overlapped"
-            raise AssertionError(f"iteration {iteration}: only the {side} loop has {name}. {_WHY}")
-        plain, ahead = expected[name], found[name]
-        if isinstance(plain, Tensor) and isinstance(ahead, Tensor):
-            place = _first_different(plain, ahead)
-            if place:
-                plain, ahead = plain[place].item(), ahead[place].item()
-        else:
-            place = None if _equal(plain, ahead) else ()
-        if place is not None:
-            raise AssertionError(
-                f"iteration {iteration}: {name}{[*place] or ''} differs: plainly {shown(plain)}, "
-                f"overlapped {shown(ahead)}. {_WHY}"
-            )
+    unequal = first_unequal(expected, found)
+    if unequal is None:
+        return
+    name, element, plain, ahead = unequal
+    if plain is ABSENT or ahead is ABSENT:
+        side = "overlapped" if plain is ABSENT else "plain"
+        raise AssertionError(f"iteration {iteration}: only the {side} loop has {name}. {_WHY}")
+    raise AssertionError(
+        f"iteration {iteration}: {name}{[*element] or ''} differs: plainly {shown(plain)}, "
+        f"overlapped {shown(ahead)}. {_WHY}"
+    )
 
 
 _WHY = (
     "A pure task or the loader, which run ahead, uses what the loop changes, or changes what the "
     "loop uses"
 )
-
-
-def _first_different(plain: Tensor, ahead: Tensor) -> tuple[int, ...] | None:
-    """Where two tensors differ; () as a whole, None nowhere."""
-    if plain.shape != ahead.shape or plain.layout != ahead.layout:
-        return ()
-    for one, other in zip(parts_of(plain), parts_of(ahead), strict=True):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return ()
-        different = (_bytes(one) != _bytes(other)).any(1).nonzero()
-        if len(different):
-            place = torch.unravel_index(different[0, 0], one.shape)
-            return tuple(int(number) for number in place) if one is plain else ()
-    return None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """One row for each element: as bytes NaN equals NaN, and 0.0 does not equal -0.0."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1, 1).contiguous()
-    return flat.view(torch.uint8)
-
-
-def _equal(plain: Any, ahead: Any) -> bool:
-    if type(plain) is not type(ahead):
-        return False
-    if hasattr(plain, "tobytes") and hasattr(plain, "dtype"):  # numpy's
-        kinds = [(one.dtype, one.shape, one.tobytes()) for one in (plain, ahead)]
-        return bool(kinds[0] == kinds[1])
-    if isinstance(plain, float | complex):
-        return repr(plain) == repr(ahead)
-    return not _is_compared(plain) or bool(plain == ahead)

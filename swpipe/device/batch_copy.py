@@ -1,0 +1,154 @@
+"""The copy of batches to a device, as a task: ahead of the loop on a stream of its own.
+
+    copy stream       copy 1 ──┐ copy 2 ──┐ copy 3
+    caller's stream            └ train 1  └ train 2     by the waits and holds of any two tasks
+
+What is moved: tensors, wherever ``swpipe._tensors.pytree`` finds them (tuples, dicts, dataclasses),
+and objects with a ``to`` of their own, by it. All else is kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swpipe._tensors.pytree import map_tensors, tensors_held
+from swpipe.core.messages import listed
+from swpipe.core.task import PipelineTask
+from swpipe.device.choose import resolve
+from swpipe.device.cpu import on_cpu
+from swpipe.device.pinned_pool import PinnedPool, Transfer
+from swpipe.device.protocol import Device
+from swpipe.errors import add_note
+
+COPY = "copy"
+"""The name of the task, and of its stream."""
+
+
+class BatchCopy:
+    """The function of a task that moves attributes of the context to a device.
+
+    Args:
+        device: Where to. The CPU: nothing is moved.
+        attributes: Names of the attributes.
+        buffers: How many pinned buffers there may be.
+    """
+
+    def __init__(self, device: Device, attributes: tuple[str, ...], buffers: int) -> None:
+        self._device, self._place = device, torch.device(device.name)
+        self._attributes = () if on_cpu(self._place) else attributes
+        self._pool = PinnedPool(device, buffers)
+
+    def __call__(self, ctx: Any) -> None:
+        for name in self._attributes:
+            setattr(ctx, name, self._moved(getattr(ctx, name)))
+
+    def _moved(self, value: Any) -> Any:
+        pageable: list[Transfer] = []
+
+        def move(tensor: Tensor) -> Any:
+            if tensor.device == self._place:
+                return tensor
+            if self._goes_through_pool(tensor):
+                pageable.append(Transfer(tensor, torch.empty_like(tensor, device=self._place)))
+                return pageable[-1].target
+            return self._by_itself(tensor)
+
+        moved = map_tensors(value, move, own=self._by_itself)
+        if pageable:
+            # What tasks do is watched through torch's dispatch. The buffers are nobody's business:
+            # a pure task may keep what nobody else uses.
+            unwatched = torch._C._DisableTorchDispatch()
+            try:
+                self._pool.copy(pageable)
+            finally:
+                del unwatched
+        return moved
+
+    def _goes_through_pool(self, tensor: Tensor) -> bool:
+        """Whether it is an ordinary tensor in memory that is not pinned."""
+        return (
+            self._device.pins_memory
+            and type(tensor) is Tensor
+            and on_cpu(tensor)
+            and tensor.layout is torch.strided
+            and not (tensor.requires_grad or tensor.is_quantized)
+            and tensor.numel() > 0
+            and not tensor.is_pinned()
+        )
+
+    def _by_itself(self, value: Any) -> Any:
+        """A tensor or an object, by its own ``to``, from pinned memory where it can be pinned."""
+        kind: Any = type(value)
+        try:
+            if self._is_to_be_pinned(value):
+                value = value.pin_memory()
+            if _takes_non_blocking(kind):
+                moved = value.to(self._place, non_blocking=True)
+            else:
+                moved = value.to(self._place)
+            if moved is None:
+                raise TypeError(f"{kind.__name__}.to() or pin_memory() returned None")
+        except Exception as error:
+            add_note(
+                error,
+                f"swpipe: the copy of a {kind.__name__} to {self._place}. An object with a to() of "
+                "its own is moved by it: to(device, non_blocking=True), or to(device), returns it "
+                "on the device; pin_memory(), if there is one, returns it in pinned memory. Mend "
+                "the two, or leave device= out and copy the batch in a task of yours",
+            )
+            raise
+        return moved
+
+    def _is_to_be_pinned(self, value: Any) -> bool:
+        if not (self._device.pins_memory and callable(getattr(value, "pin_memory", None))):
+            return False
+        if isinstance(value, Tensor):
+            return value.layout is torch.jagged and on_cpu(value) and not value.requires_grad
+        return all(map(on_cpu, tensors_held(value)))
+
+
+@cache
+def _takes_non_blocking(kind: Any) -> bool:
+    if issubclass(kind, Tensor):
+        return True
+    try:
+        parameters = inspect.signature(kind.to).parameters.values()
+    except ValueError:  # written in C
+        return False
+    return any(one.name == "non_blocking" or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def copy_task(
+    device: Device | torch.device | str, *attributes: str, buffers: int = 4
+) -> PipelineTask:
+    """A task "copy" that moves attributes of the context to a device, from pinned memory.
+
+    ``swpipe.overlap(device=)`` and ``swpipe.plans.prefetch_plan(device=)`` add it for the batch.
+    Both give it a stream of its own if it runs ahead, also where you put it among their tasks:
+    ``[decode, copy_task("cuda", "x", "y"), train]``.
+
+    Tensors that are not pinned go through pinned buffers, which are used again when the copies from
+    them have ended. A tensor that requires grad is copied within autograd's graph. What is on the
+    device stays the same object, and so does what has no tensors.
+
+    Args:
+        device: Where to. On "cpu" the task does nothing.
+        attributes: Their names; "batch" if there are none.
+        buffers: How many pinned buffers there may be, of a batch each: the depth of the plan.
+
+    Raises:
+        TypeError: An attribute is no string.
+        ValueError: The device is not on this machine, or ``buffers`` is below 1.
+    """
+    if wrong := [repr(name) for name in attributes if not isinstance(name, str)]:
+        raise TypeError(f"copy_task takes names of attributes, not {listed(wrong)}")
+    if buffers < 1:
+        raise ValueError(f"buffers is {buffers}: give 1 or more")
+    copy: Callable[[Any], None] = BatchCopy(resolve(device), attributes or ("batch",), buffers)
+    return PipelineTask(COPY, copy, pure=True)

@@ -1,0 +1,111 @@
+"""The result of an examination: findings, and the headroom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from swpipe.core.messages import counted, listed
+from swpipe.profiler.spread import Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that keeps work from overlapping.
+
+    Attributes:
+        rule: Which kind it is, such as "host-sync"; the guide lists them.
+        place: ``file:line`` and the task; or a variable, a setting, "plan", "loader" or "machine".
+        text: What is the case, and what it prevents.
+        mend: What to do about it.
+    """
+
+    rule: str
+    place: str
+    text: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text} [{self.rule}]\n  mend: {self.mend}"
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What overlap can gain at most, measured in the serial loop: no plan is needed.
+
+    Attributes:
+        step: An iteration, the call of the loader included.
+        cached: How much shorter it is if the loader's batches are there already; None where
+            they are, as in a list.
+        free: How much shorter it is if nothing of what may overlap costs anything; None where
+            nothing may, or where that could not be measured.
+        overlappable: What may overlap: ``"<pull>"``, the call of the loader, and tasks.
+        stays: The other tasks. By what is declared, each has to wait for the others of the
+            iteration before, so that their times add up under every plan.
+        note: Why something could not be measured; or empty.
+    """
+
+    step: Estimate
+    cached: Estimate | None
+    free: Estimate | None
+    overlappable: tuple[str, ...]
+    stays: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def ceiling(self) -> float:
+        """The part of the step that any overlap can gain at most: 0 to 1."""
+        best = self.free or self.cached
+        if best is None or not is_clear(best):
+            return 0.0
+        return min(1.0, best.value_s / self.step.value_s)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        step = self.step
+        yield f"headroom: a step takes {_ms(step.value_s)} ± {_ms(step.spread_s)}"
+        for what, saved in (
+            ("with the loader's batches cached", self.cached),
+            (f"with all that may overlap free ({listed(self.overlappable)})", self.free),
+        ):
+            if saved is None:
+                continue
+            left_s = max(0.0, step.value_s - saved.value_s)
+            gain = f"{-min(1.0, saved.value_s / step.value_s):.0%}"
+            told = gain if is_clear(saved) else "a gain that is not told apart from 0"
+            yield f"  {what}: {_ms(left_s)} ± {_ms(saved.spread_s)}, {told}"
+        if self.stays:
+            yield f"  stays, under every plan that keeps what is declared: {listed(self.stays)}"
+        if self.note:
+            yield f"  {self.note}"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What an examination found.
+
+    Attributes:
+        findings: Those of the machine and the settings first, then by task.
+        headroom: What overlap can gain; None where there was no loop to measure.
+        examined: What was looked at, in words.
+    """
+
+    findings: tuple[Finding, ...]
+    headroom: Headroom | None
+    examined: str
+
+    def __str__(self) -> str:
+        found = [f"{number}. {one}" for number, one in enumerate(self.findings, start=1)]
+        head = f"{counted(len(found), 'finding') if found else 'no findings'}: {self.examined}"
+        return "\n".join([head, *found, *([str(self.headroom)] if self.headroom else [])])
+
+
+def is_clear(saved: Estimate) -> bool:
+    """Whether a gain can be told apart from none."""
+    return saved.value_s > saved.spread_s
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,210 @@
+"""Examines a machine, or a loop on it: its settings, a few serial iterations, and their times."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from swpipe._distributed.rank_checks import is_alone
+from swpipe._state.loop import LoopState
+from swpipe.core.context import TypedContext
+from swpipe.core.costs import CostModel
+from swpipe.core.effects import declared_effects
+from swpipe.core.loaders import unprepared
+from swpipe.core.messages import listed
+from swpipe.core.plan import PULL, PipelinePlan, StreamSpec
+from swpipe.core.task import PipelineTask, refs_in, task
+from swpipe.device import Device, resolve
+from swpipe.doctor.diagnosis import Diagnosis, Finding, Headroom, is_clear
+from swpipe.doctor.environment import environment_findings
+from swpipe.doctor.headroom import measure_headroom
+from swpipe.doctor.waits import TaskWatcher, WaitRecorder, sync_debug
+from swpipe.pipeline import SWPipeline
+from swpipe.profiler.costing import measure_costs
+from swpipe.profiler.other_load import LoadSoFar, load_so_far
+
+_OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
+"""Code of torch's, which breaks graphs on purpose, and of swpipe's, which watches the loop."""
+
+_WARM_UP = 2  # iterations in which torch allocates and compiles
+_WATCHED = 2
+_LOAD_S = 0.5  # the kernel counts in steps of 10 ms
+_SHARE = 0.05
+"""What takes less of a step is no finding."""
+
+_LOCKED = 0.6
+"""A task holds the interpreter lock for most of its time, from here on."""
+
+
+def diagnose(
+    tasks: Iterable[PipelineTask | Callable[[Any], None]] | None = None,
+    loader: Iterable[Any] = (),
+    *,
+    plan: PipelinePlan | None = None,
+    device: Device | torch.device | str | None = None,
+    context: type[TypedContext] | None = None,
+    state: Any = None,
+    copy: Callable[[Any], Any] | None = None,
+    rounds: int = 4,
+) -> Diagnosis:
+    """Find what keeps work from overlapping, and how much overlap can gain at most.
+
+    The tasks run serially for some tens of iterations, as in a profile, and all state is restored.
+    Users' code is not read: a finding is what torch's dispatch and settings, the environment or a
+    measurement show.
+
+    Args:
+        tasks: In the order of the plain loop; None to examine the machine and its settings only.
+        loader: What training takes its batches from, as in ``for batch in loader``. It is called
+            once per iteration; a list, a tuple or an iterator only for its first batches.
+        plan: What the loop runs under, to examine its threads and streams; it is not run.
+        device: As for ``SWPipeline``.
+        context: As for ``SWPipeline``.
+        state: What to restore, as for ``TaskProfiler``.
+        copy: Makes a batch that may be modified, for tasks that modify it in place.
+        rounds: Visits to each shortcut, 2 or more; more make the headroom's intervals narrower.
+
+    Raises:
+        ValueError: The loader has no batch, or ``rounds`` is too small.
+        PlanError: There are no tasks, or two have the same name.
+        BaseException: Whatever a task or the loader raised.
+    """
+    where = resolve(device)
+    dataloader = unprepared(loader)
+    workers = dataloader.num_workers if isinstance(dataloader, DataLoader) else 0
+    load = load_so_far(is_rank=not is_alone())
+    found = list(environment_findings(where, plan, workers))
+    if tasks is None:
+        if load is not None:
+            time.sleep(_LOAD_S)
+        found = [*_busy_findings(load), *found]
+        return Diagnosis(tuple(found), None, f"machine and settings, for device {where.name}")
+    given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
+    batches = list(islice(loader, _WATCHED + 1))
+    if not batches:
+        raise ValueError("the loader has no batch: give one that has at least one")
+    called = None if isinstance(loader, Sequence | Iterator) else loader
+    serial = PipelinePlan.serial(given)
+    with SWPipeline(serial, given, device=where, context=context, check_effects=False) as pipe:
+        recorder = _watch(pipe, batches, state, copy)
+        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy, loader=called)
+        headroom = measure_headroom(pipe, batches[0], called, costs, rounds, state, copy)
+    found = [*_busy_findings(load), *found, *_per_iteration(recorder)]
+    found += _priority_findings(plan, recorder.computing) if plan and where.has_streams else ()
+    found += _graph_breaks()
+    found += _loader_findings(workers, costs, headroom) if called is not None else ()
+    found += _lock_findings(given, costs, headroom.step.value_s)
+    names = listed([each.name for each in given])
+    return Diagnosis(tuple(found), headroom, f"{names}, on device {where.name}")
+
+
+def _watch(
+    pipe: SWPipeline[Any], batches: Sequence[Any], state: Any, copy: Callable[[Any], Any] | None
+) -> WaitRecorder:
+    recorder = WaitRecorder(pipe.device)
+    feed = cycle(batches) if copy is None else map(copy, cycle(batches))
+    with LoopState(pipe.tasks, state, pipe.device).trial(), pipe.borrow():
+        for turn in range(_WARM_UP + _WATCHED):
+            watched = turn >= _WARM_UP
+            with (
+                pipe.observe(TaskWatcher(recorder)) if watched else nullcontext(),
+                sync_debug(pipe.device, recorder.add_unseen) if watched else nullcontext(),
+            ):
+                pipe.run_one_serial_iter(next(feed))
+    return recorder
+
+
+def _busy_findings(load: LoadSoFar | None) -> Iterator[Finding]:
+    """Of the time since then."""
+    now = None if load is None else load.others()
+    if now is not None and now.is_busy:
+        yield Finding("busy-machine", "machine", now.text, "wait until it is idle")
+
+
+def _per_iteration(recorder: WaitRecorder) -> Iterator[Finding]:
+    for one, times in recorder.found.items():
+        text = f"{one.text}; {times / _WATCHED:g} per iteration"
+        yield Finding(one.rule, one.place, text, one.mend)
+
+
+def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Finding]:
+    streams = {entry.stream for name, entry in plan.schedule.items() if name in computing}
+    named = sorted(stream for stream in streams if isinstance(stream, str))
+    specs = [plan.streams.get(name, StreamSpec()) for name in named]
+    if len(streams) > 1 and named and not any(spec.priority for spec in specs):
+        text = (
+            f"kernels of {listed(named)} have the priority of all others: where those of the "
+            "model fill the device, they wait until one ends"
+        )
+        mend = f"PipelinePlan(streams={{{named[0]!r}: StreamSpec(priority=-1)}})"
+        yield Finding("stream-priority", "plan", text, mend)
+
+
+def _graph_breaks() -> Iterator[Finding]:
+    """Of all functions that torch has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return
+    broken = {
+        (one.co_filename, one.co_firstlineno)
+        for one in dynamo.get_compilation_metrics()
+        if str(one.co_name).startswith("torch_dynamo_resume_in_")
+        and not any(map(Path(one.co_filename).is_relative_to, _OWN))
+    }
+    reasons = [
+        str(reason).partition("\n")[0]
+        for kind in ("unimplemented", "graph_break")
+        for reason in dynamo.counters.get(kind, ())
+    ]
+    for file, line in sorted(broken):
+        text = "torch.compile breaks the graph here: the host runs Python between the two parts"
+        mend = "torch.compile(fullgraph=True) says why; " + ("; ".join(reasons) or "no reason told")
+        yield Finding("graph-break", f"{file}:{line}", text, mend)
+
+
+def _loader_findings(workers: int, costs: CostModel, headroom: Headroom) -> Iterator[Finding]:
+    saved, step_s = headroom.cached, headroom.step.value_s
+    if saved is None or not is_clear(saved) or saved.value_s < _SHARE * step_s:
+        return
+    takes = f"{saved.value_s * 1e3:.3f} ± {saved.spread_s * 1e3:.3f} ms of a step"
+    if workers:
+        text = f"the loop waits for the loader's {workers} workers, {takes}"
+        mend = "more workers, or less work for each batch; prefetch_factor if batches are uneven"
+        yield Finding("slow-loader", "loader", text, mend)
+        return
+    cost = costs.tasks[PULL]
+    how = "on the CPU" if cost.gil_us > cost.host_us / 2 else "mostly blocked"
+    text = f"batches are made in this process, between two steps: {takes}, {how}"
+    mend = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
+    yield Finding("loader-in-process", "loader", text, mend)
+
+
+def _lock_findings(
+    tasks: Sequence[PipelineTask], costs: CostModel, step_s: float
+) -> Iterator[Finding]:
+    """Of tasks that another process could do: nothing outlives them but what they return."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return
+    for name, effects in declared_effects(tasks).items():
+        cost = costs.tasks[name]
+        keeps_state = effects.undeclared or any(place.persistent for place in effects.writes)
+        if keeps_state or cost.host_us < _SHARE * step_s * 1e6:
+            continue
+        if cost.gil_us >= _LOCKED * cost.host_us:
+            text = (
+                f"holds the interpreter lock for {cost.gil_us / 1e3:.3f} of "
+                f"{cost.host_us / 1e3:.3f} ms: on a thread of its own it stops the Python of others"
+            )
+            mend = (
+                "let the loader's worker processes do it, or functions that release the lock "
+                "(torch, numpy, pyarrow)"
+            )
+            yield Finding("interpreter-lock", f"task {name!r}", text, mend)

@@ -1,0 +1,195 @@
+"""Where the host waits for the device, and which copies cannot overlap: by line.
+
+A dispatch mode sees every operator of a serial run (``swpipe.inference.operators``). An operator
+waits if its result is a Python value, or has a shape that depends on values on the device; and so
+does a copy between host and device that is not asynchronous. Where torch has a sync debug mode, it
+tells of further waits. Neither sees ``synchronize()``, nor what a compiled function does.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from swpipe._engine.observers import Observer
+from swpipe._engine.program import Instruction
+from swpipe.device import Device, on_cpu
+from swpipe.doctor.diagnosis import Finding
+from swpipe.inference.operators import COLLECTIVES, OperatorRecorder, tensors_of
+from swpipe.inference.storages import Storages
+
+SYNC, SHAPE, UNPINNED = "host-sync", "shape-from-data", "unpinned-copy"
+
+_COPIES = ("copy_", "_to_copy")
+_MASKED_WRITES = ("index_put_", "index_put", "_index_put_impl_")
+_INDEXED = ("index", *_MASKED_WRITES)
+
+_KEEP = "keep the value on the device, and read it every so many iterations"
+_PIN = (
+    "copy from pinned memory with non_blocking=True: DataLoader(pin_memory=True), or pin_memory()"
+)
+_FIXED = (
+    "use a mask or a size that is known: torch.where, padding, nonzero_static, "
+    "repeat_interleave(output_size=)"
+)
+
+
+class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
+    """Records waits and copies while it is active.
+
+    Attributes:
+        task: Which task runs.
+        found: Each finding, and how often.
+        computing: Tasks that gave the device anything but copies.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(Storages())
+        self.task = ""
+        self.found: Counter[Finding] = Counter()
+        self.computing: set[str] = set()
+        self._device = device
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and judge it."""
+        result = func(*args, **kwargs)
+        name = func.name().partition("::")[2].partition(".")[0]
+        on = self._device.holds_work
+        if on([*args, *kwargs.values()]):
+            if name not in _COPIES and not func.is_view and name != "lift_fresh":
+                self.computing.add(self.task)
+            if name == "lift_fresh":
+                self.add(UNPINNED, "a tensor is made of Python values, and copied in turn", _MADE)
+            elif name in _COPIES:
+                self._judge_copy(name, args, kwargs, result)
+            elif torch.Tag.data_dependent_output in func.tags:
+                self.add(SYNC, f"{_WAITS}, to read a value (item(), bool(), if): {name}", _KEEP)
+            elif _shape_depends(func, name, args, kwargs):
+                self.add(SHAPE, f"{_WAITS}, since a shape depends on values: {name}", _FIXED)
+        elif name in _COPIES:
+            self._judge_copy(name, args, kwargs, result)
+        if func.namespace in COLLECTIVES:
+            self.computing.add(self.task)
+        return result
+
+    def _judge_copy(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        source, target = (args[0], result) if name == "_to_copy" else (args[1], args[0])
+        given = args[2] if name == "copy_" and len(args) > 2 else False
+        is_async = bool(kwargs.get("non_blocking", given))
+        to_device = on_cpu(source) and self._device.holds_work(target)
+        from_device = self._device.holds_work(source) and on_cpu(target)
+        if not source.numel() or not (to_device or from_device):
+            return
+        if to_device and self._device.pins_memory and not source.is_pinned():
+            self.add(UNPINNED, "a copy to the device from memory that is not pinned", _PIN)
+        elif not is_async:
+            self.add(SYNC, f"{_WAITS}: a copy that blocks", _PIN if to_device else _TO_HOST)
+        elif from_device and self._device.pins_memory and not target.is_pinned():
+            self.add(SYNC, f"{_WAITS}: a copy to memory that is not pinned", _TO_HOST)
+
+    def add(self, rule: str, text: str, mend: str) -> None:
+        """Note a finding at the line that runs."""
+        place = f"{_line_of(sys._getframe())}task {self.task!r}"
+        self.found[Finding(rule, place, text, mend)] += 1
+
+    def add_unseen(self) -> None:
+        """Note a wait of which torch tells, and that is not noted yet."""
+        place = f"{_line_of(sys._getframe())}task {self.task!r}"
+        if not any(one.place == place for one in self.found):
+            self.found[Finding(SYNC, place, f"{_WAITS}, as torch tells", _KEEP)] += 1
+
+
+_WAITS = "the host waits for all work that it has queued on the device"
+_MADE = "make it once, before the loop, or in the loader"
+_TO_HOST = f"{_KEEP}; copy it into pinned memory, with non_blocking=True, and wait for an event"
+
+
+def _shape_depends(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in _INDEXED:
+        masks = [one for one in tensors_of(args[1]) if one.dtype in (torch.bool, torch.uint8)]
+        # One value under a mask is filled in without a look at the mask.
+        return bool(masks) and not (name in _MASKED_WRITES and args[2].numel() == 1)
+    if kwargs.get("output_size") is not None:
+        return False
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+class TaskWatcher(Observer):
+    """Has a recorder active in every task."""
+
+    def __init__(self, recorder: WaitRecorder) -> None:
+        self._recorder = recorder
+
+    def start(self, ins: Instruction, iteration: int) -> None:
+        self._recorder.task = ins.task
+        self._recorder.__enter__()
+
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        self._recorder.__exit__()
+
+
+@contextmanager
+def sync_debug(device: Device, on_wait: Callable[[], object]) -> Iterator[None]:
+    """Within the block, call ``on_wait`` at each wait of which torch's sync debug mode tells.
+
+    It tells by warnings. Devices without such a mode tell nothing.
+    """
+    module = torch.get_device_module(device.type)
+    if not hasattr(module, "set_sync_debug_mode"):
+        yield
+        return
+    before = module.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_others(message: Warning | str, *rest: Any, **named: Any) -> None:
+            if _TOLD in str(message):
+                on_wait()
+            else:
+                show(message, *rest, **named)
+
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        warnings.filterwarnings("always", message=f".*{_TOLD}")
+        warnings.showwarning = show_others
+        module.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            module.set_sync_debug_mode(before)
+
+
+_TOLD = "called a synchronizing"
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """``file:line, `` of the user's code that runs, or else of a library's; empty if none does."""
+    found = ""
+    while frame is not None and frame.f_globals.get("__name__") != "swpipe._engine.serial":
+        module = frame.f_globals.get("__name__", "")
+        path = Path(frame.f_code.co_filename)
+        if _is_of_loop(module):
+            own = "site-packages" not in path.parts
+            if own or not found:
+                shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+                found = f"{shown}:{frame.f_lineno}, "
+            if own:
+                break
+        frame = frame.f_back
+    return found
+
+
+def _is_of_loop(module: str) -> bool:
+    """Whether it is no module of torch, Python, or swpipe but its workloads."""
+    top = module.partition(".")[0]
+    framework = top == "swpipe" and not module.startswith("swpipe.tasks.")
+    return not (framework or top == "torch" or top in sys.stdlib_module_names)

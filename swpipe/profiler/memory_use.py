@@ -1,0 +1,283 @@
+"""Which memory each task of a loop makes, and which task frees it, seen in serial iterations.
+
+Counted, by storage: what an operator makes while a task runs, what the context reaches, and the
+batch. So whatever holds a storage, it counts: an attribute, an object of the user's, or autograd,
+for the backward. Of what is no tensor, bytes objects and whatever has ``nbytes`` count, where the
+context reaches them; an array in the memory of a tensor counts as that tensor.
+
+What outlives its iteration is followed through the next one: gradients may go when that one sets
+them to None. Not counted is what outlives that too, and what existed before, such as parameters and
+an optimizer's state; what a kernel takes and gives back within itself; and what a compiled function
+keeps for its backward. A storage counts with the size that it was seen with first.
+
+Whether a storage is still there is asked through weak references, after each task, and within one
+whenever ``_STEP`` more may be held than was ever found.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from swpipe._state.loop import LoopState
+from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_held
+from swpipe.core.context import TypedContext
+from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.task import PipelineTask
+from swpipe.core.task_memory import KEPT, Block, TaskMemory, joined
+from swpipe.device import Device
+from swpipe.inference.operators import OperatorRecorder, tensors_of
+from swpipe.inference.storages import Storages, nbytes, unsharded
+from swpipe.pipeline import SWPipeline
+
+Key: TypeAlias = tuple[str, int]
+"""Memory: "storage" and its number, or "object" and the id of a bytes object or an array."""
+
+ITERATIONS = 3
+"""How many iterations run on each batch."""
+
+_STEP, _LEAST = 1.01, 2**12
+
+
+def measure_memory(
+    tasks: Iterable[PipelineTask],
+    batches: Iterable[Any],
+    *,
+    device: Device | torch.device | str | None = None,
+    context: type[TypedContext] | None = None,
+    state: Any = None,
+) -> TaskMemory:
+    """Run a few iterations serially, see what tasks hold, and restore all state afterwards.
+
+    Args:
+        tasks: In serial order.
+        batches: At least one. Each iteration gets a copy, in which the tensors are cloned.
+        device: As for ``SWPipeline``.
+        context: As for ``SWPipeline``.
+        state: What to restore, as for ``TaskProfiler``; found automatically if None.
+
+    Returns:
+        What the tasks hold, on the batch on which a serial loop holds most.
+
+    Raises:
+        ValueError: There are no batches.
+        BaseException: Whatever a task raised.
+    """
+    found: list[TaskMemory] = []
+    tasks = tuple(tasks)
+    names = [task.name for task in tasks]
+    for batch in batches:
+        seen = _MemoryLog(names)
+        watched = [replace(task, fn=seen.watch(task)) for task in tasks]
+        with (
+            SWPipeline(
+                PipelinePlan.serial(watched), device=device, context=context, check_effects=False
+            ) as pipe,
+            LoopState(tasks, state, pipe.device).trial(),
+        ):
+            # As under any plan: a serial run would hold the batch to its end.
+            copies = (map_tensors(batch, _copy) for _ in seen.iterations())
+            for _ in range(ITERATIONS):
+                pipe.progress(copies)
+                seen.end_iteration()
+        found.append(seen.memory())
+    if not found:
+        raise ValueError("batches is empty: give at least one batch to measure on")
+    return max(found, key=lambda one: one.serial_peak(names))
+
+
+class _Size(NamedTuple):
+    """Of a storage, with a tensor that has it, or of another object."""
+
+    bytes: int
+    tensor: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """Memory, from the task that made it; -1 is the pull."""
+
+    key: Key
+    bytes: int
+    iteration: int
+    begin: int
+    name: str = ""
+    end: int = -1
+    removed: bool = False
+
+
+class _Event(NamedTuple):
+    """So many bytes more or less, seen at a task."""
+
+    piece: _Piece
+    task: int
+    bytes: int
+
+
+class _MemoryLog:
+    """Follows the memory of successive iterations of tasks with these names."""
+
+    def __init__(self, tasks: list[str]) -> None:
+        self._tasks = tasks
+        self._storages = Storages()
+        self._live: dict[Key, _Piece] = {}
+        self._events: list[_Event] = []
+        self._iteration, self._task = -1, -1
+        self._may_hold = self._most = 0
+
+    def iterations(self) -> Iterator[int]:
+        """Their numbers; each begins with what those before have left."""
+        for self._iteration in range(ITERATIONS):
+            self._task = -1
+            self._events = [_Event(piece, -1, piece.bytes) for piece in self._live.values()]
+            yield self._iteration
+
+    def end_iteration(self) -> None:
+        """The iteration's context is gone."""
+        self._task = len(self._tasks)
+        self._look(set())
+        if any(piece.iteration == self._iteration for piece in self._live.values()):
+            gc.collect()  # memory that only reference cycles keep does not outlive it
+            self._look(set())
+
+    def watch(self, task: PipelineTask) -> Callable[[Any], None]:
+        """The task's function, with its memory followed."""
+
+        def run(ctx: Any) -> None:
+            values, before = {name: id(value) for name, value in vars(ctx).items()}, self._find(ctx)
+            self._task += 1
+            self._may_hold = self._most = sum(piece.bytes for piece in self._live.values())
+            with _Operators(self):
+                task.fn(ctx)
+            after = self._find(ctx)
+            kept = {name for name, value in vars(ctx).items() if id(value) == values.get(name)}
+            gone = (keys for name, keys in before.items() if name not in kept)
+            self._look(set().union(*after.values()), set().union(*gone))
+
+        return run
+
+    def made(self, tensor: Tensor) -> None:
+        """An operator made the memory of a tensor."""
+        new = _sizes(tensor)
+        size = sum(size.bytes for key, size in new.items() if key not in self._live)
+        if self._may_hold + size > _STEP * self._most + _LEAST:
+            self._look()
+            self._most = max(self._most, self._may_hold + size)
+        self._add(new)
+
+    def _add(self, sizes: Mapping[Key, _Size], name: str = "") -> None:
+        for key, (size, tensor) in sizes.items():
+            if tensor is not None:
+                [*self._storages.add(tensor)]
+            if key not in self._live and size:
+                self._live[key] = piece = _Piece(key, size, self._iteration, self._task)
+                self._events.append(_Event(piece, self._task, size))
+                self._may_hold += size
+            if key in self._live:
+                self._live[key].name = self._live[key].name or name
+
+    def _find(self, ctx: Any) -> dict[str, set[Key]]:
+        """What each attribute of the context reaches."""
+        found = _memory(vars(ctx))
+        for name, sizes in found.items():
+            self._add(sizes, name)
+        return {name: {*sizes} for name, sizes in found.items()}
+
+    def _look(self, reached: Set[Key] | None = None, removed: Set[Key] = frozenset()) -> None:
+        """Find out which memory is gone; arrays are, if nothing reaches them.
+
+        ``reached`` is None within a task, where that is not known.
+        """
+        for key, piece in [*self._live.items()]:
+            is_storage = key[0] == "storage"
+            there = reached is None or key in reached
+            if not (self._storages.alive(key[1]) if is_storage else there):
+                piece.end, piece.removed = self._task, key in removed
+                self._events.append(_Event(piece, self._task, -piece.bytes))
+                del self._live[key]
+        self._may_hold = sum(piece.bytes for piece in self._live.values())
+
+    def memory(self) -> TaskMemory:
+        """The memory of the last iteration, and of the one before what this one freed."""
+        pieces = [*dict.fromkeys(event.piece for event in self._events)]
+        carried = [p for p in pieces if p.iteration < self._iteration and p.end >= 0]
+        carrying = {piece.begin for piece in carried}
+        # What this iteration leaves behind will go as that of the one before did, or stay.
+        stay = [p for p in pieces if p.end < 0]
+        left = {p for p in stay if p.iteration < self._iteration or p.begin not in carrying}
+        names = (*self._tasks, KEPT, PULL)
+        blocks = joined(
+            Block(names[p.begin], names[p.end], p.bytes, p.name, p.removed, int(p in carried))
+            for p in pieces
+            if p.end >= 0 and (p.begin != p.end or p in carried)
+        )
+        held, most = TaskMemory(blocks).held(self._tasks), [0] * len(self._tasks)
+        events = [event for event in self._events if event.piece not in left]
+        for event, total in zip(events, accumulate(e.bytes for e in events), strict=True):
+            if 0 <= event.task < len(most):
+                most[event.task] = max(most[event.task], total, total - event.bytes)
+        active = {event.task for event in events}
+        working = {
+            name: most[k] - held[k]
+            for k, name in enumerate(self._tasks)
+            if k in active and most[k] != held[k]
+        }
+        return TaskMemory(blocks, working)
+
+
+class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
+    """Tells a log what operators make."""
+
+    def __init__(self, log: _MemoryLog) -> None:
+        super().__init__(Storages())
+        self._log = log
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [*tensors_of(result)]
+        if made:
+            old = {number for one in tensors_of((args, kwargs)) for number in nbytes(one)}
+            for tensor in made:
+                if not nbytes(tensor).keys() <= old:
+                    self._log.made(tensor)
+        return result
+
+
+def _memory(attributes: Mapping[str, Any]) -> dict[str, dict[Key, _Size]]:
+    """Attribute to its memory."""
+    found: dict[str, dict[Key, _Size]] = {name: {} for name in attributes}
+    places = set()  # of tensors: arrays may have the same memory
+    for name, value in attributes.items():
+        for tensor in (part for one in tensors_held(value) for part in unsharded(one)):
+            found[name] |= _sizes(tensor)
+            if type(tensor) is Tensor and tensor.layout is torch.strided:
+                places.add(tensor.untyped_storage().data_ptr())
+    for name, value in attributes.items():
+        for leaf in leaves_in(value):
+            if isinstance(leaf, bytes | bytearray):
+                found[name]["object", id(leaf)] = _Size(len(leaf))
+            elif isinstance(getattr(leaf, "nbytes", None), int):
+                while isinstance(getattr(base := getattr(leaf, "base", None), "nbytes", None), int):
+                    leaf = base  # noqa: PLW2901 - a view counts as what it is a view of
+                if isinstance(leaf, Tensor):
+                    found[name] |= _sizes(leaf)
+                elif getattr(leaf, "__array_interface__", {}).get("data", (0,))[0] not in places:
+                    found[name]["object", id(leaf)] = _Size(leaf.nbytes)
+    return found
+
+
+def _sizes(tensor: Tensor) -> dict[Key, _Size]:
+    return {("storage", number): _Size(size, tensor) for number, size in nbytes(tensor).items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,151 @@
+"""Times on several ranks: the median, the worst, and which rank waits for which.
+
+    rank 0    copy | exchange ............ ====    waits in the exchange
+    rank 1    copy ------------ | exchange ====    is waited for: its copy takes longer
+
+All iterations take about as long on all ranks, since they meet in collectives. A task is shortcut
+on all ranks at a time. If it takes one rank longer than another, and without it the other one takes
+less in a collective, then that is where it waits, and for what. A longer time that is explained so
+is a wait, and explains no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from swpipe.core.messages import listed
+from swpipe.core.tables import table
+from swpipe.profiler.diff import ms
+
+_SIGMAS = 2.0
+_LEAST = 0.02
+"""Differences of ranks from here on are told: in standard errors, and as a part of an iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """The times of one rank; seconds per iteration, by task.
+
+    Attributes:
+        rank: Its number.
+        baseline_s: Of an iteration.
+        exposed_s: As in ``ProfileResult``.
+        spread_s: As in ``ProfileResult``.
+        host_s: As in ``ProfileResult``.
+        error_s: The standard error of ``host_s``.
+        in_others_s: As in ``ProfileResult``.
+    """
+
+    rank: int
+    baseline_s: float
+    exposed_s: Mapping[str, float]
+    spread_s: Mapping[str, float]
+    host_s: Mapping[str, float]
+    error_s: Mapping[str, float]
+    in_others_s: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankWait:
+    """One rank waits for another; seconds per iteration.
+
+    Attributes:
+        rank: The one that waits.
+        waits_for: The one that comes last.
+        seconds: How long it waits.
+        spread_s: Half-width of the 95% interval of ``seconds``.
+        waits_in: Collective to how long it waits there.
+        longer_there: Task to how much longer it takes the other rank.
+    """
+
+    rank: int
+    waits_for: int
+    seconds: float
+    spread_s: float
+    waits_in: Mapping[str, float]
+    longer_there: Mapping[str, float]
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        return (
+            f"rank {self.rank} waits for rank {self.waits_for}: {ms(self.seconds)} ± "
+            f"{ms(self.spread_s)} ms per iteration, in {_in_ms(self.waits_in)}; "
+            f"rank {self.waits_for} takes longer in {_in_ms(self.longer_there)}"
+        )
+
+
+def rank_waits(ranks: Sequence[RankTimes], collectives: Sequence[str]) -> tuple[RankWait, ...]:
+    """Which ranks wait for which, and because of which task; the longest waits come first."""
+    if len(ranks) < 2:
+        return ()
+    least_s = _LEAST * median(of.baseline_s for of in ranks)
+    host_s = {of.rank: dict(of.host_s) for of in ranks}  # less the waits that are explained
+    reasons = [name for name in ranks[0].in_others_s if all(name in of.in_others_s for of in ranks)]
+    found: list[RankWait] = []
+    while True:
+        each = (_wait(of, name, ranks, host_s, collectives) for name in reasons for of in ranks)
+        waits = [wait for wait in each if wait.seconds > max(wait.spread_s, least_s)]
+        if not waits:
+            return tuple(found)
+        waits.sort(key=lambda wait: -wait.seconds)
+        (reason,) = waits[0].longer_there
+        reasons.remove(reason)
+        for wait in (wait for wait in waits if reason in wait.longer_there):
+            found.append(wait)
+            for name, seconds in wait.waits_in.items():
+                host_s[wait.rank][name] -= seconds
+
+
+def _wait(
+    here: RankTimes,
+    name: str,
+    ranks: Sequence[RankTimes],
+    host_s: Mapping[int, Mapping[str, float]],
+    collectives: Sequence[str],
+) -> RankWait:
+    """How long a rank waits because a task takes another one longer."""
+    last = max(ranks, key=lambda of: host_s[of.rank][name])
+    longer_s = host_s[last.rank][name] - host_s[here.rank][name]
+    less_s = {other: s for other, s in here.in_others_s[name].items() if other in collectives}
+    seconds = min(longer_s, all_s := sum(less_s.values()))
+    part = seconds / all_s if all_s else 0.0
+    return RankWait(
+        rank=here.rank,
+        waits_for=last.rank,
+        seconds=seconds,
+        spread_s=_SIGMAS * math.hypot(here.error_s[name], last.error_s[name]),
+        waits_in={other: part * s for other, s in less_s.items()},
+        longer_there={name: longer_s},
+    )
+
+
+def over_ranks(ranks: Sequence[RankTimes], collectives: Sequence[str]) -> Iterator[str]:
+    """A table with a row for the iteration and one per task, and who waits for whom."""
+    rows = [("iteration", *_ends({of.rank: of.baseline_s for of in ranks}), "", "", "")]
+    for name in ranks[0].host_s:
+        exposed = ("", "", "")
+        if all(name in of.exposed_s for of in ranks):
+            exposed = _ends({of.rank: of.exposed_s[name] for of in ranks})
+        rows.append((name, *exposed, *_ends({of.rank: of.host_s[name] for of in ranks})))
+    titles = [f"over {len(ranks)} ranks"]
+    for what in ("exposed ms", "host ms"):
+        titles += [f"{what}\nmedian", "\nworst", "\nrank"]
+    yield table(titles, rows)
+    waits = rank_waits(ranks, collectives)
+    yield from (wait.text for wait in waits)
+    if not waits:
+        yield "no rank waits for another by more than the measurement's error"
+
+
+def _ends(of: Mapping[int, float]) -> tuple[str, str, str]:
+    """The median, the worst, and on which rank that is."""
+    worst = max(of, key=of.__getitem__)
+    return ms(median(of.values())), ms(of[worst]), str(worst)
+
+
+def _in_ms(of: Mapping[str, float]) -> str:
+    return listed([f"{name} {ms(s)}" for name, s in of.items()], 4)

@@ -1,0 +1,187 @@
+"""The results of a profile as text: what disturbed it, a summary, a table, and notes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from swpipe.core.messages import counted, listed
+from swpipe.core.tables import table
+from swpipe.profiler.diff import ms
+from swpipe.profiler.figures import Figures
+from swpipe.profiler.rank_times import over_ranks
+
+_EXPOSED = ("exposed ms", "± ms", "% of baseline", "own ms")
+_READ = (
+    "exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100\n"
+    "such intervals contain the true value; < x: not told apart from 0; own: what the task takes\n"
+    "of that itself; in others: what these take less without it, as a backward does if its\n"
+    "forward is replayed; no work: it takes no time, and iterations are no shorter without it"
+)
+_NO_ADVICE = (
+    "no change is known that promises more than the measurement's error; more seconds, and an idle "
+    "machine, make that smaller"
+)
+_SLOW = 0.05
+_MOST_PUT_BACK = 12
+_ITEM = re.compile(r"(.*?)\.?\[[^\[\]]*\] \((\w+)\)")
+"""An item of a container, as the search for state names it: ``self.layers.[0] (Linear)``."""
+
+
+def one(result: Figures) -> str:
+    """A table with one row per task."""
+    times = {"host ms": result.host_s, "blocked ms": result.blocked_s}
+    if result.device_s:
+        times["device ms"] = result.device_s
+    times["replay ms"] = result.replay_s
+    rows = []
+    for name in result.host_s:
+        less_s = {} if name in result.no_work else result.in_others_s.get(name, {})
+        others = (f"{other} {ms(s)}" for other, s in less_s.items())
+        cells = (ms(of[name]) if name in of else "" for of in times.values())
+        rows.append((name, *_exposed(result, name), *cells, ", ".join(others)))
+    titles = ("task", *_EXPOSED, *times, "in others ms")
+    notes = (*_notes(result), f"put back: {put_back(result.put_back)}")
+    return "\n".join([*_heads([result]), table(titles, rows), *notes, _READ])
+
+
+def several(results: Sequence[Figures]) -> str:
+    """A table with one row per task, and columns per batch."""
+    if not results:
+        return "no batches were profiled"
+    if len(results) == 1:
+        return one(results[0])
+    headers = ["task"]
+    for result in results:
+        first, *others = (*_EXPOSED, "in others ms")
+        headers += [f"{result.batch}\n{first}", *(f"\n{title}" for title in others)]
+    rows = []
+    for name in dict.fromkeys(name for result in results for name in result.host_s):
+        cells = [(*_exposed(result, name), _in_others(result, name)) for result in results]
+        rows.append([name, *(cell for of in cells for cell in of)])
+    notes = dict.fromkeys(note for r in results for note in _notes(r, f" on {r.batch}"))
+    back = dict.fromkeys(f"put back: {put_back(result.put_back)}" for result in results)
+    return "\n".join([*_heads(results), table(headers, rows), *notes, *back, _READ])
+
+
+def _heads(results: Sequence[Figures]) -> Iterator[str]:
+    loads = [r.other_load for r in results if r.other_load is not None and r.other_load.is_busy]
+    if loads:
+        yield max(loads, key=lambda load: load.used).text
+    for result in results:
+        yield _summary(result)
+
+
+def _summary(result: Figures) -> str:
+    slow = 1 - result.baseline_median_s / result.baseline_s if result.baseline_s else 0.0
+    tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
+    return (
+        f"{result.batch}, {result.mode}: {ms(result.baseline_s)} ± "
+        f"{ms(result.baseline_spread_s)} ms per iteration, median "
+        f"{ms(result.baseline_median_s)}{tail} "
+        f"({result.num_rounds} rounds, {result.num_measure} iterations per visit)"
+    )
+
+
+# --------------------------------------------------------------------------------------- cells
+
+
+def _exposed(result: Figures, name: str) -> tuple[str, ...]:
+    """The cells below ``_EXPOSED`` for one task; "<" is what is not told apart from 0."""
+    exposed = result.exposed(name)
+    if exposed is None:
+        return "not measured" if name in result.host_s else "", "", "", ""
+    if name in result.no_work:
+        return "no work", "", "", ""
+    own = "" if _is_below(*exposed) else ms(result.own_s[name])
+    return *_value(result, *exposed), own
+
+
+def _in_others(result: Figures, name: str) -> str:
+    exposed = result.exposed(name)
+    if exposed is None or name in result.no_work or _is_below(*exposed):
+        return ""
+    return ms(result.exposed_s[name] - result.own_s[name])
+
+
+def _is_below(value_s: float, spread_s: float) -> bool:
+    """Whether a time is not told apart from 0."""
+    return 0 < spread_s >= abs(value_s)
+
+
+def _value(result: Figures, value_s: float, spread_s: float) -> tuple[str, str, str]:
+    """A time that is saved, its spread, and its share of an iteration, all of which is the most."""
+    below = _is_below(value_s, spread_s)
+    shown_s = max(0.0, value_s) + spread_s if below else value_s
+    shown_s = min(shown_s, result.baseline_s)
+    share = shown_s / result.baseline_s if result.baseline_s else 0.0
+    sign = "< " if below else ""
+    return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}"
+
+
+# --------------------------------------------------------------------------------------- notes
+
+
+def _notes(result: Figures, on_batch: str = "") -> Iterator[str]:
+    if result.busy_s:
+        yield f"limits iterations{on_batch}: {_limits(result)}"
+    blocking = [f"{name} ({ms(result.blocked_s[name])} ms)" for name in result.blocking]
+    yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
+    for name, why in result.not_measured.items():
+        yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
+    for joint in result.joint:
+        value, spread, share = _value(result, joint.raw_s, joint.spread_s)
+        yield (
+            f"together{on_batch}: {value} ± {spread} ms ({share}%) for {joint.what}: "
+            f"{', '.join(joint.tasks)}"
+        )
+    for number, advice in enumerate(result.advice, 1):
+        yield f"do next{on_batch}, {number}: {advice.text}"
+    if not result.advice:
+        yield f"do next{on_batch}: {_NO_ADVICE}"
+    if result.ranks:
+        yield from over_ranks(result.ranks, result.collectives)
+    if result.interrupted:
+        yield f"interrupted{on_batch}: not all rounds were measured"
+    if result.disturbed is None:
+        yield "disturbance by other processes: this machine does not tell"
+    elif result.disturbed:
+        many = counted(result.disturbed, "visit")
+        yield f"disturbed by other processes{on_batch}: {many}, measured again"
+    if result.already_shortcut:
+        yield f"shortcut already, so not measured: {', '.join(result.already_shortcut)}"
+
+
+def _limits(result: Figures) -> str:
+    step = f"nearly all of {ms(result.baseline_s)} ms"
+    busy = [f"{group} ({ms(result.busy_s[group])} ms)" for group in result.limiting]
+    if len(busy) > 1:
+        return f"several thread groups are busy {step}, so all have to do less: {listed(busy)}"
+    if busy:
+        return f"one thread group is busy {step}: {busy[0]}"
+    longest = max(result.busy_s, key=lambda group: result.busy_s[group])
+    return (
+        f"no thread group is busy {step}, {longest} the longest with "
+        f"{ms(result.busy_s[longest])} ms: iterations wait for dependences, a device or others"
+    )
+
+
+def put_back(found: Collection[str]) -> str:
+    """The objects whose state was restored, in words.
+
+    Those in one container, which may be hundreds of parameters, are told as one, with their number.
+    """
+    kinds = [match.groups() if (match := _ITEM.fullmatch(name)) else None for name in found]
+    counts = Counter(kind for kind in kinds if kind is not None)
+    told = []
+    for name, kind in zip(found, kinds, strict=True):
+        if kind is None or counts[kind] == 1:
+            told.append(name)
+        else:
+            told.append(f"{counted(counts[kind], kind[1])} in {kind[0]}")
+    return (
+        listed(dict.fromkeys(told), _MOST_PUT_BACK)
+        if told
+        else ("generators only; no other state was found")
+    )

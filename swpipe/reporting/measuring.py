@@ -1,0 +1,298 @@
+"""What a report needs, measured one after the other, with all state restored.
+
+    record     two iterations: what the tasks touch, and so which of them may overlap
+    profile    exposed times and advice, in the plain loop or under the plan
+    trace      some more iterations, for the timeline and the critical path
+    doctor     what keeps work from overlapping
+    try        the plans that are advised, in turns with the present one
+
+On several ranks each does the same; a step takes as long as on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple
+
+import torch
+
+from swpipe._distributed.shared_cores import cores
+from swpipe._state.loop import LoopState
+from swpipe.core.context import TypedContext
+from swpipe.core.effects import EffectTable
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device
+from swpipe.doctor import Finding, diagnose
+from swpipe.doctor.diagnosis import is_clear
+from swpipe.errors import PlanError
+from swpipe.pipeline import SWPipeline
+from swpipe.planning import simulate
+from swpipe.profiler import Advice, ProfileResult, TaskProfiler, try_plans
+from swpipe.profiler.advice import MOST
+from swpipe.profiler.rounds import LEAST_ROUNDS
+from swpipe.profiler.spread import Estimate, mean_of
+from swpipe.reporting.loop_figures import PromisedChange
+from swpipe.reporting.step_parts import Roles, step_parts
+from swpipe.reporting.step_report import StepReport
+from swpipe.reporting.verdict import ceiling_of, costs_of, verdict_on_step
+from swpipe.trace import Trace
+from swpipe.tuning.autotuning import Loop, keeps_order
+
+NOW = "the present plan"
+
+ROUNDS = 5
+"""Visits to each task, and trials of each plan."""
+
+_WARM_UP = 3
+_LEAST_TRACED, _MOST_TRACED = 12, 60
+_TRACED_S = 1.0  # so that a few slow iterations do not decide
+
+
+def report(
+    tasks: Iterable[PipelineTask],
+    batches: Iterable[Any],
+    *,
+    plan: PipelinePlan | None = None,
+    name: str = "loop",
+    device: Device | torch.device | str | None = None,
+    context: type[TypedContext] | None = None,
+    loader: Iterable[Any] | None = None,
+    ready_made: Mapping[str, PipelinePlan] | None = None,
+    rounds: int = ROUNDS,
+    progress: Callable[[str], object] = lambda line: None,
+) -> StepReport:
+    """Measure a loop, and report what bounds it, what overlap can still gain, and what to do next.
+
+    It takes some tens of iterations for each task. All state is restored, as after a profile.
+
+    Args:
+        tasks: In serial order.
+        batches: At least one; more show how batches differ.
+        plan: What it runs under; None for the plain loop.
+        name: What the report calls it.
+        device: As for ``SWPipeline``.
+        context: As for ``SWPipeline``.
+        loader: What training takes its batches from, such as a ``DataLoader``: its calls are
+            measured, too. With None a batch costs nothing.
+        ready_made: Name to plan, such as those of ``swpipe.plans.sparse_dist``. They are tried
+            where nothing else is advised but to make tasks faster; not those for other tasks, and
+            those that could give other numbers than the serial loop.
+        rounds: Visits to each task, and trials of each plan; 2 or more. More make intervals
+            narrower.
+        progress: Called with one line before each step.
+
+    Raises:
+        ValueError: There are no batches, or ``rounds`` is below 2.
+        PlanError: The plan cannot run with these tasks.
+        BaseException: Whatever a task raised.
+    """
+    loop = Loop(
+        tuple(tasks), list(batches), device, context=context, loader=loader, progress=progress
+    )
+    return report_on(loop, plan, name=name, ready_made=ready_made or {}, rounds=rounds)
+
+
+def report_on(
+    loop: Loop,
+    plan: PipelinePlan | None,
+    *,
+    name: str,
+    ready_made: Mapping[str, PipelinePlan],
+    rounds: int = ROUNDS,
+) -> StepReport:
+    """The report on a loop, of which more is said: its streams and its ranks; see ``report``."""
+    recording = loop.record()
+    inferred = _with_recurrences(loop.inferred_plan(recording), recording.effects)
+    runs_under = inferred if plan is None else replace(plan, tasks=())
+    found = _measure(loop, runs_under, rounds, plan is not None and plan.depth > 1)
+    # The slowest rank is the one that the others wait for.
+    everyone: list[_Measured] = loop.gather(found)
+    rank = max(range(len(everyone)), key=lambda number: everyone[number].profile.baseline_s)
+    profile, trace, cpu_s = everyone[rank]
+    roles = Roles.of(_ordered_like(inferred, runs_under))
+    parts = step_parts(trace.critical_path(), profile, roles)
+    costs = replace(costs_of(profile), memory=loop.measure_memory())
+    predicted = memory = None
+    with suppress(PlanError):  # too large to simulate
+        predicted = simulate(runs_under, costs, streams=loop.has_streams)
+        memory = predicted.memory
+    changes = _tried(loop, runs_under, profile, rounds)
+    ceiling = ceiling_of(inferred, roles, profile, streams=loop.has_streams, cpu_s=cpu_s)
+    tried: dict[str, Estimate] = {}
+    if ceiling.is_worth_it and not any(one.advice.plan for one in changes):
+        others = _others(ready_made, runs_under)
+        fitting = {name: one for name, one in others.items() if keeps_order(loop, recording, one)}
+        tried = _trial(loop, runs_under, fitting, rounds)
+        changes = (*_best(loop, runs_under, fitting, tried, rounds), *changes)[:MOST]
+    return StepReport(
+        name=name,
+        plan=runs_under,
+        verdict=verdict_on_step(parts, profile),
+        ceiling=ceiling,
+        parts=parts,
+        changes=changes,
+        profile=profile,
+        measured=trace,
+        predicted=None if predicted is None else predicted.trace(),
+        predicted_s=None if predicted is None else predicted.ii_us / 1e6,
+        memory=memory if memory is not None and memory.bytes else None,
+        findings=loop.gather(_findings(loop, plan))[rank],
+        rank=rank,
+        machine=_machine(loop),
+        ready_made=tried,
+    )
+
+
+class _Measured(NamedTuple):
+    """``cpu_s`` is what an iteration takes of the cores, on all threads; 0 if it is not known."""
+
+    profile: ProfileResult
+    trace: Trace
+    cpu_s: float
+
+
+def _findings(loop: Loop, plan: PipelinePlan | None) -> tuple[Finding, ...]:
+    loop.progress("looking for what keeps work from overlapping")
+    batches = loop.batches if loop.loader is None else loop.loader
+    found = diagnose(
+        loop.tasks,
+        batches,
+        plan=plan,
+        device=loop.device,
+        context=loop.context,
+        rounds=LEAST_ROUNDS,
+    ).findings
+    # Whether the machine is busy is said first, of the time in which the profile was taken.
+    return tuple(one for one in found if one.rule != "busy-machine")
+
+
+def _measure(loop: Loop, plan: PipelinePlan, rounds: int, pipelined: bool) -> _Measured:
+    """A profile, and a trace of more iterations; the state is as before."""
+    loop.progress("measuring what each task costs the step")
+    with SWPipeline(
+        plan, loop.tasks, device=loop.device, context=loop.context, check_effects=False
+    ) as pipe:
+        profile = TaskProfiler(pipe).profile(
+            loop.batches[0], num_rounds=rounds, pipelined=pipelined, loader=loop.loader
+        )
+        loop.progress("recording a timeline")
+        wanted = int(_TRACED_S / profile.baseline_s) if profile.baseline_s else _MOST_TRACED
+        steps = max(loop.gather(min(_MOST_TRACED, max(_LEAST_TRACED, wanted))))
+        batches = _batches(loop)
+        with LoopState(pipe.tasks, None, pipe.device).trial(), pipe.borrow():
+            pipe.run(islice(batches, _WARM_UP))
+            begin_s = time.process_time()
+            with pipe.trace() as trace:
+                pipe.run(islice(batches, steps))
+            cpu_s = (time.process_time() - begin_s) / steps
+    # Threads of OpenMP may use a core while they wait.
+    return _Measured(profile, trace, cpu_s if torch.get_num_threads() == 1 else 0.0)
+
+
+def _batches(loop: Loop) -> Iterator[Any]:
+    """Batches from the loader, begun again at its end, or the ones that there are."""
+    return chain.from_iterable(repeat(loop.batches if loop.loader is None else loop.loader))
+
+
+def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelinePlan:
+    """The plan, with a dependence of each task on itself that an earlier iteration's state needs.
+
+    Threads keep that order anyway, so a recording leaves it out; but it says what may not move.
+    """
+    written = [
+        (name, name, 1)
+        for name in inferred.schedule
+        if any(place.persistent for place in effects[name].writes)
+    ]
+    return replace(inferred, cross_iter_deps=(*inferred.cross_iter_deps, *written))
+
+
+def _ordered_like(inferred: PipelinePlan, plan: PipelinePlan) -> PipelinePlan:
+    """The inferred plan, with what another one says about the global order as well."""
+    ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
+    schedule = {
+        name: replace(entry, globally_ordered=entry.globally_ordered or name in ordered)
+        for name, entry in inferred.schedule.items()
+    }
+    return replace(inferred, schedule=schedule)
+
+
+def _tried(
+    loop: Loop, plan: PipelinePlan, profile: ProfileResult, rounds: int
+) -> tuple[PromisedChange, ...]:
+    """What is advised, with what the advised plans gave: last those that saved nothing."""
+    plans = {each.change: PipelinePlan.from_json(each.plan) for each in profile.advice if each.plan}
+    tried = _trial(loop, plan, plans, rounds)
+    changes = [PromisedChange(each, tried.get(each.change)) for each in profile.advice]
+    rank = {name: 0 if is_clear(saved) else 2 for name, saved in tried.items()}
+    return tuple(
+        sorted(changes, key=lambda one: (rank.get(one.advice.change, 1), -one.advice.saved_s))
+    )
+
+
+def _trial(
+    loop: Loop, plan: PipelinePlan, plans: Mapping[str, PipelinePlan], rounds: int
+) -> dict[str, Estimate]:
+    """How much shorter an iteration is under each of some plans, in turns with the present one."""
+    if plans:
+        loop.progress(f"trying {'; '.join(plans)}")
+    saved: dict[str, list[float]] = {change: [] for change in plans}
+    for turn in range(rounds if plans else 0):
+        own_s = try_plans(
+            loop.tasks,
+            {NOW: plan, **plans} if turn % 2 else {**plans, NOW: plan},
+            [loop.batches[turn % len(loop.batches)]],
+            device=loop.device,
+            context=loop.context,
+            loader=loop.loader,
+        )
+        all_s: list[Mapping[str, float]] = loop.gather(own_s)
+        step_s = {name: max(rank_s[name] for rank_s in all_s) for name in own_s}
+        for change in plans:
+            saved[change].append(step_s[NOW] - step_s[change])
+    return {change: mean_of(differences) for change, differences in saved.items()}
+
+
+def _others(plans: Mapping[str, PipelinePlan], present: PipelinePlan) -> dict[str, PipelinePlan]:
+    """Those that schedule the same tasks otherwise."""
+    return {
+        name: replace(one, tasks=())
+        for name, one in plans.items()
+        if {*one.schedule} == {*present.schedule} and dict(one.schedule) != dict(present.schedule)
+    }
+
+
+def _best(
+    loop: Loop,
+    plan: PipelinePlan,
+    plans: Mapping[str, PipelinePlan],
+    tried: Mapping[str, Estimate],
+    rounds: int,
+) -> tuple[PromisedChange, ...]:
+    """The plan that saved most, if that is more than nothing, and so again in a trial of its own.
+
+    Of several the best one has had luck, too.
+    """
+    name = max(tried, key=lambda name: tried[name].value_s, default="")
+    if not name or not is_clear(tried[name]):
+        return ()
+    again = _trial(loop, plan, {name: plans[name]}, rounds)[name]
+    if not is_clear(again):
+        return ()
+    words = f"run it under the ready-made plan {name}"
+    return (PromisedChange(Advice(words, "", *tried[name], "", "", plans[name].to_json()), again),)
+
+
+def _machine(loop: Loop) -> dict[str, str]:
+    return {
+        "device": str(loop.device or ("accelerator" if loop.has_streams else "cpu")),
+        "cores": str(cores()),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }

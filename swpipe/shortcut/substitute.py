@@ -1,0 +1,90 @@
+"""A task's outputs from elsewhere: from a function of the user's, or from given values.
+
+The task's function is not called, so nothing that it does outside the context happens::
+
+    with_=function      function(ctx) in its place; what it returns, if anything, is given values
+    with_=values        attribute to value, the same in each iteration
+
+Given tensors that require no grad are connected to the autograd graph as a replay's are
+(``swpipe.shortcut.graft``): to every attribute that requires grad, which then gets zeros.
+Parameters that the task alone uses get no gradient: only a run could tell which they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from swpipe._tensors.content import is_fixed
+from swpipe._tensors.pytree import map_tensors, tensors_in
+from swpipe.core.messages import listed, shown
+from swpipe.shortcut.graft import connect
+
+Substitute: TypeAlias = Callable[[Any], Any] | Mapping[str, Any]
+"""A function of the context, or attributes to values."""
+
+
+def substitute_of(tasks: Collection[str], given: Any) -> Callable[[Any], None]:
+    """A function of the context that stands for a task.
+
+    Raises:
+        TypeError: ``given`` is neither a function nor values.
+        ValueError: There is not one task that it could stand for.
+    """
+    if len(tasks) != 1:
+        named = listed([*tasks])
+        raise ValueError(f"with_ stands for one task, and here are {len(tasks)} ({named})")
+    (task,) = tasks
+    if callable(given):
+        return partial(_call, task, given)
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"shortcut of task {task!r}: with_ is {shown(given)}: give a function of the context, "
+            "or a dict of attributes and their values, such as {'x': tensor}"
+        )
+    _check_names(task, given)
+    return partial(_set, given)
+
+
+def _call(task: str, function: Callable[[Any], Any], ctx: Any) -> None:
+    made = function(ctx)
+    if made is not None and not isinstance(made, Mapping):
+        raise TypeError(
+            f"shortcut of task {task!r}: the function in its place returned {shown(made)}. It has "
+            "to set attributes of the context, or to return a dict of attributes and their values"
+        )
+    _check_names(task, made or {})
+    _set(made or {}, ctx)
+
+
+def _check_names(task: str, values: Mapping[Any, Any]) -> None:
+    for name in values:
+        if not (isinstance(name, str) and name.isidentifier()) or name == "iter_idx":
+            raise TypeError(
+                f"shortcut of task {task!r}: {shown(name)} among the values is no attribute that a "
+                "task sets"
+            )
+
+
+def _set(values: Mapping[str, Any], ctx: Any) -> None:
+    """Set attributes to values of their own: a later task may modify them in place."""
+    upstream = [t for t in tensors_in(vars(ctx).copy()) if t.requires_grad]
+
+    def fresh(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            return tensor  # connected by whoever gave it
+        own = tensor.clone()
+        if not (torch.is_grad_enabled() and upstream and own.dtype.is_floating_point):
+            return own
+        return connect([own], upstream, [torch.zeros_like(t.detach()) for t in upstream])[0]
+
+    def unshared(value: Any) -> Any:
+        return value if is_fixed(value) else copy.deepcopy(value)
+
+    for name, value in map_tensors(dict(values), fresh, unshared).items():
+        setattr(ctx, name, value)

@@ -1,0 +1,202 @@
+"""Where two runs of a loop begin to differ: the first task, iteration, attribute and element.
+
+Both sides run to the end, and keep a copy of what each task leaves::
+
+    a   loader ─ <pull> 0 ─ decode 0 ─ forward 0 ─ step 0 ─ <retire> 0 ─ <pull> 1 ─ ...
+    b   loader ─ <pull> 0 ─ decode 0 ─ forward 0 ─ step 0 ─ <retire> 0 ─ <pull> 1 ─ ...
+                                           │
+                     compared in the serial order, iteration by iteration
+
+A copy is made on the task's thread and stream, directly after the task, and looked at in the end:
+nothing waits that would not wait without it. Where a loop gives a ``state``, tasks that are not
+pure take turns, and the device is idle after each of them: a change of it is then some task's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from swpipe._engine.program import RETIRE
+from swpipe._state.generators import default_generators, set_default_generators
+from swpipe.core.messages import shown
+from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device, resolve
+from swpipe.pipeline import SWPipeline
+from swpipe.shortcut.changes import ContextWatch
+from swpipe.testing.compared_values import DELETED, copies, first_unequal, leaves_by_name
+from swpipe.testing.same_numbers import Loop, tasks_of
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of two runs.
+
+    Attributes:
+        iteration: From 0.
+        task: The task that left it; ``<pull>`` for a batch, and ``<retire>`` for the body of the
+            loop, or where the caller does not see what the tasks left.
+        attribute: Such as ``ctx.x['ids']``, or ``state()[0]['weight']`` for what the task changed.
+        element: Indices from 0 into a tensor; () for the value as a whole.
+        a: The value of the first side; it prints as "nothing" if it has none.
+        b: That of the second.
+    """
+
+    iteration: int
+    task: str
+    attribute: str
+    element: tuple[int, ...]
+    a: Any
+    b: Any
+
+    def __str__(self) -> str:
+        return (
+            f"iteration {self.iteration}, task {self.task!r}: {self.attribute}"
+            f"{[*self.element] or ''} is {shown(self.a)} in a, and {shown(self.b)} in b"
+        )
+
+
+def first_difference(
+    a: Callable[[], Loop],
+    b: Callable[[], Loop],
+    *,
+    iterations: int = 50,
+    device: Device | torch.device | str | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> Difference | None:
+    """Run two loops, and find the first place where they do not leave the same.
+
+    For two implementations of some tasks, or for one under two plans::
+
+        assert first_difference(make_loop, lambda: replace(make_loop(), plan=mine)) is None
+
+    Tasks with the same name are compared, in the order of ``a``, and what both sides hand to the
+    body of the loop. Both sides begin with the same states of the default random generators. All
+    that tasks leave is kept: use few iterations. Effects are not checked: the difference is what
+    shows them.
+
+    Args:
+        a: Makes the first loop with all that it changes, as for ``assert_same_numbers``.
+        b: Makes the second.
+        iterations: How many to run at most.
+        device: As for ``SWPipeline``.
+        rtol: Floating-point numbers are the same up to this share, as in ``torch.isclose``; 0 for
+            all bits.
+        atol: Or up to this.
+
+    Returns:
+        None if there is no difference.
+
+    Raises:
+        BaseException: What a task raises, with a note of where.
+    """
+    where = resolve(device)
+    begin = default_generators(where)
+    one = _Run(a(), where, iterations)
+    set_default_generators(where, begin)
+    other = _Run(b(), where, iterations)
+    tasks = [name for name in one.tasks if name in other.tasks]
+    for number in range(max(one.pulled, other.pulled)):
+        for task in (PULL, *tasks, RETIRE):
+            left, right = (run.left.get((number, task), {}) for run in (one, other))
+            if task == RETIRE:  # tasks that only one side has may leave more
+                left, right = _of_both(left, right), _of_both(right, left)
+            if found := first_unequal(left, right, rtol, atol):
+                return Difference(number, task, *found)
+    return None
+
+
+def _of_both(values: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: value for k, value in values.items() if k in other or k.startswith("state()")}
+
+
+class _Run:
+    """One side, run to its end.
+
+    Attributes:
+        tasks: Their names, in serial order.
+        pulled: How many batches there were.
+        left: (iteration, task) to the leaves that the task left, by name.
+    """
+
+    def __init__(self, loop: Loop, device: Device, iterations: int) -> None:
+        self.left: dict[tuple[int, str], dict[str, Any]] = {}
+        self.pulled = 0
+        self._state = _State(loop.state, device)
+        tasks = [self._recorded(each) for each in tasks_of(loop)]
+        plan = PipelinePlan.serial(tasks) if loop.plan is None else loop.plan
+        with SWPipeline(
+            plan, tasks, device=device, context=loop.context, check_effects=False
+        ) as pipe:
+            self.tasks = [each.name for each in pipe.tasks]
+            for ctx in pipe.iterate(self._batches(loop, iterations)):
+                left = copies(_attributes(ctx, [*vars(ctx)]))
+                with self._state.changes(left):
+                    loop.body(ctx)
+                self.left[ctx.iter_idx, RETIRE] = left
+            device.synchronize()
+
+    def _batches(self, loop: Loop, iterations: int) -> Iterator[Any]:
+        for batch in islice(loop.loader, iterations):
+            self.left[self.pulled, PULL] = copies(leaves_by_name({"ctx.batch": batch}))
+            self.pulled += 1
+            yield batch
+
+    def _recorded(self, task: PipelineTask) -> PipelineTask:
+        def run(ctx: Any) -> None:
+            left: dict[str, Any] = {}
+            if task.pure:
+                self._run(task, ctx, left)
+            else:
+                with self._state.changes(left):
+                    self._run(task, ctx, left)
+            self.left[ctx.iter_idx, task.name] = left
+
+        return replace(task, fn=run)
+
+    def _run(self, task: PipelineTask, ctx: Any, left: dict[str, Any]) -> None:
+        with ContextWatch(ctx) as watch:
+            task.fn(ctx)
+        left |= copies(_attributes(ctx, watch.changes.produced))
+        left |= {f"ctx.{name}": DELETED for name in watch.changes.deleted}
+
+
+def _attributes(ctx: Any, names: Iterable[str]) -> dict[str, Any]:
+    there = vars(ctx)
+    return leaves_by_name({f"ctx.{name}": there[name] for name in names if name in there})
+
+
+class _State:
+    """What a loop changes outside its contexts, as it was after the last task."""
+
+    def __init__(self, get: Callable[[], Any], device: Device) -> None:
+        self._get, self._device = get, device
+        self._turn = threading.Lock()
+        self._last = copies(self._now())
+
+    def _now(self) -> dict[str, Any]:
+        return leaves_by_name({"state()": self._get()})
+
+    @contextmanager
+    def changes(self, into: dict[str, Any]) -> Iterator[None]:
+        """Add what the block changes to ``into``; one block at a time."""
+        if self._get is list:
+            yield
+            return
+        with self._turn:
+            yield
+            self._device.synchronize()
+            now = self._now()
+            for name in {**self._last, **now}:
+                leaf = now.get(name, DELETED)
+                if first_unequal({name: self._last.get(name, DELETED)}, {name: leaf}):
+                    into |= copies({name: leaf})
+                    self._last[name] = into[name]

@@ -1,0 +1,85 @@
+"""Plans that are tried: what was measured of each, which one is chosen, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from swpipe.core.costs import CostModel
+from swpipe.core.messages import in_ms
+from swpipe.core.plan import PipelinePlan
+
+_TRUSTED = 0.1  # relative error of a prediction that is still trusted
+_LOCKED = 0.9  # part of the interval for which the interpreter lock is held, where it limits
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that is tried. All times are microseconds per iteration.
+
+    Attributes:
+        name: ``serial``, the name of a ready-made plan, or how the plan was made.
+        plan: The plan.
+        predicted_us: What the simulator predicts.
+        why: Sentences about the plan.
+        rounds_us: What was measured, a figure per round. All candidates run in each round.
+    """
+
+    name: str
+    plan: PipelinePlan
+    predicted_us: float
+    why: tuple[str, ...] = ()
+    rounds_us: tuple[float, ...] = ()
+
+    @property
+    def interval_us(self) -> float:
+        """The median over the rounds."""
+        return median(self.rounds_us)
+
+    @property
+    def spread_us(self) -> float:
+        """Half the range over the rounds."""
+        return (max(self.rounds_us) - min(self.rounds_us)) / 2
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """The first candidate, the simplest first, that none beats by more than the two's spread."""
+    best = min(candidates, key=lambda each: each.interval_us)
+    return next(
+        each
+        for each in candidates
+        if each.interval_us - best.interval_us <= max(each.spread_us, best.spread_us)
+    )
+
+
+def explain(
+    candidates: Sequence[Candidate], chosen: Candidate, alone: CostModel
+) -> tuple[str, ...]:
+    """Why a candidate was chosen, what limits it, and whether its prediction is to be trusted.
+
+    ``alone`` has costs measured one task at a time: only these have the times of the lock.
+    """
+    best, serial = min(candidates, key=lambda each: each.interval_us), candidates[0]
+    took_us, why = chosen.interval_us, list(chosen.why)
+    if chosen is serial:
+        why.append("No plan is faster than the serial one by more than the spread of the trial.")
+    else:
+        gain = 1 - took_us / serial.interval_us
+        why.append(f"It takes {gain:.1%} less time per iteration than the serial plan.")
+        if chosen is not best:
+            why.append(f"{best.name} is not faster by more than the spread, and less simple.")
+    if abs(chosen.predicted_us - took_us) > max(chosen.spread_us, _TRUSTED * took_us):
+        why.append(
+            f"Do not trust the prediction: {in_ms(chosen.predicted_us)} predicted, "
+            f"{in_ms(took_us)} measured."
+        )
+    locked_us = {name: cost.gil_us for name, cost in alone.tasks.items()}
+    held_us = sum(locked_us.values())
+    if held_us > _LOCKED * took_us:
+        most = max(locked_us, key=lambda name: locked_us[name])
+        why.append(
+            f"The interpreter lock limits the interval: tasks hold it for {in_ms(held_us)}, {most} "
+            "the longest, and threads cannot share it; use processes (DataLoader workers)."
+        )
+    return tuple(why)

@@ -1,0 +1,64 @@
+"""`swpipe diff`: two saved profiles, and an exit code for a job that checks them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swpipe.profiler import ProfileResults
+from swpipe.profiler.other_load import OtherLoad
+from tests.cli.test_cli import refused, run
+from tests.profiler.test_result import OTHER, RESULT
+
+
+@pytest.mark.parametrize(
+    ("after_s", "code", "says"),
+    [
+        (0.0135, 1, "8.0% ± 2.8% longer"),
+        (0.0127, 0, "no difference of iterations beyond ± 2.8%"),
+        (0.0090, 0, "28.0% ± 2.8% shorter"),
+    ],
+)
+def test_a_regression_beyond_the_interval_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], after_s: float, code: int, says: str
+) -> None:
+    """A difference within it does not; nor does a gain."""
+    ProfileResults([RESULT]).save(tmp_path / "before.json")
+    replace(RESULT, baseline_s=after_s).save(tmp_path / "after.json")  # one result is as good
+    assert run("diff", tmp_path / "before.json", tmp_path / "after.json") == code
+    out = capsys.readouterr().out
+    assert f"batch 0: iterations are {says}" in out or f"batch 0: {says}" in out
+    assert "saved ms" in out
+
+
+def test_one_batch_of_several_that_is_slower_counts(tmp_path: Path) -> None:
+    """Each batch has its own table."""
+    ProfileResults([RESULT, OTHER]).save(tmp_path / "before.json")
+    slower = replace(OTHER, baseline_s=0.03)
+    ProfileResults([RESULT, slower]).save(tmp_path / "after.json")
+    assert run("diff", tmp_path / "before.json", tmp_path / "after.json") == 1
+    assert run("diff", tmp_path / "after.json", tmp_path / "before.json") == 0
+
+
+def test_a_busy_machine_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the file that was measured on it."""
+    RESULT.save(tmp_path / "before.json")
+    replace(RESULT, other_load=OtherLoad(1.5, 2)).save(tmp_path / "after.json")
+    assert run("diff", tmp_path / "before.json", tmp_path / "after.json") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "after.json: the machine is busy: other processes use 1.5 of 2 cores" in first
+
+
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, and with 2: it is no regression."""
+    RESULT.save(tmp_path / "before.json")
+    OTHER.save(tmp_path / "after.json")
+    (tmp_path / "odd.json").write_text('{"batch": 3}')
+    files = tmp_path / "before.json", tmp_path / "after.json"
+    assert "diff: the profiles are of different batches" in refused(capsys, "diff", *files)
+    for name in ("odd.json", "gone.json"):
+        assert name in refused(capsys, "diff", tmp_path / "before.json", tmp_path / name)

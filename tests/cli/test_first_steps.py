@@ -1,0 +1,147 @@
+"""What a new user types first: the demo with torch alone, README's first script, an own loop."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import IterContext, PipelineTask, TypedContext
+from swpipe.cli import app
+from tests.cli.test_cli import refused, run
+from tests.docs.pages import ROOT, python_blocks
+from tests.support.scripts import Script, Scripts
+
+
+class Typed(TypedContext):
+    loss: torch.Tensor
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A module ``my_loop`` with loops; how often one was asked for."""
+    calls: list[int] = []
+
+    def loop(batches: Any = (1.0, 2.0, 3.0) * 8, log: bool = True) -> tuple[Any, ...]:
+        calls.append(1)
+        weight = torch.ones(1, requires_grad=True)
+
+        def train(ctx: IterContext) -> None:
+            (weight * ctx.x).backward()
+            with torch.no_grad():
+                weight.sub_(0.01 * weight.grad)
+            if log:
+                ctx.loss = weight.detach() * 1
+
+        decode = PipelineTask("decode", lambda ctx: setattr(ctx, "x", ctx.batch * 2), pure=True)
+        return [decode, PipelineTask("train", train)], batches
+
+    module: Any = ModuleType("my_loop")
+    module.loop = loop
+    module.typed = lambda: (*loop(), Typed)
+    module.endless = lambda: loop(iter([1.0] * 5))
+    module.empty = lambda: loop([])
+    module.silent = lambda: loop(log=False)
+    monkeypatch.setitem(sys.modules, "my_loop", module)
+    return calls
+
+
+def out(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["loop", "typed"])
+def test_train_trains_a_loop_of_ones_own(
+    capsys: pytest.CaptureFixture[str], own: list[int], tmp_path: Path, name: str
+) -> None:
+    """Once through its data, under each plan anew; speed, losses and whether they are equal."""
+    timeline = tmp_path / "timeline.json"
+    args = ("--workload", f"my_loop:{name}", "--compare", "serial,serial", "--timeline", timeline)
+    assert run("train", *args) == 0
+    said = out(capsys)
+    assert re.search(r"^serial +24 .* 0\.\d+ to -?\d+\.\d+$", said, re.MULTILINE)
+    assert re.search(r"^serial \(2\) over serial: .* bit-equal: 24 losses$", said, re.MULTILINE)
+    assert len(own) == 3  # one for the plan, and one for each run
+    assert timeline.exists()
+
+
+def test_train_makes_a_plan_for_a_loop_of_ones_own(
+    capsys: pytest.CaptureFixture[str], own: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``auto``, beside the serial one."""
+    monkeypatch.setattr("swpipe.tuning.autotuning.EFFORT", 0.1)
+    args = ("--workload", "my_loop:loop", "--compare", "serial,auto", "--steps", 6)
+    assert run("train", *args) == 0
+    said = out(capsys)
+    assert "auto over serial: " in said
+    assert "bit-equal: 6 losses" in said
+
+
+def test_train_tells_what_a_loop_of_ones_own_lacks(
+    capsys: pytest.CaptureFixture[str], own: list[int]
+) -> None:
+    """A length, a batch; a loss it may lack."""
+    told = refused(capsys, "train", "--workload", "my_loop:endless")
+    assert "--steps: say how many; the workload's batches have no length" in told
+    told = refused(capsys, "train", "--workload", "my_loop:empty", "--steps", 3)
+    assert "plan serial: the workload gives no batch; return some" in told
+    assert run("train", "--workload", "my_loop:silent", "--compare", "serial,serial") == 0
+    assert "no ctx.loss to compare" in out(capsys)
+
+
+@pytest.mark.slow
+def test_the_demo_runs_with_torch_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On generated images, where the click job's packages, and those for pictures, are missing."""
+    monkeypatch.setattr(app, "find_spec", lambda name: None)
+    assert run("demo", "--directory", tmp_path, "--steps", 24) == 0
+    said = out(capsys)
+    assert "Training the same model (images) under both plans" in said
+    assert "bit-equal: 24 losses and 6 parameters" in said
+    assert {path.name for path in tmp_path.iterdir()} == set(app.DEMO_FILES)
+
+
+def test_the_image_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loss falls, so that the demo shows training."""
+    assert run("train", "--workload", "images", "--plan", "serial", "--steps", 30) == 0
+    first, last = map(float, re.findall(r"(\d\.\d+) to (\d\.\d+)$", out(capsys), re.MULTILINE)[0])
+    assert last < first / 2
+
+
+@pytest.mark.slow
+def test_readmes_first_script_runs_alone_and_prints(scripts: Scripts, tmp_path: Path) -> None:
+    """Pasted as it is: a loop before and after ``overlap``."""
+    block, *_ = python_blocks(ROOT / "README.md")
+    assert "swpipe.overlap(" in block.code
+    script = tmp_path / "pasted.py"
+    script.write_text(block.code)
+    done = scripts.run(Script(path=str(script), folder=str(tmp_path)), deadline_s=120)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"before \d+, after \d+ steps per second\n", done.stdout)
+
+
+def test_a_package_index_can_show_the_readme() -> None:
+    """It has no picture and no link to a file, which would lead nowhere there."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)|<img ", text) == []
+    paths = re.findall(r"`(docs/[\w/.-]+)`", text)
+    assert len(paths) > 8
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_guide_shows_no_figures_that_say_nothing() -> None:
+    """No excuse for a busy machine, and no change whose interval contains 0 as if it were one."""
+    found = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        found += [f"{page.name}: {words}" for words in re.findall("machine was busy[^.]*", text)]
+        for saved, spread in re.findall(r"saves (-?[\d.]+) ± ([\d.]+)", text):
+            if float(saved) <= float(spread):
+                found.append(f"{page.name}: saves {saved} ± {spread}")
+    assert found == []

@@ -1,0 +1,112 @@
+"""A limit to memory: kept, and what it costs is told.
+
+More of them, as ``python -m tests.planning.modulo.test_memory_limit FIRST COUNT``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.task_memory import Block, TaskMemory
+from swpipe.errors import PlanError
+from swpipe.planning import auto_plan
+from swpipe.planning.simulation.simulator import peak_of
+from tests.support.memory_work import MemoryWork
+
+MIB = 2**20
+
+
+class Limited(NamedTuple):
+    """A plan under a limit: bytes, and microseconds per iteration."""
+
+    limit: int
+    held: int
+    ii_us: float
+    free_us: float
+
+
+def held_by(plan: PipelinePlan, costs: CostModel) -> int:
+    found = peak_of(plan, costs, streams=False)
+    assert found is not None
+    return found.bytes
+
+
+def limited(seed: int) -> Limited:
+    """A random plan under a limit between what it holds without one and the smallest peak."""
+    work = MemoryWork(seed)
+    free = auto_plan(work.plan, work.costs, streams=False, effort=0.02)
+    most = held_by(free.plan, work.costs)
+    with pytest.raises(PlanError, match="the smallest peak found is") as refused:
+        auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=1)
+    least = int(str(refused.value).rpartition(" bytes: ")[0].rpartition(" ")[2])
+    limit = (least + most) // 2
+    found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=limit)
+    return Limited(limit, held_by(found.plan, work.costs), found.ii_us, free.ii_us)
+
+
+def test_random_plans_keep_the_limit() -> None:
+    """Where a plan is refused, the smallest peak that it names can be had."""
+    found = {seed: limited(seed) for seed in range(12)}
+    assert {seed: one for seed, one in found.items() if one.held > one.limit} == {}
+
+
+@pytest.mark.parametrize(
+    ("seed", "limit", "ii_us"),
+    [
+        pytest.param(4, 120832, 92.2, id="another schedule, of fewer iterations in flight"),
+        pytest.param(37, 112640, 136.1, id="the same schedule, with less depth"),
+    ],
+)
+def test_both_ways_to_hold_less_are_taken(seed: int, limit: int, ii_us: float) -> None:
+    """Without the first, no plan fits; without the second, one of 168.9 us."""
+    work = MemoryWork(seed)
+    found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=limit)
+    assert held_by(found.plan, work.costs) <= limit
+    assert found.ii_us == pytest.approx(ii_us, abs=0.1)
+
+
+def two_tasks() -> tuple[PipelinePlan, CostModel]:
+    """One reads for as long as the other one works, and leaves a MiB."""
+    memory = TaskMemory((Block("read", "work", MIB, "x"),))
+    costs = CostModel({"read": TaskCost(100), "work": TaskCost(100)}, memory=memory)
+    plan = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
+    return plan, costs
+
+
+def test_what_a_limit_costs_is_told() -> None:
+    """Under 1 MiB nothing overlaps."""
+    plan, costs = two_tasks()
+    free = auto_plan(plan, costs, streams=False)
+    assert held_by(free.plan, costs) == 2 * MIB
+    found = auto_plan(plan, costs, streams=False, max_bytes=MIB)
+    assert held_by(found.plan, costs) == MIB
+    assert found.ii_us == pytest.approx(200)
+    assert "The limit of 1 MiB costs 0.100 ms per iteration: without it 0.100 ms." in found.why
+    same = auto_plan(plan, costs, streams=False, max_bytes=2 * MIB)
+    assert same.plan == free.plan
+    assert same.why[:-1] == free.why
+
+
+def test_limits_that_cannot_be_kept_are_refused() -> None:
+    """With the smallest peak, or with what is missing."""
+    plan, costs = two_tasks()
+    with pytest.raises(PlanError, match="smallest peak found is 1 MiB, 1048576 bytes"):
+        auto_plan(plan, costs, streams=False, max_bytes=MIB - 1)
+    with pytest.raises(PlanError, match="max_bytes needs what the tasks hold"):
+        auto_plan(plan, replace(costs, memory=None), streams=False, max_bytes=1)
+    with pytest.raises(PlanError, match="max_bytes is 0: give a number of bytes"):
+        auto_plan(plan, costs, streams=False, max_bytes=0)
+
+
+if __name__ == "__main__":
+    first, count = map(int, sys.argv[1:])
+    for seed in range(first, first + count):
+        one = limited(seed)
+        flag = "BROKEN" if one.held > one.limit else ""
+        print(f"{seed}: {one} {one.ii_us / one.free_us - 1:+.0%} {flag}", flush=True)

@@ -1,0 +1,96 @@
+"""What a plan is predicted to hold at most, against what the engine is seen to hold.
+
+More of them, as ``python -m tests.planning.simulation.test_peak_memory FIRST COUNT ORDERS``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.task_memory import Block, TaskMemory
+from swpipe.errors import PlanError
+from swpipe.planning import simulate
+from tests.support.memory_work import MemoryWork
+
+ORDERS = 2
+"""In which threads that can run at one moment go."""
+
+
+def peaks(seed: int, orders: int) -> tuple[int, list[int]]:
+    """What is predicted of a random plan, and what it holds in several orders."""
+    work, measured = MemoryWork(seed), []
+    for order in range(orders):
+        work.run(order)
+        measured.append(work.live.peak)
+    return work.predicted(streams=False).bytes, measured
+
+
+def is_wrong(predicted: int, measured: list[int]) -> bool:
+    """Whether some order holds more, or none nearly as much."""
+    return not 0.9 * predicted <= max(measured) <= predicted
+
+
+def test_random_plans_hold_what_is_predicted() -> None:
+    """No order of what happens at one moment holds more, and one holds nearly as much."""
+    found = {seed: peaks(seed, ORDERS) for seed in range(30)}
+    assert {seed: each for seed, each in found.items() if is_wrong(*each)} == {}
+
+
+def three_tasks(depth: int) -> tuple[PipelinePlan, CostModel]:
+    """A thread reads 1 MiB in 1 us, which the other one needs for 100 us to be done with."""
+    memory = TaskMemory((Block("read", "", 2**20, "x"), Block("work", "", 2**10)), {"work": 2**19})
+    costs = CostModel(
+        {"read": TaskCost(1), "work": TaskCost(99), "log": TaskCost(1)}, memory=memory
+    )
+    schedule = {"read": TaskSchedule(0, thread_group="io"), "work": TaskSchedule(1)}
+    schedule["log"] = TaskSchedule(1)
+    deps = [("work", "read"), ("log", "work")]
+    return PipelinePlan(schedule, deps=deps, pipeline_depth=depth), costs
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_each_iteration_in_flight_holds_its_own(depth: int) -> None:
+    """The thread that is ahead has read for as many iterations as the depth allows."""
+    plan, costs = three_tasks(depth)
+    found = simulate(plan, costs, streams=False).memory
+    assert found is not None
+    assert found.bytes == depth * 2**20 + 2**10 + 2**19
+    assert found.iterations == depth
+    assert found.format() == (
+        f"memory: at most {depth + 0.501:.4g} MiB in {depth} iterations; the largest: "
+        f"ctx.x of read {depth} MiB ({depth} iterations), work while it runs 512 KiB "
+        "(1 iteration), other memory of work 1 KiB (1 iteration)"
+    )
+    assert found.format() in simulate(plan, costs, streams=False).format()
+
+
+def test_memory_of_other_tasks_is_refused() -> None:
+    """A name that the plan lacks, rather than a peak without it."""
+    plan, costs = three_tasks(2)
+    memory = TaskMemory((Block("reed", "", 1),))
+    with pytest.raises(PlanError, match="memory is given for tasks reed: measure"):
+        simulate(plan, CostModel(costs.tasks, memory=memory), streams=False)
+
+
+def test_a_plan_with_streams_holds_what_a_task_removes() -> None:
+    """Until the iteration is retired; without streams until the end of that task."""
+    plan, costs = three_tasks(2)
+    memory = TaskMemory((Block("read", "work", 2**20, "x", removed=True), Block("log", "", 2**20)))
+    costs = CostModel(costs.tasks, memory=memory)
+    alone = PipelinePlan.serial(plan.schedule)
+    on_stream = {**alone.schedule, "read": TaskSchedule(stream="copy")}
+    for schedule, streams, size in ((alone.schedule, True, 1), (on_stream, True, 2)):
+        found = simulate(PipelinePlan(schedule, order=[*schedule]), costs, streams=streams).memory
+        assert found is not None
+        assert found.bytes == size * 2**20
+
+
+if __name__ == "__main__":
+    first, count, orders = map(int, sys.argv[1:])
+    for seed in range(first, first + count):
+        if is_wrong(*(found := peaks(seed, orders))):
+            print(seed, *found, flush=True)

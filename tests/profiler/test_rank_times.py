@@ -1,0 +1,91 @@
+"""Several ranks: who is slow, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from swpipe.profiler import ProfileResult, ProfileResults
+from swpipe.profiler.rank_times import RankTimes, rank_waits
+from tests.profiler.test_result import RESULT
+
+TASKS = ("read", "forward", "backward")
+
+
+def rank(number: int, read_ms: float, waits_ms: float) -> RankTimes:
+    """A rank that reads for so long, and waits for so long in the forward's collective."""
+    host_s = {"read": read_ms / 1e3, "forward": (4 + waits_ms) / 1e3, "backward": 4e-3}
+    return RankTimes(
+        rank=number,
+        baseline_s=0.0125,
+        exposed_s={"read": read_ms / 1e3, "forward": 0.008, "backward": 0.004},
+        spread_s=dict.fromkeys(TASKS, 1e-4),
+        host_s=host_s,
+        error_s=dict.fromkeys(TASKS, 1e-4),
+        # Without the forward, its gradients are not exchanged; that is no wait.
+        in_others_s={
+            "read": {"forward": waits_ms / 1e3},
+            "forward": {"backward": 4e-3},
+            "backward": {},
+        },
+    )
+
+
+RANKS = (rank(0, 2, 5.5), rank(1, 8, 0.0), rank(2, 5, 3))
+
+VIEW = """\
+over 3 ranks      exposed ms                     host ms
+                      median    worst    rank     median    worst    rank
+--------------  ------------  -------  ------  ---------  -------  ------
+iteration             12.500   12.500       0
+read                   5.000    8.000       1      5.000    8.000       1
+forward                8.000    8.000       0      7.000    9.500       0
+backward               4.000    4.000       0      4.000    4.000       0
+rank 0 waits for rank 1: 5.500 ± 0.283 ms per iteration, in forward 5.500; rank 1 takes longer in read 6.000
+rank 2 waits for rank 1: 3.000 ± 0.283 ms per iteration, in forward 3.000; rank 1 takes longer in read 3.000
+"""  # noqa: E501
+
+
+def test_the_median_the_worst_and_who_waits_for_whom() -> None:
+    """What takes a rank longer is what others wait for, wherever they do.
+
+    The forward takes rank 0 longest, since it waits there: that is no reason for anyone to wait.
+    """
+    result = replace(RESULT, ranks=RANKS, collectives=("forward", "backward"))
+    for text in (result.format_report(), ProfileResults([result]).format_report()):
+        assert VIEW in "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    (first, second) = result.rank_waits
+    assert (first.rank, first.waits_for, first.waits_in) == (
+        0,
+        1,
+        {"forward": pytest.approx(5.5e-3)},
+    )
+    assert (second.rank, second.longer_there) == (2, {"read": pytest.approx(3e-3)})
+    assert ProfileResult.from_json(result.to_json()) == result
+
+
+def test_a_difference_within_the_error_is_no_wait() -> None:
+    """Nor is a small part of an iteration, nor a longer read that nobody waits for."""
+    close = (rank(0, 2, 0.2), rank(1, 8, 0.0))
+    assert rank_waits(close, ("forward", "backward")) == ()
+    noisy = tuple(replace(of, error_s=dict.fromkeys(TASKS, 5e-3)) for of in RANKS)
+    assert rank_waits(noisy, ("forward", "backward")) == ()
+    assert rank_waits(RANKS, ()) == ()
+    text = replace(RESULT, ranks=close, collectives=("forward", "backward")).format_report()
+    assert "no rank waits for another by more than the measurement's error" in text
+
+
+def test_one_rank_has_no_view() -> None:
+    """The report says nothing of ranks."""
+    assert RESULT.rank_waits == ()
+    assert "rank" not in RESULT.format_report()
+
+
+def test_a_damaged_rank_is_refused() -> None:
+    """As other damaged parts are."""
+    data = json.loads(replace(RESULT, ranks=RANKS).to_json())
+    del data["ranks"][1]["host_s"]
+    with pytest.raises(ValueError, match="a part of a profile result is damaged"):
+        ProfileResult.from_dict(data)

@@ -1,0 +1,193 @@
+"""A report's page holds all that it shows, needs nothing else, and works in a browser."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from swpipe import report
+from swpipe.profiler import ProfileResult
+from swpipe.profiler.other_load import OtherLoad
+from swpipe.profiler.rank_times import RankTimes
+from swpipe.profiler.spread import Estimate
+from swpipe.reporting import StepReport
+from tests.reporting.loops import image_loop
+from tests.support.browser import DARK, LIGHT, browse, needs_chromium, seen
+from tests.support.virtual_clock import TimedHost, tell_time
+
+needs_plotly = pytest.mark.skipif(find_spec("plotly") is None, reason="needs swpipe[report]")
+
+SECTIONS = ("verdict", "next", "parts", "exposed", "timeline", "changes", "ranks", "about")
+
+PROBE = """
+    const box = id => document.getElementById(id).getBoundingClientRect();
+    const timeline = document.getElementById("swpipe-timeline");
+    const range = () => timeline._fullLayout.xaxis.range.map(Math.round);
+    const names = [...timeline.querySelectorAll(".bartext")].map(each => each.textContent);
+    const first = range();
+    Plotly.Fx.hover(timeline, [{curveNumber: 1, pointNumber: 1}]);
+    const told = timeline.querySelector(".hovertext").textContent;
+    await Plotly.relayout(timeline, {"xaxis.range": [0, 5]});
+    const color = of => getComputedStyle(of).getPropertyValue("background-color");
+    return {
+        empty: SECTIONS.filter(id => box(id).height < 20 || box(id).width < 200),
+        below: box("verdict").bottom, wide: document.body.scrollWidth, first, told, names,
+        zoomed: range(), resources: performance.getEntriesByType("resource").map(e => e.name),
+        bars: document.querySelectorAll("#swpipe-exposed .point").length,
+        intervals: document.querySelectorAll("#swpipe-exposed .xerror").length,
+        paper: color(document.body),
+        ink: getComputedStyle(timeline.querySelector(".x2tick text")).fill,
+        plan: await (await fetch(document.querySelector("#next a").href)).json(),
+        total: document.querySelector("tfoot").textContent,
+    };
+""".replace("SECTIONS", str(list(SECTIONS)))
+
+
+@pytest.fixture(scope="module")
+def found() -> StepReport:
+    """The report on a loop that waits for its input, as if there were ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        host = TimedHost()
+        tell_time(patch, host)
+        made = report(image_loop(host, decode=12, train=7), range(8), name="images")
+    return replace(made, profile=replace(made.profile, ranks=tuple(map(_on, (0, 1)))))
+
+
+def _on(rank: int) -> RankTimes:
+    """Rank 1 decodes longer; without that, rank 0 takes less in train, a collective."""
+    host_s = {"decode": 0.012 + 0.004 * rank, "train": 0.007}
+    zero = {"decode": 0.0, "train": 0.0}
+    less = {"decode": {"train": 0.004 * (1 - rank)}, "train": {}}
+    return RankTimes(rank, 0.02 + 0.005 * rank, host_s, zero, host_s, zero, less)
+
+
+@needs_chromium
+@needs_plotly
+def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
+    """No error, no request, every element; the timeline is named, told on hover, and zooms."""
+    value, errors = seen(found.to_html(), tmp_path, PROBE, *LIGHT, "--window-size=1100,900")
+    assert errors == []
+    assert "failed" not in value, value
+    assert value["empty"] == []
+    assert value["resources"] == []
+    assert value["below"] < 400  # verdict, ceiling and next step are seen first
+    assert value["wide"] <= 1100
+    assert value["first"] == [0, 80]  # four iterations of 20 ms
+    assert value["told"] == "train of iteration 3: 7.000 ms"
+    assert {name[:5] for name in value["names"]} >= {"train", "decod"}
+    assert value["zoomed"] == [0, 5]
+    assert (value["bars"], value["intervals"]) == (3, 3)
+    assert value["plan"]["schedule"]["decode"] == {"thread_group": "decode"}
+    assert "20.0" in value["total"]
+    assert "100%" in value["total"]
+    assert value["paper"] == "rgb(255, 255, 255)"
+
+
+@needs_chromium
+@needs_plotly
+def test_the_page_can_be_read_in_the_dark_and_on_paper(found: StepReport, tmp_path: Path) -> None:
+    """The charts change with the page; printed, all of it is there."""
+    value, errors = seen(found.to_html(), tmp_path, PROBE, *DARK)
+    assert errors == []
+    assert _light(value["paper"]) < 60
+    assert _light(value["ink"]) > 200
+    browse(found.to_html(), tmp_path, f"--print-to-pdf={tmp_path / 'page.pdf'}", *DARK)
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+
+def _light(color: str) -> float:
+    """How light a color is, from 0 to 255."""
+    levels = re.findall(r"\d+", color)[:3]
+    return sum(map(int, levels)) / 3
+
+
+def test_the_page_needs_nothing_else(found: StepReport) -> None:
+    """All that it refers to is within; its plans can be downloaded from it."""
+    page = found.to_html()
+    markup = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
+    refers = re.findall(r'(?:src|href)="([^"]*)"', markup)
+    assert {each.partition(":")[0] for each in refers} == {"data"}
+    assert 'download="plan-1.json"' in markup
+    assert "Input-bound" in markup
+    assert "Run decode on a thread of its own, one iteration ahead." in markup
+
+
+def test_without_plotly_the_page_has_pictures(
+    found: StepReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without matplotlib, text."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("swpipe.reporting.charts.find_spec", lambda name: None)
+    page = found.to_html()
+    assert page.count("<svg") == 2
+    assert "<script" not in page
+    assert "decode" in page
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "▌decode" in found.to_html()
+
+
+def test_what_users_name_is_shown_as_it_is(found: StepReport) -> None:
+    """A name is no markup, whatever it contains."""
+    name = 'a<b>&"</script>'
+    assert name not in replace(found, name=name).to_html()
+    assert "a&lt;b&gt;&amp;" in replace(found, name=name).to_html()
+
+
+def test_findings_come_before_all_else(found: StepReport) -> None:
+    """Each with its place and its mend."""
+
+    class Finding:
+        place, text, mend = "loop.py:7, train", ".item() waits for the device", "log every 100"
+
+    page = replace(found, findings=(Finding(),)).to_html()
+    assert page.index("loop.py:7") < page.index("Where the step goes")
+    assert "log every 100" in page
+    assert "What keeps work from overlapping" not in replace(found, findings=()).to_html()
+
+
+def test_a_page_says_which_rank_waits_for_which(found: StepReport) -> None:
+    """And where the worst rank is; without other ranks there is no such section."""
+    profile = replace(found.profile, collectives=("train",))
+    page = replace(found, profile=profile).to_html()
+    assert "rank 0 waits for rank 1: 4.000" in page
+    assert "No rank waits" in found.to_html()
+    assert re.search("<th>step</th><td>22.5</td><td>25.0</td><td>1</td>", page)
+    alone = replace(found, profile=replace(profile, ranks=())).to_html()
+    assert 'id="ranks"' not in alone
+
+
+def test_a_busy_machine_comes_first(found: StepReport) -> None:
+    """What was measured is too long then."""
+    busy = replace(found, profile=replace(found.profile, other_load=OtherLoad(1.5, 2)))
+    assert "The machine is busy: other processes use 1.5 of 2 cores" in busy.to_html()
+    idle = replace(found, profile=replace(found.profile, other_load=OtherLoad(0.1, 2)))
+    assert "machine is busy" not in idle.to_html()
+
+
+def test_a_promise_that_was_not_kept_is_told(found: StepReport) -> None:
+    """Beside what the trial gave."""
+    first = replace(found.changes[0], tried=Estimate(0.001, 0.0001))
+    assert "1.00 ± 0.10 ms, not as promised" in replace(found, changes=(first,)).to_html()
+    assert "not as promised" not in found.to_html()
+
+
+def test_a_difference_between_removal_and_part_is_explained(found: StepReport) -> None:
+    """In the row of the task: what hides it, or what it slows."""
+
+    def page(**raw_ms: float) -> str:
+        raw_s = {**found.profile.raw_s, **{name: ms / 1e3 for name, ms in raw_ms.items()}}
+        profile: ProfileResult = replace(found.profile, raw_s=raw_s)
+        return replace(found, profile=profile).to_html()
+
+    assert "agrees with its part for 3 of 3 tasks." in page()
+    assert "something else takes as long" in page(decode=4)
+    assert "others take less without it" in page(decode=18)
+    assert "agrees with its part for 2 of 3 tasks; the table says why not for decode." in page(
+        decode=18
+    )

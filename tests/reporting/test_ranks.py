@@ -1,0 +1,51 @@
+"""A report on two ranks: one page about the slowest, with the median and the worst of each task."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from swpipe import IterContext, PipelinePlan, report, task
+from swpipe.reporting import StepReport
+from tests.support.ranks import Ranks
+
+
+def _report_on_rank() -> StepReport:
+    """A loop in which rank 1 reads longer, and rank 0 waits for it in a collective."""
+    rank = dist.get_rank()
+
+    @task(pure=True)
+    def read(ctx: IterContext) -> None:
+        time.sleep(0.012 if rank else 0.004)
+        ctx.x = torch.ones(4)
+
+    @task(pure=True)
+    def exchange(ctx: IterContext) -> None:
+        ctx.received = ctx.x.clone()
+        dist.all_reduce(ctx.received)
+
+    @task
+    def train(ctx: IterContext) -> None:
+        time.sleep(0.012)
+        dist.all_reduce(ctx.received)
+
+    return report([read, exchange, train], range(8), rounds=2, device="cpu")
+
+
+def test_a_report_on_two_ranks(two_ranks: Ranks) -> None:
+    """Both have the same report; a table tells on which rank each task is slowest."""
+    first, second = two_ranks.run(_report_on_rank)
+    assert first.verdict == second.verdict
+    assert first.changes == second.changes
+    ranks = first.profile.ranks
+    assert [of.rank for of in ranks] == [0, 1]
+    assert ranks[1].host_s["read"] > ranks[0].host_s["read"]
+    assert max(of.baseline_s for of in ranks) == first.profile.baseline_s
+    for change in first.changes:
+        if change.advice.plan:  # one that was tried: its collectives came in one order
+            tried = PipelinePlan.from_json(change.advice.plan).schedule
+            assert tried["exchange"].globally_ordered
+            assert tried["train"].globally_ordered
+    assert "Ranks" in first.to_html()

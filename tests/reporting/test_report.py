@@ -1,0 +1,260 @@
+"""A report says what bounds a loop, what overlap can gain, and what to do next; and it is so."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, report, task
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning import simulate
+from swpipe.reporting import measuring
+from swpipe.reporting.step_parts import Roles, step_parts
+from swpipe.reporting.verdict import costs_of
+from tests.reporting.loops import Batches, image_loop
+from tests.support.virtual_clock import TimedHost
+
+MS = 1e-3
+
+
+def test_a_loop_that_waits_for_its_input(host: TimedHost) -> None:
+    """Verdict, ceiling and next step; and the first advice gives what it promises."""
+    found = report(image_loop(host, decode=12, train=7), range(8), name="images")
+    assert found.verdict.bound == "input-bound"
+    assert "decode" in found.verdict.why
+    assert found.profile.baseline_s == pytest.approx(20 * MS)
+    # Decoding alone takes 12 ms, on a thread of its own.
+    assert found.ceiling.floor_s == pytest.approx(12 * MS)
+    assert found.ceiling.share == pytest.approx(0.4)
+    first = found.changes[0]
+    assert found.next_step == "Run decode on a thread of its own, one iteration ahead."
+    assert first.tried is not None
+    assert first.tried.value_s == pytest.approx(first.advice.saved_s) == pytest.approx(8 * MS)
+    assert first.kept
+    assert PipelinePlan.from_json(first.advice.plan).schedule["train"].stage == 1
+
+
+def test_a_loop_that_computes_has_nothing_to_overlap(host: TimedHost) -> None:
+    """The next step is then to make the longest task faster."""
+    found = report(image_loop(host, decode=0, train=20, log=0), range(8))
+    assert found.verdict.bound == "compute-bound"
+    assert not found.ceiling.is_worth_it
+    assert found.next_step == "Make train take half as long."
+    assert found.changes[0].tried is None
+    assert found.changes[0].kept is None
+
+
+def test_a_plan_under_which_two_threads_are_busy_is_balanced(host: TimedHost) -> None:
+    """All have to do less; what overlaps already is not promised again."""
+    tasks = image_loop(host, decode=10, train=9, log=1)
+    first = report(tasks, range(8)).changes[0]
+    plan = PipelinePlan.from_json(first.advice.plan)
+    found = report(tasks, range(8), plan=plan)
+    assert found.verdict.bound == "balanced"
+    assert "all have to do less" in found.verdict.why
+    assert found.profile.baseline_s == pytest.approx(10 * MS)
+    assert not found.ceiling.is_worth_it
+    assert [change for change in found.changes if change.advice.plan] == []
+
+
+def test_ranks_that_share_the_cores_are_promised_no_second_thread(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on two cores were promised 12 ms, and gained nothing."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert report(image_loop(host, decode=12, train=7), range(8)).changes[0].advice.plan
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = report(image_loop(host, decode=12, train=7, log=0), range(8))
+    assert [change for change in found.changes if change.advice.plan] == []
+    assert not found.ceiling.is_worth_it
+
+
+AHEAD = PipelinePlan(
+    {
+        "decode": TaskSchedule(0, thread_group="io"),
+        "train": TaskSchedule(1),
+        "log": TaskSchedule(1),
+    },
+    deps=[("train", "decode"), ("log", "train")],
+)
+OTHERS = {
+    "for other tasks": PipelinePlan({"decode": TaskSchedule(), "train": TaskSchedule()}),
+    "with other numbers": replace(AHEAD, deps=[("log", "train")]),
+}
+
+
+def test_a_ready_made_plan_is_tried_where_none_is_advised(host: TimedHost) -> None:
+    """Twice; not one for other tasks, nor one that gives other numbers."""
+    tasks = image_loop(host, decode=1.5, train=17)
+    found = report(tasks, range(8), ready_made={"ahead": AHEAD, **OTHERS})
+    assert [*found.ready_made] == ["ahead"]
+    first = found.changes[0]
+    assert found.next_step == "Run it under the ready-made plan ahead."
+    assert PipelinePlan.from_json(first.advice.plan) == AHEAD
+    assert first.tried is not None
+    assert first.tried.value_s == pytest.approx(first.advice.saved_s) == pytest.approx(1.5 * MS)
+    assert found.why_no_plan == ""
+    slow = image_loop(host, decode=12, train=7)
+    assert report(slow, range(8), ready_made={"ahead": AHEAD}).ready_made == {}
+
+
+def test_a_plan_that_saved_nothing_when_it_was_tried_is_not_the_next_step(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on two cores were promised 7 ms, lost 2, and were told to do it."""
+
+    def in_vain(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
+        return dict.fromkeys(plans, 20 * MS)
+
+    monkeypatch.setattr(measuring, "try_plans", in_vain)
+    found = report(image_loop(host, decode=8, train=11), range(8))
+    assert not found.changes[0].advice.plan
+    assert found.next_step.startswith("Make ")
+    assert [one.kept for one in found.changes if one.advice.plan] == [False]
+
+
+def test_a_ready_made_plan_that_saves_nothing_in_a_second_trial_is_not_advised(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of several plans had luck in the first one."""
+    rounds, turns = 4, itertools.count()
+
+    def lucky_at_first(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
+        saved = 2 * MS if next(turns) < rounds else 0.0
+        return {name: 20 * MS - (saved if name == "ahead" else 0.0) for name in plans}
+
+    monkeypatch.setattr(measuring, "try_plans", lucky_at_first)
+    tasks = image_loop(host, decode=1.5, train=17)
+    found = report(tasks, range(8), ready_made={"ahead": AHEAD}, rounds=rounds)
+    assert found.ready_made["ahead"].value_s == pytest.approx(2 * MS)
+    assert next(turns) == 2 * rounds
+    assert [one for one in found.changes if one.advice.plan] == []
+
+
+def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
+    """What the ceiling takes, why the task is not moved, and what ready-made plans gave."""
+    idle = replace(AHEAD, schedule={**AHEAD.schedule, "decode": TaskSchedule(0)})
+    found = report(image_loop(host, decode=1.5, train=17), range(8), ready_made={"idle": idle})
+    assert [one for one in found.changes if one.advice.plan] == []
+    assert found.why_no_plan.startswith(
+        "To reach it, decode, log must run beside that, on other threads. Decode is not moved: it "
+        "might save 1.500 ± 1.800 ms, and may save nothing. Ready-made plans saved, when they were "
+        "tried: idle "
+    )
+    assert f"no plan: {found.why_no_plan}" in str(found)
+    assert "Decode is not moved" in found.to_html()
+
+
+def test_the_calls_of_a_loader_are_input(host: TimedHost) -> None:
+    """As much as a task that reads."""
+    loader = Batches(host, ms=30)
+    found = report(image_loop(host, decode=1, train=8), range(8), loader=loader)
+    assert found.verdict.bound == "input-bound"
+    assert found.verdict.shares["input"] == pytest.approx(31 / 40)
+    assert found.parts[0].task == "loader"
+    assert "loader on a thread of its own" in found.next_step
+
+
+def test_what_keeps_work_from_overlapping_is_found(host: TimedHost) -> None:
+    """With its place and its mend: here, a loader that makes its batches between two steps."""
+    loader = Batches(host, ms=30)
+    found = report(image_loop(host, decode=1, train=8), range(8), loader=loader)
+    assert [one.place for one in found.findings if one.rule == "loader-in-process"] == ["loader"]
+
+
+def test_waiting_is_not_computing(host: TimedHost) -> None:
+    """A task that is off the CPU waits for the host."""
+    found = report(image_loop(host, decode=1, train=8, log=11), range(8))
+    assert found.verdict.bound == "host-bound"
+    assert found.verdict.shares["host"] == pytest.approx(11 / 20)
+
+
+def test_the_parts_add_up_and_agree_with_removal(host: TimedHost) -> None:
+    """Each part of a plain loop is what an iteration saves without the task."""
+    found = report(image_loop(host, decode=12, train=7), range(8))
+    assert sum(part.share for part in found.parts) == pytest.approx(1)
+    assert sum(part.seconds for part in found.parts) == pytest.approx(found.profile.baseline_s)
+    for part in found.parts:
+        assert part.seconds == pytest.approx(found.profile.raw_s[part.task])
+
+
+def test_a_report_leaves_the_state_as_it_was(host: TimedHost) -> None:
+    """Weights are those from before: what was measured was a trial."""
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    @task
+    def train(ctx: IterContext) -> None:
+        weight.sum().backward()
+        optimizer.step()
+
+    report([*image_loop(host, decode=2, train=1)[:1], train], range(8), rounds=2)
+    assert torch.equal(weight, torch.zeros(3))
+    assert weight.grad is None
+
+
+@given(st.lists(st.integers(1, 50), min_size=5, max_size=5), st.data())
+def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -> None:
+    """Also where threads run side by side, and the path changes from one to another."""
+    names = ("read", "decode", "forward", "backward", "step")
+    stages = data.draw(st.lists(st.integers(0, 2), min_size=5, max_size=5).map(sorted))
+    groups = data.draw(st.lists(st.sampled_from(["io", "default"]), min_size=5, max_size=5))
+    places = zip(names, stages, groups, strict=True)
+    plan = PipelinePlan(
+        {name: TaskSchedule(stage=stage, thread_group=group) for name, stage, group in places},
+        deps=list(zip(names[1:], names, strict=False)),
+        cross_iter_deps=[("step", "step", 1)],
+    )
+    host_s = {name: ms / 1e3 for name, ms in zip(names, host_ms, strict=True)}
+    simulated = simulate(plan, CostModel({n: TaskCost(1e6 * s) for n, s in host_s.items()}))
+    path = simulate(plan, costs_of(profile_of(host_s)), iterations=24).trace().critical_path()
+    parts = step_parts(path, profile_of(host_s, step_s=simulated.ii_us / 1e6), Roles.of(plan))
+    assert sum(part.share for part in parts) == pytest.approx(1)
+    assert sum(part.seconds for part in parts) == pytest.approx(simulated.ii_us / 1e6)
+    assert {part.cause for part in parts if part.task == "read"} <= {"input"}
+
+
+def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
+    """A profile of tasks that are on the CPU all the time."""
+    none = dict.fromkeys(host_s, 0.0)
+    return ProfileResult(
+        *("batch 0", "serial", step_s, step_s, 0.0, host_s, host_s, none, none, {}, host_s, none),
+        *({}, {}, (), (), 2, 3, 4),
+    )
+
+
+def test_the_prediction_stands_beside_what_was_measured(host: TimedHost) -> None:
+    """The simulated timeline of the same plan takes as long."""
+    found = report(image_loop(host, decode=12, train=7), range(8))
+    assert found.predicted is not None
+    assert found.predicted_s == pytest.approx(20 * MS)
+    assert found.measured.initiation_interval_s == pytest.approx(20 * MS)
+
+
+def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost) -> None:
+    """In the text and on the page, for the plan that the loop runs under."""
+    tasks, batches = image_loop(host, decode=12, train=7), [torch.zeros(1024)] * 8
+    plain, ahead = report(tasks, batches), report(tasks, batches, plan=AHEAD)
+    assert plain.memory is not None
+    assert ahead.memory is not None
+    assert (plain.memory.bytes, ahead.memory.bytes) == (4096, 2 * 4096)
+    assert str(plain).splitlines()[-1].startswith("memory: at most 4 KiB in 1 iteration; ")
+    assert "Memory: at most 8 KiB in 2 iterations; " in ahead.to_html()
+    assert report(tasks, range(8)).memory is None
+
+
+def test_the_text_has_what_the_page_begins_with(host: TimedHost) -> None:
+    """Verdict, step, ceiling, next step, and what its promise was worth."""
+    lines = str(report(image_loop(host, decode=12, train=7), range(8))).splitlines()
+    assert lines[0].startswith("input-bound. For 60% of its time it waits for its input: decode.")
+    assert lines[1] == "step: 20.0 ± 0.00 ms"
+    assert lines[2].startswith("ceiling: any overlap can save 8.00 ms at most (40%); then")
+    assert lines[3] == "next step: Run decode on a thread of its own, one iteration ahead."
+    assert lines[4].endswith("when it was tried, it saved 8.00 ± 0.00 ms")
