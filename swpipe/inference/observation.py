@@ -29,7 +29,6 @@ from swpipe.inference.operators import OperatorAccesses
 from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
 from swpipe.inference.recorded_context import (
     AttributeLog,
-    RecordedContext,
     recorded_class,
     set_log,
 )
@@ -145,11 +144,11 @@ class IterationObserver:
             before = after
         return tuple(observed), at_begin, before.storages()
 
-    def _snapshot(self, ctx: RecordedContext) -> ReachableState:
+    def _snapshot(self, ctx: TypedContext) -> ReachableState:
         return ReachableState(ctx, self._tasks, self.storages, self._device)
 
     def _call(
-        self, task: PipelineTask, ctx: RecordedContext
+        self, task: PipelineTask, ctx: TypedContext
     ) -> tuple[AttributeLog, DrawRecorder, set[int]]:
         log, operators = AttributeLog(), DrawRecorder(self._device, self.storages)
         seeded = self._seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()

@@ -14,10 +14,11 @@ from torch import Tensor
 from swpipe._state.generators import generator_states
 from swpipe._tensors.content import same_node, version_of
 from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, tensors_in
+from swpipe.core.context import TypedContext
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.declared import assign_declared
-from swpipe.inference.recorded_context import RecordedContext, attributes
+from swpipe.inference.recorded_context import attributes
 from swpipe.inference.state_items import StateItem, reachable_items
 from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
 
@@ -89,7 +90,7 @@ class ReachableState:
 
     def __init__(
         self,
-        ctx: RecordedContext,
+        ctx: TypedContext,
         tasks: Iterable[PipelineTask],
         storages: Storages,
         device: Device,

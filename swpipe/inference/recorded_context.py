@@ -6,7 +6,7 @@ import inspect
 import threading
 from typing import Any
 
-from swpipe.core.context import IterContext, TypedContext
+from swpipe.core.context import TypedContext
 
 
 class AttributeLog:
@@ -34,50 +34,52 @@ class AttributeLog:
         self.deletes |= before.keys() - after.keys()
 
 
-class RecordedContext(IterContext):
-    """A context with an ``AttributeLog``; ``vars(ctx)`` counts as reading everything.
+def recorded_class(context: type[TypedContext]) -> type[TypedContext]:
+    """A subclass of the user's context class, with an ``AttributeLog``.
 
-    What methods and properties of the user's class do to attributes is recorded like what the task
-    itself does; methods and properties are no attributes. The class adds nothing to its instances,
-    so that a context can be made one of the user's class again.
+    ``vars(ctx)`` counts as reading everything. What methods and properties of the user's class do
+    to attributes is recorded like what the task itself does; methods and properties are no
+    attributes. The class adds nothing to its instances, so that a context can be made one of the
+    user's class again: also while another thread is within these methods, which is why they name
+    that class instead of asking ``super()``.
     """
+    user: Any = context
 
-    __slots__ = ()
+    class Recorded(user):  # type: ignore[misc]
+        __slots__ = ()
 
-    def __getattribute__(self, name: str) -> Any:
-        if (log := _log(self)) is not None:
-            if name == "__dict__":
-                log.read(*attributes(self))
-            elif _is_stored(self, name):
-                log.read(name)
-        return super().__getattribute__(name)
+        def __getattribute__(self, name: str) -> Any:
+            if (log := _log(self)) is not None:
+                if name == "__dict__":
+                    log.read(*attributes(self))
+                elif _is_stored(self, name):
+                    log.read(name)
+            return user.__getattribute__(self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if (log := _log(self)) is not None and not _is_computed(type(self), name):
-            log.sets.add(name)
-        super().__setattr__(name, value)
+        def __setattr__(self, name: str, value: Any) -> None:
+            if (log := _log(self)) is not None and not _is_computed(user, name):
+                log.sets.add(name)
+            user.__setattr__(self, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        if (log := _log(self)) is not None and not _is_computed(type(self), name):
-            log.deletes.add(name)
+        def __delattr__(self, name: str) -> None:
+            user.__delattr__(self, name)
+            if (log := _log(self)) is not None and not _is_computed(user, name):
+                log.deletes.add(name)
 
-    def __getattr__(self, name: str) -> Any:
-        log = _log(self)
-        set_log(self, None)  # the error message lists all attributes, which is not a read
-        try:
-            return super().__getattr__(name)
-        finally:
-            set_log(self, log)
+        def __getattr__(self, name: str) -> Any:
+            log = _log(self)
+            set_log(self, None)  # the error message lists all attributes, which is not a read
+            try:
+                return user.__getattr__(self, name)
+            finally:
+                set_log(self, log)
 
-
-def recorded_class(context: type[TypedContext]) -> type[RecordedContext]:
-    """A subclass of the user's context class that records."""
-    body = {"__slots__": (), "__doc__": context.__doc__, "__module__": context.__module__}
-    return type(context.__name__, (RecordedContext, context), body)
+    for own in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(Recorded, own, getattr(context, own))
+    return Recorded
 
 
-def _is_stored(ctx: RecordedContext, name: str) -> bool:
+def _is_stored(ctx: TypedContext, name: str) -> bool:
     """Whether a name is that of an attribute: in ``vars(ctx)``, missing, or a class's default."""
     if name in object.__getattribute__(ctx, "__dict__"):
         return True
@@ -85,7 +87,7 @@ def _is_stored(ctx: RecordedContext, name: str) -> bool:
     return not (name.startswith("__") or hasattr(type(member), "__get__"))
 
 
-def _is_computed(context: type[RecordedContext], name: str) -> bool:
+def _is_computed(context: type[TypedContext], name: str) -> bool:
     """Whether the class computes the attribute, as a property does, whatever ``vars(ctx)`` has."""
     return inspect.isdatadescriptor(inspect.getattr_static(context, name, None))
 
@@ -104,11 +106,11 @@ class _Logs(threading.local):
 _LOGS = _Logs()
 
 
-def _log(ctx: RecordedContext) -> AttributeLog | None:
+def _log(ctx: TypedContext) -> AttributeLog | None:
     return _LOGS.by_context.get(id(ctx))
 
 
-def set_log(ctx: RecordedContext, log: AttributeLog | None) -> None:
+def set_log(ctx: TypedContext, log: AttributeLog | None) -> None:
     """Record into ``log`` what this thread does from now on; with None, record nothing."""
     if log is None:
         _LOGS.by_context.pop(id(ctx), None)
@@ -116,6 +118,6 @@ def set_log(ctx: RecordedContext, log: AttributeLog | None) -> None:
         _LOGS.by_context[id(ctx)] = log
 
 
-def attributes(ctx: RecordedContext) -> dict[str, Any]:
+def attributes(ctx: TypedContext) -> dict[str, Any]:
     """The context's current attributes, without recording a read."""
     return dict(object.__getattribute__(ctx, "__dict__"))

@@ -63,7 +63,11 @@ class AttributeWrites:
 
 @cache
 def _logging(original: Any) -> Any:
-    """A subclass of a context's class that logs for the watchers."""
+    """A subclass of a context's class that logs for the watchers.
+
+    Another thread may be within its methods when the context gets its own class back, so they name
+    that class instead of asking ``super()``.
+    """
 
     class Logging(original):  # type: ignore[misc]
         __slots__ = ()
@@ -72,12 +76,12 @@ def _logging(original: Any) -> Any:
         def __setattr__(self, name: str, value: Any) -> None:
             for watcher in _WATCHERS.get(id(self), ()):
                 watcher.log(name)
-            super().__setattr__(name, value)
+            original.__setattr__(self, name, value)
 
         def __delattr__(self, name: str) -> None:
             for watcher in _WATCHERS.get(id(self), ()):
                 watcher.log(name)
-            super().__delattr__(name)
+            original.__delattr__(self, name)
 
     Logging.__name__, Logging.__qualname__ = original.__name__, original.__qualname__
     return Logging

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe.inference import Recording
+from swpipe import IterContext
+from swpipe.inference import Recording, recorded_context
+from swpipe.inference.recorded_context import recorded_class
 from tests.inference.helpers import orders, reads, recorded, writes
 
 
@@ -289,3 +291,26 @@ def test_an_object_that_cannot_be_inspected_is_noted() -> None:
 
     (note,) = [one for one in recorded(sets).notes if "Not inspected" in one]
     assert "ctx.thing (Opaque)" in note
+
+
+@pytest.mark.parametrize("access", [getattr, setattr, delattr], ids=["get", "set", "delete"])
+@pytest.mark.parametrize("name", ["batch", "a"], ids=["there", "missing"])
+def test_a_context_may_get_its_class_back_within_an_access(
+    access: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another thread ends the iteration's last task: the access goes on as it would."""
+    outcomes = []
+    for swapped in (False, True):
+        ctx = recorded_class(IterContext)(5, 0)
+        if swapped:
+
+            def swap(ctx: Any) -> None:
+                object.__setattr__(ctx, "__class__", IterContext)
+
+            monkeypatch.setattr(recorded_context, "_log", swap)
+        try:
+            outcomes.append(access(ctx, name, *([7] if access is setattr else [])))
+        except AttributeError as error:
+            outcomes.append(str(error).partition("object")[2] or str(error))
+        outcomes.append(object.__getattribute__(ctx, "__dict__"))
+    assert outcomes[:2] == outcomes[2:]
