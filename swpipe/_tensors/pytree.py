@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from swpipe._tensors.containers import (
@@ -119,12 +120,15 @@ def record_stream(value: Any, *streams: Any) -> None:
     """Keep the memory of ``value`` from being reused before the current work of ``streams`` ends.
 
     Calls ``Tensor.record_stream`` for every tensor that ``value`` holds on an accelerator, and for
-    its ``.grad``; and an object's own ``record_stream`` if no tensor is found in the object.
+    its ``.grad``; and an object's own ``record_stream`` if no tensor is found in the object. The
+    gradients of an ``nn.Parameter`` are not looked at: other iterations may be training it, and
+    torch may crash where another thread reads them.
     """
     found: list[Tensor] = []
     opaque: list[Any] = []
     _collect(value, {}, found, opaque, True)
-    found += [t.grad for t in found if t.requires_grad and t.is_leaf and t.grad is not None]
+    leaves = [t for t in found if t.requires_grad and t.is_leaf and not isinstance(t, Parameter)]
+    found += [t.grad for t in leaves if t.grad is not None]
     # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
     there = [t for t in found if not (t.is_cpu or t.is_meta)]
     parts = [part for t in there for part in parts_of(t) if not part.is_cpu]

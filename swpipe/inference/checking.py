@@ -24,26 +24,21 @@ Guarantees
 Assumptions
     - What neither goes through torch's operators nor through the context is not seen: numpy,
       kernels launched directly, Python values, an optimizer's options, threads that a task starts.
-    - Gradients that are cleared by hand, not by an optimizer's ``zero_grad``, are seen where no
-      other task runs at the same time, on the thread that began the run.
-    - Where all tasks are watched, each reads ``grad`` of the parameters on its own thread. torch
-      2.13 has been seen to crash where a thread does so very often while another one trains.
+    - Gradients that are set or cleared by hand, not by autograd or an optimizer's ``zero_grad``,
+      are seen where no other task can run at the same time, on the thread that began the run.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from swpipe._engine.iterations import Engine
 from swpipe._state.generators import TORCH
-from swpipe._tensors.pytree import grad_or_none
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import is_proved_by_declarations
@@ -57,7 +52,7 @@ from swpipe.inference.accesses import READ_WRITE, WRITE, Access
 from swpipe.inference.purity import PureRecorder, PureUses, pure_recorder, told
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import reachable_items
-from swpipe.inference.storages import StorageId, Storages
+from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import Watched
 from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
 
@@ -124,6 +119,7 @@ class EffectCheck:
 
     Attributes:
         depth: How many iterations may be in flight.
+        threads: Some tasks run on threads of their own.
     """
 
     def __init__(
@@ -140,6 +136,7 @@ class EffectCheck:
         self.every, self.pure = every, pure
         self.recorder = recorder
         self.depth = resolved.plan.depth
+        self.threads = len(resolved.plan.thread_groups) > 1
         self.context = context
         self._recorded = recorded_class(context)
         self._random = frozenset(task.name for task in tasks if task.random)
@@ -155,7 +152,8 @@ class EffectCheck:
         # Now, since no task runs yet: later, another thread may change what is walked over.
         compared = first < self.every.until
         reached = reachable_items(self.tasks).tensors.values() if compared else ()
-        return RunCheck(self, [one for one in reached if one.requires_grad and one.is_leaf])
+        gradients = WatchedGradients(one for one in reached if one.requires_grad and one.is_leaf)
+        return RunCheck(self, gradients, first)
 
     def make_context(self, batch: Any, iteration: int) -> TypedContext:
         """The context of an iteration, of a class that records if all tasks are watched."""
@@ -225,15 +223,15 @@ class _Watch(_WordWatch):
 
     Attributes:
         log: What it does to the context.
-        gradients: Those of the parameters when it began.
+        gradients: Id of a parameter to its gradient, of those known when it began.
         alone: It runs on the thread that began the run, and no other task has run beside it.
     """
 
     alone = False
+    gradients: Mapping[int, Gradient]
 
     def __enter__(self) -> None:
         self.log = AttributeLog()
-        self.gradients: list[Tensor | None] = []
         self.check.begin(self)
         set_log(self.ctx, self.log)
         super().__enter__()
@@ -254,12 +252,14 @@ class RunCheck:
 
     Args:
         check: What is checked.
-        parameters: Those whose gradients are compared, if all tasks are watched.
+        gradients: Those that are compared, if all tasks are watched.
+        first: The run's first iteration.
     """
 
-    def __init__(self, check: EffectCheck, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, check: EffectCheck, gradients: WatchedGradients, first: int) -> None:
         self._check = check
-        self._parameters = parameters
+        self._gradients = gradients
+        self._first = first
         self.new_recorder = check.recorder
         self._lock = threading.Lock()
         self._places: dict[tuple[str, int, str], WatchedPlace] = {}
@@ -290,17 +290,32 @@ class RunCheck:
     def begin(self, watch: _Watch) -> None:
         """A task begins of which everything is compared."""
         with self._lock:
-            watch.alone = threading.get_ident() == self._caller and not self._running
+            watch.alone = self._runs_alone(watch)
             for other in self._running:
                 other.alone = False
             self._running.append(watch)
-            watch.gradients = [grad_or_none(one) for one in self._parameters]
+            if watch.alone:
+                self._gradients.read()
+            watch.gradients = self._gradients.present()
+
+    def _runs_alone(self, watch: _Watch) -> bool:
+        """Whether a task runs on the thread that began the run, and none beside it."""
+        check, number = self._check, watch.ctx.iter_idx
+        if threading.get_ident() != self._caller or self._running:
+            return False
+        others = range(max(self._first, number - check.depth + 1), number + check.depth)
+        return not check.threads or all(
+            one < self._all_until and one in check.every for one in others
+        )
 
     def end(self, watch: _Watch) -> None:
         """It has ended, whether or not it failed."""
         ctx = watch.ctx
         with self._lock:
             self._running.remove(watch)
+            self._gradients.add(watch.operators.accumulated)
+            if watch.alone:
+                self._gradients.read()
             left = self._left.pop(ctx.iter_idx, len(self._check.tasks)) - 1
             if left:
                 self._left[ctx.iter_idx] = left
@@ -309,10 +324,9 @@ class RunCheck:
 
     def compare(self, watch: _Watch) -> None:
         """Compare what it touched with what others did."""
-        watch.operators.clears |= watch.alone
         run = TaskRun(watch.ctx.iter_idx, watch.task.name)
         with self._lock:
-            touched = self._touched(run, watch.log, watch.operators, watch.gradients)
+            touched = [*self._touched(run, watch), *self._used_gradients(watch)]
             for place, access in touched:
                 self._add(place, run, access, watch.ctx)
             if len(self._places) > self._most:
@@ -329,17 +343,12 @@ class RunCheck:
             if number:
                 name = operators.storages.description(number)
                 place = WatchedPlace("memory", number, name)
-                what = str(locations_of(place, [task], ctx, one_iteration=False)[0])
+                what = str(locations_of(place, [task], ctx, self._gradients)[0])
             raise refusal(self._check.plan, [told(task, ctx.iter_idx, fault, what)])
 
-    def _touched(
-        self,
-        run: TaskRun,
-        log: AttributeLog,
-        operators: PureRecorder,
-        before: Sequence[Tensor | None],
-    ) -> Iterator[tuple[WatchedPlace, Access]]:
-        """Each place that a task touched, and how."""
+    def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[WatchedPlace, Access]]:
+        """Each place that a task touched, and how; gradients left aside."""
+        log, operators = watch.log, watch.operators
         for name in log.reads | log.sets | log.deletes:
             access = Access(name in log.reads, name in log.sets | log.deletes)
             yield self._place("attribute", run.iteration, name), access
@@ -356,25 +365,22 @@ class RunCheck:
                     place.reference = storages.reference(number)
                     place.name = storages.description(number)
                 yield place, Access(number in reads, number in writes)
-        yield from self._gradients(operators.clears, storages, (reads, writes), before)
 
-    def _gradients(
-        self,
-        clears: bool,
-        storages: Storages,
-        used: tuple[set[StorageId], set[StorageId]],
-        before: Sequence[Tensor | None],
-    ) -> Iterator[tuple[WatchedPlace, Access]]:
-        """Parameters whose gradient a task used, whichever memory that is in; or cleared."""
-        for parameter, old in zip(self._parameters, before, strict=True):
-            new = grad_or_none(parameter)
-            found = [grad for grad in (old, None if new is old else new) if grad is not None]
-            numbers = {number for grad in found for number in storages.of(grad)}
-            access = Access(*(not numbers.isdisjoint(one) for one in used))
-            if clears and new is None and old is not None:
-                access |= WRITE
+    def _used_gradients(self, watch: _Watch) -> Iterator[tuple[WatchedPlace, Access]]:
+        """Each parameter whose gradient a task used, whichever memory that is in, or cleared."""
+        operators, gradients = watch.operators, self._gradients
+        accesses = operators.accesses
+        reads, writes = accesses.all_reads, accesses.writes | accesses.created
+        found = dict.fromkeys(operators.accumulated.keys() & gradients.parameters, READ_WRITE)
+        for number, storage in gradients.memory(watch.gradients):
+            how = Access(storage in reads, storage in writes)
+            found[number] = found.get(number, Access()) | how
+        if operators.clears or watch.alone:
+            for number in gradients.gone(watch.gradients):
+                found[number] = found.get(number, Access()) | WRITE
+        for number, access in found.items():
             if any(access):
-                yield self._place("gradient", id(parameter)), access
+                yield self._place("gradient", number), access
 
     def _place(self, kind: str, number: int, name: str = "") -> WatchedPlace:
         key = kind, number, name
@@ -404,7 +410,7 @@ class RunCheck:
         if pair in place.allowed or check.keeps(place, *pair):
             return
         within = run.iteration == other.iteration
-        locations = locations_of(place, check.tasks, ctx, one_iteration=within)
+        locations = locations_of(place, check.tasks, ctx, self._gradients, one_iteration=within)
         stale = [one for one in locations if one.name in check.plan.stale]
         location = (stale or locations)[0]
         found = [p for p in check.problems(place, location) if {*p.tasks} == {*pair[:2]}]

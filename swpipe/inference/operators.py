@@ -110,7 +110,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in COLLECTIVES:
             self.accesses.collectives.add(str(func))
         result = self.run(func, args, kwargs)
-        self._record(result, CREATED)
+        self._record(result, CREATED, replays)
         if aliased:  # what the result does not view was read and copied
             self.accesses.reads |= self._of(aliased) - self._of(tensors_of(result))
         return result

@@ -33,8 +33,9 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import Problem
 from swpipe.inference.draw_recorder import DrawRecorder
-from swpipe.inference.operators import OperatorRecorder, tensors_of
+from swpipe.inference.operators import CREATED, OperatorRecorder, tensors_of
 from swpipe.inference.storages import StorageId, Storages
+from swpipe.inference.watched_gradients import Gradient, accumulating
 
 _MOST_KEPT = 4096
 """How many storages are added before those are dropped whose memory is gone."""
@@ -82,16 +83,20 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         uses: Storage to its uses.
+        accumulated: Id of a parameter to its gradient, where autograd has accumulated it.
     """
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.uses: dict[StorageId, list[_Use]] = {}
+        self.accumulated: dict[int, Gradient] = {}
         self._owners: dict[StorageId, Tensor] = {}
         self._made: dict[StorageId, weakref.ref[Tensor]] = {}
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
+        if mode == CREATED and replays and (parameter := accumulating()) is not None:
+            self.accumulated[id(parameter)] = Gradient.of(value, self.storages)
         for tensor in tensors_of(value) if mode else ():
             if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
                 self._use(tensor, mode)

@@ -14,6 +14,7 @@ from swpipe.inference.declared import DECLARED, assign_declared
 from swpipe.inference.recorded_context import attributes
 from swpipe.inference.state_items import StateItem, reachable_items
 from swpipe.inference.storages import Storages
+from swpipe.inference.watched_gradients import WatchedGradients
 
 
 class TaskRun(NamedTuple):
@@ -49,7 +50,12 @@ class WatchedPlace:
 
 
 def locations_of(
-    place: WatchedPlace, tasks: Sequence[PipelineTask], ctx: Any, *, one_iteration: bool
+    place: WatchedPlace,
+    tasks: Sequence[PipelineTask],
+    ctx: Any,
+    gradients: WatchedGradients,
+    *,
+    one_iteration: bool = False,
 ) -> list[Location]:
     """What messages and ``PipelinePlan.stale`` call a place, the best name first.
 
@@ -57,21 +63,17 @@ def locations_of(
     """
     if place.kind == "attribute":
         return [Location(place.name, False)]
-    # Others train meanwhile: gradients only where nothing else is found.
-    reached = reachable_items(tasks, gradients=False)
+    reached = reachable_items(tasks, gradients=False)  # others train meanwhile
     if place.kind == "generator":
         found = reached.generators.items()
         names = [name for name, one in found if getattr(one, "_cdata", None) == place.number]
         return [Location(name, True) for name in (*names, place.name)]
+    owners = {place.number} if place.kind == "gradient" else gradients.owners(place.number)
     for item, tensor in assign_declared(reached.tensors, tasks).items():
-        if place.kind == "gradient" and id(tensor) == place.number:
+        if id(tensor) in owners:
             return _names(StateItem(f"{item.name}.grad", item.owner, "gradients"))
         if place.kind == "memory" and place.number in Storages().of(tensor):
             return _names(item)
-    if place.kind == "memory":  # of a gradient, perhaps
-        for item, tensor in assign_declared(reachable_items(tasks).tensors, tasks).items():
-            if place.number in Storages().of(tensor):
-                return _names(item)
     name = f"unnamed memory ({place.name})"
     for attribute, value in attributes(ctx).items():
         if any(place.number in Storages().of(tensor) for tensor in tensors_in(value)):

@@ -444,6 +444,17 @@ def test_the_gradient_of_a_leaf_is_recorded_with_it() -> None:
     assert gradient.recorded == ["s"]
 
 
+def test_the_gradient_of_a_parameter_is_not_looked_at() -> None:
+    """Another iteration may be training it, and torch may crash where two threads use ``grad``."""
+
+    class Watched(torch.nn.Parameter):
+        @property
+        def grad(self) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    record_stream([Watched(x())], "s")
+
+
 class Hiding:
     """Holds tensors where nobody sees them."""
 

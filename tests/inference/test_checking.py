@@ -27,6 +27,7 @@ from swpipe.analysis.races import race_problems
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
 from swpipe.errors import PlanError
+from swpipe.inference import watched_gradients
 from swpipe.inference.draw_recorder import DrawRecorder
 from tests.support.machines import TorchMachine, tasks_of
 from tests.support.safety import effects_of, random_pair
@@ -57,7 +58,7 @@ def on_threads(*names: str, stages: Sequence[int] = (), **order: Any) -> Pipelin
 def checked(
     plan: PipelinePlan,
     functions: Iterable[Callable[[Any], None]],
-    share: float = True,
+    share: float | None = True,
     **options: Any,
 ) -> Any:
     """A pipeline that checks; a function is a task of its name."""
@@ -252,6 +253,49 @@ def test_gradients_that_another_task_clears() -> None:
     plan = replace(plan, cross_iter_deps=[("train", "clear")])
     cleared = [threading.Event() for _ in range(BATCHES)]
     assert finished(checked(plan, [train, clear])) == BATCHES
+
+
+def test_gradients_that_another_task_reads() -> None:
+    """On another thread, before the next ones are there, which are in other memory."""
+    training = Training(every=1)
+    looked = [threading.Event() for _ in range(BATCHES)]
+
+    def train(ctx: IterContext) -> None:
+        assert not ctx.iter_idx or looked[ctx.iter_idx - 1].wait(30)
+        training.optimizer.zero_grad()
+        training.forward(ctx)
+        training.backward(ctx)
+
+    def look(ctx: IterContext) -> None:
+        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+        looked[ctx.iter_idx].set()
+
+    def last(ctx: IterContext) -> None:
+        pass
+
+    plan = on_threads("look", "train", "last", stages=(1, 0, 1), deps=[("look", "train")])
+    _, error = stopped(checked(plan, [train, look, last]))
+    assert re.search(r"model\.\d\.(weight|bias)\.grad'", str(error))
+    assert '("train", "look", 1)' in str(error)
+
+
+def test_gradients_that_another_task_clears_by_hand() -> None:
+    """It is seen on the caller's thread, where no task runs beside it."""
+    training = Training(every=1)
+
+    def train(ctx: IterContext) -> None:
+        training.forward(ctx)
+        training.backward(ctx)
+
+    def clear(ctx: IterContext) -> None:
+        for parameter in training.model.parameters():
+            parameter.grad = None
+
+    schedule = {"train": TaskSchedule(), "clear": TaskSchedule(1)}
+    plan = PipelinePlan(schedule, deps=[("clear", "train")], order=["train", "clear"])
+    _, error = stopped(checked(plan, [train, clear]))
+    assert re.search(r"model\.\d\.(weight|bias)\.grad'", str(error))
+    assert '("train", "clear", 1)' in str(error)
 
 
 def test_two_tasks_that_draw_from_torchs_generator_now_and_then() -> None:
@@ -538,3 +582,50 @@ def test_what_is_noted_does_not_grow_with_the_iterations() -> None:
                 check = pipe._driver.run.iterations.check
                 assert len(check._places) < 10_000
                 assert max(len(place.runs) for place in check._places.values()) < 100
+
+
+def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one thread reads ``parameter.grad`` while another one trains, torch may crash.
+
+    The next iteration's ``look`` lasts as long as ``train``, and is not watched from 16 on.
+    """
+    count, training = 19, Training(every=1)
+    begun, trained = ([threading.Event() for _ in range(count + 1)] for _ in range(2))
+    begun[count].set()
+    looks: list[int] = []
+    seen: list[int] = []
+
+    def read(parameter: torch.Tensor) -> torch.Tensor | None:
+        seen.append(len(looks))
+        return parameter.grad
+
+    def look(ctx: IterContext) -> None:
+        looks.append(ctx.iter_idx)
+        begun[ctx.iter_idx].set()
+        if ctx.iter_idx:
+            await_event(trained[ctx.iter_idx - 1], "the training beside it")
+        looks.remove(ctx.iter_idx)
+
+    def wait(ctx: IterContext) -> None:
+        await_event(begun[ctx.iter_idx + 1], "the next iteration")
+
+    def train(ctx: IterContext) -> None:
+        for task in training.tasks:
+            task.fn(ctx)
+
+    def after(ctx: IterContext) -> None:
+        trained[ctx.iter_idx].set()
+
+    monkeypatch.setattr(watched_gradients, "grad_or_none", read)
+    schedule = {name: TaskSchedule(1) for name in ("wait", "train", "after")}
+    plan = PipelinePlan(
+        {"look": TaskSchedule(thread_group="look"), **schedule},
+        deps=[("train", "wait"), ("after", "train")],
+    )
+    assert finished(checked(plan, [look, wait, train, after], None), count) == count
+    assert seen
+    assert not any(seen)
+    one = PipelinePlan.serial([PipelineTask("train", train)])
+    before = len(seen)
+    assert finished(checked(one, [train]), 3) == 3
+    assert len(seen) == before + (1 + 2 * 3) * 4  # of four parameters: where nothing else runs

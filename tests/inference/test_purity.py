@@ -271,7 +271,7 @@ def multinomial(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: job.looked_up(ctx)[torch.ones(3).multinomial(3)]
 
 
-@lie("a gradient", "weight")
+@lie("a gradient", r"unnamed memory \(float32 \[1, 4\]\)")
 def gradient(job: Job) -> Callable[[Any], Any]:
     job.model.weight.grad = torch.zeros(1, 4)
     job.optimizer.zero_grad = lambda set_to_none=False: job.model.weight.grad.zero_()  # type: ignore[method-assign, union-attr]
