@@ -234,20 +234,23 @@ class Rank:
 
     def _leave(self, store: Store, verdict: Verdict, stderr: TextIO) -> NoReturn:
         line = f"swpipe: {verdict.message}"
-        within = timedelta(seconds=_REPORT_S)
+        within, printed = timedelta(seconds=_REPORT_S), False
         try:
             if self.number == 0:
                 print(line, file=stderr, flush=True)
+                printed = True
                 store.set(_PRINTED, "yes")
             else:
                 store.wait([_PRINTED], within)
+                printed = True
             # Together: torchrun kills the ranks that still run after another has failed.
             if store.add(_READY, 1) == self.size:
                 store.set(_LEAVE, "yes")
             else:
                 store.wait([_LEAVE], within)
-        except RuntimeError as gone:  # a rank or the store: better to print it twice than never
-            print(f"{line} (rank {self.number}, left alone: {gone})", file=stderr, flush=True)
+        except RuntimeError as gone:  # a rank is, or the store, which may be in rank 0's process
+            if not printed:  # as far as is known here: better to print it twice than never
+                print(f"{line} (rank {self.number}, left alone: {gone})", file=stderr, flush=True)
         sys.stdout.flush()
         os._exit(verdict.code)  # without waiting for collectives that will never complete
 

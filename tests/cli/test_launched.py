@@ -261,6 +261,52 @@ def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone() -> None:
     assert "ZeroDivisionError: planted on rank one" in said
 
 
+class LeavingStore:
+    """A job's store whose process ends before it answers the call ``last``."""
+
+    def __init__(self, last: str) -> None:
+        self._last = last
+
+    def _answer(self, key: str) -> None:
+        if key == self._last:
+            raise RuntimeError("Connection was likely closed")
+
+    def compare_set(self, key: str, _: str, value: str) -> str:
+        return value
+
+    def set(self, key: str, _: str) -> None:
+        self._answer(key)
+
+    def wait(self, keys: list[str], _: object) -> None:
+        self._answer(keys[0])
+
+    def add(self, key: str, number: int) -> int:
+        self._answer(key)
+        return number
+
+
+@pytest.mark.parametrize("last", ["printed", "ready", "leave"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_verdict_is_told_once_also_where_rank_0_ends_first(
+    number: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With it the store may go; only a rank that does not know that it was told tells it again.
+
+    Once under load, both ranks told a mistake.
+    """
+    rank = object.__new__(ranks.Rank)
+    rank.number, rank.size, rank._store = number, 2, LeavingStore(f"swpipe/{last}")
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit, match="2"):
+        rank.end(ranks.Verdict("no such file", 2))
+    told = capsys.readouterr().err.count("swpipe: no such file")
+    assert told == (number == 0 or last == "printed")
+
+
 # ------------------------------------------------- one rank, in this very process
 
 
