@@ -238,7 +238,12 @@ class OpenWorkload:
         """Its tasks and first batches, with what its usual plan says about streams and order."""
         return Loop(tuple(self.job.tasks()), self.take(batches), **self._known())
 
-    def tune(self, limits: Limits | None = None, seconds: float = TUNING_S) -> Tuned:
+    def tune(
+        self,
+        limits: Limits | None = None,
+        seconds: float = TUNING_S,
+        max_bytes: int | None = None,
+    ) -> Tuned:
         """Choose a plan for it, by trial."""
         with about_plan(self.workload.name):
             return autotune(
@@ -246,6 +251,7 @@ class OpenWorkload:
                 self.take(MEASURED),
                 limits=limits,
                 seconds=seconds,
+                max_bytes=max_bytes,
                 verbose=True,
                 ready_made={
                     name: make() for name, make in self.workload.plans.items() if name != "serial"

@@ -206,7 +206,7 @@ def auto(
     ] = TUNING_S,
     max_bytes: Annotated[
         int | None,
-        typer.Option(min=1, max=2**63 - 1, help="What it may hold at most; with PLAN and --costs."),
+        typer.Option(min=1, max=2**63 - 1, help="Bytes that it may hold; --costs need memory."),
     ] = None,
     keep: KeepCosts = None,
     output: PlanFile = None,
@@ -219,10 +219,8 @@ def auto(
     if not plan:
         if costs is not None:
             raise UserError("--costs: name the plan too that carries the dependences")
-        if max_bytes is not None:
-            raise UserError("--max-bytes: name the plan too, and --costs that have the memory")
         opened = OpenWorkload.of(workload, given, rank)
-        tuned = opened.tune(limits, seconds)
+        tuned = opened.tune(limits, seconds, max_bytes)
         text, chosen, model = tuned.format(), tuned.plan, tuned.costs
     else:
         loaded, model, streams = _with_costs(plan, costs, rank)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import Choice, auto_plan, with_undeclared
+from swpipe.planning.modulo.memory_limit import check_limit
 from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory, try_plans
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
@@ -117,6 +117,7 @@ class Loop:
     loader: Iterable[Any] | None = None
     budget: Budget = field(default_factory=Budget)
     memory: TaskMemory | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -132,6 +133,11 @@ class Loop:
     def has_streams(self) -> bool:
         """Whether the device has streams."""
         return resolve(self.device).has_streams
+
+    def admits(self, plan: PipelinePlan, costs: CostModel) -> bool:
+        """Whether a plan holds ``max_bytes`` at most."""
+        held = peak_of(plan, costs, streams=self.has_streams)
+        return self.max_bytes is None or held is None or held.bytes <= self.max_bytes
 
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
@@ -206,6 +212,7 @@ def autotune(
     loader: Iterable[Any] | None = None,
     seconds: float | None = None,
     verbose: bool = False,
+    max_bytes: int | None = None,
 ) -> Tuned:
     """Choose a plan for a loop, by trial, and say why.
 
@@ -234,23 +241,21 @@ def autotune(
             iterations, and a wider spread of the trial; the least are those of one batch and of two
             rounds, whatever they take.
         verbose: Show a bar, with an estimate of the time that is left.
+        max_bytes: The most that the plan may hold, as for ``auto_plan``; None for no limit.
 
     Raises:
         ValueError: There are no batches, or ``seconds`` is not above 0.
-        PlanError: The limits admit no plan, or a task is unknown.
+        PlanError: The limits admit no plan, a task is unknown, or no plan was found within
+            ``max_bytes``.
         BaseException: Whatever a task raised.
     """
+    if max_bytes is not None:
+        check_limit(max_bytes)
     limits, ready_made = limits or Limits(), ready_made or {}
     loop = Loop(
-        tuple(tasks),
-        list(batches),
-        device,
-        streams or {},
-        frozenset(ordered),
-        over_ranks,
-        progress,
-        context,
-        loader,
+        *(tuple(tasks), list(batches), device, streams or {}, frozenset(ordered), over_ranks),
+        *(progress, context, loader),
+        max_bytes=max_bytes,
     )
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)
@@ -302,13 +307,22 @@ def _planned(
     """The planner's plan; on several ranks that of rank 0."""
     streams = loop.has_streams
     choice: Choice = auto_plan(
-        inferred, costs, limits=limits, streams=streams, effects=recording.effects, effort=EFFORT
+        inferred,
+        costs,
+        limits=limits,
+        streams=streams,
+        effects=recording.effects,
+        effort=EFFORT,
+        max_bytes=loop.max_bytes,
     )
 
-    kept = partial(keeps_order, loop, recording)
-    plan, why = join_stages(choice.plan, costs, kept, streams=streams)
-    if len(plan.thread_groups) > 1 and plan.depth < limits.in_flight:
-        plan = replace(plan, pipeline_depth=plan.depth + 1)
+    def allowed(plan: PipelinePlan) -> bool:
+        return keeps_order(loop, recording, plan) and loop.admits(plan, costs)
+
+    plan, why = join_stages(choice.plan, costs, allowed, streams=streams)
+    deeper = replace(plan, pipeline_depth=plan.depth + 1)
+    if len(plan.thread_groups) > 1 and plan.depth < limits.in_flight and loop.admits(deeper, costs):
+        plan = deeper
         why = (*why, "One more iteration in flight evens out batches that take longer.")
     own = Candidate(name, plan, _predicted(plan, costs, streams), why=(*choice.why, *why))
     first: Candidate = loop.gather(own)[0]
@@ -364,6 +378,8 @@ def _simple(
             reason = "it is above the limits"
         elif limits.frozen:
             reason = "the limits freeze tasks"
+        elif not loop.admits(plan, costs):
+            reason = "it holds more than max_bytes"
         elif not keeps_order(loop, recording, plan):
             reason = "it could give other numbers than the serial loop"
         if reason:

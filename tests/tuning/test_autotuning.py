@@ -18,6 +18,7 @@ from swpipe.core.effects import Effects, Location
 from swpipe.errors import PlanError
 from swpipe.inference import Recording
 from swpipe.planning import Limits
+from swpipe.planning.simulation.simulator import peak_of
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.tuning import autotuning
 from swpipe.tuning.autotuning import (
@@ -80,7 +81,9 @@ def fake_trial(monkeypatch: pytest.MonkeyPatch, took_ms: dict[str, float]) -> li
 
     monkeypatch.setattr(autotuning, "try_plans", try_plans)
     monkeypatch.setattr(autotuning, "load_so_far", lambda **given: None)
-    monkeypatch.setattr(Loop, "measure", lambda loop, plan, until=1.0: COSTS)
+    monkeypatch.setattr(
+        Loop, "measure", lambda loop, plan, until=1.0: replace(COSTS, memory=loop.memory)
+    )
     return rounds
 
 
@@ -257,6 +260,59 @@ def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatc
     assert limited.plan.depth == 2
     alone = autotune(TASKS, BATCHES, device="cpu", limits=Limits(threads=1))
     assert not any("evens out" in sentence for sentence in alone.why)
+
+
+def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By planned and ready-made plans; neither depth nor a thread is added beyond it."""
+    fake_trial(monkeypatch, {"serial": 10.0, "prefetch": 6.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    free = autotune(TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH})
+    held = {one.name: peak(one.plan, free.costs) for one in free.candidates}
+    assert held["serial"] < held["prefetch"]
+    limited = autotune(
+        TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH}, max_bytes=held["serial"]
+    )
+    reason = "it holds more than max_bytes"
+    assert f"The ready-made plan prefetch was not tried: {reason}." in limited.why
+    assert limited.plan.depth == 1
+    assert {peak(one.plan, limited.costs) for one in limited.candidates} == {held["serial"]}
+    planned = free.candidates[-1].plan
+    assert planned.depth == 3
+    two = peak(replace(planned, pipeline_depth=2), free.costs)
+    assert held["serial"] < two < held[PLANNED]
+    assert autotune(TASKS, BATCHES, device="cpu", max_bytes=two).plan.depth == 2
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_stages_are_not_joined_beyond_the_limit(
+    limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that shares threads has another timeline, and may hold more."""
+    asked: list[bool] = []
+
+    def join(plan: PipelinePlan, costs: CostModel, allowed: Any, *, streams: bool) -> Any:
+        asked.append(allowed(PREFETCH))
+        return plan, ()
+
+    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    monkeypatch.setattr(autotuning, "join_stages", join)
+    free = autotune(TASKS, BATCHES, device="cpu")
+    most = peak(SERIAL, free.costs) if limited else peak(PREFETCH, free.costs)
+    del asked[:]
+    autotune(TASKS, BATCHES, device="cpu", max_bytes=most)
+    assert set(asked) == {not limited}
+
+
+def peak(plan: PipelinePlan, costs: CostModel) -> int:
+    """What a plan holds, in bytes."""
+    held = peak_of(plan, costs, streams=False)
+    assert held is not None
+    return held.bytes
+
+
+def test_a_limit_that_cannot_be_kept_is_refused_at_once() -> None:
+    """Before anything is recorded."""
+    with pytest.raises(PlanError, match="max_bytes is 0: give a number of bytes, 1 or more"):
+        autotune(TASKS, BATCHES, device="cpu", max_bytes=0, progress=pytest.fail)
 
 
 def test_a_loop_is_tuned_without_a_fake() -> None:

@@ -105,7 +105,7 @@ def auto_plan(
     limits.check(plan)
     limits, why = with_undeclared(limits, effects or {})
     if max_bytes is not None:
-        check_limit(costs, max_bytes)
+        check_limit(max_bytes, costs)
     best = _best(plan, costs, limits, streams, effort)
     if max_bytes is not None:
 

@@ -98,17 +98,18 @@ def _candidates(
         yield find(Limits(1, 1, limits.frozen))
 
 
-def check_limit(costs: CostModel, max_bytes: int) -> None:
+def check_limit(max_bytes: int, costs: CostModel | None = None) -> None:
     """Refuse a limit that is none, or to what is not known.
 
     Raises:
-        PlanError: ``max_bytes`` is not an integer of 1 or more, or the costs lack the memory.
+        PlanError: ``max_bytes`` is not an integer of 1 or more, or costs are given that lack the
+            memory.
     """
     problems = []
     if type(max_bytes) is not int or max_bytes < 1:
         rule = "give a number of bytes, 1 or more"
         problems.append(Problem(f"max_bytes is {shown(max_bytes)}: {rule}"))
-    if costs.memory is None:
+    if costs is not None and costs.memory is None:
         mend = "give CostModel(memory=measure_memory(tasks, batches))"
         problems.append(Problem(f"max_bytes needs what the tasks hold: {mend}"))
     if problems:
