@@ -96,10 +96,21 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
         if mode == CREATED and replays and (parameter := accumulating()) is not None:
-            self.accumulated[id(parameter)] = Gradient.of(value, self.storages)
+            self._accumulate(parameter, value)
         for tensor in tensors_of(value) if mode else ():
             if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
                 self._use(tensor, mode)
+
+    def _accumulate(self, parameter: Tensor, value: Any) -> None:
+        """Note a result of an operator that runs where a parameter's gradient is accumulated.
+
+        The first one is the gradient; it may be copied on, as into the buckets that ranks exchange.
+        """
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            new = Gradient.of(value, self.storages)
+            old = self.accumulated.get(id(parameter), new)
+            kept = new if old.tensor() is None else old
+            self.accumulated[id(parameter)] = Gradient(kept.tensor, {**old.memory, **new.memory})
 
     def _use(self, tensor: Tensor, mode: str) -> None:
         base = tensor if tensor._base is None else tensor._base

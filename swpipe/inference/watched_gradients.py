@@ -3,7 +3,7 @@
 torch may crash where one thread reads ``parameter.grad`` while another one accumulates into it or
 clears it. So a gradient is known by what has been seen of it::
 
-    backward     autograd's own operators at a parameter     the last result is its gradient
+    backward     autograd's own operators at a parameter     the first result is its gradient
     any task     operators on the memory of a gradient       use it
     zero_grad    a gradient that was there before is gone    clears it
 

@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, SWPipeline
-from tests._engine.test_interrupts import swpipe_threads
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
-from tests.support.sequencer import await_event
+from tests.support.sequencer import await_event, swpipe_threads
 
 SERIAL = PipelinePlan.serial(tasks())
 FAILS_AT = {"caller": "forward", "worker": "h2d"}

@@ -20,7 +20,7 @@ from swpipe.trace import Observer
 from tests.support.hang import Hang, has_come_to
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.scripts import Script, Scripts
-from tests.support.sequencer import PATIENCE_S, await_event
+from tests.support.sequencer import PATIENCE_S, await_event, swpipe_threads
 from tests.support.virtual_clock import TimedHost
 
 PLANS = {
@@ -49,11 +49,6 @@ def at(iteration: int, act: Callable[[], Any]) -> Callable[[IterContext], None]:
 def throw(error: BaseException) -> Any:
     """Raise, where only an expression may stand."""
     raise error
-
-
-def swpipe_threads() -> list[str]:
-    """Threads of swpipe's that are alive."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("swpipe-")]
 
 
 @pytest.fixture
@@ -430,7 +425,7 @@ def test_closing_in_mid_flight_ends_the_threads_and_drops_the_contexts() -> None
     contexts: list[weakref.ref[IterContext]] = []
     with SWPipeline(piped(), tasks(h2d=lambda ctx: contexts.append(weakref.ref(ctx)))) as pipe:
         pipe.fill_pipeline(iter(range(9)))
-        assert swpipe_threads()
+        assert swpipe_threads(within_s=0)
     assert swpipe_threads() == []
     del pipe
     assert [ref() for ref in contexts] == [None] * len(contexts)

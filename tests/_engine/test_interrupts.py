@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -20,7 +19,7 @@ import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.waiting import Host, HostThread
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
-from tests.support.sequencer import PATIENCE_S
+from tests.support.sequencer import PATIENCE_S, swpipe_threads
 
 SWPIPE = str(Path(swpipe.__file__).parent)
 
@@ -92,16 +91,6 @@ def signal_checks(code: Any) -> frozenset[int]:
             after = ins.opname.startswith(("CALL", "RESUME")) or "BACKWARD" in ins.opname
         _CHECKS[code] = frozenset(found)
     return _CHECKS[code]
-
-
-def swpipe_threads() -> list[str]:
-    """Threads of swpipe's that are alive, when those that end have had time to."""
-    deadline = time.monotonic() + PATIENCE_S
-    while names := [t.name for t in threading.enumerate() if t.name.startswith("swpipe-")]:
-        if time.monotonic() > deadline:
-            return names
-        time.sleep(0.001)
-    return []
 
 
 def use_again(pipe: SWPipeline) -> list[int]:

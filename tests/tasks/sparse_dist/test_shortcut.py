@@ -96,7 +96,7 @@ def _profiled(pipelined: bool) -> tuple[ProfileResult, bool]:
 def test_the_profiler_measures_all_eleven(two_ranks: Ranks, pipelined: bool) -> None:
     """On two ranks, and some under the plan; sharded tables are put back, too.
 
-    Each rank's report has the times of both, and says of tasks that do nothing here that they do.
+    Each rank's report has the times of both.
     """
     ranks = two_ranks.run(_profiled, pipelined)
     for number, (result, put_back) in enumerate(ranks):
@@ -108,6 +108,3 @@ def test_the_profiler_measures_all_eleven(two_ranks: Ranks, pipelined: bool) -> 
         assert result.ranks[number].exposed_s.keys() == result.exposed_s.keys()
         assert {"EmbInputDistStart", "EmbForward", "DenseBackward"} <= set(result.collectives)
         assert "over 2 ranks" in result.format_report()
-        for name in {"DenseForward", "EmbBackward"} & set(result.exposed_s):
-            by_chance = result.raw_s[name] > result.spread_s[name]
-            assert name in result.no_work or by_chance
