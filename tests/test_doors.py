@@ -26,13 +26,15 @@ OF_OTHERS = {
     "_qualified_op_name", "_stages",
     "_get_function_stack_at", "_has_storage", "_indices", "_is_profiler_enabled", "_iterator",
     "_is_torch_function_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
-    "_len_torch_function_stack", "_mesh_resources", "_parameters", "_pytree",
+    "_len_torch_function_stack", "_make_wrapper_subclass", "_mesh_resources", "_parameters",
+    "_pytree",
     "_pop_torch_dispatch_stack", "_push_on_torch_dispatch_stack", "_record_function_enter_new",
     "_saved_tensors_hooks_get_disabled_error_message", "_top_saved_tensors_default_hooks",
     "_values", "_version",
     # TorchRec's
-    "_current_step", "_dist", "_get_leaf_module_names", "_module", "_optimizer",
-    "_override_input_dist_forwards", "_start_data_dist",
+    "_awaitables", "_current_step", "_dist", "_fuse_input_dist_splits", "_get_leaf_module_names",
+    "_input", "_input_tensors", "_jt_dict", "_module", "_optimizer",
+    "_override_input_dist_forwards", "_workers",
     # dynamicemb's
     "_prefetch_outstanding_keys", "_prefetch_states",
 }  # fmt: skip

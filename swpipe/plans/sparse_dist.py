@@ -73,34 +73,56 @@ def serial() -> PipelinePlan:
     return _plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
 
 
-def copy_ahead() -> PipelinePlan:
-    """Two stages: copy, all else. As in TorchRec's base pipeline."""
+def copy_ahead(*, lean: bool = False) -> PipelinePlan:
+    """Two stages: copy, all else. As in TorchRec's base pipeline.
+
+    Args:
+        lean: The copy comes after the backward, when the activations are gone.
+    """
     stages = dict.fromkeys(TASKS, 1) | {COPY: 0}
-    return _plan(stages, (*TASKS[1:4], EMBED, DENSE, COPY, *LAST), streams={COPY: STREAMS[COPY]})
+    middle = (LOSS, DENSE_BACK, EMBED_BACK, COPY) if lean else (COPY, LOSS, DENSE_BACK, EMBED_BACK)
+    order = (*TASKS[1:4], EMBED, DENSE, *middle, FINALIZE, STEP)
+    return _plan(stages, order, streams={COPY: STREAMS[COPY]})
 
 
-def sparse_dist() -> PipelinePlan:
-    """Three stages: copy, exchange of ids, compute. As in TorchRec's sparse-dist pipeline."""
+def sparse_dist(*, lean: bool = False) -> PipelinePlan:
+    """Three stages: copy, exchange of ids, compute. As in TorchRec's sparse-dist pipeline.
+
+    Args:
+        lean: This batch's ids are waited for before later batches get memory.
+    """
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
-    return _plan(stages, (START, COPY, PREFETCH, EMBED, DENSE, WAIT, *LAST), streams=STREAMS)
+    order = (PREFETCH, START, COPY) if lean else (START, COPY, PREFETCH)
+    same_period = ((START, PREFETCH), (COPY, PREFETCH)) if lean else ()
+    return _plan(
+        stages, (*order, EMBED, DENSE, WAIT, *LAST), same_period=same_period, streams=STREAMS
+    )
 
 
-def prefetch() -> PipelinePlan:
+def prefetch(*, lean: bool = False) -> PipelinePlan:
     """Four stages: copy, exchange of ids, prefetch, compute.
 
     The prefetch of the next batch comes after this batch's forward, which releases its cache lines,
     and before this batch's backward, which overlaps it.
+
+    Args:
+        lean: One batch less is in flight. The exchange of sizes starts in the period of the copy,
+            at its end.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2}
+    order: tuple[str, ...] = (START, COPY, EMBED, DENSE, WAIT, PREFETCH, *LAST)
+    if lean:
+        stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
+        order = (COPY, WAIT, EMBED, DENSE, PREFETCH, *LAST, START)
     return _plan(
         stages,
-        (START, COPY, EMBED, DENSE, WAIT, PREFETCH, *LAST),
+        order,
         same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
         streams={**STREAMS, PREFETCH: "prefetch"},
     )
 
 
-def split(*, after_step: bool = True) -> PipelinePlan:
+def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
     """Three stages; a look-up comes directly after the update of the tables by the batch before.
 
     Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
@@ -113,7 +135,13 @@ def split(*, after_step: bool = True) -> PipelinePlan:
             (data-parallel ones, for example) or the learning rate of fused ones, and in the period
             of its batch, so that it also sees what the loop has changed. Otherwise it comes before
             ``OptimStep``, which overlaps the exchange of embeddings too.
+        lean: The look-up comes in the period of its batch, before later batches get memory. The
+            exchange of gradients overlaps nothing.
     """
+    if lean:
+        stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
+        early = (PREFETCH, EMBED, START, COPY, DENSE, WAIT, *LAST)
+        return _plan(stages, early, same_period=((START, EMBED), (COPY, EMBED)), streams=STREAMS)
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
     order = (EMBED, WAIT, COPY, DENSE, PREFETCH, LOSS, DENSE_BACK, START, EMBED_BACK)
     if not after_step:
@@ -128,7 +156,7 @@ def split(*, after_step: bool = True) -> PipelinePlan:
     )
 
 
-def semi_sync(*, one_backward: bool = False) -> PipelinePlan:
+def semi_sync(*, one_backward: bool = False, lean: bool = False) -> PipelinePlan:
     """Four stages; the next batch is looked up before this one updates the tables.
 
     Table reads, and learning rates of fused tables, are one batch stale, so the results differ from
@@ -137,11 +165,15 @@ def semi_sync(*, one_backward: bool = False) -> PipelinePlan:
 
     Args:
         one_backward: ``DenseBackward`` updates the tables, and so comes after the next look-up.
+        lean: Later batches get memory after the backward. Less overlaps the exchange of gradients.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 2, EMBED: 2}
     look_up = (PREFETCH, EMBED)
     middle = (*look_up, DENSE_BACK) if one_backward else (DENSE_BACK, *look_up)
     order = (COPY, DENSE, LOSS, *middle, WAIT, START, EMBED_BACK, FINALIZE, STEP)
+    if lean:
+        stages[START] = 1
+        order = (START, DENSE, LOSS, *middle, WAIT, EMBED_BACK, COPY, FINALIZE, STEP)
     return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,25 @@ def test_each_plan_has_its_stages(name: str, stages: int) -> None:
     plan = PLANS[name]()
     assert plan.depth == stages
     assert tuple(plan.schedule) == TASKS
+
+
+LEAN: dict[str, Any] = {
+    "copy_ahead": 2,
+    "sparse_dist": 3,
+    "prefetch": 3,
+    "split": 3,
+    "semi_sync": 4,
+}
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_lean_plans_have_no_more_in_flight_than_torchrecs(name: str) -> None:
+    """And the serial order within an iteration, and the same tasks take turns."""
+    make: Any = PLANS[name]
+    plan = make(lean=True)
+    assert plan.depth == LEAN[name]
+    assert resolve_plan(plan, TASKS).serial_order == tuple(TASKS)
+    assert {n for n, entry in plan.schedule.items() if entry.globally_ordered} == ORDERED
 
 
 @pytest.mark.parametrize("name", PLANS)

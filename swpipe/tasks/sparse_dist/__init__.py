@@ -2,6 +2,7 @@
 
 from swpipe.tasks.sparse_dist.drop_in import PipelineFactory, SparseDistPipeline
 from swpipe.tasks.sparse_dist.inputs import RewriteError
+from swpipe.tasks.sparse_dist.released import MemoryOptions
 from swpipe.tasks.sparse_dist.rewrite import RewriteReport
 from swpipe.tasks.sparse_dist.shuffle import IdentityShuffler, KarmarkarKarpShuffler, Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep
@@ -18,6 +19,7 @@ __all__ = [
     "EvenData",
     "IdentityShuffler",
     "KarmarkarKarpShuffler",
+    "MemoryOptions",
     "PipelineFactory",
     "RankDataError",
     "RewriteError",

@@ -61,6 +61,7 @@ try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         from torchrec.distributed import comm_ops
+        from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
         from torchrec.distributed.embedding import ShardedEmbeddingCollection
         from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
         from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
@@ -86,8 +87,8 @@ try:
         )
         from torchrec.distributed.train_pipeline.types import ArgInfo, CallArgs
         from torchrec.distributed.train_pipeline.utils import (
+            _fuse_input_dist_splits,
             _override_input_dist_forwards,
-            _start_data_dist,
         )
         from torchrec.distributed.types import (
             Awaitable,
@@ -96,6 +97,7 @@ try:
             ShardedModule,
         )
         from torchrec.optim.fused import FusedOptimizer
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 except ImportError as error:
     raise ImportError(
         f"torchrec {VERSION} does not have what swpipe.tasks.sparse_dist imports ({error}): "
@@ -113,7 +115,7 @@ except ImportError:
 
 get_leaf_module_names = _get_leaf_module_names
 override_input_dist_forwards = _override_input_dist_forwards
-start_data_dist = _start_data_dist
+fuse_input_dist_splits = _fuse_input_dist_splits
 
 EXCHANGES = (
     comm_ops.All2All_Pooled_Req, comm_ops.All2All_Seq_Req, comm_ops.ReduceScatter_Req,
@@ -141,10 +143,11 @@ def describe() -> str:
 __all__ = [
     "EXCHANGES", "PLAIN_TABLES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward",
     "CallArgs", "DMPCollection", "FusedOptimizer",
-    "GetAttrArgInfoStep", "GetItemArgInfoStep", "LazyAwaitable", "LazyGetItemMixin",
+    "GetAttrArgInfoStep", "GetItemArgInfoStep", "KJTAllToAllTensorsAwaitable",
+    "KeyedJaggedTensor", "LazyAwaitable", "LazyGetItemMixin",
     "NodeArgsHelper", "PipelineStage", "PipelinedForward", "PrefetchPipelinedForward",
     "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer",
-    "TrainPipelineContext", "check_version", "describe", "get_leaf_module_names",
-    "get_unwrapped_module", "override_input_dist_forwards", "start_data_dist",
+    "TrainPipelineContext", "check_version", "describe", "fuse_input_dist_splits",
+    "get_leaf_module_names", "get_unwrapped_module", "override_input_dist_forwards",
     "torchrec_class", "torchrec_pipelines",
 ]  # fmt: skip

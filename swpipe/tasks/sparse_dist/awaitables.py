@@ -74,6 +74,16 @@ class Replayable(Awaitable):  # type: ignore[misc]
         use_here(self._device, self._stream, found)
         return found if first else map_tensors(found, _again)
 
+    def before_wait(self, fn: Callable[[Any, Any], None]) -> None:
+        """Call ``fn(awaitable, module_context)`` where the first wait will be completed.
+
+        Nothing is called after that wait.
+        """
+        with self._lock:
+            if self._result is _PENDING:
+                with self._device.on(self._stream):
+                    fn(self._awaitable, self._module_context)
+
     def _wait_impl(self) -> Any:
         return self.wait()
 

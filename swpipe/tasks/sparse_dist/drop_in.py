@@ -408,7 +408,8 @@ class PipelineFactory:
 
 def split(tasks: SparseDistTasks) -> PipelinePlan:
     """The plan ``split`` for these tasks."""
-    return plans.split(after_step=tasks.tables_in_step or bool(tasks.fused))
+    after_step = tasks.tables_in_step or bool(tasks.fused)
+    return plans.split(after_step=after_step, lean=bool(tasks.memory))
 
 
 def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
@@ -423,7 +424,8 @@ def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
             "tables and those that the optimizers step do not allow: shard them otherwise, with a "
             "fused optimizer, or take jagged_split_sparse_dist"
         )
-    return plans.semi_sync(one_backward=tasks.rewrite.kind == "ahead")
+    one_backward = tasks.rewrite.kind == "ahead"
+    return plans.semi_sync(one_backward=one_backward, lean=bool(tasks.memory))
 
 
 PLANS: dict[str, PipelinePlan | PlanFor] = {

@@ -25,21 +25,31 @@ _NOTHING = -1
 
 
 class CallInputs:
-    """The arguments of one call, and the tensors in them as they are now."""
+    """The arguments of one call, ``values``, and the tensors in them as they are now."""
+
+    same_in_replay = True  # in replays they are not checked
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._values = [*args, *kwargs.values()]
+        self.values = [*args, *kwargs.values()]
         self.note()
 
     def note(self) -> None:
         """Take the tensors for unchanged as they are now."""
-        tensors = (tensor for tensor in tensors_in(self._values) if not tensor.is_inference())
+        tensors = (tensor for tensor in tensors_in(self.values) if not tensor.is_inference())
         self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    def forget(self, storages: set[int]) -> None:
+        """Let go of tensors in these storages: others may take their place."""
+        self._versions = [
+            (tensor, version)
+            for tensor, version in self._versions
+            if tensor.untyped_storage()._cdata not in storages
+        ]
 
     def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether another call has the same inputs, perhaps in new containers."""
         given = [*args, *kwargs.values()]
-        return len(given) == len(self._values) and all(map(_same, given, self._values))
+        return len(given) == len(self.values) and all(map(_same, given, self.values))
 
     def changed(self) -> bool:
         """Whether a tensor was since changed in place, or replaced by one in other memory."""
@@ -48,10 +58,10 @@ class CallInputs:
     def changes(self) -> set[int]:
         """The memory of tensors that were changed in place, or took the place of others."""
         found = {memory_of(t) for t, version in self._versions if t._version != version}
-        near = {id(child) for value in self._values for child in _opened(value)}
+        near = {id(child) for value in self.values for child in _opened(value)}
         if all(id(tensor) in near for tensor, _ in self._versions):
             return found  # as mostly, and sooner told than by a walk
-        present = {id(tensor): tensor for tensor in tensors_in(self._values)}
+        present = {id(tensor): tensor for tensor in tensors_in(self.values)}
         known = {id(tensor) for tensor, _ in self._versions}
         if any(
             id(tensor) not in present and not any(_alias(tensor, t) for t in present.values())
@@ -65,11 +75,22 @@ class CallInputs:
 class ExchangedInputs:
     """The inputs of one batch that are exchanged, by module."""
 
+    same_in_replay = True
+
     def __init__(self, source: Source, forwards: Iterable[Any]) -> None:
         self._inputs = {
             forward.name: CallInputs(*forward.args.build_args_kwargs(source))
             for forward in forwards
         }
+
+    @property
+    def calls(self) -> list[CallInputs]:
+        """The inputs of each module."""
+        return [*self._inputs.values()]
+
+    def values(self) -> list[Any]:
+        """All inputs."""
+        return [value for call in self.calls for value in call.values]
 
     def check(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call with anything else.
@@ -124,7 +145,7 @@ def _same(one: Any, other: Any) -> bool:
             (isinstance(one, JaggedTensor) or one.keys() == other.keys())
             and _alias(one.values(), other.values())
             and _same(one.weights_or_none(), other.weights_or_none())
-            and torch.equal(one.lengths(), other.lengths())  # computed from offsets, perhaps
+            and _equal(one.lengths(), other.lengths())
         )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
@@ -138,11 +159,24 @@ def _opened(value: Any) -> Iterable[Any]:
     return value, *kind_of(type(value)).children(value)
 
 
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether they have equal elements, computed from offsets perhaps."""
+    return _alias(one, other) or (
+        _has_memory(one) and _has_memory(other) and torch.equal(one, other)
+    )
+
+
 def _alias(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same elements in memory."""
+    """Whether two tensors have the same elements in memory, or are one whose memory went."""
     return one is other or (
-        one.data_ptr() == other.data_ptr()
+        _has_memory(one)
+        and one.data_ptr() == other.data_ptr()
         and one.shape == other.shape
         and one.stride() == other.stride()
         and one.dtype == other.dtype
     )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether its memory did not go (see ``released``); an empty one needs none."""
+    return tensor.data_ptr() != 0 or tensor.numel() == 0

@@ -24,12 +24,12 @@ from torch import nn
 from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     describe,
+    fuse_input_dist_splits,
     override_input_dist_forwards,
-    start_data_dist,
 )
 from swpipe.tasks.sparse_dist.awaitables import fused_splits
 from swpipe.tasks.sparse_dist.contexts import SparseDistContext
-from swpipe.tasks.sparse_dist.exchanged import ExchangedInputs
+from swpipe.tasks.sparse_dist.exchanged import CallInputs, ExchangedInputs
 from swpipe.tasks.sparse_dist.forwards import FORWARDS, Kind
 from swpipe.tasks.sparse_dist.inputs import (
     Found,
@@ -45,6 +45,7 @@ from swpipe.tasks.sparse_dist.postproc import (
     PostprocResults,
     compute_ahead,
 )
+from swpipe.tasks.sparse_dist.released import MARK, MemoryOptions, Releases
 from swpipe.tasks.sparse_dist.traced import Traced, traced_inputs
 from swpipe.tasks.sparse_dist.wrappers import reduced_by_outer_ddp, unwrapped
 
@@ -115,6 +116,7 @@ class Rewrite:
         inputs: Mapping[str, str] | None = None,
         strict: bool = True,
         pipeline_postproc: bool = False,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
     ) -> None:
         self.kind: Kind = kind
         self.looks_up_ahead = kind in ("split", "ahead")
@@ -127,6 +129,7 @@ class Rewrite:
         self._inputs = dict(inputs or {})
         self._strict = strict
         self._postproc = pipeline_postproc
+        self._releases = Releases(memory, device)
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
@@ -185,6 +188,8 @@ class Rewrite:
         for forward in self.forwards:
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
+            if self._releases.marks(forward._module):
+                self._set(forward._module, MARK, True)
         for postproc in self.postprocs:
             self._set(postproc._module, "forward", postproc)
         if self._fused:
@@ -208,7 +213,11 @@ class Rewrite:
         self._check_ready(batch)
         source = Source(batch, {} if results is None else results.values)
         context.inputs = ExchangedInputs(source, self.forwards)
-        start_data_dist([forward._module for forward in self.forwards], source, context)
+        for forward in self.forwards:
+            inputs = self._releases.lent(forward.args.build_args_kwargs(source))
+            _start_exchange(forward, inputs, context)
+        self._releases.started(context, _calls(results))
+        fuse_input_dist_splits(context)
         context.fused_splits_awaitables = [
             (names, fused_splits(fused, [context.module_contexts[n] for n in names], self._device))
             for names, fused in context.fused_splits_awaitables
@@ -255,11 +264,17 @@ class Rewrite:
         if not self.attached:
             raise RuntimeError("the model is detached from its pipeline: call attach() first")
 
-    def prefetch(self, context: SparseDistContext, forward_stream: Any) -> None:
+    def prefetch(
+        self,
+        context: SparseDistContext,
+        forward_stream: Any,
+        results: PostprocResults | None = None,
+    ) -> None:
         """Wait for the ids; modules with a cache fill it.
 
         ``forward_stream`` is that of the look-up, if it is another than the current one.
         """
+        self._releases.sent(context, _calls(results))
         for forward in self.forwards:
             if not forward.prefetches:
                 continue
@@ -319,6 +334,19 @@ class Rewrite:
             self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
         else:
             self._undo.callback(vars(owner).pop, name, None)
+
+
+def _calls(results: PostprocResults | None) -> list[CallInputs]:
+    return [] if results is None else [*results.calls.values()]
+
+
+def _start_exchange(forward: Any, inputs: tuple[Any, Any], context: SparseDistContext) -> None:
+    """Start the exchange of the sizes of one module's ids, as TorchRec's pipelines do."""
+    module, name = forward._module, forward.name
+    args, kwargs = module.preprocess_input(*inputs)
+    module_context = context.module_contexts[name] = module.create_context()
+    request = module.input_dist(module_context, *args, **kwargs)
+    context.input_dist_splits_requests[name] = request
 
 
 def _exchanges(modules: list[nn.Module]) -> list[Any]:

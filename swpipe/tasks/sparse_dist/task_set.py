@@ -46,6 +46,7 @@ from swpipe.tasks.sparse_dist.module_modes import ModuleModesOf
 from swpipe.tasks.sparse_dist.postproc import PostprocResults
 from swpipe.tasks.sparse_dist.prefetched import PrefetchedBatches
 from swpipe.tasks.sparse_dist.reduction import DeferredReduction
+from swpipe.tasks.sparse_dist.released import MemoryOptions, copied_in_place
 from swpipe.tasks.sparse_dist.rewrite import Find, Rewrite
 from swpipe.tasks.sparse_dist.seam import run_embedding_backward
 from swpipe.tasks.sparse_dist.shuffle import Shuffler
@@ -77,13 +78,14 @@ class SparseDistTasks:
             rates over to fused tables: EmbForward (first), DenseBackward (first) or OptimStep
             (last). A look-up then takes the rate that was handed over last, as in TorchRec's
             pipelines. None: DenseBackward, and each look-up takes the rate of its moment.
+        memory: What saves device memory; the numbers are the same.
         random: The model draws random numbers (dropout): each forward is then seeded.
         tables_state: Two functions that capture and restore this rank's rows, for profiling and
             recording, where the rows lie in no parameter or buffer. What ``capture`` returns is
             copied with ``copy.deepcopy``, once to keep it and once for each ``restore``.
 
     Attributes:
-        pipeline_postproc: As given.
+        pipeline_postproc, memory: As given.
         copy_batch: Copies a batch to the device instead of ``batch.to``, if set.
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
         prefetched: What tables with a queue of prefetches keep for the batches in flight.
@@ -115,6 +117,7 @@ class SparseDistTasks:
         random: bool = False,
         tables_state: CaptureRestore | None = None,
         zero_grad: str | None = None,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
     ) -> None:
         if forward != "own" and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -124,10 +127,10 @@ class SparseDistTasks:
         self.model = model
         self.step = step
         self.device = resolve(device)
-        self.pipeline_postproc = pipeline_postproc
+        self.pipeline_postproc, self.memory = pipeline_postproc, memory
         self.rewrite = Rewrite(
             model, self.device, kind=forward, find=find, inputs=inputs, strict=strict,
-            pipeline_postproc=pipeline_postproc,
+            pipeline_postproc=pipeline_postproc, memory=memory,
         )  # fmt: skip
         self.prefetched = PrefetchedBatches(self.rewrite.sharded)
         table_state = TableState(self.rewrite.sharded, tables_state)
@@ -171,14 +174,13 @@ class SparseDistTasks:
 
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device."""
-        copy = self.copy_batch or self.to_device
-        ctx.batch = copy(ctx.batch)
+        ctx.batch = (self.copy_batch or self.to_device)(ctx.batch)
 
     def to_device(self, batch: Any) -> Any:
         """The batch on the device.
 
         Raises:
-            TypeError: It has no ``to`` or no ``record_stream``.
+            TypeError: It cannot be copied, or not in place.
         """
         lacks = [m for m in ("to", "record_stream") if not callable(getattr(batch, m, None))]
         if lacks:
@@ -187,6 +189,8 @@ class SparseDistTasks:
                 "give it to(device, non_blocking) and record_stream(stream), as "
                 "torchrec.streamable.Pipelineable asks"
             )
+        if self.memory.enable_inplace_copy_batch and self.device.has_streams:
+            return copied_in_place(batch, self._target, self.device, self._home)
         return batch.to(device=self._target, non_blocking=True)
 
     def finish_shuffle(self, ctx: IterContext) -> None:
@@ -211,9 +215,9 @@ class SparseDistTasks:
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
-        here = self.device.current_stream()
+        home = None if self.device.current_stream() == self._home else self._home
         with self.prefetched.prefetching():
-            self.rewrite.prefetch(ctx.pipeline, None if here == self._home else self._home)
+            self.rewrite.prefetch(ctx.pipeline, home, self._results(ctx))
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""
@@ -430,6 +434,8 @@ class SparseDistTasks:
             result = (self.step.forward or self.model)(ctx.batch)
         ctx.pipeline.inputs = None
         self.rewrite.done()
+        if self.memory:
+            ctx.batch = None  # nothing uses it any more
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"the model returned a {type(result).__name__}, not (losses, output): return these "
@@ -439,6 +445,5 @@ class SparseDistTasks:
 
 
 def _torch_device(device: Device) -> torch.device:
-    if device.has_streams:
-        return torch.device(device.type, torch.accelerator.current_device_index())
-    return torch.device(device.type)
+    index = [torch.accelerator.current_device_index()] if device.has_streams else []
+    return torch.device(device.type, *index)

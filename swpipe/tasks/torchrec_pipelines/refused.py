@@ -12,11 +12,6 @@ from typing import Any, NamedTuple
 
 from swpipe.tasks.sparse_dist._torchrec import TrainPipelineContext
 
-_MEMORY = (
-    "it saves device memory in TorchRec's own copies and contexts, which are not used here, and "
-    "changes no result: leave it out"
-)
-
 
 class Refusal(NamedTuple):
     """The default of an argument, and why other values are refused."""
@@ -42,10 +37,6 @@ REASONS: dict[str, Refusal] = {
         "rows would be looked up before the batch ahead updates them: use TrainPipelineSemiSync, "
         "which is stale by design, or TrainPipelineFusedSparseDist, which is exact",
     ),
-    "enable_inplace_copy_batch": Refusal(False, _MEMORY),
-    "free_features_storage_early": Refusal(False, _MEMORY),
-    "clear_data_dist_inputs": Refusal(False, _MEMORY),
-    "inplace_copy_batch_to_gpu": Refusal(False, _MEMORY),  # in TorchRec 1.5
 }
 
 TAKEN = frozenset(
@@ -54,6 +45,8 @@ TAKEN = frozenset(
         "pipeline_postproc", "dmp_collection_sync_interval_batches", "enqueue_batch_after_forward",
         "strict", "emb_lookup_stream", "embedding_lookup_after_data_dist", "start_batch",
         "stash_gradients", "enable_embedding_lookup_prefetch",
+        "enable_inplace_copy_batch", "free_features_storage_early", "clear_data_dist_inputs",
+        "inplace_copy_batch_to_gpu",  # in TorchRec 1.5
     }
 )  # fmt: skip
 """The arguments of pipelines that have a counterpart."""

@@ -26,14 +26,14 @@ class TrainPipelineBase(Translated[In, Out]):
     _kind = "own"
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.copy_ahead()
+        return plans.copy_ahead(lean=bool(tasks.memory))
 
 
 class TrainPipelineSparseDist(Translated[In, Out]):
     """As TorchRec's, under the plan ``sparse_dist``."""
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return self._copy_later(plans.sparse_dist())
+        return self._copy_later(plans.sparse_dist(lean=bool(tasks.memory)))
 
     def _copy_later(self, plan: PipelinePlan) -> PipelinePlan:
         """The plan with the copy of a later batch after the forward, if wanted."""
@@ -48,7 +48,7 @@ class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: only the copy of the next batch overlaps."""
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.copy_ahead()
+        return plans.copy_ahead(lean=bool(tasks.memory))
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
@@ -57,7 +57,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     _kind = "prefetch"
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.prefetch()
+        return plans.prefetch(lean=bool(tasks.memory))
 
 
 class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
@@ -79,14 +79,18 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         late = self._given.get("embedding_lookup_after_data_dist")
-        return self._copy_later(plans.split() if late else split(tasks))
+        return self._copy_later(_late(tasks) if late else split(tasks))
+
+
+def _late(tasks: SparseDistTasks) -> PipelinePlan:
+    return plans.split(lean=bool(tasks.memory))
 
 
 class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: batches are copied on a thread of their own."""
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        plan = plans.sparse_dist()
+        plan = plans.sparse_dist(lean=bool(tasks.memory))
         copied = replace(plan.schedule[plans.COPY], thread_group="copy")
         return replace(plan, schedule={**plan.schedule, plans.COPY: copied})
 
@@ -118,7 +122,7 @@ class EvalPipelineFusedSparseDist(_Evaluates[In, Out], TrainPipelineFusedSparseD
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         ahead = self._given.get("enable_embedding_lookup_prefetch")
-        return self._copy_later(split(tasks) if ahead else plans.split())
+        return self._copy_later(split(tasks) if ahead else _late(tasks))
 
 
 class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):

@@ -28,6 +28,7 @@ from swpipe.tasks.sparse_dist.accumulation import warn_of_rounding
 from swpipe.tasks.sparse_dist.drop_in import SparseDistPipeline
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.inputs import sharded_modules
+from swpipe.tasks.sparse_dist.released import MemoryOptions
 from swpipe.tasks.sparse_dist.step import TrainStep
 from swpipe.tasks.sparse_dist.task_set import SparseDistTasks
 from swpipe.tasks.sparse_dist.wrappers import ddp_modules, unwrapped
@@ -248,6 +249,12 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             kind = (self._kind_alone if alone else None) or self._kind
         self._tasks = self._tasks_for(step, kind)
         if type(self).copy_batch_to_gpu is not Translated.copy_batch_to_gpu:
+            if self._tasks.memory.enable_inplace_copy_batch:
+                raise NotImplementedError(
+                    f"{type(self).__name__} overrides copy_batch_to_gpu, and copies in place "
+                    "(enable_inplace_copy_batch), which does not call it: leave the argument out, "
+                    "and allocate and copy so in the override"
+                )
             self._tasks.copy_batch = self._copied
         self._start()
 
@@ -260,6 +267,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
             strict=False,
             zero_grad=self._zero_grad,
             pipeline_postproc=self._given.get("pipeline_postproc", False) and kind != "own",
+            memory=MemoryOptions.of(self._given),
         )
 
     def _start(self) -> None:

@@ -185,6 +185,7 @@ def sharded(job: Job, model: nn.Module | None = None, *, ddp: bool = True) -> nn
     kernel = {"compute_kernel": None if fused else "dense"}
     per_table = {
         "table_wise": lambda t: table_wise(rank=t % world, **kernel),
+        "in_order": lambda t: table_wise(rank=t * world // TABLES, **kernel),
         "row_wise": lambda _: row_wise(**kernel),
         "column_wise": lambda t: column_wise(ranks=[t % world, (t + 1) % world], **kernel),
         "data_parallel": lambda _: data_parallel(),
