@@ -45,6 +45,15 @@ def test_each_plan_has_its_stages(name: str, stages: int) -> None:
     assert tuple(plan.schedule) == TASKS
 
 
+MEMORY_LATE = {
+    "copy_ahead": (EMBED_BACK, COPY),
+    "sparse_dist": (PREFETCH, START, COPY),
+    "prefetch": (COPY, DENSE, START),
+    "split": (PREFETCH, EMBED, START, COPY),
+    "semi_sync": (START, EMBED_BACK, COPY),
+}
+"""Tasks of lean plans, as they come in a period."""
+
 LEAN: dict[str, Any] = {
     "copy_ahead": 2,
     "sparse_dist": 3,
@@ -60,6 +69,7 @@ def test_lean_plans_have_no_more_in_flight_than_torchrecs(name: str) -> None:
     make: Any = PLANS[name]
     plan = make(lean=True)
     assert plan.depth == LEAN[name]
+    assert before(plan.order, *MEMORY_LATE[name])
     assert resolve_plan(plan, TASKS).serial_order == tuple(TASKS)
     assert {n for n, entry in plan.schedule.items() if entry.globally_ordered} == ORDERED
 

@@ -75,8 +75,6 @@ class CallInputs:
 class ExchangedInputs:
     """The inputs of one batch that are exchanged, by module."""
 
-    same_in_replay = True
-
     def __init__(self, source: Source, forwards: Iterable[Any]) -> None:
         self._inputs = {
             forward.name: CallInputs(*forward.args.build_args_kwargs(source))

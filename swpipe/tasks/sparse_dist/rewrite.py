@@ -214,8 +214,7 @@ class Rewrite:
         source = Source(batch, {} if results is None else results.values)
         context.inputs = ExchangedInputs(source, self.forwards)
         for forward in self.forwards:
-            inputs = self._releases.lent(forward.args.build_args_kwargs(source))
-            _start_exchange(forward, inputs, context)
+            self._start_exchange(forward, source, context)
         self._releases.started(context, _calls(results))
         fuse_input_dist_splits(context)
         context.fused_splits_awaitables = [
@@ -226,6 +225,15 @@ class Rewrite:
         if not self._fused:
             self._fuse()
             self._fused = True
+
+    def _start_exchange(self, forward: Any, source: Source, context: SparseDistContext) -> None:
+        """Start the exchange of the sizes of one module's ids, as TorchRec's pipelines do."""
+        module, name = forward._module, forward.name
+        inputs = self._releases.lent(forward.args.build_args_kwargs(source))
+        args, kwargs = module.preprocess_input(*inputs)
+        module_context = context.module_contexts[name] = module.create_context()
+        request = module.input_dist(module_context, *args, **kwargs)
+        context.input_dist_splits_requests[name] = request
 
     def use(
         self, context: SparseDistContext, iteration: int, results: PostprocResults | None = None
@@ -338,15 +346,6 @@ class Rewrite:
 
 def _calls(results: PostprocResults | None) -> list[CallInputs]:
     return [] if results is None else [*results.calls.values()]
-
-
-def _start_exchange(forward: Any, inputs: tuple[Any, Any], context: SparseDistContext) -> None:
-    """Start the exchange of the sizes of one module's ids, as TorchRec's pipelines do."""
-    module, name = forward._module, forward.name
-    args, kwargs = module.preprocess_input(*inputs)
-    module_context = context.module_contexts[name] = module.create_context()
-    request = module.input_dist(module_context, *args, **kwargs)
-    context.input_dist_splits_requests[name] = request
 
 
 def _exchanges(modules: list[nn.Module]) -> list[Any]:

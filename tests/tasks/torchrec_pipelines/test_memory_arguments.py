@@ -148,15 +148,21 @@ def _judge(found: dict[str, Any], ranks: int) -> None:
     assert more == {}
 
 
-def test_no_more_bytes_are_alive_than_in_torchrecs_classes(two_ranks: Ranks) -> None:
+MORE = [Job("row_wise", **WITH_STATE), Job("in_order", **WITH_STATE), Job(modules=2, **WITH_STATE)]
+_JOBS = [Job(**WITH_STATE), *(pytest.param(job, marks=pytest.mark.slow) for job in MORE)]
+
+
+@pytest.mark.parametrize("job", _JOBS)
+def test_no_more_bytes_are_alive_than_in_torchrecs_classes(two_ranks: Ranks, job: Job) -> None:
     """In every class, with all its arguments that save memory; numbers are unchanged."""
-    for found in two_ranks.run(_compared, Job(**WITH_STATE), PIPELINES, deadline_s=300):
+    for found in two_ranks.run(_compared, job, PIPELINES, deadline_s=300):
         _judge(found, 2)
 
 
-def test_nor_on_one_rank(one_rank: Ranks) -> None:
+@pytest.mark.parametrize("job", [*_JOBS[:1], MORE[0], *_JOBS[2:]])
+def test_nor_on_one_rank(one_rank: Ranks, job: Job) -> None:
     """There nothing is sent, and ids that the module permutes go."""
-    for found in one_rank.run(_compared, Job(**WITH_STATE), PIPELINES, deadline_s=300):
+    for found in one_rank.run(_compared, job, PIPELINES, deadline_s=300):
         _judge(found, 1)
 
 
