@@ -36,6 +36,8 @@ SCHEDULES = ("none", "lambda", "step", "one cycle", "warm-up", "by hand")
 WHERE = ("dense", "fused", "both", "dense alone")
 """Whose rates change; in the last, the pipeline's optimizer is the dense one alone."""
 
+LESS_MEMORY = {"free_features_storage_early": True, "clear_data_dist_inputs": True}
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "base": ("TrainPipelineBase", {}),
     "sparse-dist": ("TrainPipelineSparseDist", {}),
@@ -47,6 +49,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "semi-sync from 4": ("TrainPipelineSemiSync", {"start_batch": 4}),
     "semi-sync from 900": ("TrainPipelineSemiSync", {"start_batch": 900}),
     "semi-sync, stashed": ("TrainPipelineSemiSync", {"start_batch": 4, "stash_gradients": True}),
+    "fused, less memory": ("TrainPipelineFusedSparseDist", LESS_MEMORY),
+    "semi-sync, less memory": ("TrainPipelineSemiSync", {"start_batch": 4, **LESS_MEMORY}),
     "hybrid": ("TrainEvalHybridPipelineBase", {}),
     "staged": (STAGED, {}),
 }

@@ -34,6 +34,8 @@ QUICK = (
     "semi-sync from 0",
     "semi-sync from 4",
     "semi-sync, stashed",
+    "fused, less memory",
+    "semi-sync, less memory",
 )
 
 LATE = {
@@ -42,6 +44,8 @@ LATE = {
     "semi-sync from 4": [1] * 5 + [2] * 4,
     "semi-sync, stashed": [1] * 5 + [2] * 4,
     "semi-sync from 900": [1] * 9,
+    "fused, less memory": [1] * 9,
+    "semi-sync, less memory": [1] * 5 + [2] * 4,
 }
 """How many calls of ``progress`` after it was set a rate is looked up with, by batch."""
 
