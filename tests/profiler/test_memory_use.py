@@ -48,6 +48,7 @@ def test_a_storage_counts_once_until_its_last_holder_is_gone() -> None:
         Block("use", "", 16, "y"),
     )
     assert found.working == {}
+    assert [block.bytes for block in measured(wrap).blocks] == [KIB]
 
 
 def test_what_a_task_needs_while_it_runs_is_told_apart() -> None:
