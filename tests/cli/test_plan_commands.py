@@ -305,7 +305,15 @@ def test_a_limit_to_memory_is_kept(
     assert run("plan", "show", "best.toml", "--costs", "costs.json") == 0
     assert "memory: at most 1 MiB in 1 iteration" in capsys.readouterr().out
     assert "the smallest peak found is 1 MiB" in refused(capsys, *args, 2**19)
-    assert "--max-bytes: name the plan too" in refused(capsys, "plan", "auto", "--max-bytes", 1)
+
+
+def test_a_limit_to_memory_is_kept_without_a_plan(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the tasks hold is measured then."""
+    assert run("plan", "auto", "--workload", "my_loop:typed", "--max-bytes", 1) == 2
+    told = capsys.readouterr().err
+    assert "no plan was found that holds max_bytes of 1 B at most" in told
 
 
 @pytest.mark.parametrize(("args", "seconds"), [((), 60), (("--seconds", 7), 7)])
