@@ -12,16 +12,18 @@ _TESTS = """
 import time, unittest
 import torch
 from hypothesis import given, strategies as st
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TrainPipelineBase, TrainPipelineSparseDist
+)
 
 class SmallTest(unittest.TestCase):
     def setUp(self):
         self.device = torch.device("cuda:0")
 
-    def _pipeline(self, **options):
+    def _pipeline(self, kind=TrainPipelineBase, **options):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return TrainPipelineBase(model, optimizer, self.device, **options)
+        return kind(model, optimizer, self.device, **options)
 
     @unittest.skipIf(not torch.cuda.is_available(), "no GPU")
     def test_made(self):
@@ -29,7 +31,7 @@ class SmallTest(unittest.TestCase):
 
     @given(flag=st.booleans(), count=st.sampled_from([1, 2, 3]))
     def test_arguments(self, flag, count):
-        pipeline = self._pipeline(enable_inplace_copy_batch=flag)
+        pipeline = self._pipeline(TrainPipelineSparseDist, apply_jit=flag)
         self.assertLess(count, 3)
 
     @given(cache_precision=st.sampled_from([16, 32]), load_factor=st.sampled_from([0.2, 0.4]))
