@@ -79,7 +79,7 @@ def _different(cases: list[tuple[str, str, str]], steps: int) -> list[Any]:
 def test_trainings_equal_torchrecs_under_schedules(two_ranks: Ranks) -> None:
     """Losses, outputs, parameters, optimizers' states: each pair of class, schedule and place."""
     cases = pairwise_cases(QUICK, SCHEDULES[1:], WHERE)
-    assert two_ranks.run(_different, cases, 8) == [[], []]
+    assert two_ranks.run(_different, cases, 8, deadline_s=300.0) == [[], []]
 
 
 @pytest.mark.slow
