@@ -25,7 +25,8 @@ Assumptions
     - What neither goes through torch's operators nor through the context is not seen: numpy,
       kernels launched directly, Python values, an optimizer's options, threads that a task starts.
     - Gradients that are set or cleared by hand, not by autograd or an optimizer's ``zero_grad``,
-      are seen where no other task can run at the same time, on the thread that began the run.
+      are seen where no other task can run at the same time, on the thread that began the run. So
+      is it seen that a gradient was cleared which something else still refers to.
 """
 
 from __future__ import annotations

@@ -253,10 +253,9 @@ def autotune(
         check_limit(max_bytes)
     limits, ready_made = limits or Limits(), ready_made or {}
     loop = Loop(
-        *(tuple(tasks), list(batches), device, streams or {}, frozenset(ordered), over_ranks),
-        *(progress, context, loader),
-        max_bytes=max_bytes,
-    )
+        tuple(tasks), list(batches), device, streams or {}, frozenset(ordered), over_ranks,
+        progress, context, loader, max_bytes=max_bytes,
+    )  # fmt: skip
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)
     load = load_so_far(is_rank=not is_alone())

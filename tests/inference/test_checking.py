@@ -279,6 +279,34 @@ def test_gradients_that_another_task_reads() -> None:
     assert '("train", "look", 1)' in str(error)
 
 
+def test_the_memory_of_a_gradient_has_its_name() -> None:
+    """Of one that two tasks use at the same time, after it was accumulated."""
+    training = Training(every=1)
+
+    def train(ctx: IterContext) -> None:
+        for step in (training.step, training.forward, training.backward):
+            step(ctx)
+
+    def scale(ctx: IterContext) -> None:
+        for parameter in training.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def look(ctx: IterContext) -> None:
+        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+
+    plan = on_threads(
+        "scale",
+        "look",
+        "train",
+        deps=[("scale", "train"), ("look", "train")],
+        cross_iter_deps=[("train", "scale"), ("train", "look")],
+    )
+    _, error = stopped(checked(plan, [train, scale, look]))
+    assert re.search(r"model\.\d\.(weight|bias)\.grad'", str(error))
+    assert re.search(r"which '(look|scale)' on iteration 0 touches", str(error))
+
+
 def test_gradients_that_another_task_clears_by_hand() -> None:
     """It is seen on the caller's thread, where no task runs beside it."""
     training = Training(every=1)

@@ -9,7 +9,7 @@
 
 TorchRec empties the storage of these tensors. Whatever still refers to it then reads memory that is
 not there. Here references are dropped instead: a jagged tensor gets tensors without memory, which
-have the shape, type and device of the ones before, and raise in every operator. So memory stays
+have the shape, type and device of the ones before, and raise where they are read. So memory stays
 where anything else holds it, such as the module's own context or another module's exchange.
 """
 

@@ -1,0 +1,92 @@
+"""What is known of gradients without reading ``parameter.grad``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from swpipe.device import resolve
+from swpipe.inference.purity import PureRecorder
+from swpipe.inference.storages import Storages
+from swpipe.inference.watched_gradients import WatchedGradients
+from tests.support.ranks import Ranks
+
+
+def backward(model: nn.Module) -> PureRecorder:
+    """What a recorder sees of one."""
+    recorder = PureRecorder(resolve("cpu"))
+    with recorder:
+        model(torch.ones(3, 4)).square().mean().backward()
+    return recorder
+
+
+def missed(model: nn.Module, recorder: PureRecorder) -> list[str]:
+    """The parameters whose gradient is not the tensor that was seen, or in other memory."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if (found := recorder.accumulated.get(id(parameter))) is None
+        or parameter.grad is None
+        or found.tensor() is not parameter.grad
+        or not Storages().of(parameter.grad) <= found.memory.keys()
+    ]
+
+
+def _with_buckets() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    parallel = DistributedDataParallel(model)
+    wrong = []
+    for clear in (True, False, True):
+        wrong += missed(model, backward(parallel))
+        if clear:
+            model.zero_grad()
+    return wrong
+
+
+def test_a_gradient_is_told_from_the_bucket_that_it_is_copied_to(one_rank: Ranks) -> None:
+    """DDP's hooks run operators where the gradient is accumulated; also on whole buckets."""
+    assert one_rank.run(_with_buckets) == [[]]
+
+
+def test_the_last_of_several_gradients_counts() -> None:
+    """Of those that one task accumulates, and clears in between."""
+    model = nn.Linear(4, 1)
+    recorder = PureRecorder(resolve("cpu"))
+    with recorder:
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+    assert missed(model, recorder) == []
+
+
+def test_a_sparse_gradient_is_told_from_its_parts() -> None:
+    """Autograd looks at its indices and values before it keeps it."""
+    model = nn.EmbeddingBag(5, 3, sparse=True)
+    recorder = PureRecorder(resolve("cpu"))
+    with recorder:
+        model(torch.tensor([[1, 2]])).sum().backward()
+    assert missed(model, recorder) == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_gradient_that_was_cleared_is_gone(kept: bool) -> None:
+    """Also where its memory is still in use; but not while the tensor itself is."""
+    model = nn.Linear(4, 1)
+    gradients = WatchedGradients(model.parameters())
+    gradients.add(backward(model).accumulated)
+    before = gradients.present()
+    assert before.keys() == {id(one) for one in model.parameters()}
+    assert gradients.gone(before) == set()
+    views = [one.grad.detach() for one in model.parameters() if one.grad is not None and kept]
+    model.zero_grad()
+    assert gradients.gone(before) == before.keys()
+    assert gradients.present() == {}
+    assert len(views) == 2 * kept
+    gradients.add(backward(model).accumulated)
+    before, held = gradients.present(), [one.grad for one in model.parameters()]
+    model.zero_grad()
+    assert gradients.gone(before) == set()
+    assert len(held) == 2
