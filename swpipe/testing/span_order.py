@@ -30,7 +30,7 @@ def assert_overlaps(trace: Trace, one: TaskRef, other: TaskRef) -> None:
         ValueError: The trace has no run of a task.
     """
     runs = _runs(trace, one, other)
-    if any(_meets(*pair) for pair in product(*runs)):
+    if any(_meets(trace, *pair) for pair in product(*runs)):
         return
     (first, *_), (second, *_) = runs
     message = (
@@ -56,7 +56,7 @@ def assert_never_overlaps(trace: Trace, one: TaskRef, other: TaskRef) -> None:
         ValueError: The trace has no run of a task.
     """
     for first, second in product(*_runs(trace, one, other)):
-        if first is not second and _meets(first, second):
+        if first is not second and _meets(trace, first, second):
             raise AssertionError(
                 f"{_named(first)} and {_named(second)} ran at the same time, on the "
                 f"{first.row.kind} {first.row.name!r} and the {second.row.kind} {second.row.name!r}"
@@ -83,7 +83,7 @@ def assert_after(trace: Trace, consumer: TaskRef, producer: TaskRef, distance: i
             f"{consumer!r}: record more iterations"
         )
     for after, before in pairs:
-        if after.start_ns + _rounding_ns(after) < before.end_ns:
+        if after.start_ns + _slack_ns(trace, after, before) < before.end_ns:
             raise AssertionError(
                 f"{_named(after)} started before {_named(before)} had ended, on the "
                 f"{after.row.kind} {after.row.name!r} and the {before.row.kind} {before.row.name!r}"
@@ -103,14 +103,20 @@ def _runs(trace: Trace, *tasks: TaskRef) -> list[list[Span]]:
     return found
 
 
-def _meets(one: Span, other: Span) -> bool:
-    slack_ns = max(_rounding_ns(one), _rounding_ns(other))
-    return min(one.end_ns, other.end_ns) - max(one.start_ns, other.start_ns) > slack_ns
+def _meets(trace: Trace, one: Span, other: Span) -> bool:
+    meet_ns = min(one.end_ns, other.end_ns) - max(one.start_ns, other.start_ns)
+    return meet_ns > _slack_ns(trace, one, other)
 
 
-def _rounding_ns(span: Span) -> int:
-    """By how much its times may be off: a device's are of single precision, and of half a us."""
-    return 0 if span.row.kind == "thread" else 1000 + (span.end_ns >> 22)
+def _slack_ns(trace: Trace, *spans: Span) -> int:
+    """By how much the times of two spans may be off against each other.
+
+    A device's are of single precision, and of half a microsecond; how they were put beside the
+    host's is known to the trace.
+    """
+    on_streams = [span for span in spans if span.row.kind == "stream"]
+    rounding_ns = max((1000 + (span.end_ns >> 22) for span in on_streams), default=0)
+    return rounding_ns + (trace.clock_error_ns if len(on_streams) == 1 else 0)
 
 
 def _named(span: Span) -> str:

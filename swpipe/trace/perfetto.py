@@ -55,6 +55,7 @@ class Document(NamedTuple):
     spans: tuple[Span, ...]
     arrows: tuple[Arrow, ...]
     origin_ns: int
+    clock_error_ns: int = 0
 
     def events(self, shift_ns: int = 0) -> list[Event]:
         """The events, later by ``shift_ns``; each has the process and track of its row."""
@@ -80,6 +81,7 @@ def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
 def save(path: Path, content: Document) -> None:
     """Write the file, compressed if its name ends in ``.gz``."""
     other = {"producer": "swpipe", "arrows": content.arrows, "origin_ns": content.origin_ns}
+    other["clock_error_ns"] = content.clock_error_ns
     document = {"traceEvents": content.events(), "displayTimeUnit": "ms", "otherData": other}
     _write(path, document)
 
@@ -149,7 +151,8 @@ def load(path: Path) -> Document:
                 if event.get("cat") == "task"
             ),
             tuple(map(_arrow, document["otherData"]["arrows"])),
-            _origin_ns(document["otherData"].get("origin_ns", 0)),
+            _time_ns(document["otherData"].get("origin_ns", 0)),
+            _time_ns(document["otherData"].get("clock_error_ns", 0)),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         said = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
@@ -185,7 +188,7 @@ def _arrow(data: Sequence[Any]) -> Arrow:
     return Arrow(_task(producer), _task(consumer), far)
 
 
-def _origin_ns(value: object) -> int:
+def _time_ns(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{shown(value)} is no time in nanoseconds")
     return value

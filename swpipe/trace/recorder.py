@@ -36,6 +36,10 @@ from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
+_GOOD_READING_NS = 50_000
+_READINGS = 10
+"""How closely the device's clock is read beside the host's, and in how many tries."""
+
 
 @runtime_checkable
 class TimedEvent(Protocol):
@@ -82,6 +86,7 @@ class Recorder:
 
     Attributes:
         origin_ns: The time 0 of all spans, in nanoseconds since 1970.
+        clock_error_ns: By how much times on streams may be off, against those on threads.
 
     Args:
         last: Keep only so many iterations, the last ones; None for all.
@@ -100,6 +105,7 @@ class Recorder:
         self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
         base = timed_event(device)
         self._clock = DeviceClock(device, streams, base, self._origin_ns) if base else None
+        self.clock_error_ns = self._clock.error_ns if self._clock else 0
         self._lock = threading.Lock()
         self._logs: list[_Log] = []
         self._finished = False
@@ -177,7 +183,11 @@ def traced(
     if last is not None and last < 1:
         raise ValueError(f"last is {last}: keep 1 iteration or more, or None for all")
     recorder = Recorder(engine.program, engine.device, engine.streams, last)
-    trace = Trace(arrows=arrows_of(resolved), origin_ns=recorder.origin_ns)
+    trace = Trace(
+        arrows=arrows_of(resolved),
+        origin_ns=recorder.origin_ns,
+        clock_error_ns=recorder.clock_error_ns,
+    )
     try:
         with observing(recorder):
             yield trace
@@ -214,7 +224,11 @@ class _Log:
 
 
 class DeviceClock:
-    """Converts events to nanoseconds from ``origin_ns``, a ``time.perf_counter_ns``."""
+    """Converts events to nanoseconds from ``origin_ns``, a ``time.perf_counter_ns``.
+
+    Attributes:
+        error_ns: By how much they may be off.
+    """
 
     def __init__(
         self, device: Device, streams: Mapping[Any, Stream], base: TimedEvent, origin_ns: int
@@ -222,12 +236,17 @@ class DeviceClock:
         self.device = device
         self._names = {stream: stream_name(ref) for ref, stream in streams.items()}
         self._base = base
-        # The device is idle, so it reaches the base event between these two clock reads.
+        # The device is idle, so it reaches the base event between these two clock reads. Another
+        # process may take the core in between: then it is tried again.
         device.synchronize()
-        before_ns = time.perf_counter_ns()
-        base.record(device.current_stream())
-        base.synchronize()
-        self._base_ns = (before_ns + time.perf_counter_ns()) // 2 - origin_ns
+        for _ in range(_READINGS):
+            before_ns = time.perf_counter_ns()
+            base.record(device.current_stream())
+            base.synchronize()
+            self.error_ns = (time.perf_counter_ns() - before_ns + 1) // 2
+            if self.error_ns <= _GOOD_READING_NS:
+                break
+        self._base_ns = before_ns + self.error_ns - origin_ns
 
     def row(self, stream: Stream) -> Row:
         """The row of a stream; a stream without a name in the plan is the caller's."""

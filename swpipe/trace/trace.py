@@ -52,6 +52,7 @@ class Trace(Rows):
         beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
         arrows: The plan's dependences; saved with the spans.
         origin_ns: The time 0 of all spans, in nanoseconds since 1970; 0 if it is not known.
+        clock_error_ns: By how much times on streams may be off, against those on threads.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Trace(Rows):
         beside: Iterable[Span] = (),
         arrows: Iterable[Arrow] = (),
         origin_ns: int = 0,
+        clock_error_ns: int = 0,
     ) -> None:
         self.spans = in_order(spans)
         self.beside = in_order(beside)
         self.arrows = tuple(arrows)
         self.origin_ns = origin_ns
+        self.clock_error_ns = clock_error_ns
 
     def __repr__(self) -> str:
         iterations = len({span.iteration for span in self.spans})
@@ -87,7 +90,13 @@ class Trace(Rows):
         begin_ns, end_ns = extent_ns(wanted)
         others = {*self.spans, *self.beside}.difference(wanted)
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
-        return Trace(wanted, beside=beside, arrows=self.arrows, origin_ns=self.origin_ns)
+        return Trace(
+            wanted,
+            beside=beside,
+            arrows=self.arrows,
+            origin_ns=self.origin_ns,
+            clock_error_ns=self.clock_error_ns,
+        )
 
     def steady(self, count: int = 4) -> Trace:
         """The trace of a few successive iterations that take as long as most do.
@@ -262,7 +271,7 @@ class Trace(Rows):
 
     @property
     def _document(self) -> perfetto.Document:
-        return perfetto.Document(self.spans, self.arrows, self.origin_ns)
+        return perfetto.Document(self.spans, self.arrows, self.origin_ns, self.clock_error_ns)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -271,8 +280,8 @@ class Trace(Rows):
         Raises:
             ValueError: The file has another format.
         """
-        spans, arrows, origin_ns = perfetto.load(Path(path))
-        return cls(spans, arrows=arrows, origin_ns=origin_ns)
+        spans, arrows, origin_ns, clock_error_ns = perfetto.load(Path(path))
+        return cls(spans, arrows=arrows, origin_ns=origin_ns, clock_error_ns=clock_error_ns)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.

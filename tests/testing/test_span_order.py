@@ -103,6 +103,19 @@ def test_a_device_s_times_are_rounded() -> None:
         assert_after(host, "b", "a")
 
 
+def test_a_stream_may_be_off_against_a_thread_as_the_trace_says() -> None:
+    """Not against another stream: the trace puts them all in one place beside the threads."""
+    call, work = Span("b", 0, MAIN, 1_000_000, 9_000_000), Span("a", 0, COPY, 0, 1_020_000)
+    other = Span("b", 0, Row("stream", "x"), 1_000_000, 9_000_000)
+    off = Trace([work, call], clock_error_ns=25_000)
+    assert_after(off, "b", "a")
+    assert_never_overlaps(off, "a", "b")
+    for exact in (Trace([work, call]), Trace([work, other], clock_error_ns=25_000)):
+        assert_overlaps(exact, "a", "b")
+        with pytest.raises(AssertionError):
+            assert_after(exact, "b", "a")
+
+
 @pytest.mark.parametrize("ask", [assert_overlaps, assert_never_overlaps, assert_after])
 def test_a_task_that_is_not_there_is_an_error(ask: Callable[..., None]) -> None:
     """A misspelt name must not pass a test."""

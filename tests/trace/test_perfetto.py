@@ -133,10 +133,11 @@ def test_every_event_has_the_fields_that_its_phase_needs(tmp_path: Path) -> None
 def test_what_was_saved_is_loaded_to_the_nanosecond(tmp_path: Path) -> None:
     """Far from the origin as well, and saved again it is the same file."""
     far = Span("late", 9, IO, 86_400 * 10**9 + 1, 86_400 * 10**9 + 12_345, wait_ns=678)
-    trace = Trace([*TRACE.spans, far], arrows=TRACE.arrows)
+    trace = Trace([*TRACE.spans, far], arrows=TRACE.arrows, origin_ns=3, clock_error_ns=5)
     trace.save(tmp_path / "one.json")
     loaded = Trace.load(tmp_path / "one.json")
     assert (loaded.spans, loaded.arrows) == (trace.spans, trace.arrows)
+    assert (loaded.origin_ns, loaded.clock_error_ns) == (3, 5)
     loaded.save(tmp_path / "two.json")
     assert (tmp_path / "two.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 

@@ -16,7 +16,7 @@ from swpipe._engine.program import Instruction, Program, compile_plan
 from swpipe.core.plan import StreamSpec
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice
-from swpipe.trace.recorder import Recorder
+from swpipe.trace.recorder import DeviceClock, Recorder
 from swpipe.trace.span import Row, Span
 from tests.support.plans_for_tests import NAMES, piped, tasks
 
@@ -296,6 +296,50 @@ def test_the_end_waits_for_a_device_that_is_behind(device: TimingDevice) -> None
     behind = device.synchronized
     assert len(stream_spans(recorder.finish())) == 5
     assert device.synchronized == behind + 5
+
+
+class InterruptedEvent(Event):
+    """An event after which the core does something else for a while: at each reading of a list."""
+
+    def __init__(self, device: TimingDevice, clock: HostClock, lost_us: list[int]) -> None:
+        super().__init__(device)
+        self.clock, self.lost_us = clock, lost_us
+
+    def synchronize(self) -> None:
+        self.clock.now_ns += 1000 * self.lost_us.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("lost_us", "error_us"),
+    [([20], 10), ([900, 700, 30], 15), ([900] * 9 + [300], 150)],
+    ids=["at once", "in the third try", "in no try"],
+)
+def test_the_device_s_clock_is_read_beside_the_host_s(
+    device: TimingDevice, clock: HostClock, lost_us: list[int], error_us: int
+) -> None:
+    """Until both are read close to each other; by how much it may be off is told."""
+    base = InterruptedEvent(device, clock, lost_us)
+    read = DeviceClock(device, {}, base, origin_ns=0)
+    assert read.error_ns == error_us * 1000
+    assert read.time_ns(base) == clock.now_ns - error_us * 1000
+    assert lost_us == []
+
+
+def test_a_trace_tells_by_how_much_streams_may_be_off(
+    device: TimingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As does a window of it."""
+    clock = HostClock()
+    base = InterruptedEvent(device, clock, [30])
+    with SWPipeline(piped(), tasks(**working(device)), device=device) as pipe:
+        with monkeypatch.context() as patch:
+            patch.setattr(swpipe.trace.recorder, "time", clock)
+            patch.setattr(swpipe.trace.recorder, "timed_event", lambda device: base)
+            recording = pipe.trace()
+            trace = recording.__enter__()
+        pipe.run(range(3))
+        recording.__exit__(None, None, None)
+    assert (trace.clock_error_ns, trace.window(0, 1).clock_error_ns) == (15_000, 15_000)
 
 
 def test_admit_and_retire_have_no_stream_spans(device: TimingDevice) -> None:
