@@ -28,7 +28,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # iso
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # isort: skip
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # isort: skip
 
-STEPS = 50
+CALLS = 20
+"""Batches of a training that is taken over, more than it trains on."""
+
 JOB = Job(optimizer=torch.optim.Adagrad)
 STAGED = "StagedTrainPipeline"
 
@@ -75,7 +77,7 @@ class Run:
         return found + [n for n in names if self.left.get(n) != other.left.get(n)]
 
 
-def differences(kind: str, schedule: str, where: str, steps: int = STEPS) -> list[str]:
+def differences(kind: str, schedule: str, where: str, steps: int) -> list[str]:
     """Where a class of ours differs from TorchRec's."""
     return train(kind, schedule, where, steps, on_ours=True).differences(
         train(kind, schedule, where, steps, on_ours=False)
@@ -105,7 +107,7 @@ class Training:
         self.optimizer, _ = _rates(self.model, "none", "both")
         name, options = KINDS[kind]
         self.pipeline = getattr(ours, name)(self.model, self.optimizer, CPU, **options)
-        self._data = batches(STEPS)
+        self._data = batches(CALLS)
 
     def run(self, first: int, last: int) -> list[str]:
         """Hashes of the outputs of so many calls."""
@@ -122,7 +124,7 @@ class Training:
         put_back(self.model, everything(other.model))
         self.optimizer.load_state_dict(other.optimizer.state_dict())
         self.pipeline.load_state_dict(other.pipeline.state_dict())
-        self._data = islice(batches(STEPS), done, None)
+        self._data = islice(batches(CALLS), done, None)
 
 
 def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Run:
@@ -205,7 +207,7 @@ def _change(optimizer: Any, schedule: str) -> Callable[[int], Any]:
         "lambda": lambda: LambdaLR(optimizer, lambda step: 0.9**step),
         "step": lambda: StepLR(optimizer, step_size=4, gamma=0.5),
         "one cycle": lambda: OneCycleLR(
-            optimizer, max_lr=0.4, total_steps=STEPS + 1, cycle_momentum=False
+            optimizer, max_lr=0.4, total_steps=51, cycle_momentum=False
         ),
     }
     if schedule not in makers:

@@ -148,22 +148,31 @@ def _judge(found: dict[str, Any], ranks: int) -> None:
     assert more == {}
 
 
-MORE = [Job("row_wise", **WITH_STATE), Job("in_order", **WITH_STATE), Job(modules=2, **WITH_STATE)]
-_JOBS = [Job(**WITH_STATE), *(pytest.param(job, marks=pytest.mark.slow) for job in MORE)]
+SHARDINGS: dict[str, Job] = {
+    "table_wise": Job(**WITH_STATE),
+    "row_wise": Job("row_wise", **WITH_STATE),
+    "in_order": Job("in_order", **WITH_STATE),
+    "two modules": Job(modules=2, **WITH_STATE),
+}
 
 
-@pytest.mark.parametrize("job", _JOBS)
-def test_no_more_bytes_are_alive_than_in_torchrecs_classes(two_ranks: Ranks, job: Job) -> None:
-    """In every class, with all its arguments that save memory; numbers are unchanged."""
-    for found in two_ranks.run(_compared, job, PIPELINES, deadline_s=300):
-        _judge(found, 2)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "sharding",
+    ["table_wise", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SHARDINGS][1:])],
+)
+def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
+    request: pytest.FixtureRequest, sharding: str, ranks: int
+) -> None:
+    """In every class, with all its arguments that save memory; numbers are unchanged.
 
-
-@pytest.mark.parametrize("job", [*_JOBS[:1], MORE[0], *_JOBS[2:]])
-def test_nor_on_one_rank(one_rank: Ranks, job: Job) -> None:
-    """There nothing is sent, and ids that the module permutes go."""
-    for found in one_rank.run(_compared, job, PIPELINES, deadline_s=300):
-        _judge(found, 1)
+    Each class is tried with each sharding, every other one on two ranks. On one rank nothing is
+    sent, and ids that the module permutes go.
+    """
+    group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
+    names = PIPELINES[([*SHARDINGS].index(sharding) + ranks) % 2 :: 2]
+    for found in group.run(_compared, SHARDINGS[sharding], names, deadline_s=300):
+        _judge(found, ranks)
 
 
 # ------------------------------------------------------------------------------------- numbers
@@ -272,8 +281,8 @@ def _watched(name: str) -> list[str]:
 
     def loop(pipeline: Any) -> list[Tensor]:
         pipe = pipeline.drop_in.pipe
-        TaskProfiler(pipe).profile_many(list(batches(2, seed=5)), 1, 2, 2)
-        TaskProfiler(pipe).profile(next(batches(1, seed=5)), 1, 2, 2, pipelined=True)
+        TaskProfiler(pipe).profile_many(list(batches(2, seed=5)), 1, 1, 2)
+        TaskProfiler(pipe).profile(next(batches(1, seed=5)), 1, 1, 2, pipelined=True)
         return to_the_end(pipeline, batches(6))
 
     return trained(kind, loop, **_given(name)).differences(wanted)

@@ -20,22 +20,10 @@ from tests.tasks.torchrec_pipelines.rates import (
     JOB,
     KINDS,
     SCHEDULES,
-    STEPS,
     WHERE,
     Training,
     differences,
     looked_up_with,
-)
-
-QUICK = (
-    "sparse-dist",
-    "fused",
-    "fused, late",
-    "semi-sync from 0",
-    "semi-sync from 4",
-    "semi-sync, stashed",
-    "fused, less memory",
-    "semi-sync, less memory",
 )
 
 LATE = {
@@ -76,21 +64,15 @@ def _different(cases: list[tuple[str, str, str]], steps: int) -> list[Any]:
     return [(case, where) for case in cases if (where := differences(*case, steps))]
 
 
-def test_trainings_equal_torchrecs_under_schedules(two_ranks: Ranks) -> None:
-    """Losses, outputs, parameters, optimizers' states: each pair of class, schedule and place."""
-    cases = pairwise_cases(QUICK, SCHEDULES[1:], WHERE)
-    assert two_ranks.run(_different, cases, 8, deadline_s=300.0) == [[], []]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "part"), [("one_rank", 0), ("two_ranks", 1)])
-def test_trainings_of_every_kind_equal_torchrecs(
-    request: pytest.FixtureRequest, ranks: str, part: int
+@pytest.mark.parametrize(("ranks", "steps"), [pytest.param(1, 50, marks=pytest.mark.slow), (2, 16)])
+def test_trainings_equal_torchrecs_under_schedules(
+    request: pytest.FixtureRequest, ranks: int, steps: int
 ) -> None:
-    """Fifty steps of every other pair on one rank, and of the others on two."""
-    group: Ranks = request.getfixturevalue(ranks)
-    cases = pairwise_cases(KINDS, SCHEDULES, WHERE)[part::2]
-    assert group.run(_different, cases, STEPS, deadline_s=300.0) == [[]] * group.size
+    """Losses, outputs, parameters, states: pairs of class, schedule, place and number of ranks."""
+    group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
+    every = pairwise_cases(KINDS, SCHEDULES, WHERE, (1, 2))
+    cases = [case[:3] for case in every if case[3] == ranks]
+    assert group.run(_different, cases, steps, deadline_s=300.0) == [[]] * ranks
 
 
 def _resumed(kind: str) -> list[str]:
