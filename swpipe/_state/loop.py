@@ -119,12 +119,15 @@ def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
 
 def _scripted(found: Iterable[Found]) -> tuple[str, ...]:
     """Modules of TorchScript, and those that have one as a part, each once."""
-    names = [
-        str(one)
-        for one in found
-        if isinstance(one.owner, Module)
-        and any(isinstance(module, ScriptModule) for module in modules_in(one.owner))
-    ]
+    names: list[str] = []
+    others: set[int] = set()
+    for one in found:
+        if isinstance(one.owner, Module) and id(one.owner) not in others:
+            parts = list(modules_in(one.owner))
+            if any(isinstance(part, ScriptModule) for part in parts):
+                names.append(str(one))
+            else:
+                others.update(map(id, parts))
     return tuple(dict.fromkeys(names))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +21,11 @@ WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Values without parts. Equal values may be one object, so these are found on all their paths."""
+
+_CLOSED = (*PLAIN, torch.Tensor)
+
+_DICTS = (dict, OrderedDict)
+"""Of these a module has a dozen for its hooks, mostly empty."""
 
 _WRAPPED = ("_dmp_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Attributes in which wrappers keep the wrapped module; names leave them out."""
@@ -93,7 +98,7 @@ def _children(path: str, value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """The module itself, or the modules in a plain list or dict."""
     if isinstance(value, torch.nn.Module):
         yield path, value
-    elif not isinstance(value, (*PLAIN, torch.Tensor)):
+    elif not isinstance(value, _CLOSED) and not (type(value) in _DICTS and not value):
         for node in nodes_in(value):
             for index, item in enumerate(node.children):
                 if isinstance(item, torch.nn.Module):

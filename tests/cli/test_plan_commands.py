@@ -307,9 +307,8 @@ def test_a_limit_to_memory_is_kept(
     assert "the smallest peak found is 1 MiB" in refused(capsys, *args, 2**19)
 
 
-def test_a_limit_to_memory_is_kept_without_a_plan(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("quick_search", "here")
+def test_a_limit_to_memory_is_kept_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """What the tasks hold is measured then."""
     assert run("plan", "auto", "--workload", "my_loop:typed", "--max-bytes", 1) == 2
     told = capsys.readouterr().err
