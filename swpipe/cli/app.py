@@ -48,6 +48,7 @@ SERIAL = "serial"
 _TRACED = 12  # steps in a timeline
 _WARM_UP = 3  # steps before it, where only these steps are run
 _TURN = 100  # steps under one plan, before the next one has its turn
+ROUNDS = 4  # visits to each task
 
 CLICKS_NEED = ("polars", "torchmetrics", "fbgemm_gpu", "torchrec")
 """What the click job imports; without them the demo trains on generated images."""
@@ -168,7 +169,7 @@ def profile(
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
     batches: Annotated[int, options.count("Batches to show side by side.", 100)] = 1,
-    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")] = 4,
+    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")] = ROUNDS,
     seconds: Annotated[
         float | None,
         typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),
@@ -320,7 +321,8 @@ def demo(
             with closing(work.open_job(config)) as job:
                 opened = OpenWorkload(work, job, config.device)
                 plan = plans[work.usual_plan]
-                breakdown.append(profile_job(opened, plan, 1, 4, pipelined, labels=[label]))
+                measured = profile_job(opened, plan, 1, ROUNDS, pipelined, labels=[label])
+                breakdown.append(measured)
         for results in breakdown:
             echo(f"\n{format_breakdown(results)}")
         echo(f"\n{training.report(runs)}\nfiles:")

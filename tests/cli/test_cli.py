@@ -13,7 +13,7 @@ import torch
 
 import swpipe
 from swpipe import PipelinePlan
-from swpipe.cli import main
+from swpipe.cli import app, main
 from swpipe.cli.launched import joins
 from swpipe.cli.options import spread_lists
 from swpipe.plans.clicks import PLANS
@@ -241,6 +241,7 @@ def test_the_demo_shows_everything(
 
     monkeypatch.setattr(generate, "TRAIN_ROWS", 800)
     monkeypatch.setattr(generate, "HELD_OUT_ROWS", 100)
+    monkeypatch.setattr(app, "ROUNDS", 2)
     assert run("demo", "--directory", tmp_path, "--steps", 80, "--batch-size", 32) == 0
     out = capsys.readouterr().out
     assert "serial and pipelined: bit-equal: 80 losses and 37 parameters" in out

@@ -100,6 +100,7 @@ def test_the_demo_runs_with_torch_alone(
 ) -> None:
     """On generated images, where the click job's packages, and those for pictures, are missing."""
     monkeypatch.setattr(app, "find_spec", lambda name: None)
+    monkeypatch.setattr(app, "ROUNDS", 2)
     assert run("demo", "--directory", tmp_path, "--steps", 24) == 0
     said = out(capsys)
     assert "Training the same model (images) under both plans" in said

@@ -59,8 +59,8 @@ class Done(NamedTuple):
 
 MAIN = "from swpipe.cli import main; main()"
 
-QUICKLY = f"import swpipe.tuning.autotuning; swpipe.tuning.autotuning.EFFORT = 0.1; {MAIN}"
-"""What a plan is searched with says nothing about ranks."""
+QUICKLY = f"import swpipe.tuning.autotuning as a; a.EFFORT, a._ROUNDS = 0.1, 2; {MAIN}"
+"""What a plan is searched and tried with says nothing about ranks."""
 
 
 def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN) -> Done:

@@ -252,8 +252,9 @@ def test_costs_are_measured_where_none_are_given(
 
 @pytest.fixture
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is spent on the search for a plan says nothing about the command."""
+    """What is spent on the search for a plan, and its trial, says nothing about the command."""
     monkeypatch.setattr("swpipe.tuning.autotuning.EFFORT", 0.1)
+    monkeypatch.setattr("swpipe.tuning.autotuning._ROUNDS", 2)
 
 
 def test_a_published_plan_on_paper_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

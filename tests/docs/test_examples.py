@@ -15,8 +15,8 @@ EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 WITH_CODE = [page for page in PAGES if python_blocks(page)]
 END = "(end of a block)"
 
-QUICKLY = "import swpipe.tuning.autotuning; swpipe.tuning.autotuning.EFFORT = 0.1"
-"""What is spent on the search for a plan says nothing about the page."""
+QUICKLY = "import swpipe.tuning.autotuning as a; a.EFFORT, a._ROUNDS = 0.1, 2; del a"
+"""What is spent on the search for a plan, and its trial, says nothing about the page."""
 
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
