@@ -169,7 +169,9 @@ def profile(
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
     batches: Annotated[int, options.count("Batches to show side by side.", 100)] = 1,
-    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")] = ROUNDS,
+    rounds: Annotated[
+        int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")
+    ] = ROUNDS,
     seconds: Annotated[
         float | None,
         typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),

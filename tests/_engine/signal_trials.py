@@ -56,11 +56,13 @@ class Trial:
         closing = self.how in ("close", "closing")
         signal.signal(signal.SIGALRM, self.close if closing else self.interrupt)
         again_s = {"storm": 50e-6, "one": 1e-3}.get(self.how, 0.0)
-        signal.setitimer(signal.ITIMER_REAL, self.after_s, again_s)
+        timers = [(self.after_s, again_s)]
         while self.signals > 0 or (closing and not self.raised):
             try:  # several times, since a signal may come while the one before is handled
                 try:
                     try:
+                        if timers:  # here, since a busy machine may stop this thread until it rings
+                            signal.setitimer(signal.ITIMER_REAL, *timers.pop())
                         self.under_fire()
                     except (KeyboardInterrupt, SystemExit) as error:
                         self.raised = type(error).__name__

@@ -59,7 +59,8 @@ class Done(NamedTuple):
 
 MAIN = "from swpipe.cli import main; main()"
 
-QUICKLY = f"import swpipe.tuning.autotuning as a; a.EFFORT, a._ROUNDS = 0.1, 2; {MAIN}"
+QUICK = "import swpipe.tuning.autotuning as a; a.EFFORT, a._ROUNDS, a._WINDOWS = 0.1, 2, 1; "
+QUICKLY = QUICK + MAIN
 """What a plan is searched and tried with says nothing about ranks."""
 
 

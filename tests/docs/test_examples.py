@@ -15,8 +15,12 @@ EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 WITH_CODE = [page for page in PAGES if python_blocks(page)]
 END = "(end of a block)"
 
-QUICKLY = "import swpipe.tuning.autotuning as a; a.EFFORT, a._ROUNDS = 0.1, 2; del a"
-"""What is spent on the search for a plan, and its trial, says nothing about the page."""
+QUICKLY = """
+import swpipe.tuning.autotuning as a
+a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1
+del a
+"""
+"""What a plan is searched, measured and tried with says nothing about the page."""
 
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"

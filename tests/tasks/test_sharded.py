@@ -142,7 +142,7 @@ def _profiled(config: ClickConfig, pipelined: bool) -> tuple[list[str], float, l
     before = {name: value.clone() for name, value in job.model.named_parameters()}
     with SWPipeline(PLANS["sparse_dist"](), job.tasks(), device="cpu") as pipe:
         (result,) = TaskProfiler(pipe).profile_many(
-            list(job.batches(1)), 1, 2, 2, pipelined, tasks=_profiled_tasks(pipelined)
+            list(job.batches(1)), 1, 1, 2, pipelined, tasks=_profiled_tasks(pipelined)
         )
     after: dict[str, Any] = dict(job.model.named_parameters())
     return (

@@ -395,7 +395,7 @@ def _profiled(
         to_the_end(pipeline, batches(3))
         before = Outcome([], everything(model) | rows_of(groups))
         (batch,) = batches(1, seed=1)
-        result = TaskProfiler(pipeline.pipe).profile(batch, 1, 2, 2, pipelined, tasks)
+        result = TaskProfiler(pipeline.pipe).profile(batch, 1, 1, 2, pipelined, tasks)
         after = Outcome([], everything(model) | rows_of(groups))
         to_the_end(pipeline, batches(3))
     return set(result.exposed_s), after.differences(before) + left_behind(groups)
@@ -430,7 +430,7 @@ def _state_is_needed(how: str, given: bool) -> list[str]:
             record(owner.tasks(), batch, device=CPU)
         else:
             with SWPipeline(plans.split(), owner.tasks(), device=CPU) as pipe:
-                TaskProfiler(pipe).profile(batch, 1, 2, 2)
+                TaskProfiler(pipe).profile(batch, 1, 1, 2)
     return Outcome([], everything(model) | rows_of(groups)).differences(before)
 
 

@@ -65,11 +65,11 @@ def _late(task: PipelineTask, draws: random.Random) -> PipelineTask:
     return PipelineTask(task.name, fn, task.io)
 
 
-def _delayed(name: str, runs: int, steps: int) -> list[str]:
+def _delayed(name: str, runs: range, steps: int) -> list[str]:
     """Where trainings under random delays differ from TorchRec's."""
     job = Job(modules=2)
     wanted = by_torchrec(job, batches(steps))
-    for run in range(runs):
+    for run in runs:
         draws = random.Random(100 * run + dist.get_rank())
         model = sharded(job)
         step = TrainStep([dense_optimizer(job, model)])
@@ -84,14 +84,14 @@ def _delayed(name: str, runs: int, steps: int) -> list[str]:
 @pytest.mark.parametrize("name", THREADS)
 def test_threads_and_delays_change_no_result_and_never_hang(two_ranks: Ranks, name: str) -> None:
     """Up to four threads per rank issue collectives, each late by random times."""
-    assert two_ranks.run(_delayed, name, 4, 6) == [[], []]
+    assert two_ranks.run(_delayed, name, range(4), 6) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", THREADS)
 def test_many_runs_never_hang(two_ranks: Ranks, name: str) -> None:
-    """The same with many more runs."""
-    assert two_ranks.run(_delayed, name, 10, 6, deadline_s=170.0) == [[], []]
+    """The same with more runs."""
+    assert two_ranks.run(_delayed, name, range(4, 10), 6, deadline_s=170.0) == [[], []]
 
 
 class _OwnError(Exception):
@@ -121,7 +121,7 @@ def _one_raises() -> None:
 def test_a_rank_that_raises_ends_the_job_with_its_own_error() -> None:
     """Within seconds, and with the task and the iteration."""
     with Ranks(2, grace_s=3.0) as ranks:
-        ranks.run(_delayed, "prefetch", 1, 2)  # so that starting and importing are not timed
+        ranks.run(_delayed, "prefetch", range(1), 2)  # so that starting and importing are not timed
         begin_s = time.monotonic()
         with pytest.raises(_OwnError) as caught:
             ranks.run(_one_raises)

@@ -422,7 +422,7 @@ def _profiled() -> tuple[set[str], bool]:
         device=CPU, pipeline_postproc=True,
     ) as pipeline:  # fmt: skip
         results = TaskProfiler(pipeline.pipe).profile_many(
-            list(batches(1)), 1, 2, 2, pipelined=True, tasks=[POSTPROC, TASKS[0]]
+            list(batches(1)), 1, 1, 2, pipelined=True, tasks=[POSTPROC, TASKS[0]]
         )
     after = everything(model)
     put_back = all(torch.equal(before[name], after[name]) for name in before)

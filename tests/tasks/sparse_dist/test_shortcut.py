@@ -85,7 +85,7 @@ def _profiled(pipelined: bool) -> tuple[ProfileResult, bool]:
         forward="prefetch",
     ) as pipeline:
         results = TaskProfiler(pipeline.pipe).profile_many(
-            list(batches(1)), 1, 2, 2, pipelined, tasks=TASKS[::4] if pipelined else TASKS
+            list(batches(1)), 1, 1, 2, pipelined, tasks=TASKS[::4] if pipelined else TASKS
         )
     after = everything(model)
     put_back = all(torch.equal(before[name], after[name]) for name in before)
