@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self
 
@@ -22,6 +22,7 @@ from swpipe._engine.serial import SerialLane
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
 from swpipe.accelerate_check import PreparedCheck
+from swpipe.analysis.last_readers import releases_for_run
 from swpipe.analysis.verification import resolve_for_run, tasks_given, verify
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
@@ -68,6 +69,8 @@ class SWPipeline(Generic[C]):
             Compiled functions are not watched, nor are serial runs and profiles. An operator that
             is watched takes about 20 us longer.
         effects: What each task touches, as recorded: the plan is verified for it.
+        keep: As ``PipelinePlan.keep``, in its place; None: as the plan says. What tasks use is what
+            they say by ``reads``, or what ``effects`` have.
         host: Where threads come from; for tests.
 
     Raises:
@@ -92,9 +95,11 @@ class SWPipeline(Generic[C]):
         mode: Callable[[], object] = str,
         check_effects: bool | float | None = None,
         effects: EffectTable | None = None,
+        keep: Sequence[str] | None = None,
         host: Host | None = None,
     ) -> None:
         given = tasks_given(plan, tasks)
+        plan = plan if keep is None else replace(plan, keep=keep)
         self.plan, self.device = plan, resolve(device)
         self.context = context_class(context)
         streams = self.device.has_streams
@@ -102,10 +107,13 @@ class SWPipeline(Generic[C]):
         self._resolved, self._alike = resolved, check_ranks
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in resolved.serial_order)
-        self._serial, self._observers = SerialLane(self.tasks), Observers(self.device)
+        program = compile_plan(resolved, streams=streams, record_all=record_all_events)
+        given_up = releases_for_run(program, self.tasks, plan.keep, effects, streams)
+        program, releases, serially = given_up
+        self._serial, self._observers = SerialLane(self.tasks, serially), Observers(self.device)
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         engine = Engine(
-            program=compile_plan(resolved, streams=streams, record_all=record_all_events),
+            program=program,
             tasks=by_name,
             device=self.device,
             streams=make_streams(plan, self.device),
@@ -116,6 +124,7 @@ class SWPipeline(Generic[C]):
             observers=self._observers,
             mode=checked_mode(mode),
             pull_check=PreparedCheck if plan.depth > 1 else None,
+            releases=releases,
         )
         if known := effects is not None:
             verify(plan, given, effects, streams=streams)
@@ -392,19 +401,10 @@ class SWPipeline(Generic[C]):
         before stay untouched. ``next_iteration`` is restored.
         """
         self.check_idle("borrowing it")
-        driver = self._driver
-        engine, next_iteration = driver.engine, driver.next_iteration
         shortcuts = Shortcuts(self.device)
-        shortcuts.enable_like(engine.shortcuts)
-        driver.engine = replace(engine, shortcuts=shortcuts, check=None, context=self.context)
-        try:
+        shortcuts.enable_like(self._driver.engine.shortcuts)
+        with self._driver.borrowed(shortcuts, self.context):
             yield
-        except BaseException:
-            with suppress(Exception):  # the first failure is the one to raise
-                self.drain()
-            raise
-        finally:
-            driver.engine, driver.next_iteration = engine, next_iteration
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""

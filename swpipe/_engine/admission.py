@@ -16,18 +16,17 @@ Assumptions
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
+from swpipe._engine import release
 from swpipe._engine.bind import Step, observe
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
 from swpipe._engine.program import ADMIT, Instruction
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
-from swpipe._engine.waiting import Cancelled
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
 from swpipe.device import Event
@@ -116,6 +115,8 @@ class Admission:
             self._check = None
         iteration: InFlight = iterations.slots[i % iterations.depth]
         iteration.ctx = iterations.engine.context(batch, iterations.first + i)
+        if iterations.engine.releases is not None:
+            release.begin(iteration.ctx)
         if self._has_streams:
             self._mark_source(i, iteration)
         self.admitted += 1
@@ -130,9 +131,4 @@ class Admission:
 
     def _await_device(self, event: Event) -> None:
         """Keep the host from running further ahead of the device than ``depth`` iterations."""
-        pause_s = 20e-6
-        while not event.query():
-            if self._iterations.generators.cancelled:  # as all waits of a run that stops
-                raise Cancelled
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 500e-6)
+        self._iterations.await_device(event)

@@ -24,6 +24,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Generic, NamedTuple, cast
 
@@ -37,6 +39,7 @@ from swpipe.core.context import C
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.errors import add_note
+from swpipe.shortcut import Shortcuts
 
 
 class RankProgress:
@@ -265,6 +268,20 @@ class Driver(Generic[C]):
                 f"iterations are in flight ({self.in_flight}): finish their iterator, or call "
                 f"drain(), before {purpose}"
             )
+
+    @contextmanager
+    def borrowed(self, shortcuts: Shortcuts, context: type[C]) -> Iterator[None]:
+        """Other shortcuts and contexts, and no check, within the block; then all is as it was."""
+        engine, next_iteration = self.engine, self.next_iteration
+        self.engine = replace(engine, shortcuts=shortcuts, check=None, context=context)
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first failure is the one to raise
+                self.drain()
+            raise
+        finally:
+            self.engine, self.next_iteration = engine, next_iteration
 
     def close(self) -> None:
         """Stop the threads and drop what is in flight, or make the call under way do so."""

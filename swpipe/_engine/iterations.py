@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import Context
@@ -15,9 +16,10 @@ from swpipe._engine.observers import Observer
 from swpipe._engine.program import SOURCES, Instruction, Program
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
-from swpipe._engine.waiting import Host
+from swpipe._engine.waiting import Cancelled, Host
 from swpipe.core.context import TypedContext
-from swpipe.core.plan import PipelinePlan, StreamSpec
+from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec
+from swpipe.core.releases import Releases
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, Event, Stream
 from swpipe.shortcut import Shortcuts
@@ -53,6 +55,7 @@ class Engine:
         check: Begins a check of what the tasks of one run touch, given the number of its first
             iteration; it may return None. None for no check.
         pull_check: Begins a check of the iterator of one run; None for no check.
+        releases: Which attributes go where; None where all stay.
         ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
             kept from one run to the next, so that short runs wait for the device as well.
     """
@@ -69,6 +72,7 @@ class Engine:
     mode: Callable[[], object]
     check: Callable[[int], TaskCheck | None] | None = None
     pull_check: Callable[[Iterator[Any]], PullCheck] | None = None
+    releases: Releases | None = None
     ends: dict[int, Event] = field(default_factory=dict)
 
 
@@ -103,6 +107,7 @@ class InFlightIterations:
         generators: Who may use the random number generators.
         caller_stream: The stream that was current for the caller when the run began.
         events: Name of a task to its events, by iteration modulo ring; of recorded tasks only.
+        waiting: Memory that was let go and waits for the device, by place.
     """
 
     def __init__(self, engine: Engine, first: int) -> None:
@@ -120,10 +125,38 @@ class InFlightIterations:
             for name, ins in engine.program.instructions.items()
             if ins.record and name not in SOURCES
         }
+        self.waiting: dict[int, Any] = {}
 
     def stream_of(self, ins: Instruction) -> Stream:
         """The stream that an instruction submits to."""
-        return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
+        return self.stream(ins.stream)
+
+    def stream(self, ref: StreamRef) -> Stream:
+        """A stream of the plan."""
+        return self.caller_stream if ref is None else self.engine.streams[ref]
+
+    @property
+    def all_streams(self) -> tuple[Stream, ...]:
+        """All streams that tasks submit to."""
+        return (self.caller_stream, *self.engine.streams.values())
+
+    def await_device(self, event: Event) -> None:
+        """Keep the host until the device has reached an event.
+
+        Raises:
+            Cancelled: The run stops.
+        """
+        pause_s = 20e-6
+        while not event.query():
+            if self.generators.cancelled:  # as all waits of a run that stops
+                raise Cancelled
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 500e-6)
+
+    def hold_waiting(self) -> None:
+        """Hold what waits for the device, and wait no more."""
+        for memory in self.waiting.values():
+            memory.hold()
 
     def clear(self) -> None:
         """Drop all iterations."""

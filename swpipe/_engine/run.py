@@ -50,6 +50,7 @@ from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
 from swpipe._engine.mode import Mode
 from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.program import BEGIN, OWN, SOURCES, Instruction
+from swpipe._engine.release import finish, warn_of_missing, with_releases
 from swpipe._engine.resets import reset_states
 from swpipe._engine.torch_state import ThreadTorchState, torch_state
 from swpipe._engine.waiting import Cancelled
@@ -108,6 +109,7 @@ class Run:
                 step = observe(self.iterations, ins, step)
         else:
             step = build_step(self.iterations, ins, self.engine.tasks[ins.task], observed=observed)
+            step = with_releases(self.iterations, ins, step)
         if lane.torch_state is not None:
             step = with_torch_state(self.iterations, lane.torch_state, step)
         return BoundInstruction(tuple(waits), ins.stage, step, ins.publish, ins)
@@ -271,6 +273,7 @@ class Run:
 
     def _retire_step(self, ins: Instruction) -> Step:
         iterations, depth = self.iterations, self.engine.program.depth
+        releases = self.engine.releases
         wait = (
             wait_for_events(iterations, ins, iterations.caller_stream)
             if self.engine.device.has_streams
@@ -283,6 +286,10 @@ class Run:
                 wait(i)  # the caller's stream, for all sinks
                 self._hold(iteration)
                 self._mark_end(i)
+            if releases is not None:
+                finish(iteration.ctx, releases)
+                if i == 0:
+                    warn_of_missing(iteration.ctx, releases)
             iterations.slots[i % depth] = None
             self.retired += 1
             self._handed_out = iteration.ctx
@@ -291,8 +298,7 @@ class Run:
 
     def _hold(self, iteration: InFlight) -> None:
         self.engine.device.hold(
-            (*vars(iteration.ctx).values(), *iteration.held),
-            (self.iterations.caller_stream, *self.engine.streams.values()),
+            (*vars(iteration.ctx).values(), *iteration.held), self.iterations.all_streams
         )
 
     def _mark_end(self, i: int) -> None:
@@ -345,6 +351,7 @@ class Run:
         self.lanes[0].progress.advance(FOREVER)
         self.join(JOIN_GRACE_S if self.stopping else _FINISH_S)
         self.iterations.generators.end()
+        self.iterations.hold_waiting()
         if not self.finished:
             self._abandon()
             self._reset_states()

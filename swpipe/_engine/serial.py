@@ -10,19 +10,27 @@ from swpipe._distributed.rank_checks import tell_failure
 from swpipe._engine.iterations import Engine
 from swpipe._engine.observers import Observer, observing
 from swpipe._engine.program import Instruction, compile_plan
+from swpipe._engine.release import begin, finish, let_go
 from swpipe._engine.resets import reset_states
 from swpipe.core.context import C, TypedContext
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.releases import Releases
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import add_note
 
 
 class SerialLane:
-    """Runs iterations of some tasks, in the order given."""
+    """Runs iterations of some tasks, in the order given.
 
-    def __init__(self, tasks: Sequence[PipelineTask]) -> None:
+    Args:
+        tasks: The tasks.
+        releases: What goes where in their serial plan; None where all is kept.
+    """
+
+    def __init__(self, tasks: Sequence[PipelineTask], releases: Releases | None = None) -> None:
         self._tasks = tuple(tasks)
+        self._releases = releases
 
     def run(self, engine: Engine, ctx: C) -> C:
         """Run every task on one context, and return it.
@@ -31,6 +39,10 @@ class SerialLane:
             BaseException: Whatever a task raised, with a note of where.
         """
         observers, has_streams = engine.observers(), engine.device.has_streams
+        releases = self._releases
+        hold, streams = engine.device.hold, (engine.device.current_stream(),)
+        if releases is not None:
+            begin(ctx)
         for task in self._tasks:
             try:
                 if observers or has_streams or task.random:
@@ -43,6 +55,10 @@ class SerialLane:
                 reset_states(self._tasks, error)
                 tell_failure(error)
                 raise
+            if releases is not None:
+                hold(let_go(ctx, task.name, releases), streams)
+        if releases is not None:
+            hold(finish(ctx, releases), streams)
         return ctx
 
     def _run_within(

@@ -124,6 +124,28 @@ def record_stream(value: Any, *streams: Any) -> None:
     gradients of an ``nn.Parameter`` are not looked at: other iterations may be training it, and
     torch may crash where another thread reads them.
     """
+    parts, opaque = _on_device(value)
+    for owner in (*parts, *opaque):
+        for stream in streams:
+            owner.record_stream(stream)
+
+
+def device_storages(value: Any, *streams: Any) -> list[torch.UntypedStorage]:
+    """The storages of all that ``record_stream`` finds, each once.
+
+    Objects in which no tensor is found have no storage to tell: their own ``record_stream`` is
+    called, for each stream.
+    """
+    parts, opaque = _on_device(value)
+    for owner in opaque:
+        for stream in streams:
+            owner.record_stream(stream)
+    storages = (part.untyped_storage() for part in parts)
+    return [*{storage._cdata: storage for storage in storages}.values()]
+
+
+def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
+    """The tensors on an accelerator, gradients included, and objects without a tensor."""
     found: list[Tensor] = []
     opaque: list[Any] = []
     _collect(value, {}, found, opaque, True)
@@ -131,10 +153,7 @@ def record_stream(value: Any, *streams: Any) -> None:
     found += [t.grad for t in leaves if t.grad is not None]
     # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
     there = [t for t in found if not (t.is_cpu or t.is_meta)]
-    parts = [part for t in there for part in parts_of(t) if not part.is_cpu]
-    for owner in (*parts, *opaque):
-        for stream in streams:
-            owner.record_stream(stream)
+    return [part for t in there for part in parts_of(t) if not part.is_cpu], opaque
 
 
 def inner_tensors(tensor: Any) -> tuple[Tensor, ...]:

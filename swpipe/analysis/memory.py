@@ -8,6 +8,10 @@ On a device with streams memory comes back later: what a task drops is held unti
 retires, and the device may be behind the host by ``depth`` iterations. So every attribute counts
 ``depth`` times, and once for each task that sets it.
 
+Under a plan with ``keep``, an attribute that is not kept lives until it goes
+(``swpipe.analysis.last_readers``). On a device with streams one iteration more has it then, whose
+memory waits for the device (``swpipe._engine.release``).
+
 This is an upper bound: every attribute with as many copies as it can have, whether or not all have
 them at the same time. It counts what stands on the context until an iteration is handed out; what
 tasks need while they run, and what the caller keeps, come on top.
@@ -22,6 +26,7 @@ from typing import TypeAlias
 
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.last_readers import Uses, places_of
 from swpipe.core.dependence import CycleError
 from swpipe.core.messages import in_bytes as in_words
 from swpipe.core.messages import shown
@@ -75,34 +80,51 @@ class Footprint:
         return f"in flight at most: {in_words(self.total_bytes)}; the largest: {shown or 'none'}"
 
 
-def bytes_in_flight(resolved: ResolvedPlan, sizes: Sizes, *, streams: bool) -> Footprint:
-    """An upper bound on what the contexts in flight hold; the plan is validated."""
+def bytes_in_flight(
+    resolved: ResolvedPlan, sizes: Sizes, *, streams: bool, uses: Uses | None = None
+) -> Footprint:
+    """An upper bound on what the contexts in flight hold; the plan is validated.
+
+    ``uses`` are the attributes that tasks use, as from ``swpipe.analysis.last_readers.uses_of``;
+    None, if that is known of no task.
+    """
     before, plan = HappensBefore.of(resolved, streams=streams), resolved.plan
+    going = places_of(resolved, uses, streams=streams)
     held = []
     for attribute, lives in _lives(resolved, sizes).items():
-        for task, end in lives:
+        for task, last in lives:
+            goes = attribute in going and last == RETIRE
+            end = going[attribute] if goes else last
             copies = plan.depth
-            if not streams:  # what holds n iterations apart holds further apart: search by halves
+            if (
+                goes or not streams
+            ):  # what holds n iterations apart holds further apart: search by halves
                 apart = range(1, plan.depth)
                 copies = 1 + bisect_left(apart, True, key=lambda n: before.host(end, task, n))
+                copies += streams
             held.append(Held(attribute, task, copies, sizes[task, attribute]))
     held.sort(key=lambda h: (-h.total_bytes, h.attribute, h.task))
     return Footprint(tuple(held), streams)
 
 
 def memory_problems(
-    resolved: ResolvedPlan, sizes: Sizes, budget_bytes: int, *, streams: bool
+    resolved: ResolvedPlan,
+    sizes: Sizes,
+    budget_bytes: int,
+    *,
+    streams: bool,
+    uses: Uses | None = None,
 ) -> Iterator[Problem]:
     """That the budget is exceeded, if it is: by what, and what would fit."""
     plan = resolved.plan
-    footprint = bytes_in_flight(resolved, sizes, streams=streams)
+    footprint = bytes_in_flight(resolved, sizes, streams=streams, uses=uses)
     if footprint.total_bytes > budget_bytes:
         largest = footprint.held[:SHOWN_ATTRIBUTES]
         shown = ", ".join(map(str, largest))
         yield Problem(
             f"up to {in_words(footprint.total_bytes)} may be in flight at depth {plan.depth}, more "
             f"than the budget of {in_words(budget_bytes)}; the largest are {shown}: "
-            f"{_mend(plan, sizes, budget_bytes, footprint)}",
+            f"{_mend(plan, sizes, budget_bytes, footprint, uses)}",
             tuple(dict.fromkeys(h.task for h in largest)),
         )
 
@@ -137,7 +159,13 @@ def _lives(resolved: ResolvedPlan, sizes: Sizes) -> dict[str, list[tuple[str, st
     return lives
 
 
-def _mend(plan: PipelinePlan, sizes: Sizes, budget_bytes: int, footprint: Footprint) -> str:
+def _mend(
+    plan: PipelinePlan,
+    sizes: Sizes,
+    budget_bytes: int,
+    footprint: Footprint,
+    uses: Uses | None,
+) -> str:
     """The largest depth that fits or, where none does, a later stage for a task that does."""
 
     def fits(changed: PipelinePlan) -> bool:
@@ -148,7 +176,7 @@ def _mend(plan: PipelinePlan, sizes: Sizes, budget_bytes: int, footprint: Footpr
             return False
         if any(dep.lag < 0 for dep in resolved.dependences):
             return False
-        found = bytes_in_flight(resolved, sizes, streams=footprint.streams)
+        found = bytes_in_flight(resolved, sizes, streams=footprint.streams, uses=uses)
         return found.total_bytes <= budget_bytes
 
     for depth in range(plan.depth - 1, plan.least_depth - 1, -1):

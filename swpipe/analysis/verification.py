@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from swpipe.analysis.last_readers import recorded_uses, uses_of
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
 from swpipe.analysis.races import is_proved, race_problems, required_orders, stale_problems
 from swpipe.analysis.validation import refusal, validate
@@ -87,16 +88,19 @@ def verify(
     resolved = validate(plan, given or None)
     table = _table(resolved, given, effects)
     late = streams is not False  # with streams memory comes back later: the bound is larger
+    uses = uses_of(given, effects) if given else recorded_uses(effects or {})
     problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
     if not problems:
         problems = [*stale_problems(plan, table), *race_problems(resolved, table, streams=streams)]
         if sizes is not None and budget_bytes is not None:
-            problems += memory_problems(resolved, sizes, budget_bytes, streams=late)
+            problems += memory_problems(resolved, sizes, budget_bytes, streams=late, uses=uses)
     if problems:
         raise refusal(plan, problems)
     return Verified(
         orders=len(set(required_orders(table, plan.stale))),
-        footprint=None if sizes is None else bytes_in_flight(resolved, sizes, streams=late),
+        footprint=None
+        if sizes is None
+        else bytes_in_flight(resolved, sizes, streams=late, uses=uses),
         undeclared=tuple(n for n, touched in table.items() if touched.undeclared and n != PULL),
     )
 

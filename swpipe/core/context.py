@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from swpipe.core.messages import listed, shown
 
+RELEASED = "_released"
+
 
 class TypedContext:
     """Base class of contexts that declare their attributes, for type checkers.
@@ -24,6 +26,10 @@ class TypedContext:
         iter_idx: The iteration's number in this pipeline, from 0, counted on through all iterators.
     """
 
+    # Attribute that a pipeline with ``keep`` has let go to why it went; there only if it has
+    # ``keep``. In a slot, since ``vars(ctx)`` has what tasks set.
+    __slots__ = (RELEASED, "__dict__", "__weakref__")
+
     def __init__(self, batch: Any, iter_idx: int) -> None:
         self.batch = batch
         self.iter_idx = iter_idx
@@ -31,6 +37,11 @@ class TypedContext:
     if not TYPE_CHECKING:  # to a type checker it would declare every attribute
 
         def __getattr__(self, name: str) -> Any:
+            if name != RELEASED and (why := getattr(self, RELEASED, {}).get(name)) is not None:
+                number = self.__dict__.get("iter_idx")
+                raise AttributeError(
+                    f"iteration {number} has no attribute {name!r} any more: {why}"
+                )
             raise AttributeError(
                 f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
                 f"(it has: {listed(sorted(self.__dict__))}). The task that sets it has not run "
@@ -99,7 +110,7 @@ def _faults(context: type[Any]) -> Iterator[str]:
             yield f"it is called with (batch, iter_idx), which its __init__ refuses: {error}"
     for name in dir(context):
         value = inspect.getattr_static(context, name)
-        if isinstance(value, MemberDescriptorType):
+        if isinstance(value, MemberDescriptorType) and name != RELEASED:
             yield (
                 f"{name!r} is in __slots__, where the engine does not find it. Leave __slots__ out"
             )

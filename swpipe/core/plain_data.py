@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
 
 from swpipe.core.messages import MOST_CHARACTERS, listed, plain, shorten, shown
 from swpipe.errors import PlanError, Problem
@@ -77,3 +80,29 @@ def read_rows(
         fields = {k: entry[k] for k in entry if k in known}
         rows[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return rows
+
+
+def read_table(
+    data: Mapping[str, Any], key: str, kind: type[Any], problems: list[Problem]
+) -> dict[str, Any]:
+    """Read ``data[key]`` as name -> ``kind``, checking the type of each field."""
+    table = data.get(key, {})
+    if not isinstance(table, Mapping):
+        problems.append(Problem(f"{key} is {shown(table)}: it must be a table"))
+        return {}
+    kinds = {name: _kinds(hint) for name, hint in get_type_hints(kind).items()}
+    rows = read_rows(table, key, kinds, problems)
+    for name, row in rows.items():
+        for field_name, value in row.items():
+            if type(value) not in kinds[field_name]:
+                wanted = " or ".join(each.__name__ for each in kinds[field_name])
+                where = f"{key}.{plain(name)}.{field_name}"
+                text = f"{where} is {shown(value)}: it must be of type {wanted}"
+                problems.append(Problem(text))
+    return {name: kind(**row) for name, row in rows.items()}
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """The types of a field that a file can hold."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(get_origin(k) or k for k in kinds if k not in (type(None), torch.Stream))

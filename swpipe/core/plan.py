@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from types import UnionType
-from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeAlias
 
 import torch
 
 from swpipe.core.files import read_text, write_atomically
-from swpipe.core.messages import plain, shown
-from swpipe.core.plain_data import parse_json, parse_toml, read_rows
+from swpipe.core.messages import shown
+from swpipe.core.plain_data import parse_json, parse_toml, read_table
 from swpipe.core.task import (
     LABEL_RULE,
     NAME_RULE,
@@ -99,6 +98,8 @@ class PipelinePlan:
         within_calls: Worker groups run within the caller's calls only: in each period they begin
             when the call does, and it returns when they have done their tasks of the period.
             Otherwise they run on between two calls.
+        keep: Attributes of the context that are read after the iteration; all others go as soon as
+            no task can read them any more (``swpipe.analysis.last_readers``). None: all stay.
         tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
 
     Raises:
@@ -116,6 +117,7 @@ class PipelinePlan:
     pull_group: str | None = None
     stale: Mapping[str, int] = field(default_factory=dict)
     within_calls: bool = False
+    keep: Sequence[str] | None = None
     tasks: tuple[PipelineTask, ...] = field(default=(), compare=False, repr=False)
 
     def __init__(
@@ -130,6 +132,7 @@ class PipelinePlan:
         pull_group: str | None = None,
         stale: Mapping[str, int] | None = None,
         within_calls: bool = False,
+        keep: Iterable[str] | None = None,
         tasks: Iterable[PipelineTask] = (),
     ) -> None:
         problems: list[Problem] = []
@@ -144,6 +147,7 @@ class PipelinePlan:
             "pull_group": pull_group,
             "stale": _stale(stale or {}, problems),
             "within_calls": within_calls,
+            "keep": _keep(keep, problems),
             "tasks": _tasks([*tasks, *schedule], problems),
         }
         problems += _wrong_names(values)
@@ -199,8 +203,10 @@ class PipelinePlan:
                 )
         data = {key: _plain(getattr(self, key)) for key in _KEYS}
         empty: tuple[Any, ...] = (None, [], {})
-        kept = {k: v for k, v in data.items() if v not in empty and v is not False}
-        return {"schedule": {}, **kept}
+        said = {k: v for k, v in data.items() if v not in empty and v is not False}
+        if self.keep == ():  # nothing is kept, which is no default
+            said["keep"] = []
+        return {"schedule": {}, **said}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -214,8 +220,8 @@ class PipelinePlan:
             for key in data
             if key not in _KEYS
         ]
-        schedule = _table(data, "schedule", TaskSchedule, problems)
-        streams = _table(data, "streams", StreamSpec, problems)
+        schedule = read_table(data, "schedule", TaskSchedule, problems)
+        streams = read_table(data, "streams", StreamSpec, problems)
         if "schedule" not in data:
             problems.append(Problem("the plan has no [schedule]: give each task an entry in it"))
         rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
@@ -351,6 +357,19 @@ def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
     return dict(stale)
 
 
+def _keep(keep: Any, problems: list[Problem]) -> tuple[str, ...] | None:
+    if keep is None:
+        return None
+    rule = 'write a list of names of attributes, such as ["loss"]'
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        problems.append(Problem(f"keep is {shown(keep)}: {rule}"))
+        return ()
+    names = tuple(dict.fromkeys(keep))
+    wrong = [name for name in names if not (isinstance(name, str) and is_label(name))]
+    problems += [Problem(f"keep has {shown(name)}: {rule}") for name in wrong]
+    return names
+
+
 def _edges(
     what: str, entries: Iterable[Any], problems: list[Problem], *, far: bool = False
 ) -> tuple[tuple[Any, ...], ...]:
@@ -411,29 +430,3 @@ def _plain(value: Any) -> Any:
         )
         return {name: entry for name, entry in held.items() if entry != default[name]}
     return value
-
-
-def _table(
-    data: Mapping[str, Any], key: str, kind: type[Any], problems: list[Problem]
-) -> dict[str, Any]:
-    """Read ``data[key]`` as name -> ``kind``, checking the type of each field."""
-    table = data.get(key, {})
-    if not isinstance(table, Mapping):
-        problems.append(Problem(f"{key} is {shown(table)}: it must be a table"))
-        return {}
-    kinds = {name: _kinds(hint) for name, hint in get_type_hints(kind).items()}
-    rows = read_rows(table, key, kinds, problems)
-    for name, row in rows.items():
-        for field_name, value in row.items():
-            if type(value) not in kinds[field_name]:
-                wanted = " or ".join(each.__name__ for each in kinds[field_name])
-                where = f"{key}.{plain(name)}.{field_name}"
-                text = f"{where} is {shown(value)}: it must be of type {wanted}"
-                problems.append(Problem(text))
-    return {name: kind(**row) for name, row in rows.items()}
-
-
-def _kinds(hint: Any) -> tuple[type, ...]:
-    """The types of a field that a file can hold."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return tuple(get_origin(k) or k for k in kinds if k not in (type(None), torch.Stream))

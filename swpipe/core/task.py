@@ -100,10 +100,14 @@ class PipelineTask:
             context only (and, if ``random``, draws). It may then run ahead of other iterations. A
             task that is not pure and names no state in ``io`` is *undeclared*: it keeps its serial
             order with all undeclared tasks and with the loop's body.
+        reads: The attributes of the context that the task uses: reads, modifies, replaces or
+            deletes; not those that it sets first. A pipeline with ``keep`` lets a value go after
+            the last task that uses it. None: any, as far as no recording says otherwise.
 
     Raises:
         TypeError: ``name`` is not a string, ``fn`` cannot be called or is asynchronous or a
-            generator function, or ``io`` has something else than ``DeclaredIO``.
+            generator function, ``io`` has something else than ``DeclaredIO``, or ``reads`` is no
+            list of names.
         ValueError: ``name`` is empty, longer, not printable, or begins with "<"; or the task is
             pure and ``io`` names a state that it writes.
     """
@@ -113,6 +117,7 @@ class PipelineTask:
     io: Sequence[DeclaredIO] = field(default=(), compare=False)
     random: bool = field(default=False, compare=False)
     pure: bool = field(default=False, compare=False)
+    reads: Sequence[str] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -131,6 +136,8 @@ class PipelineTask:
         if isinstance(self.io, DeclaredIO):
             raise TypeError(f"task {self.name!r}: io is one DeclaredIO: give a list, io=[...]")
         object.__setattr__(self, "io", tuple(self.io))
+        if self.reads is not None:
+            object.__setattr__(self, "reads", _names(self.name, self.reads))
         for one in self.io:
             if not isinstance(one, DeclaredIO):
                 raise TypeError(f"task {self.name!r}: io has {shown(one)}: give DeclaredIOs")
@@ -151,6 +158,20 @@ class PipelineTask:
         States that swpipe itself adds, whose names begin with "<", say nothing for the author.
         """
         return not self.pure and all((io.state or "<").startswith("<") for io in self.io)
+
+
+def _names(task: str, reads: Any) -> tuple[str, ...]:
+    """The names of attributes.
+
+    Raises:
+        TypeError: They are no list of names.
+    """
+    is_list = isinstance(reads, Iterable) and not isinstance(reads, str)
+    names = tuple(reads) if is_list else ()
+    if not is_list or any(not isinstance(name, str) for name in names):
+        rule = 'give names of attributes in a list, such as ["batch"]'
+        raise TypeError(f"task {task!r}: reads is {shown(reads)}: {rule}")
+    return names
 
 
 _NOT_RUN = (
@@ -188,6 +209,7 @@ def task(
     io: Sequence[DeclaredIO] = (),
     random: bool = False,
     pure: bool = False,
+    reads: Sequence[str] | None = None,
 ) -> Callable[[TaskFn], PipelineTask]: ...
 
 
@@ -199,6 +221,7 @@ def task(
     io: Sequence[DeclaredIO] = (),
     random: bool = False,
     pure: bool = False,
+    reads: Sequence[str] | None = None,
 ) -> PipelineTask | Callable[[TaskFn], PipelineTask]:
     """Make a function a ``PipelineTask``: ``@task``, or ``@task(pure=True)``.
 
@@ -208,18 +231,24 @@ def task(
         io: As for ``PipelineTask``.
         random: As for ``PipelineTask``.
         pure: As for ``PipelineTask``.
+        reads: As for ``PipelineTask``.
 
     Raises:
         TypeError: ``fn`` cannot be called, or it has no name, as a lambda, and none is given.
         ValueError: ``fn`` is a method, defined with ``self``, or ``name`` cannot be a task's.
     """
     if fn is None:
-        return partial(_task, name=name, io=io, random=random, pure=pure)
-    return _task(fn, name, io, random, pure)
+        return partial(_task, name=name, io=io, random=random, pure=pure, reads=reads)
+    return _task(fn, name, io, random, pure, reads)
 
 
 def _task(
-    fn: TaskFn, name: str | None, io: Sequence[DeclaredIO], random: bool, pure: bool
+    fn: TaskFn,
+    name: str | None,
+    io: Sequence[DeclaredIO],
+    random: bool,
+    pure: bool,
+    reads: Sequence[str] | None,
 ) -> PipelineTask:
     if not callable(fn):
         raise TypeError(
@@ -235,7 +264,7 @@ def _task(
         name = getattr(fn, "__name__", "")
         if not is_name(name):  # such as <lambda>
             raise TypeError(f"{shown(fn)} has no name for a task: PipelineTask(name, fn) gives one")
-    return PipelineTask(name, fn, io, random, pure)
+    return PipelineTask(name, fn, io, random, pure, reads)
 
 
 TaskRef: TypeAlias = str | PipelineTask

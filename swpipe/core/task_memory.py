@@ -30,6 +30,8 @@ class Block:
             such memory until the iteration is retired.
         later: 1 where it is ``end`` of the next iteration that frees it, as with gradients that
             are set to None before the next backward; else 0.
+        users: Under a plan with ``keep``: the tasks after all of which the attribute goes, and the
+            block with it. ``end`` is then ``KEPT``, as it is where all is kept.
     """
 
     begin: str
@@ -38,6 +40,7 @@ class Block:
     attribute: str = ""
     removed: bool = False
     later: int = 0
+    users: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class TaskMemory:
     @property
     def tasks(self) -> frozenset[str]:
         """The tasks that make, free or need something."""
-        ends = {name for block in self.blocks for name in (block.begin, block.end)}
+        ends = {name for one in self.blocks for name in (one.begin, one.end, *one.users)}
         return frozenset((ends | {*self.working}) - {PULL, KEPT})
 
     def held(self, order: Sequence[str]) -> list[int]:
@@ -85,6 +88,7 @@ class TaskMemory:
         held = [0] * (len(order) + 1)
         for block in self.blocks:
             begin, end = place[block.begin], place[block.end]
+            end = max((place[user] for user in block.users), default=end)
             for k in range(-1, len(order)):
                 count = (begin <= k) + (k <= end)  # of this iteration, and of the one before
                 held[k] += block.bytes * (count if block.later else count // 2)
@@ -119,7 +123,8 @@ class TaskMemory:
             PlanError: It is something else.
         """
         try:
-            blocks = tuple(Block(**{"end": KEPT, "bytes": 0, **row}) for row in data["blocks"])
+            rows = ({**row, "users": tuple(row.get("users", ()))} for row in data["blocks"])
+            blocks = tuple(Block(**{"end": KEPT, "bytes": 0, **row}) for row in rows)
             working = dict(data["working"])
         except (TypeError, ValueError, LookupError) as error:
             rule = 'memory is an object of "blocks", a list of objects, and "working", an object'

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swpipe._tensors.pytree import record_stream, tensors_held
+from swpipe._tensors.pytree import device_storages, record_stream, tensors_held
 from swpipe.core.plan import StreamSpec
 from swpipe.device.cpu import CpuDevice
 from swpipe.device.protocol import Event, GeneratorStates, Stream
@@ -19,6 +19,10 @@ from swpipe.device.protocol import Event, GeneratorStates, Stream
 _current_device_index = torch._C._accelerator_getDeviceIndex
 _current_stream = torch._C._accelerator_getStream
 _set_stream = torch.accelerator.set_stream
+
+_uses = torch._C._storage_Use_Count
+_OWN_USES = 2
+"""Of a storage: this module's tensor, and the Python object of the storage."""
 
 
 class _CurrentStream:
@@ -146,6 +150,18 @@ class AcceleratorDevice:
         # done; recording it on the stream that it was made on costs nothing.
         if self._records_streams:  # else there is one stream only, and nothing to keep
             record_stream(tuple(values), *streams)
+
+    def take_over(self, values: list[Any], streams: Iterable[Stream]) -> list[Any]:
+        storages = device_storages(values, *streams)
+        values.clear()
+        taken = []
+        for storage in storages:
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            if _uses(storage._cdata) > _OWN_USES:  # others may use it, on any stream, and drop it
+                self.hold([memory], streams)
+            else:
+                taken.append(memory)
+        return taken
 
     def use_on_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)

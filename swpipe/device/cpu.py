@@ -55,6 +55,10 @@ class CpuDevice:
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         return None
 
+    def take_over(self, values: list[Any], streams: Iterable[Stream]) -> list[Any]:
+        values.clear()
+        return []
+
     def use_on_this_thread(self) -> None:
         return None
 

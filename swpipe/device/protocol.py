@@ -79,6 +79,12 @@ class Device(Protocol):
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         """Keep the memory of ``values`` until the work submitted to ``streams`` so far is done."""
 
+    def take_over(self, values: list[Any], streams: Iterable[Stream]) -> list[Any]:
+        """Empty the list; returns the memory of its values to which nobody else refers.
+
+        That memory goes when what is returned does. The rest is held, as by ``hold``.
+        """
+
     def use_on_this_thread(self) -> None:
         """Make this the current device of the calling thread."""
 

@@ -17,7 +17,7 @@ whenever ``_STEP`` more may be held than was ever found.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +27,9 @@ from torch import Tensor
 
 from swpipe._state.loop import LoopState
 from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_held
+from swpipe.analysis.last_readers import uses_of
 from swpipe.core.context import TypedContext
+from swpipe.core.effects import EffectTable
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import KEPT, Block, TaskMemory, joined
@@ -52,6 +54,8 @@ def measure_memory(
     device: Device | torch.device | str | None = None,
     context: type[TypedContext] | None = None,
     state: Any = None,
+    keep: Sequence[str] | None = None,
+    effects: EffectTable | None = None,
 ) -> TaskMemory:
     """Run a few iterations serially, see what tasks hold, and restore all state afterwards.
 
@@ -61,6 +65,8 @@ def measure_memory(
         device: As for ``SWPipeline``.
         context: As for ``SWPipeline``.
         state: What to restore, as for ``TaskProfiler``; found automatically if None.
+        keep: That of the plans for which this is measured: ``PipelinePlan.keep``.
+        effects: As recorded, for what tasks use, as far as they do not say it.
 
     Returns:
         What the tasks hold, on the batch on which a serial loop holds most.
@@ -72,12 +78,18 @@ def measure_memory(
     found: list[TaskMemory] = []
     tasks = tuple(tasks)
     names = [task.name for task in tasks]
+    uses = {} if keep is None else uses_of(tasks, effects)
+    users = _users(names, uses)
     for batch in batches:
-        seen = _MemoryLog(names)
+        seen = _MemoryLog(names, users, keep)
         watched = [replace(task, fn=seen.watch(task)) for task in tasks]
         with (
             SWPipeline(
-                PipelinePlan.serial(watched), device=device, context=context, check_effects=False
+                replace(PipelinePlan.serial(watched), keep=keep),
+                device=device,
+                context=context,
+                check_effects=False,
+                effects=None if keep is None else effects,
             ) as pipe,
             LoopState(tasks, state, pipe.device).trial(),
         ):
@@ -90,6 +102,18 @@ def measure_memory(
     if not found:
         raise ValueError("batches is empty: give at least one batch to measure on")
     return max(found, key=lambda one: one.serial_peak(names))
+
+
+def _users(
+    names: Sequence[str], uses: Mapping[str, frozenset[str] | None]
+) -> Callable[[str], tuple[str, ...]]:
+    """Attribute to the tasks that use it, as far as that is known."""
+
+    def users(attribute: str) -> tuple[str, ...]:
+        found = ((name, uses.get(name)) for name in names)
+        return tuple(name for name, used in found if used is None or attribute in used)
+
+    return users
 
 
 class _Size(NamedTuple):
@@ -110,6 +134,7 @@ class _Piece:
     name: str = ""
     end: int = -1
     removed: bool = False
+    users: tuple[str, ...] = ()
 
 
 class _Event(NamedTuple):
@@ -121,10 +146,24 @@ class _Event(NamedTuple):
 
 
 class _MemoryLog:
-    """Follows the memory of successive iterations of tasks with these names."""
+    """Follows the memory of successive iterations of tasks with these names.
 
-    def __init__(self, tasks: list[str]) -> None:
-        self._tasks = tasks
+    ``users`` tells which tasks use an attribute, if those go that are not in ``keep``.
+    """
+
+    def __init__(
+        self,
+        tasks: list[str],
+        users: Callable[[str], tuple[str, ...]],
+        keep: Sequence[str] | None,
+    ) -> None:
+        self._tasks, self._users, self._keeps_all, self._keep = (
+            tasks,
+            users,
+            keep is None,
+            keep or (),
+        )
+        self._left: dict[str, set[Key]] = {}  # by the task before, on the context
         self._storages = Storages()
         self._live: dict[Key, _Piece] = {}
         self._events: list[_Event] = []
@@ -141,6 +180,7 @@ class _MemoryLog:
     def end_iteration(self) -> None:
         """The iteration's context is gone."""
         self._task = len(self._tasks)
+        self._look_between({name: keys for name, keys in self._left.items() if name in self._keep})
         self._look(set())
         if any(piece.iteration == self._iteration for piece in self._live.values()):
             gc.collect()  # memory that only reference cycles keep does not outlive it
@@ -151,6 +191,7 @@ class _MemoryLog:
 
         def run(ctx: Any) -> None:
             values, before = {name: id(value) for name, value in vars(ctx).items()}, self._find(ctx)
+            self._look_between(before)
             self._task += 1
             self._may_hold = self._most = sum(piece.bytes for piece in self._live.values())
             with _Operators(self):
@@ -159,8 +200,20 @@ class _MemoryLog:
             kept = {name for name, value in vars(ctx).items() if id(value) == values.get(name)}
             gone = (keys for name, keys in before.items() if name not in kept)
             self._look(set().union(*after.values()), set().union(*gone))
+            self._left = after
 
         return run
+
+    def _look_between(self, there: Mapping[str, set[Key]]) -> None:
+        """Find out what went after the last task, which the plan does not keep."""
+        went = {name: keys for name, keys in self._left.items() if name not in there}
+        if went and not self._keeps_all:
+            live = dict(self._live)
+            self._look(set().union(*there.values()))
+            for key in live.keys() - self._live.keys():
+                names = (name for name, keys in went.items() if key in keys)
+                users = {user: None for name in names for user in self._users(name)}
+                live[key].users = tuple(users)
 
     def made(self, tensor: Tensor) -> None:
         """An operator made the memory of a tensor."""
@@ -214,8 +267,10 @@ class _MemoryLog:
         names = (*self._tasks, KEPT, PULL)
         blocks = joined(
             Block(names[p.begin], names[p.end], p.bytes, p.name, p.removed, int(p in carried))
+            if not p.users
+            else Block(names[p.begin], KEPT, p.bytes, p.name, users=p.users)
             for p in pieces
-            if p.end >= 0 and (p.begin != p.end or p in carried)
+            if p.end >= 0 and (p.begin != p.end or p in carried or p.users)
         )
         held, most = TaskMemory(blocks).held(self._tasks), [0] * len(self._tasks)
         events = [event for event in self._events if event.piece not in left]

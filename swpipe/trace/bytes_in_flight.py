@@ -1,7 +1,7 @@
 """What the iterations of a timeline hold, and when they hold most.
 
     begin of a task     + the blocks that it makes, + what it needs while it runs
-    end of a task       - what it needed, - the blocks that it frees
+    end of a task       - what it needed, - the blocks that it frees, or that go after it
     end of <retire>     - all that the iteration still holds
 
 A pure function of a timeline, measured or simulated, and of what tasks hold. Times are the host's:
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
 from swpipe._engine.program import ADMIT, RETIRE
+from swpipe.analysis.last_readers import Place
 from swpipe.core.messages import counted, in_bytes
 from swpipe.core.plan import PULL
 from swpipe.core.task_memory import Block, TaskMemory
@@ -94,7 +95,15 @@ class Change(NamedTuple):
     holding: Holding
 
 
-def peak_memory(spans: Iterable[Span], memory: TaskMemory, *, streams: bool) -> PeakMemory:
+def peak_memory(
+    spans: Iterable[Span],
+    memory: TaskMemory,
+    *,
+    streams: bool,
+    waits: bool = False,
+    all_kept: bool = False,
+    places: Mapping[tuple[str, ...], Place] | None = None,
+) -> PeakMemory:
     """What the iterations of a timeline hold at most.
 
     Args:
@@ -102,12 +111,21 @@ def peak_memory(spans: Iterable[Span], memory: TaskMemory, *, streams: bool) -> 
         memory: What the tasks hold.
         streams: Whether the plan uses streams on a device: memory that a task removes from the
             context is then held until the iteration is retired.
+        waits: Whether the device has streams: what a plan lets go then waits for one iteration.
+        all_kept: Whether the plan keeps all, whatever the memory was measured under.
+        places: Users of what the plan lets go to the place where it goes; where that is not known,
+            it is the end of the last one.
     """
+    blocks = [replace(one, users=()) if all_kept else one for one in memory.blocks]
+    memory = replace(memory, blocks=tuple(blocks))
     runs: dict[int, dict[str, Span]] = defaultdict(dict)
     for span in spans:
         if span.row.kind == "thread":
             runs[span.iteration][span.task] = span
-    found = (_changes(i, of, runs.get(i + 1, {}), memory, streams) for i, of in runs.items())
+    found = (
+        _changes(i, of, runs.get(i + 1, {}), memory, streams, waits, places or {})
+        for i, of in runs.items()
+    )
     changes = sorted(chain.from_iterable(found))
     total = most = place = 0
     for number, change in enumerate(changes, 1):
@@ -128,6 +146,8 @@ def _changes(
     following: Mapping[str, Span],
     memory: TaskMemory,
     streams: bool,
+    waits: bool,
+    places: Mapping[tuple[str, ...], Place],
 ) -> Iterator[Change]:
     """The changes of one iteration; tasks that the timeline lacks change nothing."""
     last = runs.get(RETIRE) or max(runs.values(), key=lambda span: span.end_ns)
@@ -138,10 +158,27 @@ def _changes(
         if begin is not None and block.bytes:
             ends = following if block.later else {} if streams and block.removed else runs
             end = ends.get(block.end, last)
+            end_ns = end.end_ns
+            if block.users:
+                end_ns = _goes_ns(block.users, following if waits else runs, last, places)
             begin_ns = begin.end_ns if block.begin == PULL else begin.start_ns
             holding = Holding(i, block.begin, block.attribute, block.bytes)
             yield Change(begin_ns, 1, holding)
-            yield Change(max(begin_ns, end.end_ns), 2 if end.end_ns <= begin_ns else 0, holding)
+            yield Change(max(begin_ns, end_ns), 2 if end_ns <= begin_ns else 0, holding)
+
+
+def _goes_ns(
+    users: tuple[str, ...],
+    runs: Mapping[str, Span],
+    last: Span,
+    places: Mapping[tuple[str, ...], Place],
+) -> int:
+    """When a plan lets go what these tasks use."""
+    if users in places:
+        place = places[users]
+        at = runs.get(place.task, last)
+        return at.end_ns if place.after else at.start_ns
+    return max(runs.get(user, last).end_ns for user in users)
 
 
 def _what(task: str, attribute: str) -> str:

@@ -161,6 +161,48 @@ def admitted_too_soon() -> list[int]:
     return early
 
 
+def _with_keep(first: Callable[[IterContext], None], then: Callable[[IterContext], None]) -> None:
+    """A plan that keeps nothing: ``ctx.x`` goes after ``first``, and ``then`` comes later."""
+    run(
+        PipelinePlan(
+            {
+                PipelineTask("make", make, reads=[]): TaskSchedule(0, "side"),
+                PipelineTask("first", first, reads=["x"]): TaskSchedule(1, "late"),
+                PipelineTask("then", then, reads=["y"]): TaskSchedule(2, "late"),
+            },
+            deps=[("first", "make"), ("then", "first")],
+            pipeline_depth=4,
+            keep=[],
+        ),
+        range(ITERATIONS),
+    )
+
+
+def went_while_read() -> list[int]:
+    """Nobody will use an attribute again, and a stream has yet to read it."""
+    read = Reader()
+    _with_keep(read, lambda ctx: None)
+    return wrong(read.seen)
+
+
+def saved_for_backward() -> list[int]:
+    """Autograd has what went, and reads it late in the backward."""
+    seen: dict[int, Tensor] = {}
+    weight = filled(1.0).requires_grad_()
+
+    def forward(ctx: IterContext) -> None:
+        ctx.y = (weight * ctx.x).sum()
+
+    def backward(ctx: IterContext) -> None:
+        spin(LATE_MS)
+        ctx.y.backward()
+        seen[ctx.iter_idx] = extremes(weight.grad)
+        weight.grad = None
+
+    _with_keep(forward, backward)
+    return wrong(seen)
+
+
 # ------------------------------------------------------------------------- taking guards away
 
 
@@ -192,6 +234,8 @@ GUARDS = (
     Guard(retired_while_read, unguarded.hold_at_retirement),
     Guard(read_by_the_caller, unguarded.hold_at_retirement),
     Guard(admitted_too_soon, unguarded.back_pressure),
+    Guard(went_while_read, unguarded.waiting),
+    Guard(saved_for_backward, unguarded.hold_on_shared),
 )
 
 each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.case.__name__)

@@ -28,7 +28,7 @@ from tests import backend
 from tests.accelerator.work import SIMULATED
 from tests.support import unguarded
 from tests.support.machines import outputs, tasks_of
-from tests.support.strategies import Case, TaskSpec, Workload, random_case
+from tests.support.strategies import Case, TaskSpec, Workload, keeping_case, random_case
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs the test backend")
 
@@ -106,9 +106,9 @@ def results(case: Case, device: str, *, serially: bool) -> tuple[list[Any], list
     return [on_host(values) for values in found], slots
 
 
-def differs(seed: int) -> bool:
+def differs(seed: int, case_of: Callable[[int], Case] = random_case) -> bool:
     """Whether a random plan gives other bits than the serial run of its tasks."""
-    case, device = random_case(seed), f"sim:{seed % 2}"
+    case, device = case_of(seed), f"sim:{seed % 2}"
     torch.accelerator.set_device_index(seed // 2 % 2)
     with backend.misbehaving(poison=True):
         serial = results(case, device, serially=True)
@@ -122,6 +122,13 @@ def differs(seed: int) -> bool:
 def test_random_plans_give_the_serial_runs_bits(chunk: int) -> None:
     """Outputs and states, draws included."""
     assert [seed for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)) if differs(seed)] == []
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_plans_with_keep_give_the_serial_runs_bits(chunk: int) -> None:
+    """What stays, and states."""
+    seeds = range(CHUNK * chunk, CHUNK * (chunk + 1))
+    assert [seed for seed in seeds if differs(seed, keeping_case)] == []
 
 
 def _no_hold(device: AcceleratorDevice, values: object, streams: object) -> None:
@@ -144,6 +151,12 @@ def test_without_a_guard_some_plan_differs(guard: str, monkeypatch: pytest.Monke
     else:
         unguarded.hold_on_dropped(monkeypatch)
     assert any(differs(seed) for seed in range(CHUNK * CHUNKS))
+
+
+def test_without_a_guard_some_plan_with_keep_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan lets go waits for the device."""
+    unguarded.waiting(monkeypatch)
+    assert any(differs(seed, keeping_case) for seed in range(CHUNK * CHUNKS))
 
 
 def main() -> None:

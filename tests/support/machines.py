@@ -45,6 +45,12 @@ def run_task(machine: Machine, number: int, spec: TaskSpec, ctx: IterContext) ->
     slots = [slot_of(machine, use.state, i) for use in spec.states]
     inputs = [value for name in spec.reads if (value := unpacked(getattr(ctx, name))) is not None]
     inputs += slots
+    saved: dict[tuple[str, int], Any] = vars(machine).setdefault("saved", {})
+    if spec.saves is not None:
+        saved[spec.name, i] = unpacked(getattr(ctx, spec.saves))
+    if spec.takes is not None and (value := saved.pop((spec.takes, i))) is not None:
+        inputs.append(value)
+    value = None  # only what is saved, or in the context, refers to it beyond the task's inputs
     for use, slot in zip(spec.states, slots, strict=True):
         if use.writes:
             machine.pause()
@@ -53,6 +59,8 @@ def run_task(machine: Machine, number: int, spec: TaskSpec, ctx: IterContext) ->
         machine.pause()
         made = machine.compute(100 * (n + 1) + number, inputs, spec, i)
         setattr(ctx, name, (made, [made], {"x": (made,)})[(number + n) % 3])
+    for old, new in spec.passes:
+        setattr(ctx, new, getattr(ctx, old))
     for name in spec.deletes:
         delattr(ctx, name)
     machine.pause()
@@ -80,22 +88,34 @@ def tasks_of(machine: Machine, workload: Workload, *, draws: bool = False) -> li
     """The workload's tasks on a machine; where it ``draws``, some of them declare it."""
     return [
         PipelineTask(
-            spec.name, partial(run_task, machine, number, spec), random=draws and spec.draws
+            spec.name,
+            partial(run_task, machine, number, spec),
+            random=draws and spec.draws,
+            reads=reads_of(spec),
         )
         for number, spec in enumerate(workload.tasks)
     ]
 
 
+def reads_of(spec: TaskSpec) -> list[str] | None:
+    """The attributes that a task says that it uses."""
+    return [*spec.touches()] if spec.known else None
+
+
 def serial_outputs(
-    machine: Machine, workload: Workload, batches: Iterable[Any]
+    machine: Machine,
+    workload: Workload,
+    batches: Iterable[Any],
+    keep: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The truth: a plain loop, without swpipe's engine."""
+    """The truth: a plain loop, without swpipe's engine; what it leaves of what is kept."""
     found = []
     for i, batch in enumerate(batches):
         ctx = IterContext(batch, i)
         for number, spec in enumerate(workload.tasks):
             run_task(machine, number, spec, ctx)
-        found.append(outputs(ctx))
+        left = outputs(ctx)
+        found.append({name: v for name, v in left.items() if keep is None or name in keep})
     return found
 
 

@@ -20,7 +20,8 @@ from swpipe.planning import simulate
 from swpipe.profiler import measure_memory
 from swpipe.trace.bytes_in_flight import PeakMemory
 from tests.support.live_bytes import LiveBytes
-from tests.support.strategies import TaskSpec, random_case
+from tests.support.machines import reads_of
+from tests.support.strategies import TaskSpec, keeping_case, random_case
 from tests.support.virtual_clock import TimedHost, tell_time
 
 KIB = 2**10
@@ -34,8 +35,9 @@ class MemoryWork:
         live: What is alive of it in ``run``.
     """
 
-    def __init__(self, seed: int, device: Any = "cpu") -> None:
-        case, rng = random_case(seed), random.Random(seed)
+    def __init__(self, seed: int, device: Any = "cpu", *, keeps_all: bool = True) -> None:
+        case = random_case(seed) if keeps_all else keeping_case(seed)
+        rng = random.Random(seed)
         self.plan, self.device, self.host = replace(case.plan, stale={}), device, TimedHost(seed)
         self.live = LiveBytes()
         specs = case.workload.tasks
@@ -47,7 +49,7 @@ class MemoryWork:
         costs = {spec.name: TaskCost(rng.uniform(1, 50)) for spec in specs}
         needs = {spec.name: rng.choice((0, rng.randint(1, 32))) * KIB for spec in specs}
         self.tasks = [self._task(s, costs[s.name].host_us, needs[s.name]) for s in specs]
-        memory = measure_memory(self.tasks, [self._batch()], device=device)
+        memory = measure_memory(self.tasks, [self._batch()], device=device, keep=self.plan.keep)
         self.costs = CostModel(costs, memory=memory)
 
     def _task(self, spec: TaskSpec, host_us: float, need: int) -> PipelineTask:
@@ -58,10 +60,12 @@ class MemoryWork:
             del needed
             for name in spec.sets:
                 setattr(ctx, name, made.pop(name))
+            for old, new in spec.passes:
+                setattr(ctx, new, getattr(ctx, old))
             for name in spec.deletes:
                 delattr(ctx, name)
 
-        return PipelineTask(spec.name, fn)
+        return PipelineTask(spec.name, fn, reads=reads_of(spec))
 
     def _empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -46,6 +46,10 @@ class TaskSpec:
         deletes: Attributes that it deletes in the end.
         states: The states that it reads, and changes before it sets anything.
         draws: It draws random numbers, where it runs on a machine that has them.
+        passes: (attribute, another one that it then sets to the same value).
+        saves: An attribute whose value it leaves outside of the context, as autograd does.
+        takes: The task that has left such a value, which it uses and drops.
+        known: It says which attributes it uses.
     """
 
     name: str
@@ -54,11 +58,16 @@ class TaskSpec:
     deletes: tuple[str, ...] = ()
     states: tuple[StateUse, ...] = ()
     draws: bool = False
+    passes: tuple[tuple[str, str], ...] = ()
+    saves: str | None = None
+    takes: str | None = None
+    known: bool = False
 
     def touches(self) -> dict[str, bool]:
         """Attribute to whether the task changes it."""
-        changed = {*self.sets, *self.deletes}
-        return {name: name in changed for name in (*self.reads, *self.sets, *self.deletes)}
+        changed = {*self.sets, *self.deletes, *(new for _, new in self.passes)}
+        used = (*self.reads, *(old for old, _ in self.passes), *changed)
+        return {name: name in changed for name in used}
 
 
 @dataclass(frozen=True)
@@ -123,11 +132,42 @@ def random_workload(rng: random.Random, most_tasks: int = 7) -> Workload:
     return Workload(tuple(tasks), slots)
 
 
+def with_keep(rng: random.Random, workload: Workload) -> Workload:
+    """Tasks that give attributes a second name, or keep values outside; most say what they use."""
+    there, tasks = ["batch"], list[TaskSpec]()
+    for n, task in enumerate(workload.tasks):
+        reads = tuple(dict.fromkeys((*task.reads, *(a for a in there if rng.random() < 0.1))))
+        passed = [(name, f"p{n}") for name in reads if name not in task.deletes]
+        savers = [one.name for one in tasks if one.saves] if rng.random() < 0.5 else []
+        new = replace(
+            task,
+            reads=reads,
+            passes=tuple(passed[:1]) if rng.random() < 0.3 else (),
+            saves=rng.choice(reads) if reads and rng.random() < 0.4 else None,
+            takes=savers[-1] if savers else None,
+            known=rng.random() < 0.85,
+        )
+        tasks.append(new)
+        made = (*task.sets, *(other for _, other in new.passes))
+        there = [a for a in dict.fromkeys((*there, *made)) if a not in task.deletes]
+    return Workload(tuple(_taken_once(tasks)), workload.slots)
+
+
+def _taken_once(tasks: Iterable[TaskSpec]) -> Iterator[TaskSpec]:
+    """What one task has left another one takes, and nobody else."""
+    taken = set[str]()
+    for task in tasks:
+        yield replace(task, takes=None) if task.takes in taken else task
+        taken |= {task.takes} if task.takes else set()
+
+
 def dependences_of(workload: Workload) -> set[Edge]:
     """Every order that a serial run keeps between two tasks: one changes what both touch."""
     edges = set()
     for (i, first), (j, then) in permutations(enumerate(workload.tasks), 2):
         if i < j and _conflict(first.touches(), then.touches()):
+            edges.add(Edge(then.name, first.name, 0))
+        if then.takes == first.name:
             edges.add(Edge(then.name, first.name, 0))
         for state in _shared_states(first, then):
             if i < j:
@@ -277,14 +317,31 @@ def _shuffled(rng: random.Random, items: Iterable[T]) -> list[T]:
 # -------------------------------------------------------------------------------------- cases
 
 
-def draw_case(rng: random.Random, most_tasks: int = 7) -> Case:
+def draw_case(rng: random.Random, most_tasks: int = 7, workload: Workload | None = None) -> Case:
     """A workload, a plan for it, and data that ends anywhere from at once to three depths later."""
-    workload = random_workload(rng, most_tasks)
+    workload = workload or random_workload(rng, most_tasks)
     plan = random_plan(rng, workload)
     count = _rather_many(rng, 3 * plan.depth)
     batches = tuple(None if rng.random() < 0.15 else rng.randint(0, 999) for _ in range(count))
     drains = frozenset(n for n in range(count) if rng.random() < rng.choice((0.0, 0.0, 0.2)))
     return Case(workload, plan, batches, drains, rng.randint(0, 2**16))
+
+
+def keeping_case(seed: int, most_tasks: int = 7) -> Case:
+    """The case of a seed, under a plan that keeps some attributes only."""
+    rng = random.Random(seed)
+    workload = with_keep(rng, random_workload(rng, most_tasks))
+    case = draw_case(rng, most_tasks, workload)
+    keep = [name for name in _left(workload) if rng.random() < 0.2]
+    return replace(case, plan=replace(case.plan, keep=keep))
+
+
+def _left(workload: Workload) -> Iterable[str]:
+    """The attributes that an iteration has in the end."""
+    there = {"batch": True}
+    for task in workload.tasks:
+        there |= dict.fromkeys(task.touches(), True) | dict.fromkeys(task.deletes, False)
+    return (name for name, is_there in there.items() if is_there)
 
 
 def random_case(seed: int, most_tasks: int = 7) -> Case:

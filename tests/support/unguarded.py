@@ -8,7 +8,10 @@ import pytest
 
 from swpipe._engine import admission
 from swpipe._engine.iterations import InFlight
+from swpipe._engine.release import WaitingMemory
 from swpipe._engine.run import Run
+from swpipe.device import AcceleratorDevice
+from tests.device.virtual import VirtualDevice
 
 
 def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -31,6 +34,26 @@ def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
 def hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
     """A retired context goes without waiting for those who still read it."""
     patch.setattr(Run, "_hold", lambda run, iteration: None)
+
+
+def waiting(patch: pytest.MonkeyPatch) -> None:
+    """As if the device could not still use what no task will use again."""
+
+    def add(place: WaitingMemory, i: int, values: list[Any]) -> None:
+        place._device.take_over(values, place._iterations.all_streams)
+
+    patch.setattr(WaitingMemory, "add", add)
+
+
+def hold_on_shared(patch: pytest.MonkeyPatch) -> None:
+    """Memory that went is taken for unused, though others than the context refer to it."""
+    for kind in (AcceleratorDevice, VirtualDevice):
+        patch.setattr(kind, "take_over", lambda device, values, streams: _taken(values))
+
+
+def _taken(values: list[Any]) -> list[Any]:
+    taken, values[:] = [*values], []
+    return taken
 
 
 def back_pressure(patch: pytest.MonkeyPatch) -> None:

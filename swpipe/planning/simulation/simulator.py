@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swpipe._engine.program import ADMIT, BEGIN, compile_plan
+from swpipe.analysis.last_readers import Places
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
@@ -191,7 +192,15 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
     least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
     used = streams and any(entry.stream is not None for entry in plan.schedule.values())
-    return peak_memory(_spans(run), costs.memory, streams=used)
+    going = Places(program, streams)
+    return peak_memory(
+        _spans(run),
+        costs.memory,
+        streams=used,
+        waits=streams,
+        all_kept=plan.keep is None,
+        places={block.users: going.after(block.users) for block in costs.memory.blocks},
+    )
 
 
 def _latency_us(run: EventSimulator) -> float:

@@ -18,7 +18,9 @@ from swpipe._engine import program
 from swpipe._engine import run as executor
 from swpipe._engine.lane import LaneRunner
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
+from swpipe._engine.release import WaitingMemory
 from swpipe._engine.run import Run
+from swpipe.analysis import last_readers
 from swpipe.core.resolved import resolve_plan
 from tests.device import virtual
 from tests.device.virtual import (
@@ -26,7 +28,6 @@ from tests.device.virtual import (
     Race,
     RanAhead,
     UseAfterFree,
-    Violation,
     WaitBeforeRecord,
     clocks,
 )
@@ -34,7 +35,7 @@ from tests.device.virtual.harness import Finding, break_case, run_case
 from tests.device.virtual.machine import OutOfTurn
 from tests.support import unguarded
 from tests.support.exploring import ExploringHost
-from tests.support.strategies import Case, TaskSpec, Workload, random_case
+from tests.support.strategies import Case, TaskSpec, Workload, keeping_case, random_case
 
 
 def run_random(seed: int) -> Finding:
@@ -45,6 +46,16 @@ def run_random(seed: int) -> Finding:
 def break_random(seed: int) -> Finding:
     """A random case that fails on the way, or every other time is closed."""
     return break_case(random_case(seed), close=bool(seed % 2))
+
+
+def break_keeping(seed: int) -> Finding:
+    """The same under a plan with ``keep``."""
+    return break_case(keeping_case(seed), close=bool(seed % 2))
+
+
+def run_keeping(seed: int) -> Finding:
+    """A random case under a plan with ``keep``, run to its end."""
+    return run_case(keeping_case(seed), observed=bool(seed % 2))
 
 
 def run_early_end(seed: int) -> Finding:
@@ -76,6 +87,45 @@ def early_end(seed: int) -> Case:
     return Case(Workload(tasks, {}), plan, (1, 2, 3, 4), frozenset(), seed)
 
 
+def run_two_readers(seed: int) -> Finding:
+    """The case of ``two_readers``; the seed also says how late the streams are."""
+    return run_case(two_readers(seed))
+
+
+def two_readers(seed: int) -> Case:
+    """A case in which two streams read at the same time what goes then, and is made anew."""
+    tasks = (
+        TaskSpec("make", reads=("batch",), sets=("x",), known=True),
+        TaskSpec("one", reads=("x",), sets=("y",), known=True),
+        TaskSpec("other", reads=("x",), sets=("z",), known=True),
+        TaskSpec("last", reads=("z",), sets=("w",), known=True),
+    )
+    plan = PipelinePlan(
+        schedule={
+            "make": TaskSchedule(0, "make"),
+            "one": TaskSchedule(1, "one"),
+            "other": TaskSchedule(1, "other"),
+            "last": TaskSchedule(3),
+        },
+        deps=[("one", "make"), ("other", "make"), ("last", "other")],
+        keep=["w", "y"],
+    )
+    return Case(Workload(tasks, {}), plan, tuple(range(12)), frozenset(), seed)
+
+
+def run_drained(seed: int) -> Finding:
+    """The case of ``drained``; the seed also says which batches a loader's stream makes."""
+    return run_case(drained(seed))
+
+
+def drained(seed: int) -> Case:
+    """A case of many runs, each of which ends while a stream still reads what went."""
+    plan = PipelinePlan({"read": TaskSchedule(0, "late")}, pipeline_depth=3, keep=["y"])
+    task = TaskSpec("read", reads=("batch",), sets=("y",), known=True)
+    drains = frozenset(range(1, 12, 2))
+    return Case(Workload((task,), {}), plan, tuple(range(12)), drains, seed)
+
+
 @dataclass(frozen=True)
 class Guard:
     """One guard.
@@ -83,13 +133,13 @@ class Guard:
     Attributes:
         name: What it is.
         remove: Takes it away.
-        found: What kinds of violation show that it is gone.
+        found: What kinds of violation, or of errors, show that it is gone.
         run: Runs the case of a seed.
     """
 
     name: str
     remove: Callable[[pytest.MonkeyPatch], None]
-    found: tuple[type[Violation], ...]
+    found: tuple[type[Exception], ...]
     run: Callable[[int], Finding] = run_random
 
 
@@ -228,6 +278,37 @@ def _joined_streams(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Run, "_abandon", lambda run: None)
 
 
+# ------------------------------------------------------------------- what a plan does not keep
+
+
+def _after_the_last_user(patch: pytest.MonkeyPatch) -> None:
+    """A value goes after the last task of the period that uses it, whatever runs at that time."""
+
+    def last(places: Any, users: tuple[str, ...]) -> Any:
+        ordered = [task for task in places._by_turn if task in users]
+        return last_readers.Place(ordered[-1], True) if ordered else after(places, users)
+
+    after = last_readers.Places.after
+    patch.setattr(last_readers.Places, "after", last)
+
+
+def _behind_one_task(patch: pytest.MonkeyPatch) -> None:
+    """It waits for one of the tasks only, the one that is called last."""
+    behind = last_readers.Places.behind
+    patch.setattr(last_readers.Places, "behind", lambda own, place: behind(own, place)[-1:])
+
+
+def _no_hold_at_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingMemory, "hold", lambda waiting: waiting._waiting.clear())
+
+
+def _no_more_events(patch: pytest.MonkeyPatch) -> None:
+    recording = last_readers._recording
+    patch.setattr(
+        last_readers, "_recording", lambda p, found: replace(recording(p, found), ring=p.ring)
+    )
+
+
 GUARDS = (
     Guard("host waits", _instructions(_host_waits), (Race, WaitBeforeRecord)),
     Guard("event waits", _instructions(_event_waits), (Race,)),
@@ -249,4 +330,10 @@ GUARDS = (
         run_early_end,
     ),
     Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), break_random),
+    Guard("attributes go after all users", _after_the_last_user, (AttributeError,), run_keeping),
+    Guard("memory that went waits for the device", unguarded.waiting, (UseAfterFree,), run_keeping),
+    Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), run_two_readers),
+    Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), run_keeping),
+    Guard("hold on what waits at the end", _no_hold_at_end, (UseAfterFree,), run_drained),
+    Guard("events until the next iteration asks", _no_more_events, (EventReused,), run_keeping),
 )

@@ -43,9 +43,9 @@ class Finding:
     def __bool__(self) -> bool:
         return bool(self.violations) or self.error is not None
 
-    def shows(self, kinds: tuple[type[Violation], ...]) -> bool:
-        """Whether a violation of one of ``kinds`` is among it."""
-        return any(isinstance(violation, kinds) for violation in self.violations)
+    def shows(self, kinds: tuple[type[Exception], ...]) -> bool:
+        """Whether a violation of one of ``kinds`` is among it, or such an error."""
+        return any(isinstance(one, kinds) for one in (*self.violations, self.error))
 
 
 class Bench:
@@ -57,6 +57,9 @@ class Bench:
         self.device = device = MeantDevice(case.seed, host)
         self.stream = rng.choice((device.current_stream(), device.new_stream(StreamSpec())))
         pause = host.pause if isinstance(host, ExploringHost) else lambda: None
+        # Where a plan names no stream, what tasks drop is not held.
+        apart = case.plan.keep is not None and any(e.stream for e in case.plan.schedule.values())
+        self.loaders_stream = device.new_stream(StreamSpec()) if apart else None
         with device.on(self.stream):
             self.machine = VirtualMachine(device, case, pause)
         self._admitting = True
@@ -81,11 +84,22 @@ class Bench:
             kind = self.rng.randrange(4)
             if batch is None or kind == 0:
                 yield batch
+            elif self.loaders_stream is not None and kind == 1 and self._admitting:
+                yield self._made_elsewhere(batch, i)
             else:
                 made = device.launch(lambda batch=batch: batch, work=Work("<admit>", i))
                 yield (made, [made], {"x": made})[kind - 1]
                 del made
         self._ask_for_room(len(self.case.batches))
+
+    def _made_elsewhere(self, batch: Any, i: int) -> Buffer:
+        """A batch that a loader makes on a stream of its own."""
+        made_by = self.device.new_event()
+        with self.device.on(self.loaders_stream):
+            made = self.device.launch(lambda: batch, work=Work("<admit>", i))
+            made_by.record(self.loaders_stream)
+        made_by.wait(self.device.current_stream())
+        return made
 
     def _ask_for_room(self, i: int) -> None:
         if self._admitting:
@@ -168,7 +182,7 @@ def _another(batches: Iterator[Any]) -> Iterator[Any]:
 def _compare(bench: Bench) -> None:
     case, device = bench.case, bench.device
     plain = PlainMachine(case.workload)
-    truth = serial_outputs(plain, case.workload, case.batches)
+    truth = serial_outputs(plain, case.workload, case.batches, case.plan.keep)
     found = [{name: _look(device, v) for name, v in x.items()} for x in bench.keeper.found]
     wanted = [UNSEEN if not seen else x for x, seen in zip(truth, found, strict=False)]
     if found != wanted or len(found) != len(truth):

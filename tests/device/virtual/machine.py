@@ -10,7 +10,7 @@ from swpipe import IterContext, PipelineTask
 from swpipe._engine.program import Program
 from tests.device.virtual import Buffer, Violation, VirtualDevice, Work
 from tests.device.virtual.clocks import Stamp
-from tests.support.machines import mix, run_task
+from tests.support.machines import mix, reads_of, run_task
 from tests.support.strategies import Case, TaskSpec
 
 
@@ -58,7 +58,10 @@ class VirtualMachine:
     def tasks(self) -> list[PipelineTask]:
         """The case's tasks; those that are globally ordered take turns."""
         specs = enumerate(self._case.workload.tasks)
-        return [PipelineTask(spec.name, partial(self._run, n, spec)) for n, spec in specs]
+        return [
+            PipelineTask(spec.name, partial(self._run, n, spec), reads=reads_of(spec))
+            for n, spec in specs
+        ]
 
     def _run(self, number: int, spec: TaskSpec, ctx: IterContext) -> None:
         if self._case.plan.schedule[spec.name].globally_ordered:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.device.virtual.guards import GUARDS, Guard, break_random, run_early_end, run_random
+from tests.device.virtual.guards import (
+    GUARDS,
+    Guard,
+    break_keeping,
+    break_random,
+    run_drained,
+    run_early_end,
+    run_keeping,
+    run_random,
+    run_two_readers,
+)
 from tests.device.virtual.harness import Finding
 
 PLANS = 1000
@@ -30,16 +42,32 @@ def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_random_plans_with_keep_break_no_rule_and_give_the_serial_numbers(part: int) -> None:
+    """Values that go early, under second names, or saved outside of the context for later."""
+    for seed in range(part * PLANS // 4, (part + 1) * PLANS // 4):
+        if finding := run_keeping(seed):
+            complain(seed, finding)
+
+
+@pytest.mark.slow
 def test_failing_and_closing_break_no_rule_of_the_device() -> None:
     """What a broken-off run leaves on the device is ordered before whatever comes next."""
     for seed in range(PLANS // 8):
-        if finding := break_random(seed):
-            complain(seed, finding)
+        for finding in (break_random(seed), break_keeping(seed)):
+            if finding:
+                complain(seed, finding)
 
 
 def test_a_lane_that_is_through_is_still_waited_for() -> None:
     """Its wait stands for another one, which was left out: it goes on to the end of the run."""
     assert not any(run_early_end(seed) for seed in range(50))
+
+
+@pytest.mark.parametrize("run", [run_two_readers, run_drained])
+def test_what_goes_is_waited_for_or_held(run: Callable[[int], Finding]) -> None:
+    """By all who read it, also where the run ends."""
+    assert not any(run(seed) for seed in range(50))
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)

@@ -32,6 +32,7 @@ Assumptions
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -103,7 +104,8 @@ class _Block:
         self.read: dict[Hashable, _Use] = {}  # the reads since, the last of each actor
         self.recorded: set[VirtualStream] = set()  # other streams that use it
         self.until: list[Item] = []  # marks that must be reached before it is reused
-        self.past: Clock = {}  # what happens before its allocation: the owner's work, and the marks
+        self.past: Clock = {}  # what happens before its allocation: what is known to be done when
+        # it was freed, the owner's work, and the marks
 
 
 class Buffer:
@@ -229,6 +231,19 @@ class VirtualDevice(CpuDevice):
         with self.lock:
             record_stream(tuple(values), *streams)
 
+    def take_over(self, values: list[Any], streams: Iterable[VirtualStream]) -> list[Any]:
+        with self.lock:
+            found = [node.value for node in nodes_in(values) if isinstance(node.value, Buffer)]
+            values.clear()
+            alone = sys.getrefcount(object()) + 2  # in the list, and in the loop's variable
+            taken = []
+            for buffer in found:
+                if sys.getrefcount(buffer) > alone:
+                    self.hold([buffer], streams)
+                else:
+                    taken.append(buffer)
+            return taken
+
     def synchronize(self) -> None:
         with self.lock:
             self.queues.force_all()
@@ -340,7 +355,7 @@ class VirtualDevice(CpuDevice):
                 break
         else:
             block = _Block(stream)
-        block.past = stream.end()
+        merge(block.past, stream.end())
         for mark in block.until:
             merge(block.past, mark.clock)
         block.until = []
@@ -350,6 +365,9 @@ class VirtualDevice(CpuDevice):
         with self.lock:
             block.until = [self.queues.mark(stream) for stream in block.recorded]
             block.recorded = set()
+            # The allocator's lock: whatever the thread that frees knows to be done on the device
+            # is done when the block is allocated again, by whichever thread.
+            block.past = self.clocks.now()
             self._free_blocks[block.stream].append(block)
 
     # ------------------------------------------------------------- (2): values

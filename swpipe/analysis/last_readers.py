@@ -1,0 +1,209 @@
+"""Where each attribute of the context goes, under a plan that says what it keeps.
+
+    period order    copy i+1    forward i    backward i    <retire> i
+    ctx.batch       set ......> read |
+                                     `-- goes here: whatever may use it has been called and has
+    ctx.loss                    set ...> read              returned; "loss" is kept
+
+A task *uses* an attribute if it reads, sets, modifies or deletes it: as it says by ``reads``, or as
+a recording has seen. A task of which neither is known uses every attribute. The place at which an
+attribute goes is the first one of the period that comes after all its users in every interleaving
+(``happens_before``): after a user, if that comes after all others, and else before the next task
+that does, or at ``<retire>``. So no lane waits for another one that did not wait before.
+
+It is decided here, once, from the compiled program; what becomes of it in a run is told by
+``swpipe._engine.release``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+from swpipe._engine.program import RETIRE, Program, compile_plan
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.core.effects import EffectTable
+from swpipe.core.messages import listed
+from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.releases import Release, Releases
+from swpipe.core.resolved import ResolvedPlan, resolve_plan
+from swpipe.core.task import PipelineTask
+
+Uses: TypeAlias = Mapping[str, frozenset[str] | None]
+"""Task to the attributes that it uses; None for a task of which that is not known."""
+
+BATCH = "batch"
+
+
+class Place(NamedTuple):
+    """Where attributes go: before a task's turn, or after it."""
+
+    task: str
+    after: bool
+
+
+def uses_of(
+    tasks: Iterable[PipelineTask], effects: EffectTable | None = None
+) -> dict[str, frozenset[str] | None]:
+    """What tasks use, as they say it or were recorded to."""
+    recorded = recorded_uses(effects or {})
+    found: dict[str, frozenset[str] | None] = {}
+    for task in tasks:
+        known = recorded.get(task.name)
+        said = None if task.reads is None else frozenset(task.reads)
+        found[task.name] = said if known is None else known | (said or frozenset())
+    return found
+
+
+def recorded_uses(effects: EffectTable) -> dict[str, frozenset[str]]:
+    """What tasks were recorded to use.
+
+    A table without any attribute, such as that of declared states, says nothing of attributes.
+    """
+    seen = {
+        name: frozenset(p.name for p in touched.reads | touched.writes if not p.persistent)
+        for name, touched in effects.items()
+        if name != PULL
+    }
+    return seen if any(seen.values()) else {}
+
+
+def releases_of(
+    program: Program,
+    uses: Uses,
+    keep: Sequence[str],
+    *,
+    streams: bool,
+) -> Releases:
+    """Where attributes go that are not kept.
+
+    Args:
+        program: The compiled plan.
+        uses: As from ``uses_of``, of all its tasks.
+        keep: What stays.
+        streams: Whether the program is for a device with streams.
+    """
+    kept = frozenset(keep) | {"iter_idx"}
+    places = Places(program, streams)
+    named = {BATCH}.union(*(names for names in uses.values() if names is not None))
+    users = {
+        name: tuple(task for task, names in uses.items() if names is None or name in names)
+        for name in sorted(named - kept)
+    }
+    unknown = tuple(task for task, names in uses.items() if names is None)
+    others = places.after(unknown)
+    at: dict[Place, list[str]] = {others: []}
+    for name, tasks in users.items():
+        at.setdefault(places.after(tasks), []).append(name)
+    found: dict[str, tuple[Release, ...]] = {}
+    for place, names in at.items():
+        release = Release(place.after, tuple(names), place == others, places.behind(place))
+        found[place.task] = (*found.get(place.task, ()), release)
+    return Releases(
+        kept,
+        found,
+        {name: _why(places.last(tasks), keep) for name, tasks in users.items()},
+        _why(places.last(unknown), keep),
+    )
+
+
+def places_of(resolved: ResolvedPlan, uses: Uses | None, *, streams: bool) -> dict[str, str]:
+    """Attribute to the task at whose turn it goes, or ``<retire>``; of those that are not kept."""
+    keep = resolved.plan.keep
+    if keep is None:
+        return {}
+    uses = dict.fromkeys(resolved.plan.schedule) | dict(uses or {})
+    found = releases_of(compile_plan(resolved, streams=streams), uses, keep, streams=streams)
+    return {name: task for task, each in found.at.items() for one in each for name in one.names}
+
+
+def releases_for_run(
+    program: Program,
+    tasks: Sequence[PipelineTask],
+    keep: Sequence[str] | None,
+    effects: EffectTable | None,
+    streams: bool,
+) -> tuple[Program, Releases | None, Releases | None]:
+    """The program with the events that it takes; what goes where under it, and in a serial run.
+
+    None where all is kept.
+    """
+    if keep is None:
+        return program, None, None
+    uses = uses_of(tasks, effects)
+    serial = compile_plan(resolve_plan(PipelinePlan.serial(tasks)), streams=False)
+    releases = releases_of(program, uses, keep, streams=streams)
+    serially = releases_of(serial, uses, keep, streams=False)
+    return _recording(program, releases), releases, serially
+
+
+def _recording(program: Program, releases: Releases) -> Program:
+    """The program, with the events that are asked for: at a place, by the next iteration."""
+    asked = {task for found in releases.at.values() for one in found for task in one.behind}
+    lanes = tuple(
+        replace(
+            lane,
+            instructions=tuple(
+                replace(ins, record=ins.record or ins.task in asked) for ins in lane.instructions
+            ),
+        )
+        for lane in program.lanes
+    )
+    return replace(program, lanes=lanes, ring=program.ring + 1)
+
+
+class Places:
+    """Places of a program, and what comes before them.
+
+    Args:
+        program: A compiled plan.
+        streams: Whether it was compiled for a device with streams.
+    """
+
+    def __init__(self, program: Program, streams: bool) -> None:
+        instructions = program.instructions
+        order = [*program.order, RETIRE]
+        self._by_turn = sorted(
+            order, key=lambda name: (instructions[name].stage, order.index(name))
+        )
+        self._before = HappensBefore(program, streams=streams)
+        self._has_streams = streams
+
+    def after(self, users: Sequence[str]) -> Place:
+        """The first place after all of these; ``<retire>`` if there are none."""
+        if users:
+            for task in self._by_turn:
+                if all(task == user or self._before.host(user, task, 0) for user in users):
+                    return Place(task, task in users)
+        return Place(RETIRE, False)
+
+    def last(self, users: Sequence[str]) -> list[str]:
+        """Those that do not come before another one, whatever the interleaving."""
+        return [
+            one
+            for one in users
+            if not any(one != other and self._before.host(one, other, 0) for other in users)
+        ]
+
+    def behind(self, place: Place) -> tuple[str, ...]:
+        """The tasks before a place whose device work does not come before another one's of them."""
+        if not self._has_streams:
+            return ()
+        before = [one for one in self._by_turn[:-1] if self._before.host(one, place.task, 0)]
+        before += [place.task] if place.after else []
+        return tuple(
+            one
+            for one in before
+            if not any(one != other and self._before.device(one, other, 0) for other in before)
+        )
+
+
+def _why(last: Sequence[str], keep: Sequence[str]) -> str:
+    names = [repr(name) for name in last]
+    went = f"it went after task {listed(names)}" if names else "it went at the end of the iteration"
+    who = ", the last to use it of those that are said or recorded to" if names else ""
+    return (
+        f"{went}{who}, since keep={[*keep]} does not name it. Add it to keep, if it is read after "
+        "the iteration; or name it in reads of the task that reads it"
+    )
