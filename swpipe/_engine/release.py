@@ -30,6 +30,8 @@ Assumptions
     - Tasks use no other attributes than they say or were recorded to use. One that does fails with
       AttributeError; or, where nothing orders it before or after the others, may find the value
       still there: its device work is then not waited for.
+    - Who keeps memory of an attribute keeps a tensor that has it, not its ``untyped_storage()``
+      alone: that cannot be told from the module's own.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ def _with_release(
     let_go = _let_go(iterations, release)
 
     def released(i: int) -> None:
+        ctx = slots[i % depth].ctx  # a run that is given up forgets its slots meanwhile
         if after:
             step(i)
-        ctx = slots[i % depth].ctx
         values = take(ctx, _names(ctx, releases, release), releases)
         del ctx
         let_go(i, values)
@@ -92,8 +94,7 @@ def take(ctx: TypedContext, names: Iterable[str], releases: Releases) -> list[An
     for name in names:
         if name in there and not hasattr(type(ctx), name):
             gone[name] = releases.why.get(name, releases.why_others)
-            values.append(there[name])
-            delattr(ctx, name)
+            values.append(there.pop(name))  # and no del: nobody else is to notice
     return values
 
 

@@ -102,6 +102,7 @@ def releases_of(
         found[place.task] = (*found.get(place.task, ()), release)
     return Releases(
         kept,
+        uses,
         found,
         {name: _why(places.last(tasks), keep) for name, tasks in users.items()},
         _why(places.last(unknown), keep),

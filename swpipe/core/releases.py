@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+
+from swpipe.core.context import TypedContext
+from swpipe.core.messages import listed
+from swpipe.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,29 @@ class Releases:
 
     Attributes:
         kept: The attributes that stay.
+        uses: Task to the attributes that it is known to use; None, if it may use any.
         at: Task to what goes there; the rest goes at the end of the iteration.
         why: Attribute to why it is gone, in words.
         why_others: The same of all that are not in it.
     """
 
     kept: frozenset[str]
+    uses: Mapping[str, frozenset[str] | None]
     at: Mapping[str, tuple[Release, ...]]
     why: Mapping[str, str]
     why_others: str
+
+    def unsaid_use(self, task: str, ctx: TypedContext, used: Set[str]) -> Problem | None:
+        """That a task used attributes that may have gone, since it was not known to use them."""
+        known = self.uses.get(task)
+        if known is None:
+            return None
+        unsaid = [n for n in sorted(used - known - self.kept) if not hasattr(type(ctx), n)]
+        if not unsaid:
+            return None
+        return Problem(
+            f"check_effects: task {task!r} on iteration {ctx.iter_idx} used {listed(unsaid)}, "
+            "which it is not known to use, so that keep may let it go before or meanwhile. Name "
+            f"it in reads of task {task!r}, or in keep",
+            (task,),
+        )

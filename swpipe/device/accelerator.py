@@ -21,8 +21,6 @@ _current_stream = torch._C._accelerator_getStream
 _set_stream = torch.accelerator.set_stream
 
 _uses = torch._C._storage_Use_Count
-_OWN_USES = 2
-"""Of a storage: this module's tensor, and the Python object of the storage."""
 
 
 class _CurrentStream:
@@ -156,8 +154,8 @@ class AcceleratorDevice:
         values.clear()
         taken = []
         for storage in storages:
-            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            if _uses(storage._cdata) > _OWN_USES:  # others may use it, on any stream, and drop it
+            memory = _memory(storage)
+            if _uses(storage._cdata) > _own_uses():  # others may use it, on any stream, and drop it
                 self.hold([memory], streams)
             else:
                 taken.append(memory)
@@ -185,3 +183,18 @@ class AcceleratorDevice:
         torch.default_generator.manual_seed(seed)
         with torch.accelerator.device_index(self.device.index):
             self._module.manual_seed(seed)
+
+
+def _memory(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor that has the memory of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@cache
+def _own_uses() -> int:
+    """How often a storage is used to which nobody but ``take_over`` refers."""
+    storage = torch.empty(1).untyped_storage()
+    held = [_memory(storage)]
+    found = _uses(storage._cdata)
+    held.clear()
+    return found

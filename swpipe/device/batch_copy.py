@@ -150,5 +150,6 @@ def copy_task(
         raise TypeError(f"copy_task takes names of attributes, not {listed(wrong)}")
     if buffers < 1:
         raise ValueError(f"buffers is {buffers}: give 1 or more")
-    copy: Callable[[Any], None] = BatchCopy(resolve(device), attributes or ("batch",), buffers)
-    return PipelineTask(COPY, copy, pure=True)
+    reads = attributes or ("batch",)
+    copy: Callable[[Any], None] = BatchCopy(resolve(device), reads, buffers)
+    return PipelineTask(COPY, copy, pure=True, reads=reads)

@@ -45,6 +45,7 @@ from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import Effects, Location
+from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -55,7 +56,7 @@ from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_
 from swpipe.inference.state_items import reachable_items
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import Watched
-from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
+from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of, told_conflict
 
 _PURE_SHARE = 0.02
 """Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
@@ -102,7 +103,9 @@ def checked(
     if not (every.until or pure.until):
         return engine
     recorder = partial(pure_recorder, engine.device)
-    check = EffectCheck(resolved, tasks, engine.device, every, pure, context, recorder)
+    check = EffectCheck(
+        resolved, tasks, engine.device, every, pure, context, recorder, engine.releases
+    )
     return replace(engine, check=check, context=check.make_context)
 
 
@@ -117,6 +120,7 @@ class EffectCheck:
         pure: Those in which pure tasks are.
         context: The class of its contexts.
         recorder: Makes the recorder that watches a task.
+        releases: Which attributes the pipeline lets go; None where all stay.
 
     Attributes:
         depth: How many iterations may be in flight.
@@ -132,8 +136,10 @@ class EffectCheck:
         pure: Watched,
         context: type[TypedContext],
         recorder: Callable[[], PureRecorder],
+        releases: Releases | None,
     ) -> None:
         self.tasks, self.device, self.plan = tuple(tasks), device, resolved.plan
+        self.releases = releases
         self.every, self.pure = every, pure
         self.recorder = recorder
         self.depth = resolved.plan.depth
@@ -242,6 +248,7 @@ class _Watch(_WordWatch):
         self.check.end(self)
         super().__exit__(kind, *failure)
         if kind is None:
+            self.check.check_uses(self)
             self.check.compare(self)
 
 
@@ -333,6 +340,12 @@ class RunCheck:
             if len(self._places) > self._most:
                 self._forget(run)
 
+    def check_uses(self, watch: _Watch) -> None:
+        """Refuse that a task used what may have gone, since nobody had said that it does."""
+        releases, used = self._check.releases, watch.log.reads | watch.log.deletes
+        if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
+            raise refusal(self._check.plan, [unsaid])
+
     def check_word(self, task: PipelineTask, ctx: Any, operators: PureRecorder) -> None:
         """Refuse what a pure task did against its word."""
         with self._lock:
@@ -417,7 +430,7 @@ class RunCheck:
         found = [p for p in check.problems(place, location) if {*p.tasks} == {*pair[:2]}]
         found.sort(key=lambda problem: problem.tasks != (then.task, first.task))
         if found:
-            raise refusal(check.plan, [_told(location, run, other, found[0])])
+            raise refusal(check.plan, [told_conflict(location, run, other, found[0])])
         place.allowed.add(pair)
 
     def _is_near(self, run: TaskRun, now: TaskRun) -> bool:
@@ -434,12 +447,3 @@ class RunCheck:
             if gone:
                 del self._places[key]
         self._most = 2 * len(self._places) + _MOST_DEAD
-
-
-def _told(location: Location, run: TaskRun, other: TaskRun, problem: Problem) -> Problem:
-    text = (
-        f"check_effects: task {run.task!r} on iteration {run.iteration} touched {location}, which "
-        f"{other.task!r} on iteration {other.iteration} touches as well, and the plan does not "
-        f"keep their order: {problem.text}. The run may have differed from a serial one already"
-    )
-    return Problem(text, problem.tasks)

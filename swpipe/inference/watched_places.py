@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from swpipe._tensors.pytree import tensors_in
 from swpipe.core.effects import Location
 from swpipe.core.task import PipelineTask
+from swpipe.errors import Problem
 from swpipe.inference.accesses import Access
 from swpipe.inference.declared import DECLARED, assign_declared
 from swpipe.inference.recorded_context import attributes
@@ -89,3 +90,13 @@ def _names(item: StateItem) -> list[Location]:
     prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
     names = [item.name, *(f"{one} {item.kind}" for one in (item.owner, *prefixes))]
     return [Location(name.strip(), True) for name in names]
+
+
+def told_conflict(location: Location, run: TaskRun, other: TaskRun, problem: Problem) -> Problem:
+    """That two runs touched a place whose order the plan does not keep."""
+    text = (
+        f"check_effects: task {run.task!r} on iteration {run.iteration} touched {location}, which "
+        f"{other.task!r} on iteration {other.iteration} touches as well, and the plan does not "
+        f"keep their order: {problem.text}. The run may have differed from a serial one already"
+    )
+    return Problem(text, problem.tasks)

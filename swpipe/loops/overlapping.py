@@ -44,7 +44,7 @@ from swpipe.plans.prefetch import copy_before, prefetch_plan
 
 _GROUP = "loader"
 
-_HAND_OVER = PipelineTask("hand over", lambda ctx: None)
+_HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
 """On the caller's thread, where all other tasks run ahead."""
 
 _GONE = {
@@ -187,6 +187,7 @@ def overlap(
     start_iteration: int = 0,
     context: type[C] | None = None,
     check_effects: bool | float | None = None,
+    keep: Sequence[str] | None = None,
     **gone: Any,
 ) -> OverlappedLoop[C]:
     """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
@@ -211,6 +212,8 @@ def overlap(
         context: The class of the contexts; as for ``SWPipeline``.
         check_effects: As for ``SWPipeline``: whether the tasks do what they declare. The body of
             the loop is not watched.
+        keep: The attributes that the body reads; all others go as soon as no task can read them
+            any more, as for ``PipelinePlan.keep``. None: all stay.
         gone: Nothing; an argument that there was is an error that says what replaces it.
 
     Raises:
@@ -243,6 +246,8 @@ def overlap(
         leading = (loader.unpack, *leading)
         given = (*leading, loader.show, *rest)
     found, given = _choose(loader, given, leading, ahead, pull_ahead)
+    if keep is not None:
+        found = replace(found, plan=replace(found.plan, keep=keep))
     if not ahead and pull_ahead is None:
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
     functions = AheadTasks(given, len(leading))
