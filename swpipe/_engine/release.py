@@ -6,11 +6,12 @@
     memory of batch i  ...............................|   given back at (2): e(i) is reached then
 
 Where they go is decided when the program is compiled (``swpipe.analysis.last_readers``). There,
-the attribute is deleted (1). On a device without streams its memory is free then. On one with
-streams the device may not be done with it. So the memory waits, and at the same place of the next
-iteration the host waits until the device has done the work of all tasks of the iteration that were
-called before that place, and lets the memory go (2). It returns to the stream on which it was made,
-which may reuse it at once: nothing depends on when an allocator looks, as with ``record_stream``.
+the attribute is deleted (1). Where all device work is on one stream, or there is none, its memory
+is free then. Else the device may not be done with it. So the memory waits, and at the same place of
+the next iteration the host waits until the device has done the work of all tasks of the iteration
+that were called before that place, and lets the memory go (2). It returns to the stream on which it
+was made, which may reuse it at once: nothing depends on when an allocator looks, as with
+``record_stream``.
 
 Guarantees
     - A value goes when all its users have returned, in every interleaving; a user finds it.
@@ -39,6 +40,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from swpipe._engine.bind import Step
@@ -173,9 +175,15 @@ class WaitingMemory:
         self._waiting.clear()
 
 
+def _at_once(iterations: InFlightIterations, i: int, values: list[Any]) -> None:
+    """Give back memory that the work that comes next may use; of another stream's, when it may."""
+    iterations.engine.device.hold(values, iterations.all_streams)
+    values.clear()
+
+
 def _let_go(iterations: InFlightIterations, release: Release) -> Callable[[int, list[Any]], None]:
-    if not iterations.engine.device.has_streams:
-        return lambda i, values: values.clear()
+    if not release.behind:
+        return partial(_at_once, iterations)
     # One for both lists of instructions, with observers and without.
     waiting = iterations.waiting.get(id(release)) or WaitingMemory(iterations, release)
     iterations.waiting[id(release)] = waiting

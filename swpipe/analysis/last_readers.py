@@ -142,6 +142,8 @@ def releases_for_run(
 def _recording(program: Program, releases: Releases) -> Program:
     """The program, with the events that are asked for: at a place, by the next iteration."""
     asked = {task for found in releases.at.values() for one in found for task in one.behind}
+    if not asked:
+        return program
     lanes = tuple(
         replace(
             lane,
@@ -169,7 +171,7 @@ class Places:
             order, key=lambda name: (instructions[name].stage, order.index(name))
         )
         self._before = HappensBefore(program, streams=streams)
-        self._has_streams = streams
+        self._waits = streams and any(ins.stream is not None for ins in instructions.values())
 
     def after(self, users: Sequence[str]) -> Place:
         """The first place after all of these; ``<retire>`` if there are none."""
@@ -188,8 +190,11 @@ class Places:
         ]
 
     def behind(self, place: Place) -> tuple[str, ...]:
-        """The tasks before a place whose device work does not come before another one's of them."""
-        if not self._has_streams:
+        """The tasks before a place whose device work does not come before another one's of them.
+
+        None, where all work is on one stream, or there is none.
+        """
+        if not self._waits:
             return ()
         before = [one for one in self._by_turn[:-1] if self._before.host(one, place.task, 0)]
         before += [place.task] if place.after else []

@@ -9,8 +9,8 @@ retires, and the device may be behind the host by ``depth`` iterations. So every
 ``depth`` times, and once for each task that sets it.
 
 Under a plan with ``keep``, an attribute that is not kept lives until it goes
-(``swpipe.analysis.last_readers``). On a device with streams one iteration more has it then, whose
-memory waits for the device (``swpipe._engine.release``).
+(``swpipe.analysis.last_readers``). Where the plan uses streams of a device, one iteration more has
+it then, whose memory waits for the device (``swpipe._engine.release``).
 
 This is an upper bound: every attribute with as many copies as it can have, whether or not all have
 them at the same time. It counts what stands on the context until an iteration is handed out; what
@@ -90,18 +90,18 @@ def bytes_in_flight(
     """
     before, plan = HappensBefore.of(resolved, streams=streams), resolved.plan
     going = places_of(resolved, uses, streams=streams)
+    waits = streams and any(entry.stream is not None for entry in plan.schedule.values())
     held = []
     for attribute, lives in _lives(resolved, sizes).items():
         for task, last in lives:
             goes = attribute in going and last == RETIRE
             end = going[attribute] if goes else last
             copies = plan.depth
-            if (
-                goes or not streams
-            ):  # what holds n iterations apart holds further apart: search by halves
+            if goes or not streams:
+                # What holds n iterations apart holds further apart: search by halves.
                 apart = range(1, plan.depth)
                 copies = 1 + bisect_left(apart, True, key=lambda n: before.host(end, task, n))
-                copies += streams
+                copies += waits
             held.append(Held(attribute, task, copies, sizes[task, attribute]))
     held.sort(key=lambda h: (-h.total_bytes, h.attribute, h.task))
     return Footprint(tuple(held), streams)

@@ -364,10 +364,10 @@ def _keep(keep: Any, problems: list[Problem]) -> tuple[str, ...] | None:
     if isinstance(keep, str) or not isinstance(keep, Iterable):
         problems.append(Problem(f"keep is {shown(keep)}: {rule}"))
         return ()
-    names = tuple(dict.fromkeys(keep))
+    names = tuple(keep)
     wrong = [name for name in names if not (isinstance(name, str) and is_label(name))]
     problems += [Problem(f"keep has {shown(name)}: {rule}") for name in wrong]
-    return names
+    return () if wrong else tuple(dict.fromkeys(names))
 
 
 def _edges(

@@ -19,7 +19,8 @@ class Release:
         names: The attributes.
         others: All go, too, that no task is known to use.
         behind: Tasks such that, when the device has done their work on the iteration, it has done
-            that of all tasks that come before the place. Their events are recorded.
+            that of all tasks that come before the place. Their events are recorded. None, if all
+            work is on one stream, or there is no device.
     """
 
     after: bool

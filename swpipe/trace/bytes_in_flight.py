@@ -100,7 +100,6 @@ def peak_memory(
     memory: TaskMemory,
     *,
     streams: bool,
-    waits: bool = False,
     all_kept: bool = False,
     places: Mapping[tuple[str, ...], Place] | None = None,
 ) -> PeakMemory:
@@ -110,8 +109,8 @@ def peak_memory(
         spans: The timeline. An iteration whose ``<retire>`` it lacks ends with its last task.
         memory: What the tasks hold.
         streams: Whether the plan uses streams on a device: memory that a task removes from the
-            context is then held until the iteration is retired.
-        waits: Whether the device has streams: what a plan lets go then waits for one iteration.
+            context is then held until the iteration is retired, and what the plan lets go waits
+            for one iteration.
         all_kept: Whether the plan keeps all, whatever the memory was measured under.
         places: Users of what the plan lets go to the place where it goes; where that is not known,
             it is the end of the last one.
@@ -123,7 +122,7 @@ def peak_memory(
         if span.row.kind == "thread":
             runs[span.iteration][span.task] = span
     found = (
-        _changes(i, of, runs.get(i + 1, {}), memory, streams, waits, places or {})
+        _changes(i, of, runs.get(i + 1, {}), memory, streams, places or {})
         for i, of in runs.items()
     )
     changes = sorted(chain.from_iterable(found))
@@ -146,7 +145,6 @@ def _changes(
     following: Mapping[str, Span],
     memory: TaskMemory,
     streams: bool,
-    waits: bool,
     places: Mapping[tuple[str, ...], Place],
 ) -> Iterator[Change]:
     """The changes of one iteration; tasks that the timeline lacks change nothing."""
@@ -160,7 +158,7 @@ def _changes(
             end = ends.get(block.end, last)
             end_ns = end.end_ns
             if block.users:
-                end_ns = _goes_ns(block.users, following if waits else runs, last, places)
+                end_ns = _goes_ns(block.users, following if streams else runs, last, places)
             begin_ns = begin.end_ns if block.begin == PULL else begin.start_ns
             holding = Holding(i, block.begin, block.attribute, block.bytes)
             yield Change(begin_ns, 1, holding)

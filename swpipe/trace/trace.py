@@ -199,7 +199,7 @@ class Trace(Rows):
             streams: Whether the plan uses streams on a device, and so holds until an iteration is
                 retired what tasks remove from its context.
         """
-        return peak_memory(self.spans, memory, streams=streams, waits=streams)
+        return peak_memory(self.spans, memory, streams=streams)
 
     def records(self) -> list[dict[str, Any]]:
         """A row per span, of plain values; times in microseconds."""

@@ -197,7 +197,6 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
         _spans(run),
         costs.memory,
         streams=used,
-        waits=streams,
         all_kept=plan.keep is None,
         places={block.users: going.after(block.users) for block in costs.memory.blocks},
     )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule, pipeline
-from swpipe._engine import program
+from swpipe._engine import program, release
 from swpipe._engine import run as executor
 from swpipe._engine.lane import LaneRunner
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
@@ -111,6 +111,19 @@ def two_readers(seed: int) -> Case:
         keep=["w", "y"],
     )
     return Case(Workload(tasks, {}), plan, tuple(range(12)), frozenset(), seed)
+
+
+def run_on_one_stream(seed: int) -> Finding:
+    """The case of ``on_one_stream``; the seed also says which batches a loader's stream makes."""
+    return run_case(on_one_stream(seed))
+
+
+def on_one_stream(seed: int) -> Case:
+    """A case in which the caller's stream reads what goes at once and is made by another one."""
+    task = TaskSpec("read", reads=("batch",), sets=("y",), known=True)
+    then = TaskSpec("then", reads=("y",), known=True)
+    plan = PipelinePlan({"read": TaskSchedule(0), "then": TaskSchedule(1)}, keep=["y"])
+    return Case(Workload((task, then), {}), plan, tuple(range(12)), frozenset(), seed)
 
 
 def run_drained(seed: int) -> Finding:
@@ -298,6 +311,10 @@ def _behind_one_task(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(last_readers.Places, "behind", lambda own, place: behind(own, place)[-1:])
 
 
+def _no_hold_on_one_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(release, "_at_once", lambda iterations, i, values: values.clear())
+
+
 def _no_hold_at_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingMemory, "hold", lambda waiting: waiting._waiting.clear())
 
@@ -334,6 +351,7 @@ GUARDS = (
     Guard("memory that went waits for the device", unguarded.waiting, (UseAfterFree,), run_keeping),
     Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), run_two_readers),
     Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), run_keeping),
+    Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), run_on_one_stream),
     Guard("hold on what waits at the end", _no_hold_at_end, (UseAfterFree,), run_drained),
     Guard("events until the next iteration asks", _no_more_events, (EventReused,), run_keeping),
 )

@@ -57,8 +57,10 @@ class Bench:
         self.device = device = MeantDevice(case.seed, host)
         self.stream = rng.choice((device.current_stream(), device.new_stream(StreamSpec())))
         pause = host.pause if isinstance(host, ExploringHost) else lambda: None
-        # Where a plan names no stream, what tasks drop is not held.
-        apart = case.plan.keep is not None and any(e.stream for e in case.plan.schedule.values())
+        # Where a plan names no stream, what tasks drop themselves is not held.
+        streams = any(entry.stream for entry in case.plan.schedule.values())
+        drops = any(spec.deletes for spec in case.workload.tasks)
+        apart = case.plan.keep is not None and (streams or not drops)
         self.loaders_stream = device.new_stream(StreamSpec()) if apart else None
         with device.on(self.stream):
             self.machine = VirtualMachine(device, case, pause)

@@ -15,6 +15,7 @@ from tests.device.virtual.guards import (
     early_end,
     run_drained,
     run_keeping,
+    run_on_one_stream,
     run_two_readers,
 )
 from tests.device.virtual.test_spans import ORDERS
@@ -45,7 +46,9 @@ NUMBERS: dict[str, Callable[[int], object]] = {
 """The guards without which numbers are wrong, with the case of a seed in which they are."""
 
 WITH_KEEP = tuple(
-    guard.name for guard in GUARDS if guard.run in (run_keeping, run_two_readers, run_drained)
+    guard.name
+    for guard in GUARDS
+    if guard.run in (run_keeping, run_two_readers, run_on_one_stream, run_drained)
 )
 """The guards of what a plan does not keep, which no plan of the cases here has."""
 
