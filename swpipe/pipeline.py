@@ -282,7 +282,9 @@ class SWPipeline(Generic[C]):
                 driver.refuse_in_flight("running serially")
             number = driver.next_iteration if iter_idx is None else iter_idx
             driver.lost = f"iteration {number} was run serially, and has failed"
-            ctx, driver.lost = self._serial.run(driver.engine, self.context(batch, number)), ""
+            ctx = self.context(batch, number)
+            del batch  # which a plan with keep may let go
+            ctx, driver.lost = self._serial.run(driver.engine, ctx), ""
             if iter_idx is None:
                 driver.next_iteration += 1
             return ctx

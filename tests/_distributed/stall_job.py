@@ -24,11 +24,9 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -36,6 +34,7 @@ import torch.distributed as dist
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import StallError
+from tests.support.ports import free_port
 
 AT = 3
 
@@ -89,15 +88,6 @@ class Rank:
         dist.barrier()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def main() -> None:
     """Fork the ranks of each job, wait for all but those that are stopped, and report."""
     root, jobs = Path(sys.argv[1]), sys.argv[2:]
@@ -105,7 +95,8 @@ def main() -> None:
     gc.freeze()  # else the shutdown of every rank searches all that was imported
     children: dict[int, tuple[str, int]] = {}
     report: dict[str, dict[str, list[float | None]]] = {}
-    for job, port in zip(jobs, free_ports(len(jobs)), strict=True):
+    for job in jobs:
+        port = free_port()
         size, how, group = job.split(":")
         report[job] = {"codes": [None] * int(size), "took_s": [None] * int(size)}
         folder = root / job

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-import socket
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ import swpipe.pipeline
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe._distributed.rank_checks import Begun, answer_check
 from tests.support.plans_for_tests import piped, tasks
+from tests.support.ports import free_port
 from tests.support.ranks import Ranks
 
 
@@ -93,10 +93,7 @@ def _outlives(rank: int, folder: str, port: int) -> None:
 
 def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(tmp_path: Path) -> None:
     """Not after the time for which a connection to it is tried."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(_outlives, (str(tmp_path), port), nprocs=2, start_method="forkserver")
+    mp.start_processes(_outlives, (str(tmp_path), free_port()), nprocs=2, start_method="forkserver")
     took_s, *notes = (tmp_path / "said").read_text().splitlines()
     assert float(took_s) < 30.0
     assert any("whether another rank had failed before is not known" in note for note in notes)

@@ -18,7 +18,6 @@ import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,10 +63,8 @@ class Script:
 
 def as_torchrun(size: int) -> list[dict[str, str]]:
     """The variables of each rank of a job on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "here"}
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    told["TORCHELASTIC_RUN_ID"] = "here"
     sizes = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     return [{**told, **sizes, "RANK": f"{k}", "LOCAL_RANK": f"{k}"} for k in range(size)]
 

@@ -59,7 +59,7 @@ class Bench:
         pause = host.pause if isinstance(host, ExploringHost) else lambda: None
         # Where a plan names no stream, what tasks drop themselves is not held.
         streams = any(entry.stream for entry in case.plan.schedule.values())
-        drops = any(spec.deletes for spec in case.workload.tasks)
+        drops = any(spec.deletes or "batch" in spec.sets for spec in case.workload.tasks)
         apart = case.plan.keep is not None and (streams or not drops)
         self.loaders_stream = device.new_stream(StreamSpec()) if apart else None
         with device.on(self.stream):

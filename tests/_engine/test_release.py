@@ -1,0 +1,387 @@
+"""Under a plan with ``keep``, attributes go when no task can use them any more, and not before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import swpipe
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.core.context import TypedContext
+from swpipe.core.effects import Effects, Location
+from swpipe.errors import PlanError
+from swpipe.profiler import TaskProfiler
+
+BATCHES = 8
+
+
+class Value:
+    """Something that can be seen to go."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Job:
+    """Four tasks: ``x`` is used by two of them, ``y`` by the last one, ``batch`` by the first.
+
+    Attributes:
+        alive: (task, iteration) to which values of the iteration were alive when it began.
+        odd: What a task is to do besides, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.alive: dict[tuple[str, int], str] = {}
+        self.odd: dict[str, Callable[[Any], object]] = {}
+        self._made: dict[int, dict[str, weakref.ref[Any]]] = {}
+
+    def batches(self, first: int = 0) -> Iterable[Value]:
+        """Each one nobody else has; for iterations from the first one on."""
+        return (self._batch(i, first + i) for i in range(BATCHES))
+
+    def _batch(self, i: int, iteration: int) -> Value:
+        batch = Value(i)
+        self._made[iteration] = {"batch": weakref.ref(batch)}
+        return batch
+
+    def _begin(self, task: str, ctx: Any) -> None:
+        made = self._made[ctx.iter_idx]
+        there = " ".join(name for name, value in made.items() if value() is not None)
+        self.alive[task, ctx.iter_idx] = there
+        self.odd.get(task, lambda ctx: None)(ctx)
+
+    def _make(self, ctx: Any, name: str, value: Value) -> None:
+        self._made[ctx.iter_idx][name] = weakref.ref(value)
+        setattr(ctx, name, value)
+
+    def read(self, ctx: Any) -> None:
+        self._begin("read", ctx)
+        self._make(ctx, "x", Value(ctx.batch.number + 1))
+
+    def use(self, ctx: Any) -> None:
+        self._begin("use", ctx)
+        self._make(ctx, "y", Value(2 * ctx.x.number))
+
+    def use_again(self, ctx: Any) -> None:
+        self._begin("use again", ctx)
+        ctx.sum = ctx.x.number + 1
+
+    def end(self, ctx: Any) -> None:
+        self._begin("end", ctx)
+        ctx.loss = ctx.y.number + ctx.sum
+
+    def tasks(self, **reads: Any) -> list[PipelineTask]:
+        """The tasks, saying what they use, or what is given instead."""
+        said = {"read": ["batch"], "use": ["x"], "use again": ["x"], "end": ["y", "sum"], **reads}
+        functions = {"read": self.read, "use": self.use, "use again": self.use_again}
+        functions["end"] = self.end
+        return [PipelineTask(name, fn, reads=said[name]) for name, fn in functions.items()]
+
+
+DEPS = [("use", "read"), ("use again", "read"), ("end", "use"), ("end", "use again")]
+LOSSES = [2 * (i + 1) + i + 2 for i in range(BATCHES)]
+
+
+def plan(*stages: int, groups: str = "dddd") -> PipelinePlan:
+    """The tasks in these stages and thread groups; "d" is the caller's."""
+    names = ("read", "use", "use again", "end")
+    entries = {
+        name: TaskSchedule(stage, thread_group="default" if group == "d" else group)
+        for name, stage, group in zip(names, stages, groups, strict=True)
+    }
+    return PipelinePlan(entries, deps=DEPS, pipeline_depth=4)
+
+
+PLANS = {
+    "one thread": plan(0, 0, 0, 0),
+    "one thread, four stages": plan(0, 1, 2, 3),
+    "a thread ahead": plan(0, 1, 1, 2, groups="addd"),
+    "a thread each": plan(0, 1, 1, 2, groups="abcd"),
+    "all on workers": plan(0, 0, 1, 3, groups="aabb"),
+}
+any_plan = pytest.mark.parametrize("name", PLANS)
+
+
+@any_plan
+def test_a_value_goes_after_its_last_user(name: str) -> None:
+    """And what is kept stays, and nothing else."""
+    job = Job()
+    with SWPipeline(PLANS[name], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+        found = [(ctx.iter_idx, vars(ctx)) for ctx in pipe.iterate(job.batches())]
+    assert found == [(i, {"iter_idx": i, "loss": LOSSES[i]}) for i in range(BATCHES)]
+    end = {job.alive["end", i] for i in range(BATCHES)}
+    first = {job.alive["use", i] for i in range(BATCHES)}
+    assert end == {"y"}  # x has gone, and the batch
+    assert first == {"x"}
+
+
+@any_plan
+def test_without_keep_all_stays(name: str) -> None:
+    """As the plan's own field says, and without it."""
+    job = Job()
+    with SWPipeline(PLANS[name], job.tasks(), device="cpu") as pipe:
+        found = [set(vars(ctx)) for ctx in pipe.iterate(job.batches())]
+    assert found == [{"batch", "iter_idx", "x", "y", "sum", "loss"}] * BATCHES
+    assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
+
+
+def test_a_serial_run_lets_the_same_go() -> None:
+    """What is wrong with ``keep`` shows there as well."""
+    job = Job()
+    data = iter(job.batches())
+    with SWPipeline(PLANS["a thread each"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+        found = [vars(pipe.run_one_serial_iter(next(data))) for _ in range(BATCHES)]
+    assert found == [{"iter_idx": i, "loss": LOSSES[i]} for i in range(BATCHES)]
+    assert {job.alive["end", i] for i in range(BATCHES)} == {"y"}
+
+
+def test_a_task_that_says_nothing_may_use_anything() -> None:
+    """So all values wait for it."""
+    job = Job()
+    tasks = job.tasks(end=None)
+    with SWPipeline(PLANS["a thread ahead"], tasks, device="cpu", keep=["loss"]) as pipe:
+        assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
+    assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
+
+
+def test_what_was_recorded_counts_as_said() -> None:
+    """``effects`` tell which attributes tasks use, where the tasks do not."""
+
+    def touched(reads: str, writes: str) -> Effects:
+        sides = (
+            [Location(n, persistent=False) for n in names.split()] for names in (reads, writes)
+        )
+        return Effects(*map(frozenset, sides))
+
+    effects = {
+        "read": touched("batch", "x"),
+        "use": touched("x", "y"),
+        "use again": touched("x", "sum"),
+        "end": touched("y sum", "loss"),
+    }
+    job = Job()
+    tasks = job.tasks(**dict.fromkeys(effects))
+    with SWPipeline(
+        PLANS["one thread"], tasks, device="cpu", keep=["loss"], effects=effects
+    ) as pipe:
+        assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
+    assert {job.alive["end", i] for i in range(BATCHES)} == {"y"}
+
+
+# ------------------------------------------------------------------ what is needed after it went
+
+
+def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
+    """In the loop's body, and where a task reads what it does not say."""
+    job = Job()
+    with SWPipeline(PLANS["one thread"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+        ctx = next(iter(pipe.iterate(job.batches())))
+        with pytest.raises(AttributeError) as caught:
+            _ = ctx.x
+        assert str(caught.value) == (
+            "iteration 0 has no attribute 'x' any more: it went after task 'use again', the last "
+            "to use it of those that are said or recorded to, since keep=['loss'] does not name "
+            "it. Add it to keep, if it is read after the iteration; or name it in reads of the "
+            "task that reads it"
+        )
+        assert not hasattr(ctx, "y")
+    job.odd["end"] = lambda ctx: ctx.x
+    with SWPipeline(PLANS["one thread"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+        with pytest.raises(AttributeError, match=r"'x' any more: it went after task 'use again'"):
+            pipe.run(job.batches())
+
+
+def test_a_use_that_is_not_said_is_refused() -> None:
+    """Also where the value is still there, as by chance it may be."""
+    job = Job()
+    job.odd["use again"] = lambda ctx: ctx.batch
+    plan = PLANS["a thread each"]
+    plan = swpipe.PipelinePlan(plan.schedule, deps=plan.deps, pipeline_depth=4, keep=["loss", "y"])
+    tasks = job.tasks(end=["y", "sum", "batch"])  # so that the batch is there
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        with pytest.raises(PlanError) as caught:
+            pipe.run(job.batches())
+    assert (
+        "task 'use again' on iteration 0 used batch, which it is not known to use, so that keep "
+        "may let it go before or meanwhile. Name it in reads of task 'use again', or in keep"
+    ) in str(caught.value)
+
+
+def test_what_is_kept_need_not_be_said() -> None:
+    """It does not go."""
+    job = Job()
+    job.odd["use again"] = lambda ctx: ctx.batch
+    keep = ["loss", "batch"]
+    with SWPipeline(PLANS["a thread each"], job.tasks(), device="cpu", keep=keep) as pipe:
+        assert [ctx.batch.number for ctx in pipe.iterate(job.batches())] == [*range(BATCHES)]
+
+
+def test_a_name_that_no_iteration_has_is_told_once() -> None:
+    """Of each run."""
+    job = Job()
+    with SWPipeline(PLANS["a thread ahead"], job.tasks(), device="cpu", keep=["los"]) as pipe:
+        with pytest.warns(RuntimeWarning) as caught:
+            for _ctx in pipe.iterate(job.batches()):
+                pass
+    (one,) = caught
+    assert str(one.message) == (
+        "keep names los, which iteration 0 does not have in the end (it had: batch, iter_idx, "
+        "loss, sum, x, y): correct the name, or leave it out"
+    )
+
+
+def test_what_the_class_has_a_value_for_stays() -> None:
+    """Who read it after it went would get the class's, without a word."""
+
+    class Context(TypedContext):
+        sum: int = -1
+
+        @property
+        def twice(self) -> int:
+            return 2 * self.loss
+
+    job = Job()
+    with SWPipeline(
+        PLANS["a thread ahead"], job.tasks(), device="cpu", context=Context, keep=["loss"]
+    ) as pipe:
+        found = [(ctx.sum, ctx.twice) for ctx in pipe.iterate(job.batches())]
+    assert found == [(i + 2, 2 * loss) for i, loss in enumerate(LOSSES)]
+
+
+@pytest.mark.parametrize("keep", ["loss", 3, [3], [["loss"]]])
+def test_keep_is_a_list_of_names(keep: Any) -> None:
+    """A string would be a list of letters."""
+    with pytest.raises(PlanError, match=r'write a list of names of attributes, such as \["loss"\]'):
+        SWPipeline(PLANS["one thread"], Job().tasks(), keep=keep)
+
+
+@pytest.mark.parametrize("reads", ["batch", 3, [3]])
+def test_reads_is_a_list_of_names(reads: Any) -> None:
+    """As well."""
+    with pytest.raises(
+        TypeError, match="task 'a': reads is .*: give names of attributes in a list"
+    ):
+        PipelineTask("a", print, reads=reads)
+
+
+# ------------------------------------------------------------------ with the rest of swpipe
+
+
+class Training:
+    """A model whose forward and backward are two tasks; the graph goes with the loss."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def decode(self, ctx: Any) -> None:
+        ctx.x = ctx.batch * 2
+
+    def forward(self, ctx: Any) -> None:
+        ctx.scores = self.model(ctx.x)
+        ctx.loss = ctx.scores.square().mean()
+
+    def train(self, ctx: Any) -> None:
+        ctx.loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        ctx.log = ctx.loss.item()
+
+    def tasks(self) -> list[PipelineTask]:
+        """In order."""
+        return [
+            PipelineTask("decode", self.decode, pure=True, reads=["batch"]),
+            PipelineTask("forward", self.forward, reads=["x"]),
+            PipelineTask("train", self.train, reads=["loss"]),
+        ]
+
+    def plan(self, keep: list[str] | None) -> PipelinePlan:
+        """``decode`` runs ahead."""
+        decode, forward, train = self.tasks()
+        return PipelinePlan(
+            {
+                decode: TaskSchedule(0, thread_group="io"),
+                forward: TaskSchedule(1),
+                train: TaskSchedule(1),
+            },
+            deps=[("forward", "decode"), ("train", "forward")],
+            cross_iter_deps=[("forward", "train")],
+            keep=keep,
+        )
+
+
+def batches() -> list[Tensor]:
+    """Of four features."""
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 4, generator=draws) for _ in range(BATCHES)]
+
+
+def test_the_numbers_are_those_of_a_run_that_keeps_all() -> None:
+    """The loss that a plan lets go takes the graph with it."""
+    logs = []
+    for keep in (None, ["log"]):
+        job = Training()
+        with SWPipeline(job.plan(keep), device="cpu") as pipe:
+            logs.append([ctx.log for ctx in pipe.iterate(batches())])
+    assert logs[0] == logs[1]
+
+
+def test_overlap_keeps_what_its_body_reads() -> None:
+    """Bit for bit as without; the body's mistake names ``keep``."""
+    plain, kept = Training(), Training()
+    with swpipe.overlap(batches(), plain.tasks(), device="cpu") as loop:
+        logs = [ctx.log for ctx in loop]
+    with swpipe.overlap(batches(), kept.tasks(), device="cpu", keep=["log"]) as loop:
+        assert [ctx.log for ctx in loop] == logs
+        assert loop.overlap.plan.keep == ("log",)
+        for ctx in loop:
+            assert [*vars(ctx)] == ["iter_idx", "log"]
+            with pytest.raises(AttributeError, match="'scores' any more: .*Add it to keep"):
+                _ = ctx.scores
+
+
+def test_a_shortcut_finds_what_it_needs() -> None:
+    """A profile of each task, and a run with one replaced, under a plan that keeps little."""
+    job = Training()
+    with SWPipeline(job.plan(["log"]), device="cpu") as pipe:
+        (found,) = TaskProfiler(pipe).profile_many(batches()[:1], num_rounds=2)
+        assert {*found.tasks} == {"decode", "forward", "train"}
+        pipe.enable_shortcut("decode")
+        losses = [ctx.log for ctx in pipe.iterate(batches())]
+    assert len(losses) == BATCHES
+
+
+def test_a_failure_leaves_a_pipeline_that_runs_again() -> None:
+    """Whatever had gone by then."""
+    job = Job()
+    job.odd["end"] = lambda ctx: 1 / (ctx.iter_idx - 3)
+    with SWPipeline(PLANS["a thread each"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+        with pytest.raises(ZeroDivisionError):
+            pipe.run(job.batches())
+        job.odd.clear()
+        data = job.batches(pipe.next_iteration)
+        assert [ctx.loss for ctx in pipe.iterate(data)] == LOSSES
+
+
+def test_a_plan_with_keep_is_saved_and_loaded() -> None:
+    """Also one that keeps nothing, which is not the same as one that keeps all."""
+    for keep in (None, [], ["loss", "auc"]):
+        job = Training()
+        plan = job.plan(keep)
+        assert PipelinePlan.from_toml(plan.to_toml()) == plan
+        assert PipelinePlan.from_dict(plan.to_dict()).keep == (
+            None if keep is None else tuple(keep)
+        )
+
+
+def test_a_context_without_keep_has_no_trace_of_it() -> None:
+    """Its messages are as before."""
+    ctx = IterContext(1, 0)
+    with pytest.raises(AttributeError, match="has no attribute 'x' \\(it has: batch, iter_idx\\)"):
+        _ = ctx.x

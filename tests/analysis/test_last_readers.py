@@ -1,0 +1,160 @@
+"""Attributes go at the first place that comes after all their users, whatever the interleaving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from swpipe import PipelinePlan, PipelineTask, TaskSchedule
+from swpipe._engine.program import compile_plan
+from swpipe.analysis.last_readers import places_of, recorded_uses, releases_of, uses_of
+from swpipe.analysis.memory import bytes_in_flight
+from swpipe.core.effects import Effects, Location
+from swpipe.core.resolved import resolve_plan
+
+USES = {
+    "load": ["batch"],
+    "left": ["x"],
+    "right": ["x", "y"],
+    "join": ["l", "r"],
+    "log": ["loss"],
+}
+DEPS = [("left", "load"), ("right", "load"), ("join", "left"), ("join", "right"), ("log", "join")]
+
+
+def plan(
+    stages: Sequence[int] = (0, 1, 1, 2, 2), groups: str = "abccc", streams: str = "-----"
+) -> PipelinePlan:
+    """The tasks on thread groups and streams of one letter; "c" is the caller's, "-" as well."""
+    entries = {
+        name: TaskSchedule(
+            stage,
+            stream=None if stream == "-" else stream,
+            thread_group="default" if group == "c" else group,
+        )
+        for name, stage, group, stream in zip(USES, stages, groups, streams, strict=True)
+    }
+    return PipelinePlan(entries, deps=DEPS, pipeline_depth=4, keep=["loss"])
+
+
+def uses(**changed: Sequence[str] | None) -> Mapping[str, frozenset[str] | None]:
+    """What the tasks use."""
+    said = {**USES, **changed}
+    return {name: None if names is None else frozenset(names) for name, names in said.items()}
+
+
+def places(
+    of: PipelinePlan, *, streams: bool = False, **changed: Sequence[str] | None
+) -> dict[str, str]:
+    """Attribute to the task at which it goes."""
+    return places_of(resolve_plan(of), uses(**changed), streams=streams)
+
+
+def test_a_value_goes_after_its_last_user() -> None:
+    """On whatever thread that is, if the others come before it."""
+    assert places(plan()) == {
+        "batch": "load",
+        "x": "join",  # left and right run at the same time: the first task after both
+        "y": "right",
+        "l": "join",
+        "r": "join",
+    }
+    assert places(plan(groups="accc" + "c"))["x"] == "right"
+
+
+def test_a_task_that_says_nothing_uses_all() -> None:
+    """What is kept does not go, whoever uses it."""
+    found = places(plan(), join=None)
+    assert found == {"batch": "join", "x": "join", "y": "join"}
+
+
+def test_what_nobody_comes_after_goes_at_the_end_of_the_iteration() -> None:
+    """Two threads use it last, at the same time."""
+    apart = plan(stages=(0, 1, 1, 1, 1), groups="abccc")
+    found = places(apart, join=["r"], log=["loss"], left=["x", "q"], right=["x", "y", "q"])
+    assert found["q"] == "join"  # which waits for both, though it does not use it
+    ends = PipelinePlan(
+        {
+            "load": TaskSchedule(0),
+            "left": TaskSchedule(1, thread_group="b"),
+            "right": TaskSchedule(1),
+        },
+        deps=[("left", "load"), ("right", "load")],
+        keep=[],
+    )
+    said = {"load": frozenset({"batch"}), "left": frozenset("x"), "right": frozenset("x")}
+    assert places_of(resolve_plan(ends), said, streams=False) == {"batch": "load", "x": "<retire>"}
+
+
+def test_device_work_is_waited_for_where_there_are_streams() -> None:
+    """Of all tasks before the place whose work does not come before that of another one."""
+    of = plan(groups="ccccc", streams="sus--")
+
+    def behind(*, streams: bool) -> dict[str, tuple[str, ...]]:
+        program = compile_plan(resolve_plan(of), streams=streams)
+        found = releases_of(program, uses(), ["loss"], streams=streams)
+        return {
+            name: one.behind for each in found.at.values() for one in each for name in one.names
+        }
+
+    assert behind(streams=True)["batch"] == ("load",)
+    assert behind(streams=True)["y"] == ("left", "right")
+    assert behind(streams=True)["l"] == ("join",)
+    assert set(behind(streams=False).values()) == {()}
+
+
+def test_on_one_stream_nothing_waits() -> None:
+    """Memory is used again in the order of the stream."""
+    program = compile_plan(resolve_plan(plan()), streams=True)
+    found = releases_of(program, uses(), ["loss"], streams=True)
+    assert {one.behind for each in found.at.values() for one in each} == {()}
+
+
+# ------------------------------------------------------------------ who uses what
+
+
+def test_tasks_use_what_they_say_and_what_was_recorded() -> None:
+    """Both together, where there are both; unknown, where there is neither."""
+    tasks = [
+        PipelineTask("both", print, reads=["a"]),
+        PipelineTask("said", print, reads=[]),
+        PipelineTask("recorded", print),
+        PipelineTask("neither", print),
+    ]
+    there = frozenset({Location("b", False)}), frozenset({Location("c", False)})
+    effects = {"both": Effects(*there), "recorded": Effects(*there)}
+    assert uses_of(tasks, effects) == {
+        "both": {"a", "b", "c"},
+        "said": set(),
+        "recorded": {"b", "c"},
+        "neither": None,
+    }
+
+
+def test_a_table_of_states_alone_says_nothing_of_attributes() -> None:
+    """As that of what tasks declare."""
+    states = Effects(frozenset({Location("model", True)}), frozenset())
+    assert recorded_uses({"forward": states}) == {}
+
+
+# ------------------------------------------------------------------ bytes in flight
+
+
+@pytest.mark.parametrize(
+    ("of", "streams", "copies"),
+    [
+        (plan(groups="ccccc"), False, 1),
+        (plan(groups="ccccc"), True, 1),
+        (plan(groups="ccccc", streams="s----"), False, 1),
+        (plan(groups="ccccc", streams="s----"), True, 2),  # one more waits for the device
+    ],
+    ids=["host", "one stream", "streams, on a CPU", "streams"],
+)
+def test_a_value_counts_until_it_goes(of: PipelinePlan, streams: bool, copies: int) -> None:
+    """And on streams in one iteration more."""
+    found = bytes_in_flight(resolve_plan(of), {("load", "x"): 8}, streams=streams, uses=uses())
+    (held,) = found.held
+    assert held.copies == copies
+    kept = bytes_in_flight(resolve_plan(of), {("load", "loss"): 8}, streams=True, uses=uses())
+    assert kept.held[0].copies == 4
