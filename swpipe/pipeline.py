@@ -22,8 +22,8 @@ from swpipe._engine.serial import SerialLane
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
 from swpipe.accelerate_check import PreparedCheck
-from swpipe.analysis.last_readers import releases_for_run
-from swpipe.analysis.verification import resolve_for_run, tasks_given, verify
+from swpipe.analysis.last_readers import compile_for_run
+from swpipe.analysis.verification import resolve_for_run, tasks_given
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.effects import EffectTable
@@ -100,20 +100,17 @@ class SWPipeline(Generic[C]):
     ) -> None:
         given = tasks_given(plan, tasks)
         plan = plan if keep is None else replace(plan, keep=keep)
-        self.plan, self.device = plan, resolve(device)
-        self.context = context_class(context)
+        self.plan, self.device, self.context = plan, resolve(device), context_class(context)
         streams = self.device.has_streams
-        resolved = resolve_for_run(plan, given, device=self.device.name, streams=streams)
+        resolved = resolve_for_run(plan, given, effects, device=self.device.name, streams=streams)
         self._resolved, self._alike = resolved, check_ranks
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in resolved.serial_order)
-        program = compile_plan(resolved, streams=streams, record_all=record_all_events)
-        given_up = releases_for_run(program, self.tasks, plan.keep, effects, streams)
-        program, releases, serially = given_up
-        self._serial, self._observers = SerialLane(self.tasks, serially), Observers(self.device)
+        compiled = compile_for_run(resolved, self.tasks, effects, streams, record_all_events)
+        self._serial, self._observers = SerialLane(self.tasks), Observers(self.device)
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         engine = Engine(
-            program=program,
+            program=compiled[0],
             tasks=by_name,
             device=self.device,
             streams=make_streams(plan, self.device),
@@ -124,14 +121,12 @@ class SWPipeline(Generic[C]):
             observers=self._observers,
             mode=checked_mode(mode),
             pull_check=PreparedCheck if plan.depth > 1 else None,
-            releases=releases,
+            releases=compiled[1],
         )
-        if known := effects is not None:
-            verify(plan, given, effects, streams=streams)
         if check_effects is not False and (check_effects is not None or plan.depth > 1):
             from swpipe.inference.checking import checked
 
-            engine = checked(engine, resolved, self.tasks, check_effects, self.context, known)
+            engine = checked(engine, resolved, self.tasks, check_effects, self.context, effects)
         timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
         self._driver = Driver[C](engine, plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)

@@ -14,23 +14,16 @@ from swpipe._engine.release import begin, finish, let_go
 from swpipe._engine.resets import reset_states
 from swpipe.core.context import C, TypedContext
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.releases import Releases
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import add_note
 
 
 class SerialLane:
-    """Runs iterations of some tasks, in the order given.
+    """Runs iterations of some tasks, in the order given."""
 
-    Args:
-        tasks: The tasks.
-        releases: What goes where in their serial plan; None where all is kept.
-    """
-
-    def __init__(self, tasks: Sequence[PipelineTask], releases: Releases | None = None) -> None:
+    def __init__(self, tasks: Sequence[PipelineTask]) -> None:
         self._tasks = tuple(tasks)
-        self._releases = releases
 
     def run(self, engine: Engine, ctx: C) -> C:
         """Run every task on one context, and return it.
@@ -39,7 +32,7 @@ class SerialLane:
             BaseException: Whatever a task raised, with a note of where.
         """
         observers, has_streams = engine.observers(), engine.device.has_streams
-        releases = self._releases
+        releases = engine.releases and engine.releases.serially
         hold, streams = engine.device.hold, (engine.device.current_stream(),)
         if releases is not None:
             begin(ctx)

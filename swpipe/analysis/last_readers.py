@@ -119,24 +119,23 @@ def places_of(resolved: ResolvedPlan, uses: Uses | None, *, streams: bool) -> di
     return {name: task for task, each in found.at.items() for one in each for name in one.names}
 
 
-def releases_for_run(
-    program: Program,
+def compile_for_run(
+    resolved: ResolvedPlan,
     tasks: Sequence[PipelineTask],
-    keep: Sequence[str] | None,
     effects: EffectTable | None,
     streams: bool,
-) -> tuple[Program, Releases | None, Releases | None]:
-    """The program with the events that it takes; what goes where under it, and in a serial run.
-
-    None where all is kept.
-    """
+    record_all: bool,
+) -> tuple[Program, Releases | None]:
+    """The program of a plan, with the events that it takes; what goes where, None if all stays."""
+    program = compile_plan(resolved, streams=streams, record_all=record_all)
+    keep = resolved.plan.keep
     if keep is None:
-        return program, None, None
+        return program, None
     uses = uses_of(tasks, effects)
     serial = compile_plan(resolve_plan(PipelinePlan.serial(tasks)), streams=False)
     releases = releases_of(program, uses, keep, streams=streams)
     serially = releases_of(serial, uses, keep, streams=False)
-    return _recording(program, releases), releases, serially
+    return _recording(program, releases), replace(releases, serially=serially)
 
 
 def _recording(program: Program, releases: Releases) -> Program:

@@ -123,9 +123,16 @@ def tasks_given(
 
 
 def resolve_for_run(
-    plan: PipelinePlan, tasks: Sequence[PipelineTask], *, device: str, streams: bool
+    plan: PipelinePlan,
+    tasks: Sequence[PipelineTask],
+    effects: EffectTable | None,
+    *,
+    device: str,
+    streams: bool,
 ) -> ResolvedPlan:
     """What a pipeline asks before it compiles: 1 to 3, for its device and what tasks declare.
+
+    Where there are recorded effects, the plan is verified for them.
 
     Raises:
         PlanError: Lists all that is wrong.
@@ -135,6 +142,8 @@ def resolve_for_run(
     table = _in_order(resolved, declared_effects(tasks, undeclared=False))
     if problems := race_problems(resolved, table, streams=streams):
         raise refusal(plan, problems)
+    if effects is not None:
+        verify(plan, tasks, effects, streams=streams)
     return resolved
 
 

@@ -39,6 +39,7 @@ class Releases:
         at: Task to what goes there; the rest goes at the end of the iteration.
         why: Attribute to why it is gone, in words.
         why_others: The same of all that are not in it.
+        serially: What goes in an iteration that is run serially; None if that is asked of this.
     """
 
     kept: frozenset[str]
@@ -46,6 +47,7 @@ class Releases:
     at: Mapping[str, tuple[Release, ...]]
     why: Mapping[str, str]
     why_others: str
+    serially: Releases | None = None
 
     def unsaid_use(self, task: str, ctx: TypedContext, used: Set[str]) -> Problem | None:
         """That a task used attributes that may have gone, since it was not known to use them."""

@@ -44,7 +44,7 @@ from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.core.context import TypedContext
-from swpipe.core.effects import Effects, Location
+from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
@@ -71,7 +71,7 @@ def checked(
     tasks: Sequence[PipelineTask],
     share: float | None,
     context: type[TypedContext],
-    verified: bool,
+    effects: EffectTable | None,
 ) -> Engine:
     """The engine, with a check of what tasks do.
 
@@ -83,7 +83,7 @@ def checked(
             a share of the later ones; all tasks in the first ones, unless the plan is known to be
             right.
         context: The class of the contexts.
-        verified: The plan was verified for recorded effects.
+        effects: As recorded, if the plan was verified for them.
 
     Raises:
         ValueError: ``share`` is no such number.
@@ -97,7 +97,7 @@ def checked(
     every = pure = Watched(depth, share)
     if share is None:
         streams = engine.device.has_streams
-        known = verified or is_proved_by_declarations(resolved, tasks, streams=streams)
+        known = effects is not None or is_proved_by_declarations(resolved, tasks, streams=streams)
         every = Watched(depth, None if known else 0)
         pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):

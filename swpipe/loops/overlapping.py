@@ -245,9 +245,7 @@ def overlap(
         rest = given[len(leading) :]
         leading = (loader.unpack, *leading)
         given = (*leading, loader.show, *rest)
-    found, given = _choose(loader, given, leading, ahead, pull_ahead)
-    if keep is not None:
-        found = replace(found, plan=replace(found.plan, keep=keep))
+    found, given = _choose(loader, given, leading, ahead, pull_ahead, keep)
     if not ahead and pull_ahead is None:
         warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
     functions = AheadTasks(given, len(leading))
@@ -288,6 +286,7 @@ def _choose(
     leading: Sequence[PipelineTask],
     ahead: bool,
     pull_ahead: bool | None,
+    keep: Sequence[str] | None,
 ) -> tuple[Overlap, tuple[PipelineTask, ...]]:
     """What runs ahead, and the tasks."""
     why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(given, len(leading), ahead))
@@ -300,7 +299,7 @@ def _choose(
         plan = PipelinePlan.serial(given)
         if ahead:
             plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
-    return Overlap(plan, names, ahead, why), given
+    return Overlap(replace(plan, keep=keep), names, ahead, why), given
 
 
 def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str, ...]:
