@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import pytest
 
-import swpipe._engine.admission
+import swpipe._engine.iterations
 import swpipe.pipeline
 import swpipe.profiler.host
 import swpipe.profiler.measure
@@ -192,7 +192,7 @@ def tell_time(
     # What other processes use of the machine says nothing about this time.
     monkeypatch.setattr(profiler.rounds, "load_so_far", lambda **given: None)
     if device is not None:
-        monkeypatch.setattr(swpipe._engine.admission, "time", _Looks(device))
+        monkeypatch.setattr(swpipe._engine.iterations, "time", _Looks(device))
 
 
 class _Looks:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan, TaskSchedule, pipeline
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine import program, release
 from swpipe._engine import run as executor
 from swpipe._engine.lane import LaneRunner
@@ -177,7 +177,7 @@ def _program(change: Callable[[Program], Program]) -> Callable[[pytest.MonkeyPat
     def remove(patch: pytest.MonkeyPatch) -> None:
         compile_plan = program.compile_plan
         patch.setattr(
-            pipeline, "compile_plan", lambda *args, **kw: change(compile_plan(*args, **kw))
+            last_readers, "compile_plan", lambda *args, **kw: change(compile_plan(*args, **kw))
         )
 
     return remove
@@ -229,7 +229,7 @@ def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPa
     """Compile another plan than the one that was given."""
     compile_plan = program.compile_plan
     patch.setattr(
-        pipeline,
+        last_readers,
         "compile_plan",
         lambda resolved, **kw: compile_plan(resolve_plan(change(resolved.plan)), **kw),
     )
