@@ -34,6 +34,10 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Nothing that is collected is garbage: see ``pytest_collection_finish``.
+gc.disable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: ranks wait for each other, and stalls for their time-outs."""
@@ -47,6 +51,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 GRACE_S = 20.0

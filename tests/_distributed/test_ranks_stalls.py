@@ -44,7 +44,9 @@ def run_jobs(folder: Path, jobs: Collection[str]) -> dict[str, list[tuple[int, s
         victim = 0 if "-first" in job else size - 1
         for rank in set(range(size)) - {victim}:
             error = (folder / job / f"stderr{rank}").read_text()
-            assert said[job]["took_s"][rank] < WITHIN_S, (job, error)
+            took_s = said[job]["took_s"][rank]
+            assert took_s is not None, f"{job}: it ended before iteration {AT}\n{error}"
+            assert took_s < WITHIN_S, (job, error)
             assert f"rank {rank}: " in error or f"[rank{rank}]: " in error, (job, error)
             ended[job].append((said[job]["codes"][rank], error))
     return ended

@@ -1,4 +1,4 @@
-"""What a new user types first: the demo with torch alone, README's first script, an own loop."""
+"""What a new user types first: the demo with torch alone, an own loop; what README looks like."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from swpipe import IterContext, PipelineTask, TypedContext
 from swpipe.cli import app
 from tests.cli.test_cli import refused, run
-from tests.docs.pages import ROOT, python_blocks
-from tests.support.scripts import Script, Scripts
+from tests.docs.pages import ROOT
 
 
 class Typed(TypedContext):
@@ -113,18 +112,6 @@ def test_the_image_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--workload", "images", "--plan", "serial", "--steps", 30) == 0
     first, last = map(float, re.findall(r"(\d\.\d+) to (\d\.\d+)$", out(capsys), re.MULTILINE)[0])
     assert last < first / 2
-
-
-@pytest.mark.slow
-def test_readmes_first_script_runs_alone_and_prints(scripts: Scripts, tmp_path: Path) -> None:
-    """Pasted as it is: a loop before and after ``overlap``."""
-    block, *_ = python_blocks(ROOT / "README.md")
-    assert "swpipe.overlap(" in block.code
-    script = tmp_path / "pasted.py"
-    script.write_text(block.code)
-    done = scripts.run(Script(path=str(script), folder=str(tmp_path)), deadline_s=120)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"before \d+, after \d+ steps per second\n", done.stdout)
 
 
 def test_a_package_index_can_show_the_readme() -> None:

@@ -59,6 +59,8 @@ def test_the_python_on_a_page_runs(scripts: Scripts, page: Path, tmp_path: Path)
     pieces = [f"{block.code}\nprint({END!r})" for block in python_blocks(page)]
     script.write_text("\n".join([QUICKLY, *pieces]), encoding="utf-8")
     printed = run(scripts, script, tmp_path).split(f"{END}\n")
+    if page.name == "README.md":
+        assert re.fullmatch(r"before \d+, after \d+ steps per second\n", printed[0])
     outputs = dict(zip(python_blocks(page), printed, strict=False))
     for block, shown in printed_by(page):
         if block in outputs and shown is not None and shown.before.endswith("prints:\n\n"):

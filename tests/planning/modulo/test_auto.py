@@ -18,10 +18,15 @@ from tests.planning.instances import Instance, instance
 
 NUMBERS = range(16)
 
+EFFORT = 0.2
+"""What holds for a plan holds for one that was searched for briefly."""
+
 
 def planned(given: Instance) -> tuple[PipelinePlan, float]:
     """The plan and the interval that it is said to have."""
-    choice = auto_plan(given.plan, given.costs, limits=given.limits, streams=given.streams)
+    choice = auto_plan(
+        given.plan, given.costs, limits=given.limits, streams=given.streams, effort=EFFORT
+    )
     return choice.plan, choice.ii_us
 
 
@@ -231,7 +236,7 @@ def test_a_plan_whose_loader_has_a_thread_can_run(group: str | None, in_flight: 
     schedule = {name: TaskSchedule(thread_group="io") for name in FROZEN.schedule}
     plan = replace(FROZEN, schedule=schedule, pull_group=group)
     limits = Limits(in_flight, frozen=["train", "step"])
-    found = auto_plan(plan, with_pull(3_000), limits=limits, streams=False)
+    found = auto_plan(plan, with_pull(3_000), limits=limits, streams=False, effort=EFFORT)
     validate(found.plan)
     assert found.in_flight == found.plan.depth <= in_flight
     assert found.plan.pull_group == (group or "loader")
