@@ -103,15 +103,19 @@ def four_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+IMPORTED = ("torch.distributed", "torch._dynamo", "swpipe")
+"""What scripts find imported; the first optimizer of a process imports the second for a second."""
+
+
 @pytest.fixture(scope="session")
 def scripts() -> Iterator[Scripts]:
     """Scripts in processes of their own, that find torch and swpipe imported."""
-    with Scripts("torch.distributed", "swpipe") as scripts:
+    with Scripts(*IMPORTED) as scripts:
         yield scripts
 
 
 @pytest.fixture(scope="session")
 def click_scripts() -> Iterator[Scripts]:
     """The same; they find the click job of several ranks imported, too."""
-    with Scripts("torch.distributed", "swpipe", "swpipe.tasks.clicks.sharded") as scripts:
+    with Scripts(*IMPORTED, "swpipe.tasks.clicks.sharded") as scripts:
         yield scripts

@@ -16,7 +16,7 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.inference import record
 from swpipe.profiler import TaskProfiler
 
-ROUNDS = 10
+ROUNDS = 5
 
 
 class Training:

@@ -62,7 +62,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def require_no_worse(row: Published, objective: Objective) -> None:
     """The plan is valid, and no worse than the published method and torch's ZBV."""
-    moves = 100 if row.n <= 8 else 20
+    moves = 60 if row.n <= 8 else 8
     plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, seconds=moves)
     published = {"makespan": row.makespan, "bubble": row.bubble}[objective]
     least = {"makespan": row.least_makespan, "bubble": row.least_bubble}[objective]
