@@ -149,6 +149,16 @@ def test_a_task_that_says_nothing_may_use_anything() -> None:
     assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
 
 
+def test_what_no_task_says_goes_after_those_that_say_nothing() -> None:
+    """Nobody else can use it."""
+    job = Job()
+    job.odd["read"] = lambda ctx: job._make(ctx, "z", Value(0))
+    tasks = job.tasks(read=None)
+    with SWPipeline(PLANS["a thread ahead"], tasks, device="cpu", keep=["loss"]) as pipe:
+        assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
+    assert {job.alive["use", i] for i in range(BATCHES)} == {"x"}
+
+
 def test_what_was_recorded_counts_as_said() -> None:
     """``effects`` tell which attributes tasks use, where the tasks do not."""
 
