@@ -51,7 +51,11 @@ WELL_BEFORE_S = 30.0
 """Half a function's deadline: what is told at once is told by then on the busiest machine."""
 
 
-IMPORTED = ("torch.distributed", "torchrec.distributed.train_pipeline")
+IMPORTED = (
+    "torch.distributed",
+    "torchrec.distributed.train_pipeline",
+    "swpipe.tasks.torchrec_pipelines",
+)
 """What ranks find imported; what is not installed is left out."""
 
 
