@@ -82,7 +82,7 @@ def test_every_fourth_case_on_four_ranks(four_ranks: Ranks) -> None:
 
 # ------------------------------------------------------------------------------------ workload
 
-STEPS = 60
+STEPS = 40
 
 
 def _trained(plan: str) -> tuple[float, list[Any]]:
