@@ -96,11 +96,12 @@ def verify(
             problems += memory_problems(resolved, sizes, budget_bytes, streams=late, uses=uses)
     if problems:
         raise refusal(plan, problems)
+    footprint = None
+    if sizes is not None:
+        footprint = bytes_in_flight(resolved, sizes, streams=late, uses=uses)
     return Verified(
         orders=len(set(required_orders(table, plan.stale))),
-        footprint=None
-        if sizes is None
-        else bytes_in_flight(resolved, sizes, streams=late, uses=uses),
+        footprint=footprint,
         undeclared=tuple(n for n, touched in table.items() if touched.undeclared and n != PULL),
     )
 

@@ -148,7 +148,8 @@ class _Event(NamedTuple):
 class _MemoryLog:
     """Follows the memory of successive iterations of tasks with these names.
 
-    ``users`` tells which tasks use an attribute, if those go that are not in ``keep``.
+    ``users`` tells which tasks use an attribute, if those go that are not in ``keep``; None: all
+    stay.
     """
 
     def __init__(
@@ -157,12 +158,7 @@ class _MemoryLog:
         users: Callable[[str], tuple[str, ...]],
         keep: Sequence[str] | None,
     ) -> None:
-        self._tasks, self._users, self._keeps_all, self._keep = (
-            tasks,
-            users,
-            keep is None,
-            keep or (),
-        )
+        self._tasks, self._users, self._keep = tasks, users, keep
         self._left: dict[str, set[Key]] = {}  # by the task before, on the context
         self._storages = Storages()
         self._live: dict[Key, _Piece] = {}
@@ -180,7 +176,8 @@ class _MemoryLog:
     def end_iteration(self) -> None:
         """The iteration's context is gone."""
         self._task = len(self._tasks)
-        self._look_between({name: keys for name, keys in self._left.items() if name in self._keep})
+        kept = self._keep or ()
+        self._look_between({name: keys for name, keys in self._left.items() if name in kept})
         self._look(set())
         if any(piece.iteration == self._iteration for piece in self._live.values()):
             gc.collect()  # memory that only reference cycles keep does not outlive it
@@ -207,7 +204,7 @@ class _MemoryLog:
     def _look_between(self, there: Mapping[str, set[Key]]) -> None:
         """Find out what went after the last task, which the plan does not keep."""
         went = {name: keys for name, keys in self._left.items() if name not in there}
-        if went and not self._keeps_all:
+        if went and self._keep is not None:
             live = dict(self._live)
             self._look(set().union(*there.values()))
             for key in live.keys() - self._live.keys():
