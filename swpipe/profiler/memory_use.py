@@ -205,9 +205,10 @@ class _MemoryLog:
         """Find out what went after the last task, which the plan does not keep."""
         went = {name: keys for name, keys in self._left.items() if name not in there}
         if went and self._keep is not None:
-            live = dict(self._live)
-            self._look(set().union(*there.values()))
-            for key in live.keys() - self._live.keys():
+            live, stays = dict(self._live), set().union(*there.values())
+            self._look(stays)
+            # In the end all is gone; what is kept under another name had not gone before.
+            for key in live.keys() - self._live.keys() - stays:
                 names = (name for name, keys in went.items() if key in keys)
                 users = {user: None for name in names for user in self._users(name)}
                 live[key].users = tuple(users)

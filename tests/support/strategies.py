@@ -65,7 +65,7 @@ class TaskSpec:
 
     def touches(self) -> dict[str, bool]:
         """Attribute to whether the task changes it."""
-        changed = {*self.sets, *self.deletes, *(new for _, new in self.passes)}
+        changed = (*self.sets, *self.deletes, *(new for _, new in self.passes))  # in order
         used = (*self.reads, *(old for old, _ in self.passes), *changed)
         return {name: name in changed for name in used}
 
