@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import swpipe
+import swpipe._engine.run
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.waiting import Host, HostThread
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
@@ -180,9 +180,11 @@ def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Inte
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("plan", [piped(), spread()], ids=["two groups", "four groups"])
 def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
-    plan: PipelinePlan, name: str
+    plan: PipelinePlan, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread is left; a new fill works, or after the mend it names; no task runs twice."""
+    # Threads that can end are waited for as long as a busy machine takes.
+    monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
     n, raised = 0, True
     while raised:
         pipe, interrupter, ran = interrupted(plan, name, n)
