@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from typing import Any
 
 from swpipe._distributed.rank_checks import tell_failure
 from swpipe._engine.iterations import Engine
@@ -33,7 +34,6 @@ class SerialLane:
         """
         observers, has_streams = engine.observers(), engine.device.has_streams
         releases = engine.releases and engine.releases.serially
-        hold, streams = engine.device.hold, (engine.device.current_stream(),)
         if releases is not None:
             begin(ctx)
         for task in self._tasks:
@@ -49,9 +49,9 @@ class SerialLane:
                 tell_failure(error)
                 raise
             if releases is not None:
-                hold(let_go(ctx, task.name, releases), streams)
+                _drop(engine, let_go(ctx, task.name, releases))
         if releases is not None:
-            hold(finish(ctx, releases), streams)
+            _drop(engine, finish(ctx, releases))
         return ctx
 
     def _run_within(
@@ -69,6 +69,11 @@ class SerialLane:
         """What observers get: every task is on the caller's thread and stream."""
         serial = resolve_plan(PipelinePlan.serial(self._tasks))
         return compile_plan(serial, streams=False).instructions
+
+
+def _drop(engine: Engine, values: list[Any]) -> None:
+    """Let values go, of which some may have been made on another stream."""
+    engine.device.hold(values, (engine.device.current_stream(),))
 
 
 def _call(engine: Engine, task: PipelineTask, ctx: TypedContext) -> None:
