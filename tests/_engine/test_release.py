@@ -14,6 +14,7 @@ import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import Effects, Location
+from swpipe.device import CpuDevice
 from swpipe.errors import PlanError
 from swpipe.profiler import TaskProfiler
 
@@ -138,6 +139,29 @@ def test_a_serial_run_lets_the_same_go() -> None:
         found = [vars(pipe.run_one_serial_iter(next(data))) for _ in range(BATCHES)]
     assert found == [{"iter_idx": i, "loss": LOSSES[i]} for i in range(BATCHES)]
     assert {job.alive["end", i] for i in range(BATCHES)} == {"y"}
+
+
+class Holding(CpuDevice):
+    """Notes what it is to hold."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def hold(self, values: Iterable[Any], streams: Iterable[Any]) -> None:
+        self.held += [value.number for value in values if isinstance(value, Value)]
+
+
+@pytest.mark.parametrize("serially", [True, False])
+def test_what_goes_at_once_is_held_for_the_stream_that_reads_it(serially: bool) -> None:
+    """It may have been made on another one, as by a loader."""
+    job, device = Job(), Holding()
+    with SWPipeline(PLANS["one thread"], job.tasks(), device=device, keep=["loss"]) as pipe:
+        batch = next(iter(job.batches()))
+        if serially:
+            pipe.run_one_serial_iter(batch)
+        else:
+            pipe.run([batch])
+    assert device.held == [0, 1, 2]  # the batch, x, y
 
 
 def test_a_task_that_says_nothing_may_use_anything() -> None:
