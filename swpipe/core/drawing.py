@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from swpipe.core.messages import shown
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan
 
@@ -74,7 +74,9 @@ def format_stages(resolved: ResolvedPlan) -> str:
     ]
     headers = ["stage", "task", "thread group", "stream", "globally ordered"]
     headers.append("after (lag in periods)")
-    return f"depth {resolved.plan.depth}\n" + tabulate(rows, headers=headers)
+    keep = resolved.plan.keep
+    kept = "" if keep is None else f", keeps {listed(keep)}"
+    return f"depth {resolved.plan.depth}{kept}\n" + tabulate(rows, headers=headers)
 
 
 def stream_name(stream: StreamRef) -> str:

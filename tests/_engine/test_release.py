@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.context import TypedContext
+from swpipe.core.drawing import format_stages
 from swpipe.core.effects import Effects, Location
+from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice
 from swpipe.errors import PlanError
 from swpipe.profiler import TaskProfiler
@@ -234,8 +237,7 @@ def test_a_use_that_is_not_said_is_refused() -> None:
     """Also where the value is still there, as by chance it may be."""
     job = Job()
     job.odd["use again"] = lambda ctx: ctx.batch
-    plan = PLANS["a thread each"]
-    plan = swpipe.PipelinePlan(plan.schedule, deps=plan.deps, pipeline_depth=4, keep=["loss", "y"])
+    plan = replace(PLANS["a thread each"], keep=["loss", "y"])
     tasks = job.tasks(end=["y", "sum", "batch"])  # so that the batch is there
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         with pytest.raises(PlanError) as caught:
@@ -412,6 +414,16 @@ def test_a_plan_with_keep_is_saved_and_loaded() -> None:
         assert PipelinePlan.from_dict(plan.to_dict()).keep == (
             None if keep is None else tuple(keep)
         )
+
+
+@pytest.mark.parametrize(
+    ("keep", "first"),
+    [(None, "depth 4"), (["loss", "x"], "depth 4, keeps loss, x"), ([], "depth 4, keeps none")],
+)
+def test_a_plan_tells_what_it_keeps(keep: list[str] | None, first: str) -> None:
+    """In its table."""
+    plan = replace(PLANS["one thread"], keep=keep)
+    assert format_stages(resolve_plan(plan)).partition("\n")[0] == first
 
 
 def test_a_context_without_keep_has_no_trace_of_it() -> None:
