@@ -25,6 +25,8 @@ Guarantees
     - At each place the memory of one iteration waits, and of two while the host does. So the host
       is ahead of the device by no more than one iteration, counted from such a place.
     - A run that ends holds what still waits.
+    - What no task is known to use goes at the end of the iteration: a task may set it, and read it
+      again, at any time before.
     - A retired context has what is kept, and nothing else.
 
 Assumptions
@@ -71,20 +73,13 @@ def _with_release(
         ctx = slots[i % depth].ctx  # a run that is given up forgets its slots meanwhile
         if after:
             step(i)
-        values = take(ctx, _names(ctx, releases, release), releases)
+        values = take(ctx, release.names, releases)
         del ctx
         let_go(i, values)
         if not after:
             step(i)
 
     return released
-
-
-def _names(ctx: TypedContext, releases: Releases, release: Release) -> Iterable[str]:
-    if not release.others:
-        return release.names
-    others = (name for name in [*vars(ctx)] if name not in releases.why)
-    return (*release.names, *(name for name in others if name not in releases.kept))
 
 
 def take(ctx: TypedContext, names: Iterable[str], releases: Releases) -> list[Any]:
@@ -102,10 +97,8 @@ def take(ctx: TypedContext, names: Iterable[str], releases: Releases) -> list[An
 
 def let_go(ctx: TypedContext, task: str, releases: Releases) -> list[Any]:
     """What goes after a task in a serial run, in which every place is after a task."""
-    values = []
-    for release in releases.at.get(task, ()):
-        values += take(ctx, _names(ctx, releases, release), releases)
-    return values
+    names = (name for release in releases.at.get(task, ()) for name in release.names)
+    return take(ctx, names, releases)
 
 
 def begin(ctx: TypedContext) -> None:
@@ -128,7 +121,7 @@ def warn_of_missing(ctx: TypedContext, releases: Releases) -> None:
         had = sorted({*getattr(ctx, RELEASED), *vars(ctx)})
         warnings.warn(
             f"keep names {listed(sorted(missing))}, which iteration {ctx.iter_idx} does not have "
-            f"in the end (it had: {listed(had)}): correct the name, or leave it out",
+            f"in the end (it had: {listed(had)}): correct the name, unless a later one has it",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -9,7 +9,8 @@ A task *uses* an attribute if it reads, sets, modifies or deletes it: as it says
 a recording has seen. A task of which neither is known uses every attribute. The place at which an
 attribute goes is the first one of the period that comes after all its users in every interleaving
 (``happens_before``): after a user, if that comes after all others, and else before the next task
-that does, or at ``<retire>``. So no lane waits for another one that did not wait before.
+that does, or at ``<retire>``. So no lane waits for another one that did not wait before. What no
+task is known to use goes at ``<retire>``, too.
 
 It is decided here, once, from the compiled program; what becomes of it in a run is told by
 ``swpipe._engine.release``.
@@ -69,6 +70,15 @@ def recorded_uses(effects: EffectTable) -> dict[str, frozenset[str]]:
     return seen if any(seen.values()) else {}
 
 
+def users_of(uses: Uses) -> dict[str, tuple[str, ...]]:
+    """Attribute to its users, of those that some task is known to use, and the batch."""
+    named = {BATCH}.union(*(names for names in uses.values() if names is not None))
+    return {
+        name: tuple(task for task, names in uses.items() if names is None or name in names)
+        for name in sorted(named)
+    }
+
+
 def releases_of(
     program: Program,
     uses: Uses,
@@ -86,26 +96,20 @@ def releases_of(
     """
     kept = frozenset(keep) | {"iter_idx"}
     places = Places(program, streams)
-    named = {BATCH}.union(*(names for names in uses.values() if names is not None))
-    users = {
-        name: tuple(task for task, names in uses.items() if names is None or name in names)
-        for name in sorted(named - kept)
-    }
-    unknown = tuple(task for task, names in uses.items() if names is None)
-    others = places.after(unknown)
-    at: dict[Place, list[str]] = {others: []}
+    users = {name: tasks for name, tasks in users_of(uses).items() if name not in kept}
+    at: dict[Place, list[str]] = {}
     for name, tasks in users.items():
         at.setdefault(places.after(tasks), []).append(name)
     found: dict[str, tuple[Release, ...]] = {}
     for place, names in at.items():
-        release = Release(place.after, tuple(names), place == others, places.behind(place))
+        release = Release(place.after, tuple(names), places.behind(place))
         found[place.task] = (*found.get(place.task, ()), release)
     return Releases(
         kept,
         uses,
         found,
         {name: _why(places.last(tasks), keep) for name, tasks in users.items()},
-        _why(places.last(unknown), keep),
+        _why((), keep),
     )
 
 

@@ -99,7 +99,7 @@ class PipelinePlan:
             when the call does, and it returns when they have done their tasks of the period.
             Otherwise they run on between two calls.
         keep: Attributes of the context that are read after the iteration; all others go as soon as
-            no task can read them any more (``swpipe.analysis.last_readers``). None: all stay.
+            no task can use them any more (``swpipe.analysis.last_readers``). None: all stay.
         tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
 
     Raises:

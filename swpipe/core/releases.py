@@ -17,7 +17,6 @@ class Release:
     Attributes:
         after: The place is after the task's turn; else before it.
         names: The attributes.
-        others: All go, too, that no task is known to use.
         behind: Tasks such that, when the device has done their work on the iteration, it has done
             that of all tasks that come before the place. Their events are recorded. None, if all
             work is on one stream, or there is no device.
@@ -25,7 +24,6 @@ class Release:
 
     after: bool
     names: tuple[str, ...]
-    others: bool
     behind: tuple[str, ...]
 
 
@@ -38,7 +36,7 @@ class Releases:
         uses: Task to the attributes that it is known to use; None, if it may use any.
         at: Task to what goes there; the rest goes at the end of the iteration.
         why: Attribute to why it is gone, in words.
-        why_others: The same of all that are not in it.
+        why_others: The same of all that are not in it, which go at the end of the iteration.
         serially: What goes in an iteration that is run serially; None if that is asked of this.
     """
 

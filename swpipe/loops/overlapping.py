@@ -212,7 +212,7 @@ def overlap(
         context: The class of the contexts; as for ``SWPipeline``.
         check_effects: As for ``SWPipeline``: whether the tasks do what they declare. The body of
             the loop is not watched.
-        keep: The attributes that the body reads; all others go as soon as no task can read them
+        keep: The attributes that the body reads; all others go as soon as no task can use them
             any more, as for ``PipelinePlan.keep``. None: all stay.
         gone: Nothing; an argument that there was is an error that says what replaces it.
 

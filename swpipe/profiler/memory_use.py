@@ -27,7 +27,7 @@ from torch import Tensor
 
 from swpipe._state.loop import LoopState
 from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_held
-from swpipe.analysis.last_readers import uses_of
+from swpipe.analysis.last_readers import users_of, uses_of
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
 from swpipe.core.plan import PULL, PipelinePlan
@@ -78,8 +78,7 @@ def measure_memory(
     found: list[TaskMemory] = []
     tasks = tuple(tasks)
     names = [task.name for task in tasks]
-    uses = {} if keep is None else uses_of(tasks, effects)
-    users = _users(names, uses)
+    users = users_of(uses_of(tasks, effects))
     for batch in batches:
         seen = _MemoryLog(names, users, keep)
         watched = [replace(task, fn=seen.watch(task)) for task in tasks]
@@ -102,18 +101,6 @@ def measure_memory(
     if not found:
         raise ValueError("batches is empty: give at least one batch to measure on")
     return max(found, key=lambda one: one.serial_peak(names))
-
-
-def _users(
-    names: Sequence[str], uses: Mapping[str, frozenset[str] | None]
-) -> Callable[[str], tuple[str, ...]]:
-    """Attribute to the tasks that use it, as far as that is known."""
-
-    def users(attribute: str) -> tuple[str, ...]:
-        found = ((name, uses.get(name)) for name in names)
-        return tuple(name for name, used in found if used is None or attribute in used)
-
-    return users
 
 
 class _Size(NamedTuple):
@@ -148,14 +135,14 @@ class _Event(NamedTuple):
 class _MemoryLog:
     """Follows the memory of successive iterations of tasks with these names.
 
-    ``users`` tells which tasks use an attribute, if those go that are not in ``keep``; None: all
+    ``users`` are the tasks that use an attribute, if those go that are not in ``keep``; None: all
     stay.
     """
 
     def __init__(
         self,
         tasks: list[str],
-        users: Callable[[str], tuple[str, ...]],
+        users: Mapping[str, tuple[str, ...]],
         keep: Sequence[str] | None,
     ) -> None:
         self._tasks, self._users, self._keep = tasks, users, keep
@@ -210,7 +197,7 @@ class _MemoryLog:
             # In the end all is gone; what is kept under another name had not gone before.
             for key in live.keys() - self._live.keys() - stays:
                 names = (name for name, keys in went.items() if key in keys)
-                users = {user: None for name in names for user in self._users(name)}
+                users = {user: None for name in names for user in self._users.get(name, ())}
                 live[key].users = tuple(users)
 
     def made(self, tensor: Tensor) -> None:

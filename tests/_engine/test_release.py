@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice
 from swpipe.errors import PlanError
 from swpipe.profiler import TaskProfiler
+from tests.support.sequencer import await_event
 
 BATCHES = 8
 
@@ -176,14 +178,27 @@ def test_a_task_that_says_nothing_may_use_anything() -> None:
     assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
 
 
-def test_what_no_task_says_goes_after_those_that_say_nothing() -> None:
-    """Nobody else can use it."""
+def test_what_no_task_says_stays_to_the_end_of_the_iteration() -> None:
+    """A task may set it, and read it again, while another one ends that might use anything."""
     job = Job()
-    job.odd["read"] = lambda ctx: job._make(ctx, "z", Value(0))
-    tasks = job.tasks(read=None)
-    with SWPipeline(PLANS["a thread ahead"], tasks, device="cpu", keep=["loss"]) as pipe:
-        assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
-    assert {job.alive["use", i] for i in range(BATCHES)} == {"x"}
+    own, begun = ([threading.Event() for _ in range(BATCHES)] for _ in range(2))
+
+    def use(ctx: Any) -> None:
+        ctx.own = Value(7)
+        own[ctx.iter_idx].set()
+        if ctx.iter_idx + 1 < BATCHES:  # then "use again" is done with this iteration
+            await_event(begun[ctx.iter_idx + 1], "the next run of 'use again'")
+        assert ctx.own.number == 7
+
+    def use_again(ctx: Any) -> None:
+        begun[ctx.iter_idx].set()
+        await_event(own[ctx.iter_idx], "ctx.own")
+
+    job.odd |= {"use": use, "use again": use_again}
+    tasks = job.tasks(**{"use again": None})
+    with SWPipeline(PLANS["a thread each"], tasks, device="cpu", keep=["loss"]) as pipe:
+        found = [vars(ctx) for ctx in pipe.iterate(job.batches())]
+    assert found == [{"iter_idx": i, "loss": LOSSES[i]} for i in range(BATCHES)]
 
 
 def test_what_was_recorded_counts_as_said() -> None:
@@ -267,7 +282,7 @@ def test_a_name_that_no_iteration_has_is_told_once() -> None:
     (one,) = caught
     assert str(one.message) == (
         "keep names los, which iteration 0 does not have in the end (it had: batch, iter_idx, "
-        "loss, sum, x, y): correct the name, or leave it out"
+        "loss, sum, x, y): correct the name, unless a later one has it"
     )
 
 

@@ -192,14 +192,12 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
     least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
     used = streams and any(entry.stream is not None for entry in plan.schedule.values())
-    going = Places(program, streams)
-    return peak_memory(
-        _spans(run),
-        costs.memory,
-        streams=used,
-        all_kept=plan.keep is None,
-        places={block.users: going.after(block.users) for block in costs.memory.blocks},
-    )
+    places = {}
+    if plan.keep is not None:
+        going = Places(program, streams)
+        places = {block.users: going.after(block.users) for block in costs.memory.blocks}
+    all_kept = plan.keep is None
+    return peak_memory(_spans(run), costs.memory, streams=used, all_kept=all_kept, places=places)
 
 
 def _latency_us(run: EventSimulator) -> float:
