@@ -110,12 +110,12 @@ class AccelerateLoader:
     @property
     def unpack(self) -> PipelineTask:
         """The task that takes the batch and its flags apart."""
-        return PipelineTask("unpack batch", _unpack, pure=True, reads=["batch"])
+        return PipelineTask("unpack batch", _unpack, pure=True)
 
     @property
     def show(self) -> PipelineTask:
         """The task that shows the flags to Accelerate."""
-        return PipelineTask("show end_of_dataloader", self._show, reads=["pulled_flags"])
+        return PipelineTask("show end_of_dataloader", self._show)
 
     def leave(self) -> None:
         """Let Accelerate forget the pass."""

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.analysis.last_readers import places_of, uses_of
 from swpipe.core.context import TypedContext
 from swpipe.core.drawing import format_stages
 from swpipe.core.effects import Effects, Location
 from swpipe.core.resolved import resolve_plan
-from swpipe.device import CpuDevice
+from swpipe.device import CpuDevice, copy_task
 from swpipe.errors import PlanError
 from swpipe.profiler import TaskProfiler
 from tests.support.sequencer import await_event
@@ -176,6 +177,15 @@ def test_a_task_that_says_nothing_may_use_anything() -> None:
     with SWPipeline(PLANS["a thread ahead"], tasks, device="cpu", keep=["loss"]) as pipe:
         assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
     assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
+
+
+def test_the_batch_goes_after_a_task_that_says_nothing() -> None:
+    """It may use the batch, whether or not others say that they do."""
+    job = Job()
+    tasks = job.tasks(read=None)
+    with SWPipeline(PLANS["one thread"], tasks, device="cpu", keep=["loss"]) as pipe:
+        assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
+    assert {job.alive["use", i] for i in range(BATCHES)} == {"x"}
 
 
 def test_what_no_task_says_stays_to_the_end_of_the_iteration() -> None:
@@ -395,6 +405,27 @@ def test_overlap_keeps_what_its_body_reads() -> None:
             assert [*vars(ctx)] == ["iter_idx", "log"]
             with pytest.raises(AttributeError, match="'scores' any more: .*Add it to keep"):
                 _ = ctx.scores
+
+
+def test_what_runs_ahead_as_a_whole_lets_go_ahead() -> None:
+    """Where no task is left for the caller's thread: the batch is not needed until its turn."""
+
+    def use(ctx: Any) -> None:
+        ctx.value = float(ctx.batch.sum())
+
+    tasks = [PipelineTask("use", use, pure=True, reads=["batch"])]
+    with swpipe.overlap(batches(), tasks, device="cpu", keep=["value"]) as loop:
+        plan = loop.overlap.plan
+        assert places_of(resolve_plan(plan), uses_of(loop.pipe.tasks), streams=False) == {
+            "batch": "use"
+        }
+        assert len([ctx.value for ctx in loop]) == BATCHES
+
+
+def test_a_copy_says_what_it_copies() -> None:
+    """So that nothing else waits for it."""
+    assert copy_task("cpu").reads == ("batch",)
+    assert copy_task("cpu", "x", "y").reads == ("x", "y")
 
 
 def test_a_shortcut_finds_what_it_needs() -> None:
