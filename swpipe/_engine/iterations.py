@@ -18,7 +18,7 @@ from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled, Host
 from swpipe.core.context import TypedContext
-from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec
+from swpipe.core.plan import PipelinePlan, StreamSpec
 from swpipe.core.releases import Releases
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, Event, Stream
@@ -129,11 +129,7 @@ class InFlightIterations:
 
     def stream_of(self, ins: Instruction) -> Stream:
         """The stream that an instruction submits to."""
-        return self.stream(ins.stream)
-
-    def stream(self, ref: StreamRef) -> Stream:
-        """A stream of the plan."""
-        return self.caller_stream if ref is None else self.engine.streams[ref]
+        return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
 
     @property
     def all_streams(self) -> tuple[Stream, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -100,7 +100,6 @@ def peak_memory(
     memory: TaskMemory,
     *,
     streams: bool,
-    all_kept: bool = False,
     places: Mapping[tuple[str, ...], Place] | None = None,
 ) -> PeakMemory:
     """What the iterations of a timeline hold at most.
@@ -111,12 +110,9 @@ def peak_memory(
         streams: Whether the plan uses streams on a device: memory that a task removes from the
             context is then held until the iteration is retired, and what the plan lets go waits
             for one iteration.
-        all_kept: Whether the plan keeps all, whatever the memory was measured under.
         places: Users of what the plan lets go to the place where it goes; where that is not known,
             it is the end of the last one.
     """
-    blocks = [replace(one, users=()) if all_kept else one for one in memory.blocks]
-    memory = replace(memory, blocks=tuple(blocks))
     runs: dict[int, dict[str, Span]] = defaultdict(dict)
     for span in spans:
         if span.row.kind == "thread":

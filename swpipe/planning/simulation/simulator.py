@@ -35,7 +35,7 @@ the mean of the second half, but not below the bounds of the graph and the resou
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from swpipe._engine.program import ADMIT, BEGIN, compile_plan
@@ -192,12 +192,14 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
     least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
     used = streams and any(entry.stream is not None for entry in plan.schedule.values())
-    places = {}
-    if plan.keep is not None:
+    blocks, places = costs.memory.blocks, {}
+    if plan.keep is None:  # whatever it was measured under
+        blocks = tuple(replace(block, users=()) for block in blocks)
+    else:
         going = Places(program, streams)
-        places = {block.users: going.after(block.users) for block in costs.memory.blocks}
-    all_kept = plan.keep is None
-    return peak_memory(_spans(run), costs.memory, streams=used, all_kept=all_kept, places=places)
+        places = {block.users: going.after(block.users) for block in blocks}
+    memory = replace(costs.memory, blocks=blocks)
+    return peak_memory(_spans(run), memory, streams=used, places=places)
 
 
 def _latency_us(run: EventSimulator) -> float:
