@@ -126,6 +126,30 @@ def on_one_stream(seed: int) -> Case:
     return Case(Workload((task, then), {}), plan, tuple(range(12)), frozenset(), seed)
 
 
+def run_far_ahead(seed: int) -> Finding:
+    """The case of ``far_ahead``; the seed also says how late the streams are."""
+    return run_case(far_ahead(seed))
+
+
+def far_ahead(seed: int) -> Case:
+    """A case in which readers are called a whole depth ahead of the place where the batch goes."""
+    tasks = (
+        TaskSpec("one", reads=("batch",), sets=("y",), known=True),
+        TaskSpec("other", reads=("batch",), sets=("z",), known=True),
+        TaskSpec("last", reads=("y", "z"), sets=("w",), known=True),
+    )
+    plan = PipelinePlan(
+        schedule={
+            "one": TaskSchedule(0, "one", thread_group="one"),
+            "other": TaskSchedule(0, "other", thread_group="other"),
+            "last": TaskSchedule(3),
+        },
+        deps=[("last", "one"), ("last", "other")],
+        keep=["w"],
+    )
+    return Case(Workload(tasks, {}), plan, tuple(range(12)), frozenset(), seed)
+
+
 def run_drained(seed: int) -> Finding:
     """The case of ``drained``; the seed also says which batches a loader's stream makes."""
     return run_case(drained(seed))
@@ -353,5 +377,5 @@ GUARDS = (
     Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), run_keeping),
     Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), run_on_one_stream),
     Guard("hold on what waits at the end", _no_hold_at_end, (UseAfterFree,), run_drained),
-    Guard("events until the next iteration asks", _no_more_events, (EventReused,), run_keeping),
+    Guard("events until the next iteration asks", _no_more_events, (EventReused,), run_far_ahead),
 )

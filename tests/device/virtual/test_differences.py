@@ -14,6 +14,7 @@ from tests.device.virtual.guards import (
     GUARDS,
     early_end,
     run_drained,
+    run_far_ahead,
     run_keeping,
     run_on_one_stream,
     run_two_readers,
@@ -48,7 +49,7 @@ NUMBERS: dict[str, Callable[[int], object]] = {
 WITH_KEEP = tuple(
     guard.name
     for guard in GUARDS
-    if guard.run in (run_keeping, run_two_readers, run_on_one_stream, run_drained)
+    if guard.run in (run_keeping, run_two_readers, run_on_one_stream, run_far_ahead, run_drained)
 )
 """The guards of what a plan does not keep, which no plan of the cases here has."""
 

@@ -13,6 +13,7 @@ from tests.device.virtual.guards import (
     break_random,
     run_drained,
     run_early_end,
+    run_far_ahead,
     run_keeping,
     run_on_one_stream,
     run_random,
@@ -65,7 +66,7 @@ def test_a_lane_that_is_through_is_still_waited_for() -> None:
     assert not any(run_early_end(seed) for seed in range(50))
 
 
-@pytest.mark.parametrize("run", [run_two_readers, run_on_one_stream, run_drained])
+@pytest.mark.parametrize("run", [run_two_readers, run_on_one_stream, run_far_ahead, run_drained])
 def test_what_goes_is_waited_for_or_held(run: Callable[[int], Finding]) -> None:
     """By all who read it, also where the run ends."""
     assert not any(run(seed) for seed in range(50))
