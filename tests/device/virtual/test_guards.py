@@ -36,19 +36,16 @@ def complain(seed: int, finding: Finding) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(part: int) -> None:
-    """Late streams, adversarial events: no race, early wait, use after free, or running ahead."""
-    for seed in range(part * PLANS // 4, (part + 1) * PLANS // 4):
-        if finding := run_random(seed):
-            complain(seed, finding)
+@pytest.mark.parametrize("run", [run_random, run_keeping])
+def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
+    run: Callable[[int], Finding], part: int
+) -> None:
+    """Late streams, adversarial events: no race, early wait, use after free, or running ahead.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_random_plans_with_keep_break_no_rule_and_give_the_serial_numbers(part: int) -> None:
-    """Values that go early, under second names, or saved outside of the context for later."""
+    Also where values go early, have second names, or are saved outside of the context for later.
+    """
     for seed in range(part * PLANS // 4, (part + 1) * PLANS // 4):
-        if finding := run_keeping(seed):
+        if finding := run(seed):
             complain(seed, finding)
 
 
