@@ -82,26 +82,25 @@ def test_streams_overlap_in_a_trace() -> None:
 
 @pytest.mark.skipif(not SIMULATED, reason="needs a device that writes a log")
 def test_a_trace_agrees_with_the_devices_own_log() -> None:
-    """Every span is where the device says that the task's work was done, within the clock's error.
+    """Times on both differ by one offset: then every span lies around its work in the log.
 
-    The log is in the order of the streams; the spans are found from the events around the work.
+    A span may be longer than the work, on a machine that is busy: its events are before and after.
+    The log is in the order of the streams.
     """
     spans = device_spans()
     log = [work for work in backend.log() if work.name == "lag"]
-    on_row = {
-        row: [spans[key] for key in sorted(spans) if spans[key].row.name == row]
-        for row in ("side", "caller's")
-    }
     streams = {work.stream_id for work in log}
     assert len(streams) == 2
     side, callers = sorted(streams, reverse=True)  # the default stream is the caller's
     assert callers == 0
-    origin_ns = log[0].start_ns - min(span.start_ns for span in spans.values())
+    least, most = [], []
     for row, stream in (("side", side), ("caller's", callers)):
+        on_row = [spans[key] for key in sorted(spans) if spans[key].row.name == row]
         works = [work for work in log if work.stream_id == stream]
-        for span, work in zip(on_row[row], works, strict=True):
-            assert span.start_ns + origin_ns - CLOCK_NS <= work.start_ns
-            assert work.end_ns <= span.end_ns + origin_ns + CLOCK_NS
+        for span, work in zip(on_row, works, strict=True):
+            least.append(work.end_ns - span.end_ns)
+            most.append(work.start_ns - span.start_ns)
+    assert max(least) <= min(most) + CLOCK_NS
 
 
 def test_a_stream_object_has_its_own_row() -> None:
