@@ -32,11 +32,12 @@ class GradientForm(NamedTuple):
         """A new gradient of zeros for a leaf."""
         if not self.sparse_dim:
             return torch.zeros_like(leaf.detach())
-        indices = torch.empty(self.sparse_dim, 0, dtype=torch.long, device=leaf.device)
-        values = torch.empty(
-            0, *leaf.shape[self.sparse_dim :], dtype=leaf.dtype, device=leaf.device
+        # Not torch.sparse_coo_tensor, which in torch 2.11 warns of checks that are left out.
+        empty = torch.empty(
+            leaf.shape, dtype=leaf.dtype, device=leaf.device, layout=torch.sparse_coo
         )
-        return torch.sparse_coo_tensor(indices, values, leaf.shape, check_invariants=False)
+        dense_dim = leaf.dim() - self.sparse_dim
+        return empty.sparse_resize_and_clear_(leaf.shape, self.sparse_dim, dense_dim)
 
 
 class OwnLeaf:
