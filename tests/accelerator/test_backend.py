@@ -550,7 +550,11 @@ def test_few_streams_and_none() -> None:
 
 # ------------------------------------------------------------------------- processes and builds
 
-START = "import os, sys, threading, time, torch\nfrom tests import backend\nbackend.load()\n"
+START = """
+import os, sys, threading, time, warnings, torch
+from tests import backend
+backend.load()
+"""
 ENDINGS = {
     "queued work": "backend.lag(1e9); torch.ones(3, device='sim') + 1",
     "a closed gate": "backend.gate('sim:1', deadline_s=1e6); torch.ones(3, device='sim:1') + 1",
@@ -577,6 +581,7 @@ x = torch.ones(3, device="sim")
 x + 1
 torch.accelerator.synchronize()
 backend.lag(1e5)
+warnings.simplefilter("ignore")  # Python's, of forks beside threads
 child = os.fork()
 if child == 0:
     torch.manual_seed(1)

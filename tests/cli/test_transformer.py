@@ -97,12 +97,12 @@ def test_a_file_for_other_ranks_is_refused(scripts: Scripts, tmp_path: Path) -> 
         assert done.codes == {0: 2, 1: 2}
 
 
-ANOTHER = "import torch; torch.__version__ = '2.14.0'; from swpipe.cli import main; main()"
+ANOTHER = "import torch; torch.__version__ = '2.12.0'; from swpipe.cli import main; main()"
 
 
 def test_another_torch_is_refused(scripts: Scripts) -> None:
     """In one line, before anything runs."""
     done = scripts.run(Script(ANOTHER, args=[*map(str, SMALL)]))
     assert done.returncode == 2
-    assert done.stderr.startswith("swpipe: torch 2.14.0 is installed, but swpipe.tasks.pipeline_")
+    assert done.stderr.startswith("swpipe: torch 2.12.0 is installed, but swpipe.tasks.pipeline_")
     assert done.stderr.count("\n") == 1

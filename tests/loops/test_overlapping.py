@@ -96,7 +96,8 @@ def test_a_loop_of_which_nothing_is_said_has_the_numbers_of_the_plain_one(name: 
         warnings.simplefilter("always")
         found = [run_overlapped(made(name)), torch.rand(1), random.random()]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    told = [str(one.message) for one in caught]
+    # Python warns of forks beside threads, also in a plain loop.
+    told = [str(one.message) for one in caught if one.category is RuntimeWarning]
     assert [one.startswith("nothing runs ahead: ") for one in told] == [True] * (name not in APART)
 
 

@@ -6,7 +6,7 @@ For that it runs each stage once more than the schedule says, forward and backwa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +20,27 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse collectives: a rank is at another pass than the others, which would wait for ever.
 
-    The runtime's own sends and receives pass.
+    The runtime's own sends and receives pass, and all that it exchanges before a stage begins:
+    every rank is at the same place then.
     """
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stages = tuple(stages)
+        self._hooks = ExitStack()
+        self._began = False
+
+    def __enter__(self) -> Any:
+        for stage in self._stages:
+            self._hooks.callback(stage.register_forward_pre_hook(self._begin).remove)
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._hooks.close()
+        super().__exit__(*failure)
+
+    def _begin(self, *given: Any) -> None:
+        self._began = True
 
     def __torch_dispatch__(
         self,
@@ -32,7 +51,7 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         packet = func.overloadpacket
         space, _, name = packet._qualified_op_name.partition("::")
-        if space in _COLLECTIVES and name not in _POINT_TO_POINT:
+        if self._began and space in _COLLECTIVES and name not in _POINT_TO_POINT:
             raise RuntimeError(
                 f"a stage starts the collective {name} inside a pass, where each rank is at "
                 "another one, and would wait for ever: reduce outside of the schedule's step"

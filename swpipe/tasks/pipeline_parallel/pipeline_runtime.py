@@ -6,7 +6,7 @@ Guarantees
     - What cannot run is refused when the runtime is made, on all ranks alike.
     - An evaluation between two training steps changes nothing of the training.
 
-How torch 2.13 is used
+How torch's runtime is used
     - Stages of one rank pass tensors directly; all others send and receive. The order of receives
       is that of the sends (``defer_pp_recv`` breaks it, and with it the gradients).
     - Stage 0 does nothing in I, and its whole backward pass in W.
@@ -224,7 +224,7 @@ class _Passes:
         first = None if target is None else target.chunk(n_micro)[0]
         self._runtime._has_backward = self._training
         refused: Any = NoCollectives
-        with refused(), kept_buffers(self._owner.modules):
+        with refused(self._owner.modules), kept_buffers(self._owner.modules):
             self._runtime._initialize_stages(args, {}, first)
         self._ready = True
 

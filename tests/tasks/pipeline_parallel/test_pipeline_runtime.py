@@ -248,10 +248,21 @@ def train_on(module: nn.Module) -> None:
     PipelineRuntime(ALONE, {0: Stateful(), 1: module}, squared).train(rows(8), target=rows(8))
 
 
-def test_a_collective_inside_a_stage_is_refused(one_rank: Ranks) -> None:
+class ReducingGradients(Stateful):
+    """A stage whose backward sums over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of rows."""
+        out = super().forward(x)
+        out.register_hook(lambda grad: dist.all_reduce(grad.clone()))
+        return out
+
+
+@pytest.mark.parametrize("stage", [Reducing, ReducingGradients])
+def test_a_collective_inside_a_stage_is_refused(one_rank: Ranks, stage: type[Stateful]) -> None:
     """In the first step, before a pass counts."""
     with pytest.raises(RuntimeError, match="starts the collective allreduce_ inside a pass"):
-        one_rank.run(train_on, Reducing())
+        one_rank.run(train_on, stage())
 
 
 # -------------------------------------------------------------------------------- bad input
