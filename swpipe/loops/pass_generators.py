@@ -22,6 +22,9 @@ from swpipe.device import Device
 States = dict[str, Any]
 """Name of a generator to its state."""
 
+_MT19937_NUMBERS = 624
+"""So many has a state of numpy's default generator."""
+
 _TOLD = {
     "torch": "torch's default generators",
     "python": "Python's default generator",
@@ -110,8 +113,12 @@ class PassGenerators:
             version, internal, gauss = state
             random.Random().setstate((version, tuple(internal), gauss))
         elif name == "numpy":
+            # numpy reads past the end of a shorter one, and draws from wherever the position is.
+            kind, keys, position, has_gauss, gauss = state
+            if not 0 <= position <= _MT19937_NUMBERS:
+                raise ValueError(f"its position is {shown(position)}: 0 to {_MT19937_NUMBERS}")
             if numpy := sys.modules.get("numpy.random"):
-                numpy.RandomState().set_state(tuple(state))
+                numpy.RandomState().set_state((kind, keys, position, has_gauss, gauss))
         elif name == "torch":
             torch.Generator().set_state(state["cpu"])
             now = self._device.generator_states()

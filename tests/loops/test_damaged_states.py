@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import numpy.random
 import pytest
 import torch
 from hypothesis import given, settings
@@ -137,3 +138,13 @@ def test_a_state_of_another_version_is_refused() -> None:
     with made("a tuple") as loop:
         with pytest.raises(ValueError, match="its version is 99, and this swpipe has 1"):
             loop.load_state_dict(saved("a tuple")[0] | {"version": 99})
+
+
+@pytest.mark.parametrize("end", [(625, 0, 0.0), (-1, 0, 0.0), (0, 0.0)])
+def test_a_state_that_numpy_would_read_past_is_refused(end: tuple[Any, ...]) -> None:
+    """By itself it takes them, and the process dies then or at the next draw."""
+    kind, keys, *_ = numpy.random.get_state()
+    state = copy.deepcopy(saved("a tuple")[0])
+    state["generators"]["numpy"] = (kind, keys.tolist(), *end)
+    with made("a tuple") as loop, pytest.raises(ValueError, match="its generators has no state of"):
+        loop.load_state_dict(state)

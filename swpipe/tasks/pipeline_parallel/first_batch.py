@@ -33,11 +33,11 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Any:
         for stage in self._stages:
             self._hooks.callback(stage.register_forward_pre_hook(self._begin).remove)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *failure: Any) -> None:
         self._hooks.close()
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def _begin(self, *given: Any) -> None:
         self._began = True
