@@ -200,8 +200,8 @@ def test_a_reader_may_stop_reading(plan: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("train", "--seed", "-1"), "'--seed': Input should be greater than or equal to 0"),
-        (("train", "--seed", 2**63), "'--seed': Input should be less than or equal to"),
+        (("train", "--seed", "-1"), "'--seed': "),
+        (("train", "--seed", 2**63), "'--seed': "),
         (("train", "--seed", 2**70), "'--seed': "),
         (("demo", "--seed", "-1"), "'--seed': "),
         (("train", "--steps", 2**70), "'--steps': "),
