@@ -32,7 +32,8 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
         for stage in self._stages:
-            self._hooks.callback(stage.register_forward_pre_hook(self._begin).remove)
+            begins = stage.register_forward_pre_hook(self._begin, prepend=True)
+            self._hooks.callback(begins.remove)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *failure: Any) -> None:
