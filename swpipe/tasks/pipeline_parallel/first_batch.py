@@ -17,31 +17,28 @@ _POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
-class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@contextmanager
+def no_collectives(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Refuse collectives: a rank is at another pass than the others, which would wait for ever.
 
     The runtime's own sends and receives pass, and all that it exchanges before a stage begins:
-    every rank is at the same place then.
+    every rank is at the same place then. Stage 0 makes no backward pass here: a collective in it is
+    not seen.
     """
+    mode: Any = _NoCollectives()  # type: ignore[no-untyped-call]
+    with ExitStack() as stack:
+        for stage in stages:
+            hook = stage.register_forward_pre_hook(mode.begin, prepend=True)
+            stack.callback(hook.remove)
+        stack.enter_context(mode)
+        yield
 
-    def __init__(self, stages: Iterable[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._stages = tuple(stages)
-        self._hooks = ExitStack()
-        self._began = False
 
-    def __enter__(self) -> Any:
-        for stage in self._stages:
-            begins = stage.register_forward_pre_hook(self._begin, prepend=True)
-            self._hooks.callback(begins.remove)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    began = False
 
-    def __exit__(self, *failure: Any) -> None:
-        self._hooks.close()
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
-
-    def _begin(self, *given: Any) -> None:
-        self._began = True
+    def begin(self, *given: Any) -> None:
+        self.began = True
 
     def __torch_dispatch__(
         self,
@@ -52,7 +49,7 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         packet = func.overloadpacket
         space, _, name = packet._qualified_op_name.partition("::")
-        if self._began and space in _COLLECTIVES and name not in _POINT_TO_POINT:
+        if self.began and space in _COLLECTIVES and name not in _POINT_TO_POINT:
             raise RuntimeError(
                 f"a stage starts the collective {name} inside a pass, where each rank is at "
                 "another one, and would wait for ever: reduce outside of the schedule's step"

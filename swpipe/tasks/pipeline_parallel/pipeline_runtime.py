@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.plans import PipelineSchedule, ScheduleError
-from swpipe.tasks.pipeline_parallel.first_batch import NoCollectives, kept_buffers
+from swpipe.tasks.pipeline_parallel.first_batch import kept_buffers, no_collectives
 from swpipe.tasks.pipeline_parallel.run_rules import (
     check_batch,
     check_chunks,
@@ -223,8 +223,8 @@ class _Passes:
         args = split(inputs, n_micro)[0] if inputs else ()
         first = None if target is None else target.chunk(n_micro)[0]
         self._runtime._has_backward = self._training
-        refused: Any = NoCollectives
-        with refused(self._owner.modules), kept_buffers(self._owner.modules):
+        modules = self._owner.modules
+        with no_collectives(modules), kept_buffers(modules):
             self._runtime._initialize_stages(args, {}, first)
         self._ready = True
 

@@ -23,7 +23,7 @@ def check_torch(version: str) -> None:
     """
     series = re.match(r"\d+\.\d+", version)
     if series is None or series[0] not in TESTED:
-        tested = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
+        tested = ", ".join(TESTED)
         raise ImportError(
             f"torch {version} is installed, but swpipe.tasks.pipeline_parallel uses private parts "
             f"of torch.distributed.pipelining and was tested with {tested}: install one of them"

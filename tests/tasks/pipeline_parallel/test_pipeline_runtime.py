@@ -243,9 +243,26 @@ class Reducing(Stateful):
         return out
 
 
-def train_on(module: nn.Module) -> None:
-    """One step."""
-    PipelineRuntime(ALONE, {0: Stateful(), 1: module}, squared).train(rows(8), target=rows(8))
+class ReducingBefore(Stateful):
+    """A stage with a hook that sums over the ranks, as those of sharded modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, given: dist.all_reduce(given[0].clone()))
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    """A loss over the ranks."""
+    loss = squared(output, target)
+    dist.all_reduce(loss.detach())
+    return loss
+
+
+def train_of(first: type[Stateful], last: type[Stateful], loss: Any) -> list[int]:
+    """One step of two stages, and how many hooks they have then."""
+    stages = {0: first(), 1: last()}
+    PipelineRuntime(ALONE, stages, loss).train(rows(8), target=rows(8))
+    return [len(stage._forward_pre_hooks) for stage in stages.values()]
 
 
 class ReducingGradients(Stateful):
@@ -258,11 +275,24 @@ class ReducingGradients(Stateful):
         return out
 
 
-@pytest.mark.parametrize("stage", [Reducing, ReducingGradients])
-def test_a_collective_inside_a_stage_is_refused(one_rank: Ranks, stage: type[Stateful]) -> None:
-    """In the first step, before a pass counts."""
+@pytest.mark.parametrize(
+    "job",
+    [
+        (Stateful, Reducing, squared),
+        (Stateful, ReducingGradients, squared),
+        (ReducingBefore, Stateful, squared),
+        (Stateful, Stateful, summed),
+    ],
+)
+def test_a_collective_inside_a_pass_is_refused(one_rank: Ranks, job: tuple[Any, ...]) -> None:
+    """In the first step, before a pass counts; also of a stage's hooks, and of the loss."""
     with pytest.raises(RuntimeError, match="starts the collective allreduce_ inside a pass"):
-        one_rank.run(train_on, stage())
+        one_rank.run(train_of, *job)
+
+
+def test_a_step_leaves_no_hooks(one_rank: Ranks) -> None:
+    """Of those by which the runtime knows that a stage begins."""
+    assert one_rank.run(train_of, Stateful, Stateful, squared) == [[0, 0]]
 
 
 # -------------------------------------------------------------------------------- bad input
