@@ -1,7 +1,7 @@
-"""Where iterations come from: back-pressure, the pull of a batch, and its context.
+"""Where iterations come from: the pull of a batch, and its context.
 
-    without a group that pulls     <admit>  wait for the device, pull, make the context
-    with one                       <admit>  wait for the device, read the caller's settings
+    without a group that pulls     <admit>  read the caller's settings, pull, make the context
+    with one                       <admit>  read the caller's settings
                                    <pull>   pull, make the context
 
 Guarantees
@@ -68,8 +68,7 @@ class Admission:
     def step(self, ins: Instruction, *, observed: bool) -> Step:
         """What the lane does at ``<admit>`` or ``<pull>``.
 
-        Observers are told of the two apart, also where the lane does both at ``<admit>``: one is a
-        wait for the device, the other the time that the loader takes.
+        Observers are told of the two apart, also where the lane does both at ``<admit>``.
         """
         admit: Step = self._admit
         pull: Step = self._pull
@@ -89,10 +88,6 @@ class Admission:
 
     def _admit(self, i: int) -> None:
         iterations = self._iterations
-        if self._has_streams:
-            before = iterations.engine.ends.get((iterations.first + i) % iterations.depth)
-            if before is not None:
-                self._await_device(before)
         admitted = InFlight(_NOT_PULLED, self.state, self.variables, None)
         iterations.slots[i % iterations.depth] = admitted
 
@@ -128,7 +123,3 @@ class Admission:
             source = self._sources[i % iterations.depth] or device.new_event()
             self._sources[i % iterations.depth] = iteration.source = source
             source.record(iterations.caller_stream)
-
-    def _await_device(self, event: Event) -> None:
-        """Keep the host from running further ahead of the device than ``depth`` iterations."""
-        self._iterations.await_device(event)

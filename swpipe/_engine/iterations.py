@@ -56,8 +56,8 @@ class Engine:
             iteration; it may return None. None for no check.
         pull_check: Begins a check of the iterator of one run; None for no check.
         releases: Which attributes go where; None where all stay.
-        ends: The ends of the last ``depth`` iterations' device work, by iteration modulo depth;
-            kept from one run to the next, so that short runs wait for the device as well.
+        ends: The ends of the last iterations' device work, by ``end_slot``; kept from one run to
+            the next, so that short runs wait for the device as well. Empty without a launch limit.
     """
 
     program: Program
@@ -74,6 +74,10 @@ class Engine:
     pull_check: Callable[[Iterator[Any]], PullCheck] | None = None
     releases: Releases | None = None
     ends: dict[int, Event] = field(default_factory=dict)
+
+    def end_slot(self, iteration: int) -> int:
+        """Where the end of an iteration is kept, until it was waited for."""
+        return iteration % (self.program.throttle_distance + 1)
 
 
 @dataclass(slots=True)

@@ -1,11 +1,11 @@
 """The compiler: from a plan to a list of instructions for each thread group.
 
 A *lane* is one thread group's instructions, run once per period. Two instructions are swpipe's own
-and frame the default lane: ``<admit>`` waits until the iteration ``depth`` before it is done, and
-pulls a batch; ``<retire>`` comes after all other tasks of an iteration and hands its context out.
-Where the plan has a group that pulls, ``<pull>`` does so there, in the period of ``<admit>``: after
-it, and before ``<retire>``, so that the loader is called only while the caller is in a call. So
-everything that orders anything is a dependence with a distance:
+and frame the default lane: ``<admit>`` begins an iteration and pulls its batch; ``<retire>`` comes
+after all other tasks of an iteration and hands its context out. Where the plan has a group that
+pulls, ``<pull>`` does so there, in the period of ``<admit>``: after it, and before ``<retire>``, so
+that the loader is called only while the caller is in a call. So everything that orders anything is
+a dependence with a distance:
 
 - what the plan declares;
 - every task comes after ``<admit>`` and ``<pull>`` of its iteration, and ``<retire>`` after every
@@ -14,8 +14,13 @@ everything that orders anything is a dependence with a distance:
   Such a chain binds periods, not iterations, and needs the host only.
 
 Without streams, or with ``<pull>``, ``<admit>`` comes first: worker lanes wait for it.
-With streams it comes right before the first task of the new iteration: it waits there for an older
-iteration's device work, while what was submitted before keeps the device busy.
+With streams it comes right before the first task of the new iteration, so that the device has work
+while a batch is pulled.
+
+On a device with streams, ``<throttle>`` keeps the host from launching further ahead of the device
+than the plan's ``run_ahead`` (``Program.launch_limit``). It comes last in each period that admits
+an iteration: by then the caller's thread has launched all that it can, and what is drained is not
+waited for. Worker lanes never wait for the device: they wait for ``<admit>`` of a later period.
 
 A plan may say that nothing runs between two calls (``within_calls``). In each period worker lanes
 then begin after the head of the caller's lane, and ``<retire>`` comes after their last tasks. The
@@ -52,7 +57,8 @@ from swpipe.core.resolved import ResolvedPlan
 ADMIT = "<admit>"
 BEGIN = "<begin>"
 RETIRE = "<retire>"
-OWN = (ADMIT, BEGIN, PULL, RETIRE)
+THROTTLE = "<throttle>"
+OWN = (ADMIT, BEGIN, PULL, RETIRE, THROTTLE)
 """The instructions that swpipe adds."""
 
 SOURCES = (ADMIT, PULL)
@@ -116,13 +122,26 @@ class Program:
         lanes: The default lane first, then worker lanes in the order of the schedule.
         depth: How many iterations may be in flight.
         ring: How many iterations' events are held: depth + the largest distance.
-        order: All tasks in period order, without swpipe's own.
+        order: All instructions in period order.
+        launch_limit: How many iterations that were handed out the device may not have done yet
+            when a period ends; None for no limit.
     """
 
     lanes: tuple[Lane, ...]
     depth: int
     ring: int
     order: tuple[str, ...]
+    launch_limit: int | None = None
+
+    @property
+    def throttle_distance(self) -> int:
+        """``<throttle>`` of an iteration waits until the device has done the one so many before."""
+        return self.depth - 1 + (self.launch_limit or 0)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The plan's tasks in period order."""
+        return tuple(name for name in self.order if name not in OWN)
 
     @property
     def instructions(self) -> dict[str, Instruction]:
@@ -197,7 +216,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
                 [HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]]
             ),
             event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
-            record=place in recorded or (streams and record_all and name not in (*SOURCES, BEGIN)),
+            record=place in recorded
+            or (streams and record_all and (name == RETIRE or name not in OWN)),
             publish=place in published,
         )
 
@@ -208,7 +228,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
         ),
         depth=plan.depth,
         ring=plan.depth + max(dep.weight for dep in layout.deps),
-        order=tuple(name for name in order if name in plan.schedule),
+        order=order,
+        launch_limit=plan.launch_limit if streams else None,
     )
 
 
@@ -216,14 +237,12 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     plan, tasks = resolved.plan, resolved.period_order
     last = plan.max_stage
     ahead = plan.depth - 1 - last
-    admission = _admission(plan, tasks, ahead, streams)
-    sources = (ADMIT,) if plan.pull_group is None else SOURCES
-    head = (BEGIN,) if plan.within_calls and admission else ()
-    order = (*head, *tasks[:admission], *sources, *tasks[admission:], RETIRE)
+    order = _order(plan, tasks, ahead, streams)
+    sources = [name for name in SOURCES if name in order]
     place = {name: k for k, name in enumerate(order)}
     retire = place[RETIRE]
     schedule = {**plan.schedule, ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(last)}
-    schedule[BEGIN] = schedule[ADMIT]
+    schedule[BEGIN] = schedule[THROTTLE] = schedule[ADMIT]
     schedule[PULL] = TaskSchedule(-ahead, thread_group=plan.pull_group or DEFAULT_GROUP)
     entries = [schedule[name] for name in order]
     groups = plan.thread_groups
@@ -258,12 +277,16 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     )
 
 
-def _admission(plan: PipelinePlan, order: Sequence[str], ahead: int, streams: bool) -> int:
-    """The place of ``<admit>`` among the tasks of a period."""
-    if not streams or plan.pull_group is not None:
-        return 0
-    new = (k for k, name in enumerate(order) if plan.schedule[name].stage + ahead == 0)
-    return next(new, len(order))
+def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) -> tuple[str, ...]:
+    """The tasks of a period with swpipe's own instructions among them."""
+    admit = 0
+    if streams and plan.pull_group is None:
+        new = (k for k, name in enumerate(tasks) if plan.schedule[name].stage + ahead == 0)
+        admit = next(new, len(tasks))
+    head = (BEGIN,) if plan.within_calls and admit else ()
+    sources = (ADMIT,) if plan.pull_group is None else SOURCES
+    last = (THROTTLE,) if streams and plan.launch_limit is not None else ()
+    return (*head, *tasks[:admit], *sources, *tasks[admit:], RETIRE, *last)
 
 
 # ------------------------------------------------------------------------------------- host waits

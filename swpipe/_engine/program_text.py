@@ -1,8 +1,8 @@
 r"""A program as text, and back: two lines about all of it, then a line per lane.
 
-    depth 3, ring 4
-    order: copy, read, forward
-    default: <admit>@0 publish -> wait(io.copy) -> event(copy) -> forward@2 -> <retire>@2
+    depth 3, ring 4, launch limit 1
+    order: <admit>, copy, read, forward, <retire>, <throttle>
+    default: <admit>@0 publish -> wait(io.copy) -> event(copy) -> forward@2 -> ...
     io: copy@1 [memcpy] record publish -> wait(default.<admit>) -> read@0
 
 ``name@stage`` is an instruction, with its stream in brackets; ``record`` and ``publish`` stand
@@ -22,7 +22,7 @@ import torch
 from swpipe._engine.program import EventWait, HostWait, Instruction, Lane, Program
 
 _NAME = r'<?\w+>?|"(?:[^"\\]|\\.)*"'
-_HEAD = re.compile(r"depth (\d+), ring (\d+)")
+_HEAD = re.compile(r"depth (\d+), ring (\d+)(?:, launch limit (\d+))?")
 _GROUP = re.compile(rf"({_NAME}): ")
 _ITEM = re.compile(
     rf"wait\((?P<lane>{_NAME})\.(?P<producer>{_NAME})(?:, lag (?P<lag>\d+))?\)"
@@ -35,8 +35,10 @@ _ITEM = re.compile(
 def format_program(program: Program) -> str:
     """A program as text. ``parse_program`` reads it unless a stream is a ``torch.Stream``."""
     groups = [lane.group for lane in program.lanes]
+    limit = program.launch_limit
     lines = [
-        f"depth {program.depth}, ring {program.ring}",
+        f"depth {program.depth}, ring {program.ring}"
+        + ("" if limit is None else f", launch limit {limit}"),
         f"order: {', '.join(map(_quoted, program.order))}",
     ]
     for lane in program.lanes:
@@ -87,7 +89,8 @@ def parse_program(text: str) -> Program:
     read = [_Line(number, line) for number, line in enumerate(lines[2:], start=3)]
     lane_of = {line.group: lane for lane, line in enumerate(read)}
     lanes = tuple(Lane(line.group, line.instructions(lane_of, read)) for line in read)
-    return Program(lanes, int(head[1]), int(head[2]), tuple(order))
+    limit = None if head[3] is None else int(head[3])
+    return Program(lanes, int(head[1]), int(head[2]), tuple(order), limit)
 
 
 class _Line:

@@ -8,7 +8,7 @@ r"""Which task comes before which in every interleaving of a compiled program.
                                                                     and at an event wait (2) learns
                                                                     what stood before the event
 
-Program order, host waits, stream order, event waits and back-pressure are all that orders anything.
+Program order, host waits, stream order, event waits and ``<throttle>`` order, and nothing else.
 ``HappensBefore`` walks the program once, period by period, in one order that its waits allow, and
 notes at each instruction what is known to lie before it (vector clocks, with a bit for each run of
 a task; Fidge 1988, Mattern 1989). The result does not depend on the order that is walked.
@@ -19,14 +19,13 @@ Two relations:
   instructions and do their host waits in every period, whether the iteration exists or not.
 - *device*: the first task's device work is done before the other one's starts. Known of what one
   stream was given by instructions in host order; through events, where both iterations exist; and
-  through ``<admit>``, which waits for the device work of the iteration ``depth`` before.
+  through ``<throttle>``, which waits for the device work of an iteration long before. What a loader
+  has the device do is on the caller's stream.
 
 **Any number of iterations.** "A on iteration i comes before B on iteration i + d" must hold for
 every i in a run of any length. It does exactly if it holds in the run of ``abs(d) + 1`` iterations
 that has the two and those between: every step of a proof in that run has its like in a longer one,
-and that run is one of those asked for. So each distance has a walk of its own. The pull that finds
-the end of the data waits for the device too, but a drained run ends without it: nothing relies on
-that.
+and that run is one of those asked for. So each distance has a walk of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +34,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program, compile_plan
+from swpipe._engine.program import (
+    ADMIT,
+    BEGIN,
+    RETIRE,
+    SOURCES,
+    THROTTLE,
+    Instruction,
+    Program,
+    compile_plan,
+)
 from swpipe.core.dependence import topological
 from swpipe.core.plan import PULL, StreamRef
 from swpipe.core.resolved import ResolvedPlan
@@ -99,13 +107,15 @@ class _Walk:
         host, done, ahead = known
         self.host_before[ins.task, i] = host
         host |= self.bit(ins.task, i)
-        if ins.task in SOURCES:
-            # Of the iteration before that, all device work is done (back-pressure).
-            if ins.task == ADMIT and i >= self._program.depth:
-                done |= self._through(RETIRE, i - self._program.depth)
-            self.device_before[ins.task, i] = done
+        if ins.task == THROTTLE:
+            far = i - self._program.throttle_distance
+            if far >= 0:
+                done |= self._through(RETIRE, far)
             return _Known(host, done, ahead)
         before = ahead.get(ins.stream, 0) | done
+        if ins.task in (*SOURCES, BEGIN):
+            self.device_before[ins.task, i] = before
+            return _Known(host, done, ahead)
         for wait in ins.event_waits:
             j = i - wait.distance
             exists = wait.producer not in SOURCES and 0 <= j < self._iterations
@@ -165,8 +175,9 @@ class HappensBefore:
     def device(self, first: str, then: str, distance: int) -> bool:
         """The same of their device work, on a device with streams.
 
-        ``<admit>`` and ``<pull>`` have none: what they do is done when they return, and what comes
-        before them on the device has to be done when they are called.
+        ``<admit>`` and ``<pull>`` have none that others wait for: what they do is done when they
+        return. What they make of device work comes after what is before them on the caller's
+        stream.
         """
         if first in SOURCES:
             return self.host(first, then, distance)

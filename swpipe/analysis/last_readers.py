@@ -169,7 +169,7 @@ class Places:
 
     def __init__(self, program: Program, streams: bool) -> None:
         instructions = program.instructions
-        order = [*program.order, RETIRE]
+        order = [*program.tasks, RETIRE]
         self._by_turn = sorted(
             order, key=lambda name: (instructions[name].stage, order.index(name))
         )

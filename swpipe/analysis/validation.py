@@ -136,6 +136,12 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
         )
     elif all(type(e.stage) is int and e.stage < MOST_ITERATIONS for e in plan.schedule.values()):
         yield from _depth(plan)
+    ahead: object = plan.run_ahead
+    if ahead is not None and (type(ahead) is not int or not 0 <= ahead <= MOST_ITERATIONS):
+        yield Problem(
+            f"run_ahead is {shown(ahead)}: give how many iterations the host may launch ahead of "
+            f"the device, an integer from 0 to {MOST_ITERATIONS}, or leave it out"
+        )
 
 
 def _depth(plan: PipelinePlan) -> Iterator[Problem]:

@@ -41,6 +41,10 @@ MOST_WORK = 100_000
 MOST_ITERATIONS = 1_000
 """The largest pipeline depth, distance of a dependence, and staleness; stages are below it."""
 
+DEFAULT_RUN_AHEAD = 1
+"""When a period begins, the device has at most the launched work of a whole one left. With less,
+host and device take turns; with more, memory that streams share is given back later."""
+
 StreamRef: TypeAlias = str | torch.Stream | None
 Pair: TypeAlias = tuple[str, str]
 DistantPair: TypeAlias = tuple[str, str, int]
@@ -100,6 +104,12 @@ class PipelinePlan:
             Otherwise they run on between two calls.
         keep: Attributes of the context that are read after the iteration; all others go as soon as
             no task can use them any more (``swpipe.analysis.last_readers``). None: all stay.
+        run_ahead: How far the host may launch ahead of a device with streams, 0 to 1,000
+            iterations: an iteration is admitted when the device has done the one
+            ``depth + run_ahead`` before. ``depth`` limits the contexts alive; this limits the
+            memory that several streams use, which an allocator can give out again only when the
+            device is done with it. None: 1, or no limit where no task names a stream, as in a
+            plain loop.
         tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
 
     Raises:
@@ -118,6 +128,7 @@ class PipelinePlan:
     stale: Mapping[str, int] = field(default_factory=dict)
     within_calls: bool = False
     keep: Sequence[str] | None = None
+    run_ahead: int | None = None
     tasks: tuple[PipelineTask, ...] = field(default=(), compare=False, repr=False)
 
     def __init__(
@@ -133,6 +144,7 @@ class PipelinePlan:
         stale: Mapping[str, int] | None = None,
         within_calls: bool = False,
         keep: Iterable[str] | None = None,
+        run_ahead: int | None = None,
         tasks: Iterable[PipelineTask] = (),
     ) -> None:
         problems: list[Problem] = []
@@ -148,6 +160,7 @@ class PipelinePlan:
             "stale": _stale(stale or {}, problems),
             "within_calls": within_calls,
             "keep": _keep(keep, problems),
+            "run_ahead": run_ahead,
             "tasks": _tasks([*tasks, *schedule], problems),
         }
         problems += _wrong_names(values)
@@ -180,6 +193,18 @@ class PipelinePlan:
     def depth(self) -> int:
         """How many iterations may be in flight."""
         return self.least_depth if self.pipeline_depth is None else self.pipeline_depth
+
+    @property
+    def names_streams(self) -> bool:
+        """Whether a task has a stream other than the caller's."""
+        return any(entry.stream is not None for entry in self.schedule.values())
+
+    @property
+    def launch_limit(self) -> int | None:
+        """``run_ahead``, or what it is where it is left out; None for no limit."""
+        if self.run_ahead is None and self.names_streams:
+            return DEFAULT_RUN_AHEAD
+        return self.run_ahead
 
     @property
     def thread_groups(self) -> tuple[str, ...]:
@@ -303,9 +328,10 @@ class PipelinePlan:
 
 
 _KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
-_NO_LISTS = ("pipeline_depth", "pull_group", "stale", "within_calls")
+_NO_LISTS = ("pipeline_depth", "pull_group", "stale", "within_calls", "run_ahead")
 _MAY_DIFFER = {
     "streams": "a stream's priority orders nothing",
+    "run_ahead": "a rank that waits for its device orders nothing",
     "stale": "it allows reads, and changes no order",
 }
 """Fields that ``digest`` ignores, and why."""

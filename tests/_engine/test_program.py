@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe._engine.program import ADMIT, RETIRE, EventWait, Instruction, Program, compile_plan
+from swpipe._engine.program import (
+    ADMIT,
+    RETIRE,
+    THROTTLE,
+    EventWait,
+    Instruction,
+    Program,
+    compile_plan,
+)
 from swpipe.core.resolved import resolve_plan
 from tests.support.plans_for_tests import piped, spread
 
@@ -109,8 +118,8 @@ def test_no_event_wait_is_implied_by_the_one_for_the_batch() -> None:
     ("depth", "streams", "lane"),
     [
         (3, False, [ADMIT, "forward", "dist", "h2d", RETIRE]),
-        (3, True, ["forward", "dist", ADMIT, "h2d", RETIRE]),
-        (4, True, ["forward", "dist", "h2d", ADMIT, RETIRE]),
+        (3, True, ["forward", "dist", ADMIT, "h2d", RETIRE, THROTTLE]),
+        (4, True, ["forward", "dist", "h2d", ADMIT, RETIRE, THROTTLE]),
     ],
 )
 def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
@@ -121,10 +130,48 @@ def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
         schedule={"h2d": TaskSchedule(0), "dist": TaskSchedule(1), "forward": TaskSchedule(2)},
         deps=[("dist", "h2d"), ("forward", "dist")],
         pipeline_depth=depth,
+        run_ahead=2,
     )
     program = compile_plan(resolve_plan(plan), streams=streams)
     assert lanes(program)["default"] == lane
-    assert program.order == ("forward", "dist", "h2d")
+    assert program.order == tuple(lane)
+    assert program.tasks == ("forward", "dist", "h2d")
+    assert program.launch_limit == (2 if streams else None)
+
+
+def with_copy(**given: Any) -> Program:
+    """A copy on a worker group's thread, and what trains on the caller's."""
+    plan = PipelinePlan(
+        {"copy": TaskSchedule(0, "memcpy", "io"), "train": TaskSchedule(1)},
+        deps=[("train", "copy")],
+        **given,
+    )
+    return compile_plan(resolve_plan(plan), streams=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"pull_group": "loader"}, {"within_calls": True}])
+def test_the_caller_waits_for_the_device_after_all_that_it_can_launch(given: Any) -> None:
+    """Worker groups, a group that pulls: ``<admit>`` is at the head, and the wait at the end."""
+    program = with_copy(**given)
+    assert lanes(program)["default"] == [ADMIT, "train", RETIRE, THROTTLE]
+    assert not any(
+        THROTTLE in lanes(program)[group] for group in lanes(program) if group != "default"
+    )
+    waits = program.instructions[THROTTLE].host_waits
+    assert waits == ()  # for no other thread
+    assert not program.instructions[THROTTLE].publish  # and no other one for it
+
+
+def test_how_far_ahead_the_host_may_launch() -> None:
+    """One iteration where streams share memory; as in a plain loop where there is one stream."""
+    assert with_copy().launch_limit == 1
+    assert with_copy(run_ahead=0).launch_limit == 0
+    one = PipelinePlan.serial(["copy", "train"])
+    program = compile_plan(resolve_plan(one), streams=True)
+    assert program.launch_limit is None
+    assert THROTTLE not in program.instructions
+    bounded = compile_plan(resolve_plan(replace(one, run_ahead=3)), streams=True)
+    assert lanes(bounded)["default"] == [ADMIT, "copy", "train", RETIRE, THROTTLE]
 
 
 @pytest.mark.parametrize("other", [None, "side"])

@@ -17,47 +17,48 @@ from tests.support.strategies import Case, cases
 
 SERIAL = """
 depth 1, ring 1
-order: read, train
+order: <admit>, read, train, <retire>
 default: <admit>@0 -> read@0 -> train@0 -> <retire>@0
 """
 TWO_GROUPS = """
 depth 2, ring 3
-order: decode, forward, backward, step
+order: <admit>, decode, forward, backward, step, <retire>
 default: <admit>@0 publish -> wait(io.decode, lag 1) -> forward@1 -> backward@1 -> step@1 -> \
 <retire>@1
 io: wait(default.<admit>) -> decode@0 publish
 """
 PREFETCH = """
-depth 3, ring 3
-order: read, copy, forward, step
+depth 3, ring 3, launch limit 1
+order: read, copy, forward, step, <admit>, <retire>, <throttle>
 default: wait(io.copy, lag 1) -> event(copy) -> forward@2 -> step@2 -> <admit>@0 publish -> \
-<retire>@2
-io: wait(default.<admit>, lag 1) -> read@1 record -> event(read) -> \
-copy@1 [memcpy] record publish
+<retire>@2 -> <throttle>@0
+io: wait(default.<admit>, lag 1) -> read@1 record -> event(read) -> copy@1 [memcpy] record \
+publish
 """
 THREE_STAGES = """
-depth 3, ring 4
-order: dist, h2d, forward, backward, step
-default: <admit>@0 record publish -> event(dist) -> forward@2 -> wait(io.dist) -> \
-backward@2 publish -> step@2 -> <retire>@2
+depth 3, ring 4, launch limit 1
+order: dist, <admit>, h2d, forward, backward, step, <retire>, <throttle>
+default: <admit>@0 record publish -> event(dist) -> forward@2 -> wait(io.dist) -> backward@2 \
+publish -> step@2 -> <retire>@2 -> <throttle>@0
 io: wait(default.backward, lag 1) -> event(h2d) -> dist@1 [dist] record publish -> \
 wait(default.<admit>) -> event(<admit>) -> h2d@0 [memcpy] record
 """
 THREE_STAGES_ON_CPU = """
 depth 3, ring 4
-order: dist, h2d, forward, backward, step
+order: <admit>, dist, h2d, forward, backward, step, <retire>
 default: <admit>@0 publish -> forward@2 -> wait(io.dist) -> backward@2 publish -> step@2 -> \
 <retire>@2
 io: wait(default.backward, lag 1) -> dist@1 publish -> wait(default.<admit>) -> h2d@0
 """
 SPARSE_DIST = """
-depth 3, ring 4
-order: EmbInputDistStart, H2DAndShuffle, EmbPrefetch, EmbForward, DenseForward, \
-EmbInputDistWait, LossPostprocess, DenseBackward, EmbBackward, FinalizeGrads, OptimStep
+depth 3, ring 4, launch limit 1
+order: EmbInputDistStart, <admit>, H2DAndShuffle, EmbPrefetch, EmbForward, DenseForward, \
+EmbInputDistWait, LossPostprocess, DenseBackward, EmbBackward, FinalizeGrads, OptimStep, \
+<retire>, <throttle>
 default: event(H2DAndShuffle) -> EmbInputDistStart@1 [data_dist] -> <admit>@0 record -> \
 event(<admit>) -> H2DAndShuffle@0 [memcpy] record -> event(EmbInputDistWait) -> EmbPrefetch@2 -> \
 EmbForward@2 -> DenseForward@2 -> EmbInputDistWait@1 [data_dist] record -> LossPostprocess@2 -> \
-DenseBackward@2 -> EmbBackward@2 -> FinalizeGrads@2 -> OptimStep@2 -> <retire>@2
+DenseBackward@2 -> EmbBackward@2 -> FinalizeGrads@2 -> OptimStep@2 -> <retire>@2 -> <throttle>@0
 """
 
 README = PipelinePlan(

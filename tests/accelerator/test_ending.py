@@ -134,7 +134,7 @@ class Telling(AcceleratorDevice):
         return Asked(super().new_event(timing=timing), self._in_vain)
 
 
-def pulled_before_waiting(depth: int, group: str) -> int:
+def pulled_before_waiting(depth: int, group: str, run_ahead: int | None = None) -> int:
     """How many batches are pulled while iteration 0 stands before a gate on stream "side"."""
     gates, pulled = Gates(at=0), [0]
     first_wait: list[int] = []
@@ -154,7 +154,9 @@ def pulled_before_waiting(depth: int, group: str) -> int:
         gates.open()  # at the latest
 
     plan = PipelinePlan(
-        {PipelineTask("make", make): TaskSchedule(0, "side", group)}, pipeline_depth=depth
+        {PipelineTask("make", make): TaskSchedule(0, "side", group)},
+        pipeline_depth=depth,
+        run_ahead=run_ahead,
     )
     with SWPipeline(plan, device=Telling(in_vain)) as pipe:
         pipe.run(batches())
@@ -162,10 +164,13 @@ def pulled_before_waiting(depth: int, group: str) -> int:
 
 
 @pytest.mark.parametrize("group", ["default", "io"])
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_the_host_runs_ahead_by_depth_iterations(depth: int, group: str) -> None:
+@pytest.mark.parametrize(("depth", "run_ahead"), [(1, 0), (1, None), (2, 2), (5, 0), (5, None)])
+def test_the_host_runs_ahead_by_so_many_iterations(
+    depth: int, run_ahead: int | None, group: str
+) -> None:
     """No fewer, and no more: the next batch is pulled when the device is done with the first."""
-    assert pulled_before_waiting(depth, group) == depth
+    ahead = 1 if run_ahead is None else run_ahead
+    assert pulled_before_waiting(depth, group, run_ahead) == depth + ahead
 
 
 def test_without_back_pressure_the_host_runs_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

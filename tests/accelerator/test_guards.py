@@ -134,13 +134,13 @@ def read_by_the_caller() -> list[int]:
 
 
 def admitted_too_soon() -> list[int]:
-    """The iterations admitted while that ``depth`` before was still under way."""
+    """The iterations admitted while that ``depth + run_ahead`` before was still under way."""
     ends: dict[int, torch.Event] = {}
     early: list[int] = []
-    depth = 2
+    depth, run_ahead = 2, 2
 
     def first(ctx: IterContext) -> None:
-        end = ends.get(ctx.iter_idx - depth)
+        end = ends.get(ctx.iter_idx - depth - run_ahead)
         if end is not None and not end.query():
             early.append(ctx.iter_idx)
 
@@ -156,6 +156,7 @@ def admitted_too_soon() -> list[int]:
         },
         deps=[("work", "first")],
         pipeline_depth=depth,
+        run_ahead=run_ahead,
     )
     run(plan, range(ITERATIONS))
     return early

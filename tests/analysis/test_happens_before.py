@@ -147,11 +147,13 @@ def test_an_event_orders_the_device() -> None:
     assert not before.device("b", "a", 1)
 
 
-def test_back_pressure_orders_the_device() -> None:
-    """What comes after an admission finds the device work of ``depth`` before done."""
-    before = HappensBefore.of(resolve_plan(two_streams(pipeline_depth=3)), streams=True)
-    assert not before.device("b", "a", 2)
-    assert before.device("b", "a", 3)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_launch_limit_orders_the_device(ahead: int) -> None:
+    """When an iteration is admitted, the one ``depth + run_ahead`` before it is done."""
+    plan = two_streams(pipeline_depth=3, run_ahead=ahead)
+    before = HappensBefore.of(resolve_plan(plan), streams=True)
+    assert not before.device("b", "a", 2 + ahead - 1)
+    assert before.device("b", "a", 2 + ahead)  # a period after its admission
 
 
 def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
@@ -177,14 +179,18 @@ def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
 
 
 @pytest.mark.parametrize("group", [None, "loader"])
-def test_a_call_of_the_loader_comes_after_device_work_that_is_done(group: str | None) -> None:
-    """That of the iteration whose place it takes; its own is done when it returns."""
+def test_a_call_of_the_loader_comes_after_what_is_before_it_on_the_callers_stream(
+    group: str | None,
+) -> None:
+    """It is the stream of its device work. Its own is done when it returns."""
     plan = replace(piped(), pull_group=group, pipeline_depth=5)
     before = HappensBefore.of(resolve_plan(plan), streams=True)
     assert before.keeps(PULL, "h2d", 0)
     assert before.keeps("step", PULL, 5)
-    assert not before.device("step", PULL, 4)
     assert not before.keeps("step", PULL, 1)
+    beside = replace(plan, schedule={**plan.schedule, "step": TaskSchedule(2, "side")})
+    assert HappensBefore.of(resolve_plan(beside), streams=True).device("step", PULL, 5)
+    assert not HappensBefore.of(resolve_plan(beside), streams=True).device("step", PULL, 4)
 
 
 def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:

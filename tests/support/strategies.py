@@ -218,7 +218,8 @@ def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
         pipeline_depth=rng.choice((None, max(stage.values()) + 1 + rng.randint(0, 2))),
     )
     plan = _pulling(rng, _with_more(rng, plan))
-    return replace(plan, within_calls=rng.random() < 0.2)
+    ahead = rng.choice((None, None, 0, 1, 2, 3))
+    return replace(plan, within_calls=rng.random() < 0.2, run_ahead=ahead)
 
 
 def _pulling(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:

@@ -8,7 +8,7 @@ work D::
                  v        v        v
     streams     D a      D b ---> D c             the same stream, or an event wait
     two threads H a ---> H d                      a host wait: D a is submitted, not finished
-    admission   D <retire> ---> H <admit>         back-pressure: iteration i - depth is finished
+    throttle    D <retire> ---> H <throttle>      iteration i - run_ahead is finished
 
 Each node is executed once per period, and an arc has the lag between its ends in periods. Without
 contention the interval of the program is the *maximum cycle ratio* of this graph (F. Baccelli et
@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, BEGIN, RETIRE, SOURCES, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, THROTTLE, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
-from swpipe.core.plan import DEFAULT_GROUP, PULL, StreamRef
+from swpipe.core.plan import PULL, StreamRef
 from swpipe.planning.simulation.cycles import Arc, ticks
 from swpipe.trace.span import Row
 
@@ -121,10 +121,11 @@ class _Builder:
         self.program = program
         self.streams = streams
         self.handover = ticks(costs.handover_us)
-        known = costs.of(program.order)
+        known = costs.of(program.tasks)
         puller = PULL if PULL in program.instructions else ADMIT
         known[puller] = costs.tasks.get(PULL, TaskCost())
-        self.instructions = order = _in_lag_order(program)
+        found = program.instructions
+        self.instructions = order = [found[name] for name in program.order]
         self.costs = [known.get(ins.task, TaskCost()) for ins in order]
         self.times = [max(least, host_time(cost, streams)) for cost in self.costs]
         self.host = {ins.task: k for k, ins in enumerate(order)}
@@ -217,8 +218,7 @@ class _Builder:
     def _queues(self) -> Iterable[list[int]]:
         """Device work of each stream, in the order of submission within a period."""
         chains: dict[StreamRef, list[int]] = defaultdict(list)
-        place = {name: k for k, name in enumerate((*self.program.order, RETIRE))}
-        for ins in sorted(self.instructions, key=lambda ins: place.get(ins.task, -1)):
+        for ins in self.instructions:
             if ins.task in self.device:
                 chains[ins.stream].append(self.device[ins.task])
         if self._shared_queue():
@@ -226,7 +226,7 @@ class _Builder:
         return chains.values()
 
     def _optional(self, nodes: Sequence[Node]) -> Iterable[Arc]:
-        """Event waits and back-pressure, which apply between iterations."""
+        """Event waits and ``<throttle>``, which apply between iterations."""
         if not self.streams:
             return
         stage = {ins.task: ins.stage for ins in self.instructions}
@@ -236,8 +236,9 @@ class _Builder:
                     tail, head = self.device[wait.producer], self.device[ins.task]
                     lag = stage[ins.task] - stage[wait.producer] + wait.distance
                     yield Arc(tail, head, nodes[tail].time, lag)
-        done = self.device[RETIRE]
-        yield Arc(done, self.host[ADMIT], nodes[done].time + self.handover, 1)
+        if (limit := self.program.launch_limit) is not None:
+            done = self.device[RETIRE]
+            yield Arc(done, self.host[THROTTLE], nodes[done].time + self.handover, limit)
 
     # ------------------------------------------------------------------- load
 
@@ -269,19 +270,3 @@ def _queues(ins: Instruction, cost: TaskCost) -> bool:
     waits = any(wait.producer not in SOURCES for wait in ins.event_waits)
     own = ins.task in SOURCES
     return ins.task == RETIRE or cost.device_us > 0 or (not own and (waits or ins.record))
-
-
-def _in_lag_order(program: Program) -> list[Instruction]:
-    """All instructions, with swpipe's own where the program has them."""
-    found = {ins.task: ins for lane in program.lanes for ins in lane.instructions}
-    default = program.lanes[0]
-    if default.group != DEFAULT_GROUP:
-        raise ValueError("the first lane of a program must be the default group's")
-    order = [found[name] for name in program.order]
-    if PULL in found:
-        return [found[ADMIT], found[PULL], *order, found[RETIRE]]
-    index = default.instructions.index(found[ADMIT])
-    after = default.instructions[index + 1].task
-    place = next((k for k, ins in enumerate(order) if ins.task == after), len(order))
-    head = [found[BEGIN]] if BEGIN in found else []
-    return [*head, *order[:place], found[ADMIT], *order[place:], found[RETIRE]]

@@ -2,7 +2,7 @@
 
 iterator ── batch, on the device or not ──> pipeline ── context ──> copied out, kept, dropped
    │
-   └── asks the device: is the iteration ``depth`` before known to be done?
+   └── asks the device: is the iteration ``depth + run_ahead`` before known to be done?
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class Bench:
         return made
 
     def _ask_for_room(self, i: int) -> None:
-        if self._admitting:
-            self.device.expect_done(i - self.case.plan.depth)
+        limit = self.case.plan.launch_limit
+        if self._admitting and limit is not None:
+            self.device.expect_done(i - self.case.plan.depth - limit)
 
     def progress(self, iterator: Iterator[Any]) -> None:
         """One call, and a look at what it hands out."""

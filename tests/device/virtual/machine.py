@@ -86,7 +86,7 @@ def _mix_with(tag: int, there: Sequence[int | None], *given: int) -> int:
 def turns_of(case: Case, program: Program) -> list[tuple[str, int]]:
     """The globally ordered tasks as every rank has to call them: by period, in period order."""
     stage = {name: ins.stage for name, ins in program.instructions.items()}
-    ordered = [name for name in program.order if case.plan.schedule[name].globally_ordered]
+    ordered = [name for name in program.tasks if case.plan.schedule[name].globally_ordered]
     count = len(case.batches)
     return [
         (name, period - stage[name])
