@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -71,6 +72,7 @@ class SWPipeline(Generic[C]):
         effects: What each task touches, as recorded: the plan is verified for it.
         keep: As ``PipelinePlan.keep``, in its place; None: as the plan says. What tasks use is what
             they say by ``reads``, or what ``effects`` have.
+        run_ahead: As ``PipelinePlan.run_ahead``, in its place; None: as the plan says.
         host: Where threads come from; for tests.
 
     Raises:
@@ -78,6 +80,9 @@ class SWPipeline(Generic[C]):
             order than serially; lists everything that is wrong with it.
         TypeError: ``context`` cannot be used; the message says why.
         ValueError: The device is not on this machine, or an argument's value cannot be used.
+
+    Warns:
+        RuntimeWarning: ``run_ahead`` on a device without streams.
     """
 
     def __init__(
@@ -96,12 +101,21 @@ class SWPipeline(Generic[C]):
         check_effects: bool | float | None = None,
         effects: EffectTable | None = None,
         keep: Sequence[str] | None = None,
+        run_ahead: int | None = None,
         host: Host | None = None,
     ) -> None:
         given = tasks_given(plan, tasks)
         plan = plan if keep is None else replace(plan, keep=keep)
+        plan = plan if run_ahead is None else replace(plan, run_ahead=run_ahead)
         self.plan, self.device, self.context = plan, resolve(device), context_class(context)
         streams = self.device.has_streams
+        if plan.run_ahead is not None and not streams:
+            warnings.warn(
+                f"run_ahead={plan.run_ahead} means nothing on {self.device.name!r}, which has no "
+                "streams and is never behind the host: leave it out there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         resolved = resolve_for_run(plan, given, effects, device=self.device.name, streams=streams)
         self._resolved, self._alike = resolved, check_ranks
         by_name = {task.name: task for task in given}

@@ -1,7 +1,7 @@
-"""Where iterations come from: the pull of a batch, and its context.
+"""Where iterations come from: back-pressure, the pull of a batch, and its context.
 
-    without a group that pulls     <admit>  read the caller's settings, pull, make the context
-    with one                       <admit>  read the caller's settings
+    without a group that pulls     <admit>  wait for the device, pull, make the context
+    with one                       <admit>  wait for the device, read the caller's settings
                                    <pull>   pull, make the context
 
 Guarantees
@@ -9,6 +9,8 @@ Guarantees
       the pipeline: ``<pull>`` comes after ``<admit>`` and before ``<retire>`` of a period.
     - A batch that was pulled is in flight: it is handed out, also by ``drain``.
     - ``InFlightIterations.total`` is set before the instruction that found the end publishes it.
+    - When iteration i is admitted, the device has done iteration i - depth - ``launch_limit``, of
+      this run or of an earlier one.
 
 Assumptions
     - Batches given to ``push`` are taken by ``<admit>``: the caller has none ahead.
@@ -68,7 +70,8 @@ class Admission:
     def step(self, ins: Instruction, *, observed: bool) -> Step:
         """What the lane does at ``<admit>`` or ``<pull>``.
 
-        Observers are told of the two apart, also where the lane does both at ``<admit>``.
+        Observers are told of the two apart, also where the lane does both at ``<admit>``: one is a
+        wait for the device, the other the time that the loader takes.
         """
         admit: Step = self._admit
         pull: Step = self._pull
@@ -88,6 +91,9 @@ class Admission:
 
     def _admit(self, i: int) -> None:
         iterations = self._iterations
+        engine = iterations.engine
+        if engine.program.launch_limit is not None:
+            self._await_device(engine.ends.get(engine.end_slot(iterations.first + i)))
         admitted = InFlight(_NOT_PULLED, self.state, self.variables, None)
         iterations.slots[i % iterations.depth] = admitted
 
@@ -123,3 +129,8 @@ class Admission:
             source = self._sources[i % iterations.depth] or device.new_event()
             self._sources[i % iterations.depth] = iteration.source = source
             source.record(iterations.caller_stream)
+
+    def _await_device(self, before: Event | None) -> None:
+        """Keep the host from launching further ahead of the device."""
+        if before is not None:
+            self._iterations.await_device(before)

@@ -76,8 +76,8 @@ class Engine:
     ends: dict[int, Event] = field(default_factory=dict)
 
     def end_slot(self, iteration: int) -> int:
-        """Where the end of an iteration is kept, until it was waited for."""
-        return iteration % (self.program.throttle_distance + 1)
+        """Where the end of an iteration is kept, until ``<admit>`` has waited for it."""
+        return iteration % (self.program.depth + (self.program.launch_limit or 0))
 
 
 @dataclass(slots=True)

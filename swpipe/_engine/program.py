@@ -1,11 +1,11 @@
 """The compiler: from a plan to a list of instructions for each thread group.
 
 A *lane* is one thread group's instructions, run once per period. Two instructions are swpipe's own
-and frame the default lane: ``<admit>`` begins an iteration and pulls its batch; ``<retire>`` comes
-after all other tasks of an iteration and hands its context out. Where the plan has a group that
-pulls, ``<pull>`` does so there, in the period of ``<admit>``: after it, and before ``<retire>``, so
-that the loader is called only while the caller is in a call. So everything that orders anything is
-a dependence with a distance:
+and frame the default lane: ``<admit>`` begins an iteration, when the device is not too far behind,
+and pulls its batch; ``<retire>`` comes after all other tasks of an iteration and hands its context
+out. Where the plan has a group that pulls, ``<pull>`` does so there, in the period of ``<admit>``:
+after it, and before ``<retire>``, so that the loader is called only while the caller is in a call.
+So everything that orders anything is a dependence with a distance:
 
 - what the plan declares;
 - every task comes after ``<admit>`` and ``<pull>`` of its iteration, and ``<retire>`` after every
@@ -15,12 +15,9 @@ a dependence with a distance:
 
 Without streams, or with ``<pull>``, ``<admit>`` comes first: worker lanes wait for it.
 With streams it comes right before the first task of the new iteration, so that the device has work
-while a batch is pulled.
-
-On a device with streams, ``<throttle>`` keeps the host from launching further ahead of the device
-than the plan's ``run_ahead`` (``Program.launch_limit``). It comes last in each period that admits
-an iteration: by then the caller's thread has launched all that it can, and what is drained is not
-waited for. Worker lanes never wait for the device: they wait for ``<admit>`` of a later period.
+while a batch is pulled. It waits there until the device has done the iteration
+``depth + launch_limit`` before. With a limit of 1 or more the work of a whole period is launched
+then, wherever in the period ``<admit>`` stands. No other instruction waits for the device.
 
 A plan may say that nothing runs between two calls (``within_calls``). In each period worker lanes
 then begin after the head of the caller's lane, and ``<retire>`` comes after their last tasks. The
@@ -57,8 +54,7 @@ from swpipe.core.resolved import ResolvedPlan
 ADMIT = "<admit>"
 BEGIN = "<begin>"
 RETIRE = "<retire>"
-THROTTLE = "<throttle>"
-OWN = (ADMIT, BEGIN, PULL, RETIRE, THROTTLE)
+OWN = (ADMIT, BEGIN, PULL, RETIRE)
 """The instructions that swpipe adds."""
 
 SOURCES = (ADMIT, PULL)
@@ -123,8 +119,8 @@ class Program:
         depth: How many iterations may be in flight.
         ring: How many iterations' events are held: depth + the largest distance.
         order: All instructions in period order.
-        launch_limit: How many iterations that were handed out the device may not have done yet
-            when a period ends; None for no limit.
+        launch_limit: How many iterations beyond ``depth`` the host may launch that the device has
+            not done; None for no limit.
     """
 
     lanes: tuple[Lane, ...]
@@ -132,11 +128,6 @@ class Program:
     ring: int
     order: tuple[str, ...]
     launch_limit: int | None = None
-
-    @property
-    def throttle_distance(self) -> int:
-        """``<throttle>`` of an iteration waits until the device has done the one so many before."""
-        return self.depth - 1 + (self.launch_limit or 0)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -242,7 +233,7 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     place = {name: k for k, name in enumerate(order)}
     retire = place[RETIRE]
     schedule = {**plan.schedule, ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(last)}
-    schedule[BEGIN] = schedule[THROTTLE] = schedule[ADMIT]
+    schedule[BEGIN] = schedule[ADMIT]
     schedule[PULL] = TaskSchedule(-ahead, thread_group=plan.pull_group or DEFAULT_GROUP)
     entries = [schedule[name] for name in order]
     groups = plan.thread_groups
@@ -285,8 +276,7 @@ def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) 
         admit = next(new, len(tasks))
     head = (BEGIN,) if plan.within_calls and admit else ()
     sources = (ADMIT,) if plan.pull_group is None else SOURCES
-    last = (THROTTLE,) if streams and plan.launch_limit is not None else ()
-    return (*head, *tasks[:admit], *sources, *tasks[admit:], RETIRE, *last)
+    return (*head, *tasks[:admit], *sources, *tasks[admit:], RETIRE)
 
 
 # ------------------------------------------------------------------------------------- host waits

@@ -1,8 +1,8 @@
 r"""A program as text, and back: two lines about all of it, then a line per lane.
 
     depth 3, ring 4, launch limit 1
-    order: <admit>, copy, read, forward, <retire>, <throttle>
-    default: <admit>@0 publish -> wait(io.copy) -> event(copy) -> forward@2 -> ...
+    order: <admit>, copy, read, forward, <retire>
+    default: <admit>@0 publish -> wait(io.copy) -> event(copy) -> forward@2 -> <retire>@2
     io: copy@1 [memcpy] record publish -> wait(default.<admit>) -> read@0
 
 ``name@stage`` is an instruction, with its stream in brackets; ``record`` and ``publish`` stand

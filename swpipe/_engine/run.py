@@ -19,8 +19,6 @@ Guarantees
       and so knows whether that iteration exists.
     - ``<retire>`` hands out a context and forgets it in the same step; a failure that comes right
       after it is raised by the next call.
-    - When iteration i is admitted, the device has done iteration i - depth - ``launch_limit``, of
-      this run or of an earlier one: ``<throttle>`` of the period before has waited for that.
     - ``stop`` sets flags and takes no lock: a signal handler may call it. ``end`` does the rest. It
       may be interrupted at any place, and called again, until ``ended``.
     - A call that an exception cut short anywhere (Ctrl-C) leaves ``interrupted`` set: the run is
@@ -51,7 +49,7 @@ from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterati
 from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
 from swpipe._engine.mode import Mode
 from swpipe._engine.process import add_run, remove_run
-from swpipe._engine.program import BEGIN, OWN, SOURCES, THROTTLE, Instruction
+from swpipe._engine.program import BEGIN, OWN, SOURCES, Instruction
 from swpipe._engine.release import finish, warn_of_missing, with_releases
 from swpipe._engine.resets import reset_states
 from swpipe._engine.torch_state import ThreadTorchState, torch_state
@@ -105,8 +103,6 @@ class Run:
             step: Step = lambda i: None  # noqa: E731 - only a place that worker lanes wait for
         elif ins.task in SOURCES:
             step = self.admission.step(ins, observed=observed)
-        elif ins.task == THROTTLE:
-            step = observe(self.iterations, ins, self._throttle) if observed else self._throttle
         elif ins.task in OWN:
             step = self._retire_step(ins)
             if observed:
@@ -310,13 +306,6 @@ class Run:
             ends, slot = self.engine.ends, self.engine.end_slot(self.iterations.first + i)
             end = ends[slot] = ends.get(slot) or self.engine.device.new_event()
             end.record(self.iterations.caller_stream)
-
-    def _throttle(self, i: int) -> None:
-        """Keep the host from launching further ahead of the device."""
-        far = self.iterations.first + i - self.engine.program.throttle_distance
-        before = self.engine.ends.get(self.engine.end_slot(far))
-        if before is not None:
-            self.iterations.await_device(before)
 
     def fail(self, error: BaseException, lane: LaneRunner) -> None:
         """Keep the first failure, wake everyone, and note on it where it happened."""

@@ -36,7 +36,7 @@ from swpipe._distributed.rank_checks import (
     rank_prefix,
     tell_failure,
 )
-from swpipe._engine.program import SOURCES, THROTTLE, HostWait
+from swpipe._engine.program import SOURCES, HostWait
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.errors import StallError, write_error
 
@@ -187,10 +187,7 @@ def _doing(run: Run, lane: LaneRunner) -> str:
     wait = unmet(run, lane)
     if wait is None:
         if ins.task in SOURCES:
-            return f"pulling the batch of iteration {iteration}"
-        if ins.task == THROTTLE:
-            of = iteration - run.engine.program.throttle_distance
-            return f"waiting for the device, which has not done iteration {of}"
+            return f"pulling the batch of iteration {iteration}, or waiting for the device"
         task = run.engine.tasks.get(ins.task)  # None for <retire>
         seeded = task is not None and task.random
         access = ", or waiting for access to the random number generators" if seeded else ""

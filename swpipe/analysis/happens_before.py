@@ -8,7 +8,7 @@ r"""Which task comes before which in every interleaving of a compiled program.
                                                                     and at an event wait (2) learns
                                                                     what stood before the event
 
-Program order, host waits, stream order, event waits and ``<throttle>`` order, and nothing else.
+Program order, host waits, stream order, event waits and back-pressure order, and nothing else.
 ``HappensBefore`` walks the program once, period by period, in one order that its waits allow, and
 notes at each instruction what is known to lie before it (vector clocks, with a bit for each run of
 a task; Fidge 1988, Mattern 1989). The result does not depend on the order that is walked.
@@ -19,13 +19,15 @@ Two relations:
   instructions and do their host waits in every period, whether the iteration exists or not.
 - *device*: the first task's device work is done before the other one's starts. Known of what one
   stream was given by instructions in host order; through events, where both iterations exist; and
-  through ``<throttle>``, which waits for the device work of an iteration long before. What a loader
-  has the device do is on the caller's stream.
+  through ``<admit>``, which waits for the device work of the iteration ``depth + launch_limit``
+  before. What a loader has the device do is on the caller's stream.
 
 **Any number of iterations.** "A on iteration i comes before B on iteration i + d" must hold for
 every i in a run of any length. It does exactly if it holds in the run of ``abs(d) + 1`` iterations
 that has the two and those between: every step of a proof in that run has its like in a longer one,
-and that run is one of those asked for. So each distance has a walk of its own.
+and that run is one of those asked for. So each distance has a walk of its own. The pull that finds
+the end of the data waits for the device too, but a drained run ends without it: nothing relies on
+that.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from swpipe._engine.program import (
     BEGIN,
     RETIRE,
     SOURCES,
-    THROTTLE,
     Instruction,
     Program,
     compile_plan,
@@ -107,11 +108,9 @@ class _Walk:
         host, done, ahead = known
         self.host_before[ins.task, i] = host
         host |= self.bit(ins.task, i)
-        if ins.task == THROTTLE:
-            far = i - self._program.throttle_distance
-            if far >= 0:
-                done |= self._through(RETIRE, far)
-            return _Known(host, done, ahead)
+        limit = self._program.launch_limit
+        if ins.task == ADMIT and limit is not None and i >= self._program.depth + limit:
+            done |= self._through(RETIRE, i - self._program.depth - limit)
         before = ahead.get(ins.stream, 0) | done
         if ins.task in (*SOURCES, BEGIN):
             self.device_before[ins.task, i] = before

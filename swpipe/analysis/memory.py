@@ -4,9 +4,10 @@ An attribute of the context lives from the task that sets it to the task that se
 deletes it, or to the end of its iteration. If its end on iteration i always comes before its
 beginning on iteration i + n (``swpipe.analysis.happens_before``), there are at most n copies.
 
-On a device with streams memory comes back later: what a task drops is held until its iteration
-retires, and the device may be behind the host by ``depth`` iterations. So every attribute counts
-``depth`` times, and once for each task that sets it.
+Where a plan uses streams of a device, memory comes back later: what a task drops is held until its
+iteration retires, and the device may be behind the host by ``depth`` iterations and ``run_ahead``
+more. So every attribute counts that many times, and once for each task that sets it. On one stream
+memory that is dropped is free for the work that comes next.
 
 Under a plan with ``keep``, an attribute that is not kept lives until it goes
 (``swpipe.analysis.last_readers``). Where the plan uses streams of a device, one iteration more has
@@ -90,14 +91,14 @@ def bytes_in_flight(
     """
     before, plan = HappensBefore.of(resolved, streams=streams), resolved.plan
     going = places_of(resolved, uses, streams=streams)
-    waits = streams and any(entry.stream is not None for entry in plan.schedule.values())
+    waits = streams and plan.names_streams
     held = []
     for attribute, lives in _lives(resolved, sizes).items():
         for task, last in lives:
             goes = attribute in going and last == RETIRE
             end = going[attribute] if goes else last
-            copies = plan.depth
-            if goes or not streams:
+            copies = plan.depth + (plan.launch_limit or 0)
+            if goes or not waits:
                 # What holds n iterations apart holds further apart: search by halves.
                 apart = range(1, plan.depth)
                 copies = 1 + bisect_left(apart, True, key=lambda n: before.host(end, task, n))
@@ -122,8 +123,9 @@ def memory_problems(
         largest = footprint.held[:SHOWN_ATTRIBUTES]
         shown = ", ".join(map(str, largest))
         yield Problem(
-            f"up to {in_words(footprint.total_bytes)} may be in flight at depth {plan.depth}, more "
-            f"than the budget of {in_words(budget_bytes)}; the largest are {shown}: "
+            f"up to {in_words(footprint.total_bytes)} may be in flight at depth {plan.depth}"
+            f"{_and_ahead(plan, streams)}, more than the budget of {in_words(budget_bytes)}; the "
+            f"largest are {shown}: "
             f"{_mend(plan, sizes, budget_bytes, footprint, uses)}",
             tuple(dict.fromkeys(h.task for h in largest)),
         )
@@ -159,6 +161,10 @@ def _lives(resolved: ResolvedPlan, sizes: Sizes) -> dict[str, list[tuple[str, st
     return lives
 
 
+def _and_ahead(plan: PipelinePlan, streams: bool) -> str:
+    return f" and run_ahead {plan.launch_limit}" if streams and plan.launch_limit else ""
+
+
 def _mend(
     plan: PipelinePlan,
     sizes: Sizes,
@@ -166,7 +172,7 @@ def _mend(
     footprint: Footprint,
     uses: Uses | None,
 ) -> str:
-    """The largest depth that fits or, where none does, a later stage for a task that does."""
+    """The largest run-ahead that fits, or depth, or a later stage for a task that does."""
 
     def fits(changed: PipelinePlan) -> bool:
         """Whether a plan that could run still can, and within the budget."""
@@ -179,9 +185,15 @@ def _mend(
         found = bytes_in_flight(resolved, sizes, streams=footprint.streams, uses=uses)
         return found.total_bytes <= budget_bytes
 
+    behind = footprint.streams and plan.names_streams
+    for ahead in range((plan.launch_limit or 0) - 1, -1, -1) if behind else ():
+        if fits(replace(plan, run_ahead=ahead)):
+            return f"run_ahead={ahead} would fit"
+    least = replace(plan, run_ahead=0) if behind and plan.launch_limit else plan
+    also = "" if least is plan else " with run_ahead=0"
     for depth in range(plan.depth - 1, plan.least_depth - 1, -1):
-        if fits(replace(plan, pipeline_depth=depth)):
-            return f"pipeline_depth={depth} would fit"
+        if fits(replace(least, pipeline_depth=depth)):
+            return f"pipeline_depth={depth}{also} would fit"
     for task in dict.fromkeys(held.task for held in footprint.held[:SHOWN_ATTRIBUTES]):
         for stage in range(plan.schedule[task].stage + 1, plan.max_stage + 1):
             moved = replace(plan.schedule[task], stage=stage)

@@ -32,12 +32,15 @@ class TaskCost:
         device_us: Microseconds of device work that the task queues; 0 without streams.
         resources: What only one task at a time can use, such as a communicator or a direction of
             the copy engine. Held during the device work or, without any, during the host work.
+        blocks: The task returns when its device work is done, as with ``.item()`` or a copy from
+            pageable memory. ``host_us`` is then without the wait.
     """
 
     host_us: float = 0.0
     gil_us: float = 0.0
     device_us: float = 0.0
     resources: tuple[str, ...] = ()
+    blocks: bool = False
 
     @property
     def total_us(self) -> float:
@@ -79,7 +82,8 @@ class CostModel:
     def mean(cls, models: Sequence[CostModel]) -> Self:
         """The mean of each time, over batches or ranks; the union of the resources.
 
-        Of the memory, that with which one iteration alone holds most.
+        A task that blocks in one model blocks. Of the memory, that with which one iteration alone
+        holds most.
 
         Raises:
             PlanError: A model has no cost for a task of the first model.
@@ -155,6 +159,7 @@ def _mean(costs: Sequence[TaskCost]) -> TaskCost:
         fmean(cost.gil_us for cost in costs),
         fmean(cost.device_us for cost in costs),
         tuple(dict.fromkeys(name for cost in costs for name in cost.resources)),
+        any(cost.blocks for cost in costs),
     )
 
 
@@ -184,3 +189,6 @@ def _faults(name: object, cost: object) -> Iterable[str]:
         isinstance(r, str) and is_label(r) for r in cost.resources
     ):
         yield f"resources is {shown(cost.resources)}; give names: {LABEL_RULE}"
+    blocks: object = cost.blocks
+    if not isinstance(blocks, bool):
+        yield f"blocks is {shown(blocks)}: give true or false"

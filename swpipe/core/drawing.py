@@ -79,8 +79,12 @@ def format_stages(resolved: ResolvedPlan) -> str:
     return f"depth {resolved.plan.depth}{kept}\n" + tabulate(rows, headers=headers)
 
 
+CALLERS_STREAM = "caller's"
+"""What the caller's stream is called."""
+
+
 def stream_name(stream: StreamRef) -> str:
     """The name of a stream in messages and tables."""
     if stream is None:
-        return "caller's"
+        return CALLERS_STREAM
     return stream if isinstance(stream, str) else f"torch.Stream({stream.stream_id})"

@@ -188,6 +188,7 @@ def overlap(
     context: type[C] | None = None,
     check_effects: bool | float | None = None,
     keep: Sequence[str] | None = None,
+    run_ahead: int | None = None,
     **gone: Any,
 ) -> OverlappedLoop[C]:
     """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
@@ -214,6 +215,7 @@ def overlap(
             the loop is not watched.
         keep: The attributes that the body reads; all others go as soon as no task can use them
             any more, as for ``PipelinePlan.keep``. None: all stay.
+        run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
         gone: Nothing; an argument that there was is an error that says what replaces it.
 
     Raises:
@@ -258,6 +260,7 @@ def overlap(
         context=context,
         check_effects=check_effects,
         effects={PULL: Effects() if ahead else UNKNOWN, **declared_effects(given)},
+        run_ahead=run_ahead,
     )
     loop = OverlappedLoop(loader, found, pipe, functions, said=pull_ahead is True)
     if ahead and goes_on(loader):

@@ -38,7 +38,7 @@ _TABLE: dict[str, tuple[float, str | None, tuple[str, ...]]] = {
     "start_shuffle": (4_600, "memcpy", _NCCL),
     "finish_shuffle": (2_300, "memcpy", _NCCL),
     "start_input_dist": (8_600, "data_dist", _NCCL),
-    "wait_input_dist": (400, "data_dist", ()),
+    "wait_input_dist": (400, "data_dist", _NCCL),
     "zero_grad": (90, None, ()),
     "global_tokens_allreduce": (120, None, _NCCL),
     "nccl_safety_barrier": (20, None, ()),

@@ -147,6 +147,7 @@ class _MemoryLog:
     ) -> None:
         self._tasks, self._users, self._keep = tasks, users, keep
         self._left: dict[str, set[Key]] = {}  # by the task before, on the context
+        self._before: set[Key] = set()  # what the context reached when the task began
         self._storages = Storages()
         self._live: dict[Key, _Piece] = {}
         self._events: list[_Event] = []
@@ -176,6 +177,7 @@ class _MemoryLog:
         def run(ctx: Any) -> None:
             values, before = {name: id(value) for name, value in vars(ctx).items()}, self._find(ctx)
             self._look_between(before)
+            self._before = set().union(*before.values())
             self._task += 1
             self._may_hold = self._most = sum(piece.bytes for piece in self._live.values())
             with _Operators(self):
@@ -205,7 +207,7 @@ class _MemoryLog:
         new = _sizes(tensor)
         size = sum(size.bytes for key, size in new.items() if key not in self._live)
         if self._may_hold + size > _STEP * self._most + _LEAST:
-            self._look()
+            self._look(removed=self._before)
             self._most = max(self._most, self._may_hold + size)
         self._add(new)
 

@@ -197,9 +197,10 @@ class Trace(Rows):
         Args:
             memory: What the tasks hold, from ``swpipe.profiler.measure_memory``.
             streams: Whether the plan uses streams on a device, and so holds until an iteration is
-                retired what tasks remove from its context.
+                retired, and other streams are done with it, what tasks remove from its context.
         """
-        return peak_memory(self.spans, memory, streams=streams)
+        made_on = {span.task: span.row.name for span in self.spans if span.row.kind == "stream"}
+        return peak_memory(self.spans, memory, streams=made_on if streams else None)
 
     def records(self) -> list[dict[str, Any]]:
         """A row per span, of plain values; times in microseconds."""

@@ -12,7 +12,6 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import (
     ADMIT,
     RETIRE,
-    THROTTLE,
     EventWait,
     Instruction,
     Program,
@@ -118,8 +117,8 @@ def test_no_event_wait_is_implied_by_the_one_for_the_batch() -> None:
     ("depth", "streams", "lane"),
     [
         (3, False, [ADMIT, "forward", "dist", "h2d", RETIRE]),
-        (3, True, ["forward", "dist", ADMIT, "h2d", RETIRE, THROTTLE]),
-        (4, True, ["forward", "dist", "h2d", ADMIT, RETIRE, THROTTLE]),
+        (3, True, ["forward", "dist", ADMIT, "h2d", RETIRE]),
+        (4, True, ["forward", "dist", "h2d", ADMIT, RETIRE]),
     ],
 )
 def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
@@ -149,19 +148,6 @@ def with_copy(**given: Any) -> Program:
     return compile_plan(resolve_plan(plan), streams=True)
 
 
-@pytest.mark.parametrize("given", [{}, {"pull_group": "loader"}, {"within_calls": True}])
-def test_the_caller_waits_for_the_device_after_all_that_it_can_launch(given: Any) -> None:
-    """Worker groups, a group that pulls: ``<admit>`` is at the head, and the wait at the end."""
-    program = with_copy(**given)
-    assert lanes(program)["default"] == [ADMIT, "train", RETIRE, THROTTLE]
-    assert not any(
-        THROTTLE in lanes(program)[group] for group in lanes(program) if group != "default"
-    )
-    waits = program.instructions[THROTTLE].host_waits
-    assert waits == ()  # for no other thread
-    assert not program.instructions[THROTTLE].publish  # and no other one for it
-
-
 def test_how_far_ahead_the_host_may_launch() -> None:
     """One iteration where streams share memory; as in a plain loop where there is one stream."""
     assert with_copy().launch_limit == 1
@@ -169,9 +155,7 @@ def test_how_far_ahead_the_host_may_launch() -> None:
     one = PipelinePlan.serial(["copy", "train"])
     program = compile_plan(resolve_plan(one), streams=True)
     assert program.launch_limit is None
-    assert THROTTLE not in program.instructions
-    bounded = compile_plan(resolve_plan(replace(one, run_ahead=3)), streams=True)
-    assert lanes(bounded)["default"] == [ADMIT, "copy", "train", RETIRE, THROTTLE]
+    assert compile_plan(resolve_plan(replace(one, run_ahead=3)), streams=True).launch_limit == 3
 
 
 @pytest.mark.parametrize("other", [None, "side"])

@@ -29,17 +29,17 @@ io: wait(default.<admit>) -> decode@0 publish
 """
 PREFETCH = """
 depth 3, ring 3, launch limit 1
-order: read, copy, forward, step, <admit>, <retire>, <throttle>
+order: read, copy, forward, step, <admit>, <retire>
 default: wait(io.copy, lag 1) -> event(copy) -> forward@2 -> step@2 -> <admit>@0 publish -> \
-<retire>@2 -> <throttle>@0
+<retire>@2
 io: wait(default.<admit>, lag 1) -> read@1 record -> event(read) -> copy@1 [memcpy] record \
 publish
 """
 THREE_STAGES = """
 depth 3, ring 4, launch limit 1
-order: dist, <admit>, h2d, forward, backward, step, <retire>, <throttle>
+order: dist, <admit>, h2d, forward, backward, step, <retire>
 default: <admit>@0 record publish -> event(dist) -> forward@2 -> wait(io.dist) -> backward@2 \
-publish -> step@2 -> <retire>@2 -> <throttle>@0
+publish -> step@2 -> <retire>@2
 io: wait(default.backward, lag 1) -> event(h2d) -> dist@1 [dist] record publish -> \
 wait(default.<admit>) -> event(<admit>) -> h2d@0 [memcpy] record
 """
@@ -53,12 +53,11 @@ io: wait(default.backward, lag 1) -> dist@1 publish -> wait(default.<admit>) -> 
 SPARSE_DIST = """
 depth 3, ring 4, launch limit 1
 order: EmbInputDistStart, <admit>, H2DAndShuffle, EmbPrefetch, EmbForward, DenseForward, \
-EmbInputDistWait, LossPostprocess, DenseBackward, EmbBackward, FinalizeGrads, OptimStep, \
-<retire>, <throttle>
+EmbInputDistWait, LossPostprocess, DenseBackward, EmbBackward, FinalizeGrads, OptimStep, <retire>
 default: event(H2DAndShuffle) -> EmbInputDistStart@1 [data_dist] -> <admit>@0 record -> \
 event(<admit>) -> H2DAndShuffle@0 [memcpy] record -> event(EmbInputDistWait) -> EmbPrefetch@2 -> \
 EmbForward@2 -> DenseForward@2 -> EmbInputDistWait@1 [data_dist] record -> LossPostprocess@2 -> \
-DenseBackward@2 -> EmbBackward@2 -> FinalizeGrads@2 -> OptimStep@2 -> <retire>@2 -> <throttle>@0
+DenseBackward@2 -> EmbBackward@2 -> FinalizeGrads@2 -> OptimStep@2 -> <retire>@2
 """
 
 README = PipelinePlan(

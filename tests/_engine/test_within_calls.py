@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT, BEGIN, RETIRE, THROTTLE, compile_plan
+from swpipe._engine.program import ADMIT, BEGIN, RETIRE, compile_plan
 from swpipe._engine.program_text import format_program, parse_program
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.costs import CostModel, TaskCost
@@ -130,7 +130,7 @@ def test_the_head_of_the_lane_is_an_instruction_of_its_own_only_where_admission_
     on_cpu, on_streams = (compile_plan(resolved, streams=kind) for kind in (False, True))
     assert on_cpu.lanes[0].instructions[0].task == ADMIT
     assert [ins.task for ins in on_streams.lanes[0].instructions] == [
-        BEGIN, "train", ADMIT, "copy", RETIRE, THROTTLE,
+        BEGIN, "train", ADMIT, "copy", RETIRE,
     ]  # fmt: skip
     assert [w.producer for w in on_streams.lanes[1].instructions[0].host_waits] == [BEGIN]
     assert parse_program(format_program(on_streams)) == on_streams

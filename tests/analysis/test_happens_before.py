@@ -152,8 +152,8 @@ def test_a_launch_limit_orders_the_device(ahead: int) -> None:
     """When an iteration is admitted, the one ``depth + run_ahead`` before it is done."""
     plan = two_streams(pipeline_depth=3, run_ahead=ahead)
     before = HappensBefore.of(resolve_plan(plan), streams=True)
-    assert not before.device("b", "a", 2 + ahead - 1)
-    assert before.device("b", "a", 2 + ahead)  # a period after its admission
+    assert not before.device("b", "a", 3 + ahead - 1)
+    assert before.device("b", "a", 3 + ahead)
 
 
 def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:

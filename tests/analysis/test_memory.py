@@ -66,9 +66,16 @@ def test_a_thread_that_runs_ahead_fills_the_depth() -> None:
     assert copies(chain((0, 1), depth=4), {("a", "x"): 8, ("b", "x"): 0}) == 1
 
 
-def test_on_a_device_with_streams_everything_counts_as_often_as_the_depth() -> None:
-    """The device may be behind by that much, and what is dropped is held."""
-    assert copies(chain((0, 1, 2)), {("a", "x"): 8, ("b", "x"): 0}, streams=True) == 3
+@pytest.mark.parametrize("ahead", [None, 0, 1, 3])
+def test_under_a_plan_with_streams_everything_counts_as_often_as_the_device_is_behind(
+    ahead: int | None,
+) -> None:
+    """By ``depth`` iterations and ``run_ahead`` more; and what is dropped is held."""
+    sizes = {("a", "x"): 8, ("b", "x"): 0}
+    one = replace(chain((0, 1, 2)), run_ahead=ahead)
+    assert copies(one, sizes, streams=True) == copies(one, sizes) == 1
+    several = replace(one, schedule={**one.schedule, "a": TaskSchedule(0, "side")})
+    assert copies(several, sizes, streams=True) == 3 + (1 if ahead is None else ahead)
 
 
 @pytest.mark.parametrize("depth", [4, 5])
@@ -96,6 +103,7 @@ def problem(plan: PipelinePlan, budget_bytes: int, *, streams: bool = True) -> s
 def test_a_smaller_depth_that_fits_is_named() -> None:
     """With the bound, the budget and the largest attributes."""
     plan = chain((0, 0, 1), depth=4)
+    plan = replace(plan, schedule={**plan.schedule, "c": TaskSchedule(1, "s")}, run_ahead=0)
     assert problem(plan, 110 * MIB) == (
         "up to 204 MiB may be in flight at depth 4, more than the budget of 110 MiB; the largest "
         "are ctx.x of 'b' (4 x 40 MiB), ctx.raw of 'a' (4 x 10 MiB), ctx.y of 'c' (4 x 1 MiB): "
@@ -103,6 +111,16 @@ def test_a_smaller_depth_that_fits_is_named() -> None:
     )
     fitting = replace(plan, pipeline_depth=2)
     assert not list(memory_problems(resolve_plan(fitting), BIG, 110 * MIB, streams=True))
+
+
+def test_a_smaller_run_ahead_that_fits_is_named() -> None:
+    """First, since it costs least; and the depth that fits without any."""
+    plan = chain((0, 0, 1), depth=4)
+    plan = replace(plan, schedule={**plan.schedule, "c": TaskSchedule(1, "s")}, run_ahead=3)
+    text = problem(plan, 300 * MIB)
+    assert text.startswith("up to 357 MiB may be in flight at depth 4 and run_ahead 3, more than")
+    assert text.endswith(": run_ahead=1 would fit")
+    assert problem(plan, 110 * MIB).endswith(": pipeline_depth=2 with run_ahead=0 would fit")
 
 
 def test_a_later_stage_that_fits_is_named() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from swpipe._engine.program import ADMIT, BEGIN, RETIRE, SOURCES, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 
@@ -20,15 +20,11 @@ class Reference:
     def __init__(self, program: Program, costs: CostModel, iterations: int, streams: bool) -> None:
         self.program, self.costs, self.iterations = program, costs, iterations
         self.streams = streams
-        order = {name: place for place, name in enumerate((BEGIN, *program.order, RETIRE))}
-        by_stream: dict[object, list[Instruction]] = {}
-        for ins in program.instructions.values():
-            if ins.task not in SOURCES:
-                by_stream.setdefault(ins.stream, []).append(ins)
-        self.chains = {
-            stream: sorted(chain, key=lambda ins: order[ins.task])
-            for stream, chain in by_stream.items()
-        }
+        self.chains: dict[object, list[Instruction]] = {}
+        for name in program.order:
+            for chain in self._used(name) if name not in SOURCES else ():
+                self.chains.setdefault(chain, []).append(program.instructions[name])
+        self.launched = cache(self._launched)
         self.passed = cache(self._passed)
         self.done = cache(self._done)
         sys.setrecursionlimit(50_000)
@@ -42,6 +38,13 @@ class Reference:
 
     def _passed(self, task: str, period: int) -> float:
         """When a lane has passed an instruction."""
+        launched = self.launched(task, period)
+        if period >= 0 and self.streams and self.cost(task).blocks:
+            return max(launched, self.done(task, period))
+        return launched
+
+    def _launched(self, task: str, period: int) -> float:
+        """When it has given its work to the stream."""
         if period < 0:
             return 0.0
         ins = self.program.instructions[task]
@@ -51,9 +54,10 @@ class Reference:
             other = self.program.lanes[wait.lane].instructions[wait.position].task
             if period >= wait.lag:
                 waits.append(self.passed(other, period - wait.lag) + self.costs.handover_us)
-        back_pressure = task == ADMIT and self.streams and period >= self.program.depth
-        if back_pressure and self.exists(ins, period):
-            waits.append(self.done(RETIRE, period - 1) + self.costs.handover_us)
+        limit = self.program.launch_limit
+        if task == ADMIT and limit is not None and self.exists(ins, period):
+            if period >= self.program.depth + limit:
+                waits.append(self.done(RETIRE, period - 1 - limit) + self.costs.handover_us)
         cost = self.cost(task)
         took = cost.host_us if self.streams else cost.total_us
         return max(waits) + (took if self.exists(ins, period) else 0.0)
@@ -61,10 +65,13 @@ class Reference:
     def _done(self, task: str, period: int) -> float:
         """When the device has done what an instruction left on its stream."""
         ins = self.program.instructions[task]
-        waits = [self.passed(task, period)]
-        ahead = self._ahead(ins, period)
-        if ahead is not None:
-            waits.append(self.done(*ahead))
+        waits = [self.launched(task, period)]
+        if not self.exists(ins, period):
+            return waits[0]
+        for chain in self._used(task):
+            ahead = self._ahead(self.chains[chain], ins, period)
+            if ahead is not None:
+                waits.append(self.done(*ahead))
         for wait in ins.event_waits:
             if wait.producer in SOURCES:
                 continue
@@ -74,9 +81,16 @@ class Reference:
                 waits.append(self.done(producer.task, their))
         return max(waits) + self.cost(task).device_us
 
-    def _ahead(self, ins: Instruction, period: int) -> tuple[str, int] | None:
-        """What was given to the same stream last before."""
-        chain = self.chains[ins.stream]
+    def _used(self, task: str) -> tuple[object, ...]:
+        """What serves the work of a task: its stream, and its resources."""
+        cost = self.cost(task)
+        used = cost.resources if self.streams and cost.device_us else ()
+        return ("stream", self.program.instructions[task].stream), *used
+
+    def _ahead(
+        self, chain: list[Instruction], ins: Instruction, period: int
+    ) -> tuple[str, int] | None:
+        """What was given to the same stream, or to the same resource, last before."""
         for then in range(period, -1, -1):
             for other in reversed(chain[: chain.index(ins)] if then == period else chain):
                 if self.exists(other, then):

@@ -61,6 +61,7 @@ class Exhaustive:
         iterations: How many there are.
         streams: Whether its device has streams.
         most: States after which to give up.
+        loader: Whether calls of the loader have work on the caller's stream.
 
     Attributes:
         host_before: Run to the runs whose functions always have returned when it is called.
@@ -71,7 +72,9 @@ class Exhaustive:
         TooManyError: There are more states than ``most``.
     """
 
-    def __init__(self, program: Program, iterations: int, *, streams: bool, most: int) -> None:
+    def __init__(
+        self, program: Program, iterations: int, *, streams: bool, most: int, loader: bool = True
+    ) -> None:
         self._bits = {
             (task, i): 1 << n
             for n, (task, i) in enumerate(product(program.instructions, range(iterations)))
@@ -80,7 +83,7 @@ class Exhaustive:
         self._device_before: dict[Run, Runs] = {}
         self._program = program
         self._iterations = iterations
-        self._has_streams = streams
+        self._has_streams, self._loader = streams, loader
         names: dict[StreamRef, None] = {ins.stream: None for ins in program.instructions.values()}
         self._streams = list(names)
         start = State((0,) * len(program.lanes), ((),) * len(names), 0, 0)
@@ -122,21 +125,21 @@ class Exhaustive:
         i = period - ins.stage
         if not 0 <= i < self._iterations:
             return state._replace(passed=passed)
-        if self._has_streams and ins.task == ADMIT:
-            held_up_by = (RETIRE, i - self._program.depth)
-            if i >= self._program.depth and not state.done & self._bits[held_up_by]:
+        limit = self._program.launch_limit
+        if ins.task == ADMIT and limit is not None:
+            held_up_by = self._bits.get((RETIRE, i - self._program.depth - limit))
+            if held_up_by is not None and not state.done & held_up_by:
                 return None
         _strike(self._host_before, (ins.task, i), state.called)
         called = state.called | self._bits[ins.task, i]
         done = state.done
-        if ins.task in SOURCES:  # a call of the loader is done when it returns
-            _strike(self._device_before, (ins.task, i), done)
+        if ins.task in SOURCES:  # nobody waits for what a loader has the device do
             done |= self._bits[ins.task, i]
         return State(passed, self._queued(state, ins, i), called, done)
 
     def _queued(self, state: State, ins: Instruction, i: int) -> tuple[tuple[Item, ...], ...]:
         """The queues, once the instruction has submitted its work."""
-        if not self._has_streams or ins.task in SOURCES:
+        if not self._has_streams or (ins.task in SOURCES and not self._loader):
             return state.queues
         awaited = 0
         for wait in ins.event_waits:

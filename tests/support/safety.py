@@ -81,11 +81,11 @@ def random_pair(seed: int, most_tasks: int = 4) -> tuple[PipelinePlan, Workload]
 
 
 def orders(
-    plan: PipelinePlan, iterations: int, *, streams: bool, most: int = 2_000
+    plan: PipelinePlan, iterations: int, *, streams: bool, most: int = 2_000, loader: bool = True
 ) -> dict[Run, frozenset[Run]]:
     """Each run of a task to those that always come before it, on the host and on the device."""
     program = compile_plan(resolve_plan(plan), streams=streams)
-    found = Exhaustive(program, iterations, streams=streams, most=most)
+    found = Exhaustive(program, iterations, streams=streams, most=most, loader=loader)
     before = found.host_before
     if streams:
         before = {run: before[run] & found.device_before[run] for run in found.device_before}
@@ -127,7 +127,7 @@ def fights(
     """
     found = set()
     for count in iterations:
-        before = orders(plan, count, streams=streams, most=most)
+        before = orders(plan, count, streams=streams, most=most, loader=PULL in effects)
         for first, then, _ in meetings(effects, count):
             if first not in before[then]:
                 found.add(frozenset({first[0], then[0]}))

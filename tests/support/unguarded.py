@@ -58,4 +58,4 @@ def _taken(values: list[Any]) -> list[Any]:
 
 def back_pressure(patch: pytest.MonkeyPatch) -> None:
     """The host runs ahead of the device as far as it likes."""
-    patch.setattr(Run, "_throttle", lambda run, i: None)
+    patch.setattr(admission.Admission, "_await_device", lambda own, before: None)

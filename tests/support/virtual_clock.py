@@ -16,7 +16,8 @@ A stream is a sum: what it is given ends after all that it was given before, and
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -136,13 +137,20 @@ class TimedDevice(CpuDevice):
         self.host = host
         self.asked_ns = 0
         self._streams: list[TimedStream] = []
+        self._resources: dict[str, TimedStream] = defaultdict(TimedStream)
         self._default = self.new_stream(StreamSpec())
         self._current = threading.local()
 
-    def launch(self, seconds: float) -> None:
-        """Keep the current stream busy for so long, and return at once."""
-        stream = self.current_stream()
-        stream.end_ns = max(stream.end_ns, self.host.now_ns) + round(seconds * 1e9)
+    def launch(self, seconds: float, resources: Iterable[str] = ()) -> int:
+        """Keep the current stream busy for so long, and return at once; when that will be done.
+
+        A resource, such as a communicator, does what it is given in the order of launch too.
+        """
+        used = [self.current_stream(), *(self._resources[name] for name in resources)]
+        begin_ns = max(self.host.now_ns, *(each.end_ns for each in used))
+        for each in used:
+            each.end_ns = begin_ns + round(seconds * 1e9)
+        return used[0].end_ns
 
     def look_again(self, seconds: float) -> None:
         """Between two looks at an event: right until it is reached, for looks take no time."""
@@ -206,7 +214,10 @@ class _Looks:
 def tasks_that_take(
     costs: CostModel, host: TimedHost, device: TimedDevice | None = None
 ) -> list[PipelineTask]:
-    """Tasks that take what the costs say; without a device, all of it on their threads."""
+    """Tasks that take what the costs say; without a device, all of it on their threads.
+
+    Resources are for device work only.
+    """
 
     def task(name: str) -> PipelineTask:
         cost = costs.tasks[name]
@@ -215,7 +226,11 @@ def tasks_that_take(
         def fn(ctx: IterContext) -> None:
             host.sleep(host_us / 1e6)
             if device is not None:
-                device.launch(cost.device_us / 1e6)
+                done_ns = device.launch(
+                    cost.device_us / 1e6, cost.resources if cost.device_us else ()
+                )
+                if cost.blocks:
+                    host.sleep_until(done_ns)
 
         return PipelineTask(name, fn)
 

@@ -12,7 +12,7 @@ is, roughly, the greatest of
 - every row's time from its first start to its last end,
 - what a dependence of lag k leaves between its two ends, over k,
 - ``<admit>`` and ``<retire>``: both are the caller's, and an iteration is ``depth`` periods between
-  them.
+  them. The device may be done with it ``run_ahead`` periods later.
 
 It is no proof: rows may shift against each other and do better, and a resource that several threads
 want goes to who comes first, whatever the order of the plan. The simulator has the last word; but
@@ -66,8 +66,10 @@ class Estimator:
                 over = graph.handover_us if head < n else 0.0
                 into[head].append(_Into(tail, tail % n, time_us, over, distance))
         held = [[(threads + row, us) for row, us in of] for of in graph.reservations]
-        for v, host_us in enumerate(graph.host_us):
-            held[v].insert(0, (-1, host_us))  # the row of the task's thread
+        for v, launch_us in enumerate(graph.launch_us):
+            held[v].insert(0, (-1, launch_us))  # the row of the task's thread
+        for v in graph.blocks:
+            held[n + v].insert(0, (-1, graph.device_us[v]))
         operations = 2 * n if graph.streams else n
         self._operations = [
             [(v, into[v], held[v]) for v in range(task, operations, n)] for task in range(n)
@@ -174,6 +176,8 @@ class Estimator:
         oldest = max(stage)
         newest = oldest - self.depth + 1
         ends = [at[v] + host + (over if thread[v] else 0.0) for v, host in enumerate(graph.host_us)]
+        for v in graph.blocks:
+            ends[v] = at[n + v] + graph.device_us[v] + (over if thread[v] else 0.0)
         closed = max([retire, *(ends[v] for v in range(n) if stage[v] == oldest)])
         late = [end - closed for end in ends]
         us = max(us, closed)
@@ -182,7 +186,8 @@ class Estimator:
             of_oldest = (ends[v] for v in range(n) if stage[v] == oldest or not graph.stream[v])
             done = max([closed, *of_oldest])
             late = [max(host, end - done) for host, end in zip(late, ends, strict=True)]
-            us = max(us, done + over - admit)
+            if graph.run_ahead is not None:
+                us = max(us, (done + over - admit) / (1 + graph.run_ahead))
             if self._callers_row >= 0:  # <retire> is the last in the caller's stream
                 us = max(us, done - first[self._callers_row])
         for v in range(n):

@@ -5,8 +5,9 @@ streams its device work, which a stream runs. Edges between operations carry a d
 iterations. Operations reserve resources, of which each serves one operation at a time::
 
     task v      host v  ──>  device v         operations v and n + v, for n tasks
-    (c, p, d)   host p  ──>  host c           the producer is submitted first
+    (c, p, d)   host p  ──>  host c           the producer is launched first
                 device p ──> device c         and its device work is done first
+                device p ──> host c           where p blocks
 
 Resources are streams, the order in which tasks submit to a stream, the turn of globally ordered
 tasks, the interpreter lock, and what the cost model names. Threads are not among them: the planner
@@ -57,8 +58,10 @@ class ScheduleGraph:
     Attributes:
         names: Task to its name.
         streams: Whether there are device operations; if not, all cost is host time.
-        host_us: Task to its time on its thread.
+        host_us: Task to its time on its thread; if it blocks, its device time is a part of that.
+        launch_us: Task to the time on its thread before its device work.
         device_us: Task to its time on its stream; 0 without streams.
+        blocks: Tasks whose thread waits for their device work.
         stream: Task to the number of its stream, 0 for the caller's; -1 without streams.
         resources: Resource to its name.
         reservations: Operation to what it reserves; ``2 * size`` entries.
@@ -72,12 +75,15 @@ class ScheduleGraph:
         least_stages: Task to the least stage it can have: above 0 only where ``same_period_deps``
             reach into later iterations.
         handover_us: What waiting for another thread costs.
+        run_ahead: How many iterations beyond the depth may be launched; None for any number.
     """
 
     names: tuple[str, ...]
     streams: bool
     host_us: tuple[float, ...]
+    launch_us: tuple[float, ...]
     device_us: tuple[float, ...]
+    blocks: frozenset[int]
     stream: tuple[int, ...]
     resources: tuple[str, ...]
     reservations: tuple[tuple[Reservation, ...], ...]
@@ -88,6 +94,7 @@ class ScheduleGraph:
     serial: tuple[int, ...]
     least_stages: tuple[int, ...]
     handover_us: float
+    run_ahead: int | None = None
 
     @property
     def size(self) -> int:
@@ -143,54 +150,62 @@ def schedule_graph(
     resolved = resolve_plan(plan)
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
     frozen = frozenset(index[name] for name in limits.frozen)
-    host = tuple(c.host_us if streams else c.total_us for c in task_costs)
+    host = tuple(c.host_us if streams and not c.blocks else c.total_us for c in task_costs)
+    launch = tuple(c.host_us if streams else c.total_us for c in task_costs)
     device = tuple(c.device_us if streams else 0.0 for c in task_costs)
+    blocks = frozenset(v for v, c in enumerate(task_costs) if streams and c.blocks)
     stream_numbers: dict[object, int] = {None: 0}
     stream = tuple(
         stream_numbers.setdefault(entry.stream, len(stream_numbers)) if streams else -1
         for entry in plan.schedule.values()
     )
-    resources, reservations = _reservations(plan, task_costs, streams, limits.threads > 1)
+    resources, reservations = _reservations(plan, task_costs, host, streams, limits.threads > 1)
     return ScheduleGraph(
         names=names,
         streams=streams,
         host_us=host,
+        launch_us=launch,
         device_us=device,
+        blocks=blocks,
         stream=stream,
         resources=resources,
         reservations=reservations,
-        edges=tuple(_edges(host, device, deps, frozen, streams)),
+        edges=tuple(_edges(host, launch, device, blocks, deps, frozen, streams)),
         deps=deps,
         frozen=frozen,
         last=_and_successors(deps, frozen),
         serial=tuple(index[name] for name in resolved.serial_order),
         least_stages=_least_stages(len(names), deps),
         handover_us=costs.handover_us,
+        run_ahead=plan.launch_limit,
     )
 
 
 def _reservations(
-    plan: PipelinePlan, costs: Sequence[TaskCost], streams: bool, threaded: bool
+    plan: PipelinePlan,
+    costs: Sequence[TaskCost],
+    host: Sequence[float],
+    streams: bool,
+    threaded: bool,
 ) -> tuple[tuple[str, ...], tuple[tuple[Reservation, ...], ...]]:
     """The resources that several operations reserve, and the reservations of each operation."""
     users: dict[str, list[tuple[int, float]]] = defaultdict(list)
     n = len(costs)
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), costs, strict=True)):
-        host = cost.host_us if streams else cost.total_us
         for resource in dict.fromkeys(cost.resources):
             on_device = streams and cost.device_us > 0
             users[f"resource {resource!r}"].append(
-                (n + v, cost.device_us) if on_device else (v, host)
+                (n + v, cost.device_us) if on_device else (v, host[v])
             )
         if streams:
             stream = CALLERS_STREAM if entry.stream is None else f"stream {entry.stream!r}"
             users[stream].append((n + v, cost.device_us))
             if entry.stream is not None and threaded:
-                users[f"submission to {stream}"].append((v, host))
+                users[f"submission to {stream}"].append((v, host[v]))
         if cost.gil_us and threaded:
             users[LOCK].append((v, cost.gil_us))
         if entry.globally_ordered and threaded:
-            users[TURN].append((v, host))
+            users[TURN].append((v, host[v]))
     shared = [name for name, uses in users.items() if len(uses) > 1]
     found: list[list[Reservation]] = [[] for _ in range(2 * n)]
     for number, name in enumerate(shared):
@@ -201,7 +216,9 @@ def _reservations(
 
 def _edges(
     host: Sequence[float],
+    launch: Sequence[float],
     device: Sequence[float],
+    blocks: frozenset[int],
     deps: Sequence[tuple[int, int, int]],
     frozen: frozenset[int],
     streams: bool,
@@ -209,8 +226,9 @@ def _edges(
     n = len(host)
     edges = [Edge(p, c, host[p], d) for c, p, d in deps]
     if streams:
-        edges += [Edge(v, n + v, host[v], 0) for v in range(n)]
+        edges += [Edge(v, n + v, launch[v], 0) for v in range(n)]
         edges += [Edge(n + p, n + c, device[p], d) for c, p, d in deps]
+        edges += [Edge(n + p, c, device[p], d) for c, p, d in deps if p in blocks]
     # In one period, on one thread: the next iteration's begin when all of this one's have ended.
     edges += [Edge(u, v, host[u], 1) for u in sorted(frozen) for v in sorted(frozen) if u != v]
     return edges

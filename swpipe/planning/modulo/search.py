@@ -78,14 +78,20 @@ class Search:
         return max(busiest_us, self._cycle_us(depth))
 
     def _cycle_us(self, depth: int) -> float:
-        """What dependences ask for, and that iterations wait for the one ``depth`` before."""
+        """What dependences ask for, and that iterations wait for earlier ones.
+
+        For the thread work of the one ``depth`` before, and ``run_ahead`` further the device's.
+        """
         n, graph = self.graph.size, self.graph
-        begin, end = 2 * n, 2 * n + 1
+        begin, end, done = 2 * n, 2 * n + 1, 2 * n + 2
         arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
         for v in range(n):
-            last, us = (n + v, graph.device_us[v]) if graph.streams else (v, graph.host_us[v])
-            arcs += [Arc(begin, v, 0, 0), Arc(last, end, ticks(us), 0)]
-        cycle = heaviest_cycle(2 * n + 2, [*arcs, Arc(end, begin, 0, depth)])
+            arcs += [Arc(begin, v, 0, 0), Arc(v, end, ticks(graph.host_us[v]), 0)]
+            arcs += [Arc(n + v, done, ticks(graph.device_us[v]), 0)]
+        arcs += [Arc(end, begin, 0, depth)]
+        if graph.run_ahead is not None:
+            arcs += [Arc(done, begin, 0, depth + graph.run_ahead)]
+        cycle = heaviest_cycle(2 * n + 3, arcs)
         return cycle.ratio_us if cycle is not None else 0.0
 
     def best(self, threads: int, depth: int) -> Found:

@@ -10,10 +10,11 @@ period::
 
 The period begins right after the caller's ``<retire>``, so that no work of the caller's thread
 crosses it. ``<admit>`` comes before all tasks of stage 0, and an iteration's end no more than
-``depth`` periods after it.
+``depth`` periods after it; the device is done with it ``run_ahead`` periods later.
 
-What is not linear is left out: whose work comes first where several threads submit to the caller's
-stream. So "no" proves that no plan has this interval, and "yes" comes with a schedule whose
+What is not linear is left out: whose work comes first where several threads launch to the caller's
+stream or use one resource; and how long a thread waits for a task that blocks, beyond the time of
+its work. So "no" proves that no plan has this interval, and "yes" comes with a schedule whose
 interval the simulator has to confirm.
 
 Source: the formulation with stage and offset goes back to A. E. Eichenberger and E. S. Davidson,
@@ -52,16 +53,19 @@ class ConstraintModel:
         from ortools.sat.python import cp_model
 
         self.graph, self.period, self.threads, self.depth = graph, period, threads, depth
+        # Without a limit one that shortens no interval: more than threads can be apart.
+        self.ahead = depth + 2 if graph.run_ahead is None else graph.run_ahead
         self.unit_us = unit_us
         self.model: Any = cp_model.CpModel()
         n = graph.size
         self.host = [self._units(x) for x in graph.host_us]
+        self.launch = [self._units(x) for x in graph.launch_us]
         self.device = [self._units(x) for x in graph.device_us]
         self.handover = self._units(graph.handover_us)
         new = self.model.new_int_var
         self.stage = [new(0, depth - 1, f"s{v}") for v in range(n)]
         self.y = [new(0, period - 1 if period else 0, f"y{v}") for v in range(n)]
-        self.z = [new(0, (depth + 1) * period, f"z{v}") for v in range(n)]
+        self.z = [new(0, (depth + 1 + self.ahead) * period, f"z{v}") for v in range(n)]
         self.thread = [
             [self.model.new_bool_var(f"l{v}.{k}") for k in range(threads)] for v in range(n)
         ]
@@ -177,7 +181,7 @@ class ConstraintModel:
 
     def _modulo(self, z: Any) -> Any:
         within = self.model.new_int_var(0, self.period - 1, "")
-        turns = self.model.new_int_var(0, self.depth + 1, "")
+        turns = self.model.new_int_var(0, self.depth + 1 + self.ahead, "")
         self.model.add(z == within + turns * self.period)
         return within
 
@@ -195,9 +199,10 @@ class ConstraintModel:
     def _streams(self) -> None:
         new, add, period = self.model.new_int_var, self.model.add, self.period
         admit, retire = new(0, period, "admit"), new(0, period, "retire")
-        done = new(0, 2 * period, "done")
+        done = new(0, (2 + self.ahead) * period, "done")
         add(done >= retire)
-        add(admit + period >= done + self.handover)
+        if self.graph.run_ahead is not None:
+            add(admit + (1 + self.ahead) * period >= done + self.handover)
         for v in range(self.graph.size):
             caller, lag = self.thread[v][0], (self.depth - 1 - self.stage[v]) * period
             new_here = self.model.new_bool_var(f"new{v}")
@@ -209,7 +214,7 @@ class ConstraintModel:
             add(self.y[v] >= admit).only_enforce_if([caller, before.negated()])
             add(self.y[v] + self.host[v] <= retire).only_enforce_if(caller)
             add(self.y[v] + self.host[v] <= retire + lag)
-            add(self.z[v] >= self.y[v] + self.host[v])
+            add(self.z[v] >= self.y[v] + self.launch[v])
             add(done + lag >= self.z[v] + self.device[v])
             if self.graph.stream[v] == 0:
                 add(self.z[v] + self.device[v] <= done).only_enforce_if(caller)
@@ -217,12 +222,14 @@ class ConstraintModel:
         self._queues()
 
     def _queues(self) -> None:
-        """Device work in the order of submission."""
-        for a, b in combinations(range(self.graph.size), 2):
-            if self.graph.stream[a] != self.graph.stream[b]:
+        """Device work on one stream, or with one resource, in the order of launch."""
+        n, stream = self.graph.size, self.graph.stream
+        uses = [{used.resource for used in self.graph.reservations[n + v]} for v in range(n)]
+        for a, b in combinations(range(n), 2):
+            if not uses[a] & uses[b]:
                 continue
-            shared = self.graph.stream[a] == 0 and self.threads > 1
-            given = [self._same(a, b)] if shared else []
+            known = stream[a] == stream[b] > 0 or self.threads == 1
+            given = [] if known else [self._same(a, b)]
             first = self.model.new_bool_var(f"first{a}.{b}")
             for sooner, later, literal in ((a, b, first), (b, a, first.negated())):
                 when = [*given, literal]

@@ -13,11 +13,11 @@ shorter than the sum of their times. Resources are
 **RecMII**: the consumer on iteration i comes after the producer on iteration i - d. A cycle of
 dependences limits the interval to at least the sum of its tasks' times over the sum of its
 distances. The heaviest cycle counts. Only declared dependences are followed, not the order of
-tasks on threads and streams. On a device with streams a thread does not wait for the device, so
-cycles of host times and of device times are separate.
+tasks on threads and streams. On a device with streams, cycles of times on threads and of device
+times are separate; a thread has the device time of a task that ``blocks`` too.
 
-The interval of every plan is at least the greater of the two. The bounds ignore depth: a plan that
-admits too few iterations is slower.
+The interval of every plan is at least the greater of the two. The bounds ignore depth and
+``run_ahead``: a plan that admits too few iterations is slower.
 
 Source: B. R. Rau, "Iterative modulo scheduling: an algorithm for software pipelining loops"
 (MICRO-27, 1994), section 2.
@@ -36,7 +36,7 @@ from swpipe.core.messages import in_ms
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
-from swpipe.planning.simulation.timed_graph import LOCK, host_time
+from swpipe.planning.simulation.timed_graph import LOCK, thread_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _load(
         f"{what}: {', '.join(times)}": sum(times.values()) for what, times in uses.items()
     }
     if threads is not None:
-        host = {name: host_time(cost, streams) for name, cost in costs.items()}
+        host = {name: thread_time(cost, streams) for name, cost in costs.items()}
         if plan.pull_group is not None and PULL in host:  # beside the threads
             load[f"thread {plan.pull_group!r}: {PULL}"] = host.pop(PULL)
         count = "the one thread" if threads == 1 else f"{threads} threads"
@@ -131,7 +131,7 @@ def _uses(
         schedule[PULL] = TaskSchedule(thread_group=plan.pull_group or DEFAULT_GROUP)
     for name, entry in schedule.items():
         cost = costs[name]
-        host = host_time(cost, streams)
+        host = thread_time(cost, streams)
         on_device = streams and cost.device_us > 0
         if threads is None:
             yield name, f"thread {entry.thread_group!r}", host
@@ -156,7 +156,7 @@ def _heaviest(
     """Microseconds of the heaviest cycle of dependences, and the cycle in words."""
     names = resolved.serial_order  # so that the search is fast
     index = {name: k for k, name in enumerate(names)}
-    times = {"host" if streams else "": {n: host_time(c, streams) for n, c in costs.items()}}
+    times = {"host" if streams else "": {n: thread_time(c, streams) for n, c in costs.items()}}
     if streams:
         times["device"] = {name: ticks(cost.device_us) for name, cost in costs.items()}
     best_us, words = 0.0, ""

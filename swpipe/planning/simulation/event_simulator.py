@@ -1,9 +1,8 @@
 """Discrete-event simulation of a timed graph: when each node of a run starts and ends.
 
     ready ──> starts at once                      if it is not contended
-          ──> waits in a queue, ordered by ready time ──> starts
-              (for its resources, then for the interpreter lock; for the caller's stream, if
-              several threads submit to it, in the order of submission)
+          ──> waits for its turn in a queue, in the order of launch
+          ──> waits for its resources, then for the interpreter lock, in the order of ready times
 
 A node's execution in one period is ready once all its predecessors have ended. If it is not
 contended, its end is computed at once, however far ahead in time. Contended executions wait in a
@@ -14,8 +13,8 @@ executions are processed in order of time.
 Executions for iterations that do not exist, before the first and after the last, take no time;
 threads still go through them and do their host waits, as in the engine.
 
-A run may have no last iteration: it is simulated as far as requested. Retirement holds back
-admission, so nothing gets further ahead of contended work than the depth allows.
+A run may have no last iteration: it is simulated as far as requested. The graph must then limit how
+far the host gets ahead of the device (``TimedGraph.limited``).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ UNBOUNDED = sys.maxsize
 
 
 class _Request(IntEnum):
-    SUBMIT = 0
+    LAUNCH = 0
     HOLD = 1
     LOCK = 2
 
@@ -61,7 +60,7 @@ class EventSimulator:
 
     def __init__(self, graph: TimedGraph, iterations: int) -> None:
         self.graph, self.iterations = graph, iterations
-        self.size = len(graph.nodes)
+        self.size, self._reach = len(graph.nodes), graph.reach
         self.limit = self.size * (iterations + graph.depth - 1)
         self.start: list[int] = []
         self.end: list[int] = []
@@ -86,8 +85,8 @@ class EventSimulator:
         self._free = [0] * len(number)
         self._holder = [-1] * len(number)
         self._blocked: dict[int, list[tuple[int, int, _Request]]] = {}
-        self._last = -1  # the last execution in the caller's stream
-        self._next: dict[int, int] = {}
+        self._last: dict[int, int] = {}  # queue to the last execution in it
+        self._next: dict[int, list[int]] = {}
         self._grow()
         self._propagate(
             [execution for execution in range(self.size) if not self._pending[execution]]
@@ -114,7 +113,7 @@ class EventSimulator:
 
     def _grow(self) -> int:
         """Add some periods; the number of executions that there are now."""
-        more = min(2 * self.graph.depth, (self.limit - len(self.end)) // self.size)
+        more = min(self._reach, (self.limit - len(self.end)) // self.size)
         for _ in range(more):
             self._pending += self._waits.in_next_period()
         self.start += [0] * (more * self.size)
@@ -129,7 +128,7 @@ class EventSimulator:
         size, total, count = self.size, self.iterations, len(self.end)
         stage, time, request, out = self._stage, self._time, self._request, self._out
         start, pending, end, bound_by = self.start, self._pending, self.end, self.bound_by
-        queue = self.graph.queue
+        queues = self.graph.queues
         while stack:
             execution = stack.pop()
             k = execution % size
@@ -158,15 +157,15 @@ class EventSimulator:
                 pending[other] -= 1
                 if not pending[other]:
                     stack.append(other)
-            if queue:
-                stack += self._after_submission(execution, k, exists)
+            if queues:
+                stack += self._after_launch(execution, k, exists)
 
     # --------------------------------------------------------------- contended
 
     def _grant(self, time: int, execution: int, request: _Request) -> list[int]:
         """Grant a request; the executions that can be computed now."""
-        if request is _Request.SUBMIT:
-            return self._submit(execution)
+        if request is _Request.LAUNCH:
+            return self._launch(execution)
         k = execution % self.size
         needs = self._needs[k] if request is _Request.HOLD else (_LOCK,)
         free, begin = self._free, time
@@ -199,24 +198,27 @@ class EventSimulator:
             for waiting in self._blocked.pop(what, ()):
                 heapq.heappush(self._heap, waiting)
 
-    # ------------------------------------------------------ the caller's stream
+    # ------------------------------------------------------------------ queues
 
-    def _after_submission(self, execution: int, k: int, exists: bool) -> list[int]:
-        """Submit to the caller's stream, and release what waits there for this execution."""
+    def _after_launch(self, execution: int, k: int, exists: bool) -> list[int]:
+        """Put what was launched into its queues; release what waits there for this execution."""
         device = self.graph.device_of.get(k, -1)
-        if exists and device in self.graph.queue:
+        if exists and device in self.graph.queues:
             heapq.heappush(
-                self._heap, (self.end[execution], execution - k + device, _Request.SUBMIT)
+                self._heap, (self.end[execution], execution - k + device, _Request.LAUNCH)
             )
-        behind = self._next.pop(execution, -1)
-        return self._release(execution, behind) if behind >= 0 else []
+        behind = self._next.pop(execution, ())
+        return [ready for other in behind for ready in self._release(execution, other)]
 
-    def _submit(self, execution: int) -> list[int]:
-        ahead, self._last = self._last, execution
-        if ahead >= 0 and self.end[ahead] < 0:
-            self._next[ahead] = execution
-            return []
-        return self._release(ahead, execution)
+    def _launch(self, execution: int) -> list[int]:
+        ready: list[int] = []
+        for queue in self.graph.queues[execution % self.size]:
+            ahead, self._last[queue] = self._last.get(queue, -1), execution
+            if ahead >= 0 and self.end[ahead] < 0:
+                self._next.setdefault(ahead, []).append(execution)
+            else:
+                ready += self._release(ahead, execution)
+        return ready
 
     def _release(self, ahead: int, execution: int) -> list[int]:
         if ahead >= 0 and self.end[ahead] > self.start[execution]:
@@ -253,9 +255,9 @@ class _Waits:
             if max(stages) < min(stages) + iterations:
                 self.first[max(stages)].append(head)
                 self.over[min(stages) + iterations].append(head)
-        for node in graph.queue:  # the one ahead of it in the queue
-            self.first[nodes[node].stage].append(node)
-            self.over[nodes[node].stage + iterations].append(node)
+        for node, queues in graph.queues.items():  # the one ahead of it in each of its queues
+            self.first[nodes[node].stage] += [node] * len(queues)
+            self.over[nodes[node].stage + iterations] += [node] * len(queues)
 
     def in_next_period(self) -> list[int]:
         """Node to the number of its predecessors; valid until the next call."""

@@ -43,7 +43,7 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
     bound_us = busiest / TICKS_PER_US if cycle is None else cycle.ratio_us
     if not graph.contended or bound_us >= enough_us:
         return Interval(bound_us, exact=True)
-    ii_us, exact = _simulated_interval(graph)
+    ii_us, exact = _simulated_interval(graph.limited())
     return Interval(max(ii_us, bound_us), exact)
 
 
@@ -82,9 +82,9 @@ def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
 def _memory(graph: TimedGraph) -> int:
     """How many consecutive iterations determine all later ones.
 
-    When the first of ``depth`` + 1 iterations is retired, so are all before it, and at most those
-    after it are in flight; their own shapes show how they continue. Earlier iterations matter only
-    through a thread's wake-up time, as far back as a wait reaches.
+    When the device has done the first of ``in_flight`` + 1 iterations, it has done all before it,
+    and at most those after it are in flight; their own shapes show how they continue. Earlier
+    iterations matter only through a thread's wake-up time, as far back as a wait reaches.
     """
     nodes = graph.nodes
     back = (
@@ -92,7 +92,7 @@ def _memory(graph: TimedGraph) -> int:
         for tail, head, time, lag in graph.arcs
         if time > nodes[tail].time
     )
-    return graph.depth + max([1, *back])
+    return graph.in_flight + max([1, *back])
 
 
 # ---------------------------------------------------------------------------------- the limit
@@ -118,14 +118,15 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
 
     It can take long to find.
     """
-    cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
-    if not graph.contended:
-        return Limit("nothing") if cycle is None else _of_cycle(graph, cycle)
+    if not ii_us:
+        return Limit("nothing")
     key, load = max(graph.load.items(), key=lambda item: item[1])
     if ii_us <= load / TICKS_PER_US:
         return _of_load(graph, key)
+    cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
     if cycle is not None and ii_us <= cycle.ratio_us:
         return _of_cycle(graph, cycle)
+    graph = graph.limited()
     for length in (3, LONGEST_RUN):  # a short run shows most cycles of waits
         found = _of_chain(simulate_run(graph, length * graph.reach), ii_us)
         if found is not None:
@@ -144,9 +145,6 @@ def _of_load(graph: TimedGraph, key: Row | str) -> Limit:
 
 
 def _of_cycle(graph: TimedGraph, cycle: Cycle) -> Limit:
-    rows = {graph.nodes[arc.tail].row for arc in cycle.arcs}
-    if len(rows) == 1 and cycle.distance == 1:
-        return _of_load(graph, rows.pop())
     nodes = graph.nodes
     steps, iteration = [], 0
     arcs = cycle.arcs

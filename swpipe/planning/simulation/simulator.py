@@ -16,9 +16,15 @@ Assumptions:
   interpreter lock, which is granted in the order of requests and is not taken away. (Python takes
   it away after 5 ms, so for longer parts the simulated waits are too long.)
 - Then its ``device_us`` run on its stream, once the stream has reached them, their event waits (3)
-  are done and their resources are free. A stream is in order; streams do not slow each other down.
-- A named resource is held during the device work, or the host work if there is none. It is granted
-  to the first that is ready; a task that needs two takes both at once.
+  are done and their resources are free. Streams do not slow each other down.
+- A named resource is held during the device work, or the host work if there is none. Device work
+  gets streams and resources in the order in which it was launched: of a communicator, work that
+  waits for its event holds up what was launched later on another stream. Host work is granted a
+  resource when it asks first; a task that needs two takes both at once.
+- A thread goes on as soon as its work is launched or, if the task ``blocks``, when that is done.
+  Queues to the device have room for all that is launched. (CUDA blocks a thread that is about 1,024
+  launches ahead. If a task launches many more, the truth is nearer to ``blocks``.)
+- How far the host gets ahead of the device is limited by the plan's ``run_ahead``.
 - A host wait (1) is for the producer's submission. A waiting thread wakes ``handover_us`` later.
   Nothing else costs time: not instructions, ``<admit>``, ``<retire>`` (2), reading the next batch,
   nor what the caller does between calls of ``progress()``. Model such work as a task.
@@ -42,6 +48,7 @@ from swpipe._engine.program import ADMIT, BEGIN, compile_plan
 from swpipe.analysis.last_readers import Places
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
+from swpipe.core.drawing import stream_name
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
@@ -191,7 +198,7 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
     graph = timed_graph(program, costs, streams=streams, least=_TICKS_PER_NS)
     least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
-    used = streams and any(entry.stream is not None for entry in plan.schedule.values())
+    made_on = {name: stream_name(entry.stream) for name, entry in plan.schedule.items()}
     blocks, places = costs.memory.blocks, {}
     if plan.keep is None:  # whatever it was measured under
         blocks = tuple(replace(block, users=()) for block in blocks)
@@ -199,7 +206,8 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
         going = Places(program, streams)
         places = {block.users: going.after(block.users) for block in blocks}
     memory = replace(costs.memory, blocks=blocks)
-    return peak_memory(_spans(run), memory, streams=used, places=places)
+    used = made_on if streams and plan.names_streams else None
+    return peak_memory(_spans(run, events=True), memory, streams=used, places=places)
 
 
 def _latency_us(run: EventSimulator) -> float:
@@ -218,19 +226,21 @@ def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
             yield Load(key, "lock" if key == LOCK else "resource", busy_us, idle)
 
 
-def _spans(run: EventSimulator) -> Iterable[Span]:
-    nodes = run.graph.nodes
-    for execution, (start, end) in enumerate(zip(run.start, run.end, strict=True)):
+def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
+    """The spans of a run; also of what takes no time on a stream, if ``events``."""
+    nodes, returns = run.graph.nodes, run.graph.returns
+    hidden = {k for k, node in enumerate(nodes) if node.task == BEGIN or k in returns.values()}
+    for execution, start in enumerate(run.start):
         period, k = divmod(execution, len(nodes))
         node = nodes[k]
         iteration = period - node.stage
-        if not 0 <= iteration < run.iterations or node.task == BEGIN:
+        if not 0 <= iteration < run.iterations or k in hidden:
             continue
-        wait = 0
+        wait, end = 0, run.end[execution - k + returns.get(k, k)]
         if node.row.kind == "thread":
             before = execution - k + node.previous - (len(nodes) if node.first else 0)
             wait = start - run.end[before] if before >= 0 else start
-        elif start == end:  # an event without work
+        elif start == end and not events:  # an event without work
             continue
         begin_ns, end_ns = start // _TICKS_PER_NS, end // _TICKS_PER_NS
         yield Span(node.task, iteration, node.row, begin_ns, end_ns, wait // _TICKS_PER_NS)

@@ -8,36 +8,46 @@ work D::
                  v        v        v
     streams     D a      D b ---> D c             the same stream, or an event wait
     two threads H a ---> H d                      a host wait: D a is submitted, not finished
-    throttle    D <retire> ---> H <throttle>      iteration i - run_ahead is finished
+    blocks      H a, D a ---> R a ---> H b        a returns when its device work is done
+    admission   D <retire> ---> H <admit>         iteration i - depth - launch limit is finished
 
 Each node is executed once per period, and an arc has the lag between its ends in periods. Without
 contention the interval of the program is the *maximum cycle ratio* of this graph (F. Baccelli et
 al., "Synchronization and Linearity", 1992).
 
-*Contended* are resources that are granted in no fixed order, to whoever requests them first:
+A stream does what it is given in the order of launch, and so does a named resource that device work
+on several streams uses, such as a communicator. If one thread launches all of it, or if it is on
+one stream with a name, that order is the program's: these are arcs.
 
-- the interpreter lock, if tasks of two or more thread groups hold it;
-- a named resource that tasks on two or more rows use (a row is a thread or a stream);
-- the caller's stream, if tasks of two or more thread groups submit to it.
+*Contended* is what has no fixed order:
+
+- such a stream or resource, if several threads launch its work: it is a *queue*, in the order in
+  which they do;
+- a named resource that host work uses besides work on another row (a row is a thread or a stream),
+  and the interpreter lock, if tasks of two or more thread groups hold it: whoever requests them
+  first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, RETIRE, SOURCES, THROTTLE, Instruction, Program
+from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
-from swpipe.core.plan import PULL, StreamRef
+from swpipe.core.plan import PULL
 from swpipe.planning.simulation.cycles import Arc, ticks
 from swpipe.trace.span import Row
 
 LOCK = "interpreter lock"
 """The name of the lock among the resources."""
+
+_FAR = 4
+"""Without a limit, so many iterations beyond the depth are taken to be launched at most."""
 
 
 class Node(NamedTuple):
@@ -50,7 +60,7 @@ class Node(NamedTuple):
         time: Duration in ticks.
         lock: The first so many of these ticks need the interpreter lock; 0 if no other thread
             holds it.
-        resources: Contended resources that it holds from start to end.
+        resources: What goes to whoever requests it first, and is held from start to end.
         previous: For host work, the node before it on its thread; for the thread's first, its last.
         first: Whether it is the first on its thread.
     """
@@ -70,14 +80,16 @@ class TimedGraph:
     """Nodes and arcs of a program.
 
     Attributes:
-        nodes: Host work in the order of the program, then device work.
-        arcs: Their ``distance`` is a lag in periods; tails of arcs of lag 0 come before heads.
+        nodes: Host work in the order of the program, then device work, then returns.
+        arcs: Their ``distance`` is a lag in periods.
         optional: The last so many arcs apply only if both iterations exist.
         depth: Of the program.
+        run_ahead: How many iterations that were handed out the device may not have done yet; None
+            for any number.
         retire: The node that ends an iteration.
-        queue: Device work on the caller's stream in the order of submission by several threads;
-            empty if one thread submits, since the arcs then fix the order.
+        queues: Device node to the numbers of the queues in which it waits for its turn.
         device_of: Host node to its device node.
+        returns: Host node of a task that blocks to the node of its return.
         load: Row, resource or lock to the ticks per iteration in which it is busy.
         users: Resource or lock to the tasks that use it.
     """
@@ -86,26 +98,51 @@ class TimedGraph:
     arcs: tuple[Arc, ...]
     optional: int
     depth: int
+    run_ahead: int | None
     retire: int
-    queue: frozenset[int]
+    queues: Mapping[int, tuple[int, ...]]
     device_of: Mapping[int, int]
+    returns: Mapping[int, int]
     load: Mapping[Row | str, int]
     users: Mapping[str, tuple[str, ...]]
 
     @property
     def contended(self) -> bool:
         """Whether anything is granted in no fixed order, so that the arcs do not fix all times."""
-        return bool(self.queue) or any(node.lock or node.resources for node in self.nodes)
+        return bool(self.queues) or any(node.lock or node.resources for node in self.nodes)
+
+    @property
+    def in_flight(self) -> int:
+        """How many iterations can have begun of which the device has not done all."""
+        return self.depth + (self.run_ahead or 0)
 
     @property
     def reach(self) -> int:
         """Periods over which one execution can affect another directly."""
         return self.depth + max(arc.distance for arc in self.arcs) + 1
 
+    def limited(self) -> TimedGraph:
+        """The same, with a limit to the iterations that the host may be ahead of the device.
+
+        Where there is none, one that leaves the interval as it is: the device has more work waiting
+        than the threads are apart.
+        """
+        if self.run_ahead is not None:
+            return self
+        host = next(k for k, device in self.device_of.items() if device == self.retire)
+        far = self.depth + _FAR
+        arc = Arc(self.retire, host, self.nodes[self.retire].time, far)
+        return replace(self, arcs=(*self.arcs, arc), optional=self.optional + 1, run_ahead=far)
+
 
 def host_time(cost: TaskCost, streams: bool) -> int:
-    """Ticks on the thread; on a device without streams all work is done there."""
+    """Ticks until the device work is launched; without streams all work is done on the thread."""
     return ticks(cost.host_us) + (0 if streams else ticks(cost.device_us))
+
+
+def thread_time(cost: TaskCost, streams: bool) -> int:
+    """Ticks on the thread, at least: it may wait for the device work."""
+    return host_time(cost, streams and not cost.blocks)
 
 
 def timed_graph(program: Program, costs: CostModel, *, streams: bool, least: int = 0) -> TimedGraph:
@@ -132,37 +169,63 @@ class _Builder:
         self.device: dict[str, int] = {}
         if streams:
             for ins, cost in zip(order, self.costs, strict=True):
-                if _queues(ins, cost):
+                if _launches(ins, cost):
                     self.device[ins.task] = len(order) + len(self.device)
+        blocking = [k for k, cost in enumerate(self.costs) if streams and cost.blocks]
+        first = len(order) + len(self.device)
+        self.returns = {k: first + number for number, k in enumerate(blocking)}
         threads = [Row("thread", lane.group) for lane in program.lanes]
         queues = {s: Row("stream", stream_name(s)) for s in {ins.stream for ins in order}}
         self.rows = [threads[ins.lane] for ins in order]
         self.stream_rows = [queues[ins.stream] for ins in order]
 
     def build(self) -> TimedGraph:
+        chains, queues = self._launch_orders()
         nodes = self._nodes()
-        fixed, optional = tuple(self._fixed(nodes)), tuple(self._optional(nodes))
+        fixed, optional = tuple(self._fixed(nodes, chains)), tuple(self._optional(nodes))
+        turns: dict[int, list[int]] = defaultdict(list)
+        for number, queue in enumerate(queues):
+            for node in queue:
+                turns[node].append(number)
         return TimedGraph(
             nodes=tuple(nodes),
             arcs=(*fixed, *optional),
             optional=len(optional),
             depth=self.program.depth,
+            run_ahead=self.program.launch_limit if self.streams else 0,
             retire=(self.device if self.streams else self.host)[RETIRE],
-            queue=frozenset(self._shared_queue()),
+            queues={node: tuple(numbers) for node, numbers in turns.items()},
             device_of={self.host[task]: node for task, node in self.device.items()},
+            returns=self.returns,
             load=self._load(),
             users=self._users(),
         )
+
+    def _launch_orders(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Device nodes in the order of the period: of what has this order, and of the queues."""
+        users: dict[Row | str, list[Instruction]] = defaultdict(list)
+        for ins, cost, row in zip(self.instructions, self.costs, self.stream_rows, strict=True):
+            if ins.task in self.device:
+                users[row].append(ins)
+                for resource in cost.resources if cost.device_us else ():
+                    users[resource].append(ins)
+        orders: tuple[list[list[int]], list[list[int]]] = ([], [])
+        for key, found in users.items():
+            is_stream = isinstance(key, Row)
+            if is_stream or len({ins.stream for ins in found}) > 1:
+                fixed = len({i.lane for i in found}) == 1 or (is_stream and found[0].stream)
+                orders[0 if fixed else 1].append([self.device[ins.task] for ins in found])
+        return orders
 
     # ------------------------------------------------------------------ nodes
 
     def _nodes(self) -> list[Node]:
         before = {
-            ins.task: self.host[previous.task]
+            ins.task: self._passed(previous)
             for lane in self.program.lanes
             for previous, ins in pairwise((lane.instructions[-1], *lane.instructions))
         }
-        shared = self._contended_resources()
+        shared = self._requested()
         lockers = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
         nodes, device = [], []
         for ins, cost, time, row, stream_row in zip(
@@ -179,56 +242,53 @@ class _Builder:
                 device.append(
                     Node(ins.task, ins.stage, stream_row, ticks(cost.device_us), 0, there)
                 )
-        return nodes + device
+        returns = [nodes[k]._replace(time=0, lock=0, resources=()) for k in self.returns]
+        return nodes + device + returns
 
-    def _contended_resources(self) -> set[str]:
+    def _passed(self, ins: Instruction) -> int:
+        """The node after which a thread is past an instruction."""
+        here = self.host[ins.task]
+        return self.returns.get(here, here)
+
+    def _requested(self) -> set[str]:
+        """Resources that host work uses, and work on another row."""
         users: dict[str, set[Row]] = defaultdict(set)
+        by_hosts: set[str] = set()
         for cost, row, stream_row in zip(self.costs, self.rows, self.stream_rows, strict=True):
+            on_device = self.streams and cost.device_us > 0
             for resource in cost.resources:
-                users[resource].add(stream_row if self.streams and cost.device_us else row)
-        # A stream that several threads submit to is one row: it is in order.
-        return {resource for resource, rows in users.items() if len(rows) > 1}
-
-    def _shared_queue(self) -> list[int]:
-        if not self.streams:
-            return []
-        own = [ins for ins in self.instructions if ins.stream is None and ins.task in self.device]
-        return [self.device[i.task] for i in own] if len({ins.lane for ins in own}) > 1 else []
+                users[resource].add(stream_row if on_device else row)
+            by_hosts.update(() if on_device else cost.resources)
+        return {resource for resource in by_hosts if len(users[resource]) > 1}
 
     # ------------------------------------------------------------------- arcs
 
-    def _fixed(self, nodes: Sequence[Node]) -> Iterable[Arc]:
+    def _fixed(self, nodes: Sequence[Node], chains: Iterable[Sequence[int]]) -> Iterable[Arc]:
         for ins in self.instructions:
             here = self.host[ins.task]
             previous = nodes[here].previous
-            lag = int(ins.position == 0)
-            yield Arc(previous, here, nodes[previous].time, lag)
+            yield Arc(previous, here, nodes[previous].time, int(ins.position == 0))
             for wait in ins.host_waits:
                 # The wait is for the instruction at this position of the other thread.
                 lane = self.program.lanes[wait.lane]
-                passed = self.host[lane.instructions[wait.position].task]
+                passed = self._passed(lane.instructions[wait.position])
                 yield Arc(passed, here, nodes[passed].time + self.handover, wait.lag)
             if ins.task in self.device:
                 yield Arc(here, self.device[ins.task], nodes[here].time, 0)
-        for chain in self._queues():
+            if here in self.returns:
+                yield Arc(here, self.returns[here], nodes[here].time, 0)
+        for chain in chains:
             for a, b in pairwise(chain):
                 yield Arc(a, b, nodes[a].time, 0)
             yield Arc(chain[-1], chain[0], nodes[chain[-1]].time, 1)
 
-    def _queues(self) -> Iterable[list[int]]:
-        """Device work of each stream, in the order of submission within a period."""
-        chains: dict[StreamRef, list[int]] = defaultdict(list)
-        for ins in self.instructions:
-            if ins.task in self.device:
-                chains[ins.stream].append(self.device[ins.task])
-        if self._shared_queue():
-            chains.pop(None)
-        return chains.values()
-
     def _optional(self, nodes: Sequence[Node]) -> Iterable[Arc]:
-        """Event waits and ``<throttle>``, which apply between iterations."""
+        """Event waits, blocking and back-pressure, which are those of iterations."""
         if not self.streams:
             return
+        for here, back in self.returns.items():
+            device = self.device[nodes[here].task]
+            yield Arc(device, back, nodes[device].time, 0)
         stage = {ins.task: ins.stage for ins in self.instructions}
         for ins in self.instructions:
             for wait in ins.event_waits:
@@ -238,7 +298,7 @@ class _Builder:
                     yield Arc(tail, head, nodes[tail].time, lag)
         if (limit := self.program.launch_limit) is not None:
             done = self.device[RETIRE]
-            yield Arc(done, self.host[THROTTLE], nodes[done].time + self.handover, limit)
+            yield Arc(done, self.host[ADMIT], nodes[done].time + self.handover, 1 + limit)
 
     # ------------------------------------------------------------------- load
 
@@ -247,7 +307,7 @@ class _Builder:
         for cost, time, row, stream_row in zip(
             self.costs, self.times, self.rows, self.stream_rows, strict=True
         ):
-            load[row] += time
+            load[row] += max(time, thread_time(cost, self.streams))
             if self.streams:
                 load[stream_row] += ticks(cost.device_us)
             for resource in cost.resources:
@@ -265,8 +325,9 @@ class _Builder:
         return {resource: tuple(tasks) for resource, tasks in users.items()}
 
 
-def _queues(ins: Instruction, cost: TaskCost) -> bool:
-    """Whether an instruction submits anything to its stream: work, a wait or an event."""
+def _launches(ins: Instruction, cost: TaskCost) -> bool:
+    """Whether an instruction gives work, a wait or an event to its stream, or waits for that."""
     waits = any(wait.producer not in SOURCES for wait in ins.event_waits)
     own = ins.task in SOURCES
-    return ins.task == RETIRE or cost.device_us > 0 or (not own and (waits or ins.record))
+    works = cost.device_us > 0 or cost.blocks
+    return ins.task == RETIRE or works or (not own and (waits or ins.record))

@@ -54,7 +54,7 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
             thread, on which all tasks run that it does not name.
         watchdog: Called once for each batch, after everything else.
         options: Of ``JaggedPipeline``: ``custom_model_fwd``, ``execute_all_batches``, ``finalize``,
-            ``find``, ``inputs``, ``random``, ``returns`` and ``strict``.
+            ``find``, ``inputs``, ``random``, ``returns``, ``run_ahead`` and ``strict``.
 
     Attributes:
         schedule: The tasks' lookaheads, streams and waits.

@@ -80,6 +80,7 @@ class JaggedPipeline(Translated[In, Out]):
             ranks, output), with None for the tokens in evaluation, or "reporting_loss" for ([sum of
             all losses, their number], output), as older versions do.
         finalize: As ``TrainStep.finalize``; with tensor parallelism, ``finalize_model_grads``.
+        run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
         options: Of ``SparseDistTasks``: ``find`` ("direct" by default), ``inputs``, ``strict`` and
             ``random``.
 
@@ -106,6 +107,7 @@ class JaggedPipeline(Translated[In, Out]):
         *,
         returns: Returns = "tokens",
         finalize: Finalize | None = None,
+        run_ahead: int | None = None,
         **options: Any,
     ) -> None:
         self._group = data_parallel_group()
@@ -120,6 +122,7 @@ class JaggedPipeline(Translated[In, Out]):
             execute_all_batches=execute_all_batches,
             apply_jit=apply_jit,
             custom_model_fwd=custom_model_fwd,
+            run_ahead=run_ahead,
         )
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:

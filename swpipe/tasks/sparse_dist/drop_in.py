@@ -114,6 +114,7 @@ class SparseDistPipeline:
             ranks therefore pull each batch one step before it enters the pipeline, except under a
             serial plan. Without the check, a rank that ends alone leaves the others waiting in a
             collective.
+        run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
 
     Attributes:
         tasks: As given.
@@ -128,6 +129,7 @@ class SparseDistPipeline:
         stall_timeout_s: float | None = 600.0,
         seed: int | None = None,
         check_data: bool = True,
+        run_ahead: int | None = None,
     ) -> None:
         self.tasks = tasks
         if tasks.pipeline_postproc and plans.POSTPROC not in plan.schedule:
@@ -139,6 +141,7 @@ class SparseDistPipeline:
             stall_timeout_s=stall_timeout_s,
             seed=seed,
             mode=tasks.mode,
+            run_ahead=run_ahead,
         )
         self._feed: _Feed | None = None
         self._drained: list[Any] = []  # by a ``drain`` that was interrupted
@@ -350,6 +353,7 @@ def build(
     stall_timeout_s: float | None = 600.0,
     seed: int | None = None,
     check_data: bool = True,
+    run_ahead: int | None = None,
     **options: Any,
 ) -> SparseDistPipeline:
     """A ``SparseDistPipeline``.
@@ -373,6 +377,7 @@ def build(
         stall_timeout_s=stall_timeout_s,
         seed=seed,
         check_data=check_data,
+        run_ahead=run_ahead,
     )
 
 

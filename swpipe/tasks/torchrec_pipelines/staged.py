@@ -175,7 +175,7 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
     Stages are taken to communicate, so all ranks run them in the same order, and to share nothing
     but their batches, since each works on another one. The batches are for the caller's current
     stream. A stage's ``stream`` may be None on a CPU. ``pipe`` is the pipeline
-    underneath, for traces and its plan.
+    underneath, for traces and its plan. ``run_ahead`` is as for ``PipelinePlan``.
     """
 
     def __init__(
@@ -184,6 +184,8 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         debug_mode: bool = False,
         compute_stream: Any = None,
         on_flush_end: Callable[[], None] | None = None,
+        *,
+        run_ahead: int | None = None,
     ) -> None:
         super().__init__()
         refuse(self, debug_mode=debug_mode)
@@ -200,7 +202,8 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
             ),
             PipelineTask(_HAND_OUT, _hand_out, pure=True),
         ]
-        self.pipe = SWPipeline(_staged(names, streams), tasks, device=_device(streams))
+        plan, device = _staged(names, streams), _device(streams)
+        self.pipe = SWPipeline(plan, tasks, device=device, run_ahead=run_ahead)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out | None:
         """Run the stages for the batches in flight; None at the end of the data.

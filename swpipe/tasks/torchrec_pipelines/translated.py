@@ -51,7 +51,7 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
     of that class. It says how the sharded modules are called (``_kind``), under which plan, and how
     many batches ``execute_all_batches=False`` leaves at the end (``_left``). Subclasses of the
     user's may override ``progress`` and ``copy_batch_to_gpu``; other methods of TorchRec's are
-    refused.
+    refused. One argument more is for keywords: ``run_ahead``, as for ``PipelinePlan``.
 
     Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
     argument for it, which never do so there. Modules that hold parameters are not run ahead by
@@ -77,8 +77,9 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         own = cls.__init__ is not Translated.__init__
         cls.__signature__ = None if own else signature_of(cls._original)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, run_ahead: int | None = None, **kwargs: Any) -> None:
         super().__init__()
+        self._run_ahead = run_ahead
         given = bound(self, self._original, args, kwargs)
         self._given = given
         self._model: nn.Module = given["model"]
@@ -271,7 +272,8 @@ class Translated(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: i
         )
 
     def _start(self) -> None:
-        self.drop_in = SparseDistPipeline(self._tasks, self._plan(self._tasks))
+        plan = self._plan(self._tasks)
+        self.drop_in = SparseDistPipeline(self._tasks, plan, run_ahead=self._run_ahead)
 
     def _copied(self, batch: In) -> In:
         copied, _ = self.copy_batch_to_gpu(iter([batch]))

@@ -1,6 +1,7 @@
 """The simulator against the engine itself, which runs on a virtual clock: equal to the nanosecond.
 
 Nothing is contended here: who comes first at one moment is the host's choice, and changes nothing.
+Where the order of launch counts, no two threads launch at one moment.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import replace
 import pytest
 
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT
+from swpipe._engine.program import ADMIT, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.simulator import simulate
+from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.trace.span import Span
 from tests.bench.interval import CASES, Case
 from tests.bench.predict import STREAM_MS, STREAMING
@@ -45,13 +48,34 @@ def random_plan(seed: int) -> PipelinePlan:
 
 
 def random_costs(seed: int, plan: PipelinePlan) -> CostModel:
-    """Whole microseconds on threads and on streams; some tasks take none."""
+    """Whole microseconds on threads and on streams; some tasks take none, some block."""
     rng = random.Random(seed)
 
     def time_us() -> int:
         return rng.choice((0, rng.randint(1, 20), rng.randint(1, 50)))
 
-    return CostModel({name: TaskCost(time_us(), device_us=time_us()) for name in plan.schedule})
+    return CostModel(
+        {
+            name: TaskCost(time_us(), device_us=time_us(), blocks=rng.random() < 0.2)
+            for name in plan.schedule
+        }
+    )
+
+
+def costs_of_launches(seed: int, plan: PipelinePlan) -> CostModel:
+    """Every task launches at a moment of its own; many use a communicator, or two."""
+    rng = random.Random(seed)
+
+    def cost() -> TaskCost:
+        return TaskCost(
+            rng.randint(1, 50_000) / 1e3,
+            device_us=rng.choice((0, rng.randint(1, 50_000) / 1e3)),
+            resources=rng.choice(((), ("nccl",), ("nccl", "pcie"), ("pcie",))),
+            blocks=rng.random() < 0.2,
+        )
+
+    costs = {name: cost() for name in plan.schedule}
+    return CostModel({n: c if c.device_us else replace(c, resources=()) for n, c in costs.items()})
 
 
 class Loop:
@@ -131,6 +155,22 @@ def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None
         simulated = simulate(plan, costs, streams=streams, iterations=ITERATIONS).spans
         for turn, times in turns(span for span in simulated if span.iteration <= last).items():
             assert found[turn] == times, (seed, turn)
+
+
+def test_device_work_is_done_in_the_order_of_launch() -> None:
+    """On the caller's stream, and with a communicator on several, whichever threads launch it."""
+    queues = 0
+    for seed in range(150):
+        plan = random_case(seed).plan
+        costs = costs_of_launches(seed, plan)
+        found = turns(Loop(plan, costs, streams=True, seed=seed).spans(ITERATIONS))
+        simulated = simulate(plan, costs, iterations=ITERATIONS).spans
+        last = ITERATIONS - plan.depth
+        for turn, times in turns(span for span in simulated if span.iteration <= last).items():
+            assert found[turn] == pytest.approx(times, abs=2), (seed, turn)
+        program = compile_plan(resolve_plan(plan), streams=True)
+        queues += bool(timed_graph(program, costs, streams=True).queues)
+    assert queues > 50
 
 
 @STREAMS

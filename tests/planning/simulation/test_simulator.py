@@ -255,19 +255,25 @@ def test_device_work_waits_for_the_event_of_another_stream() -> None:
     assert us(at(found, "train", 0, "stream")) == (41.0, 51.0)
 
 
-def test_admission_waits_for_the_iteration_depth_before() -> None:
-    """Back-pressure limits how far the host runs ahead of the device."""
+def test_admission_waits_for_an_iteration_long_before() -> None:
+    """That of ``depth + run_ahead`` before; without a limit the host is never held back."""
     plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=2)
-    found = simulate(plan, CostModel({"train": TaskCost(1, device_us=50)}), iterations=4)
-    assert us(at(found, "<admit>", 2))[0] == us(at(found, "train", 0, "stream"))[1]
+    costs = CostModel({"train": TaskCost(1, device_us=50)})
+    for ahead in (0, 1):
+        found = simulate(replace(plan, run_ahead=ahead), costs, iterations=5)
+        assert us(at(found, "<admit>", 2 + ahead))[0] == us(at(found, "train", 0, "stream"))[1]
+    assert us(at(simulate(plan, costs, iterations=5), "<admit>", 4))[0] == 4.0
 
 
-def test_too_little_depth_is_reported_as_a_cycle_through_admission() -> None:
-    """At depth 1 the device idles while the host submits."""
-    plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=1)
-    found = simulate(plan, CostModel({"train": TaskCost(5, device_us=50)}))
+def test_a_host_that_may_not_run_ahead_is_reported_as_a_cycle_through_admission() -> None:
+    """At depth 1 the device idles while the host launches, unless it may do so ahead."""
+    plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=1, run_ahead=0)
+    costs = CostModel({"train": TaskCost(5, device_us=50)})
+    found = simulate(plan, costs)
     assert found.ii_us == 55.0
     assert "<retire> i -> <admit> i+1" in found.limit
+    for ahead in (None, 1):
+        assert simulate(replace(plan, run_ahead=ahead), costs).ii_us == 50.0
 
 
 def test_the_lock_is_granted_in_order_of_requests() -> None:
@@ -427,4 +433,4 @@ def test_an_uncontended_interval_is_not_simulated(
     monkeypatch.setattr(swpipe.planning.simulation.interval, "EventSimulator", None)
     costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
     program = compile_plan(resolve_plan(feeding(group="default")), streams=True)
-    assert interval_of(timed_graph(program, costs, streams=True)).ii_us == 350.0
+    assert interval_of(timed_graph(program, costs, streams=True)).ii_us == 300.0
