@@ -28,7 +28,14 @@ from tests import backend
 from tests.accelerator.work import SIMULATED
 from tests.support import unguarded
 from tests.support.machines import outputs, tasks_of
-from tests.support.strategies import Case, TaskSpec, Workload, keeping_case, random_case
+from tests.support.strategies import (
+    Case,
+    TaskSpec,
+    Workload,
+    keeping_case,
+    random_case,
+    with_run_ahead,
+)
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs the test backend")
 
@@ -108,7 +115,7 @@ def results(case: Case, device: str, *, serially: bool) -> tuple[list[Any], list
 
 def differs(seed: int, case_of: Callable[[int], Case] = random_case) -> bool:
     """Whether a random plan gives other bits than the serial run of its tasks."""
-    case, device = case_of(seed), f"sim:{seed % 2}"
+    case, device = with_run_ahead(case_of(seed)), f"sim:{seed % 2}"
     torch.accelerator.set_device_index(seed // 2 % 2)
     with backend.misbehaving(poison=True):
         serial = results(case, device, serially=True)

@@ -218,8 +218,7 @@ def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
         pipeline_depth=rng.choice((None, max(stage.values()) + 1 + rng.randint(0, 2))),
     )
     plan = _pulling(rng, _with_more(rng, plan))
-    ahead = rng.choice((None, None, 0, 1, 2, 3))
-    return replace(plan, within_calls=rng.random() < 0.2, run_ahead=ahead)
+    return replace(plan, within_calls=rng.random() < 0.2)
 
 
 def _pulling(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
@@ -326,6 +325,12 @@ def draw_case(rng: random.Random, most_tasks: int = 7, workload: Workload | None
     batches = tuple(None if rng.random() < 0.15 else rng.randint(0, 999) for _ in range(count))
     drains = frozenset(n for n in range(count) if rng.random() < rng.choice((0.0, 0.0, 0.2)))
     return Case(workload, plan, batches, drains, rng.randint(0, 2**16))
+
+
+def with_run_ahead(case: Case) -> Case:
+    """The case with a limit of its own, or that which it has by default, for a device."""
+    ahead = random.Random(case.seed).choice((None, None, 0, 1, 2, 3))
+    return replace(case, plan=replace(case.plan, run_ahead=ahead))
 
 
 def keeping_case(seed: int, most_tasks: int = 7) -> Case:

@@ -35,27 +35,34 @@ from tests.device.virtual.harness import Finding, break_case, run_case
 from tests.device.virtual.machine import OutOfTurn
 from tests.support import unguarded
 from tests.support.exploring import ExploringHost
-from tests.support.strategies import Case, TaskSpec, Workload, keeping_case, random_case
+from tests.support.strategies import (
+    Case,
+    TaskSpec,
+    Workload,
+    keeping_case,
+    random_case,
+    with_run_ahead,
+)
 
 
 def run_random(seed: int) -> Finding:
     """A random case, run to its end; the engine has observers every other time."""
-    return run_case(random_case(seed), observed=bool(seed % 2))
+    return run_case(with_run_ahead(random_case(seed)), observed=bool(seed % 2))
 
 
 def break_random(seed: int) -> Finding:
     """A random case that fails on the way, or every other time is closed."""
-    return break_case(random_case(seed), close=bool(seed % 2))
+    return break_case(with_run_ahead(random_case(seed)), close=bool(seed % 2))
 
 
 def break_keeping(seed: int) -> Finding:
     """The same under a plan with ``keep``."""
-    return break_case(keeping_case(seed), close=bool(seed % 2))
+    return break_case(with_run_ahead(keeping_case(seed)), close=bool(seed % 2))
 
 
 def run_keeping(seed: int) -> Finding:
     """A random case under a plan with ``keep``, run to its end."""
-    return run_case(keeping_case(seed), observed=bool(seed % 2))
+    return run_case(with_run_ahead(keeping_case(seed)), observed=bool(seed % 2))
 
 
 def run_early_end(seed: int) -> Finding:
