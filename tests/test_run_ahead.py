@@ -1,0 +1,135 @@
+"""How far the host launches ahead of the device, as users say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import swpipe
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.errors import PlanError
+from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool, Task
+from tests.device.virtual import VirtualDevice
+
+MEANS_NOTHING = "run_ahead=2 means nothing on 'cpu', which has no streams"
+
+
+def nothing(ctx: IterContext) -> None:
+    """A task."""
+
+
+def on_streams(**given: Any) -> PipelinePlan:
+    """A copy on a stream of its own, and what trains on the caller's."""
+    return PipelinePlan(
+        {
+            PipelineTask("copy", nothing): TaskSchedule(0, "memcpy"),
+            PipelineTask("train", nothing): TaskSchedule(1),
+        },
+        deps=[("train", "copy")],
+        **given,
+    )
+
+
+# ------------------------------------------------------------------------------- in a plan
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_file_has_it_where_it_was_said(tmp_path: Path, suffix: str, ahead: int) -> None:
+    """Also 0, which is no default."""
+    path = tmp_path / f"plan{suffix}"
+    plan = on_streams(run_ahead=ahead)
+    plan.save(path)
+    assert PipelinePlan.load(path) == plan
+    on_streams().save(path)
+    assert "run_ahead" not in path.read_text()
+
+
+def test_ranks_may_differ_in_it() -> None:
+    """A rank that waits for its device orders nothing."""
+    assert on_streams(run_ahead=0).digest() == on_streams(run_ahead=2).digest()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1_001, 1.0, True, "1"])
+def test_what_is_no_number_of_iterations_is_refused(wrong: Any) -> None:
+    """By the plan, whoever it was given to."""
+    rule = f"run_ahead is {wrong!r}: give how many iterations the host may launch ahead"
+    with pytest.raises(PlanError, match=rule):
+        SWPipeline(on_streams(run_ahead=wrong), device=VirtualDevice(0))
+    with pytest.raises(PlanError, match=rule):
+        SWPipeline(on_streams(), device=VirtualDevice(0), run_ahead=wrong)
+
+
+# -------------------------------------------------------------------------- as an argument
+
+
+def test_a_pipelines_argument_comes_in_the_plans_place() -> None:
+    """And where nothing is said, the device has a whole period launched; or no limit at all."""
+    device = VirtualDevice(0)
+    with SWPipeline(on_streams(run_ahead=3), device=device, run_ahead=2) as pipe:
+        assert pipe.plan.run_ahead == pipe.plan.launch_limit == 2
+    with SWPipeline(on_streams(), device=device) as pipe:
+        assert pipe.plan.launch_limit == 1
+    one_stream = replace(on_streams(), schedule={"copy": TaskSchedule(), "train": TaskSchedule(1)})
+    with SWPipeline(one_stream, device=device) as pipe:
+        assert pipe.plan.launch_limit is None
+
+
+def schedulable(**options: Any) -> PipelinePlan:
+    """The plan of a schedule with one task."""
+    schedule = Schedule((Stage((Task.from_fn("step", lambda ctx: None),)),), ("default",))
+    with SchedulablePipeline(schedule, StreamPool({"default": None}), **options) as pipe:
+        return pipe.pipe.plan
+
+
+def overlapped(**options: Any) -> PipelinePlan:
+    """The plan of an overlapped loop."""
+    with swpipe.overlap([1, 2], [nothing], **options) as loop:
+        return loop.pipe.plan
+
+
+def torchrecs(name: str) -> Callable[..., PipelinePlan]:
+    """Makes the plan of one of TorchRec's classes."""
+
+    def plan(**options: Any) -> PipelinePlan:
+        pipelines = pytest.importorskip("swpipe.tasks.torchrec_pipelines")
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = getattr(pipelines, name)(model, optimizer, torch.device("cpu"), **options)
+        found: PipelinePlan = made.drop_in.pipe.plan
+        made.close()
+        return found
+
+    return plan
+
+
+def hstu(**options: Any) -> PipelinePlan:
+    """The plan of HSTU's pipeline."""
+    module = pytest.importorskip("swpipe.tasks.hstu")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with module.HSTUPipeline(model, optimizer, torch.device("cpu"), **options) as pipe:
+        found: PipelinePlan = pipe.drop_in.pipe.plan
+    return found
+
+
+FRONTS: dict[str, Callable[..., PipelinePlan]] = {
+    "overlap": overlapped,
+    "schedulable": schedulable,
+    "base": torchrecs("TrainPipelineBase"),
+    "sparse dist": torchrecs("TrainPipelineSparseDist"),
+    "hstu": hstu,
+}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_every_front_end_takes_it_and_says_where_it_means_nothing(front: str) -> None:
+    """On a CPU, which is never behind the host."""
+    with pytest.warns(RuntimeWarning, match=MEANS_NOTHING):
+        assert FRONTS[front](run_ahead=2).run_ahead == 2
+    assert FRONTS[front]().run_ahead is None
