@@ -107,13 +107,17 @@ wheel: $(VENV)/.python ## build the wheel into dist/
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
-# The interpreter's own packages may lack a pytest plug-in that pyproject.toml has settings for.
-gpu-check: ## CUDA tests and bench, on PYTHON's own packages; elsewhere says that it skips
+# The interpreter's own packages may lack a pytest plug-in that pyproject.toml has settings for, or
+# have one that warns beside another. Both parts run, whatever becomes of the first.
+gpu-check: ## CUDA bench and tests, on PYTHON's own packages; elsewhere says that it skips
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	  $(PYTHON) -m pytest tests/accelerator -o addopts=--import-mode=importlib \
-	      -W ignore::pytest.PytestConfigWarning $(ARGS) \
-	    && $(PYTHON) -m tests.bench.gpu; \
+	  several=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n 4 --dist worksteal"); \
+	  failed=0; \
+	  $(PYTHON) -m tests.bench.gpu || failed=1; \
+	  $(PYTHON) -m pytest tests/accelerator -o addopts=--import-mode=importlib -p no:benchmark \
+	      -W ignore::pytest.PytestConfigWarning -q $$several $(ARGS) || failed=1; \
+	  exit $$failed; \
 	else \
 	  echo "gpu-check: skipped: $(PYTHON) finds no torch with a CUDA device" \
 	    "(make PYTHON=... gpu-check names another interpreter)"; \

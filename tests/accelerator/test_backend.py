@@ -540,6 +540,54 @@ def test_no_record_stream() -> None:
             ones(4).record_stream(torch.Stream(device="sim"))
 
 
+def test_a_copy_from_pageable_memory_can_block_the_host() -> None:
+    """Until its stream has come to it; one from pinned memory does not."""
+    batch = torch.ones(1000)
+    with backend.charging():
+        with backend.gate("sim:0", deadline_s=60):
+            batch.pin_memory().to("sim", non_blocking=True)  # returns
+            returned = threading.Event()
+            copy = threading.Thread(
+                target=lambda: (batch.to("sim", non_blocking=True), returned.set())
+            )
+            copy.start()
+            assert not returned.wait(0.05)
+        assert returned.wait(30)
+        copy.join()
+
+
+def test_a_full_queue_blocks_the_host() -> None:
+    """The next launch comes back when the stream has begun one; waits for events count as well."""
+    x, launched = torch.zeros(1, device="sim"), [0]
+
+    def launch() -> None:
+        for _ in range(20):
+            x.add_(1)
+            launched[0] += 1
+
+    with backend.charging(queue=8):
+        with backend.gate("sim:0", deadline_s=60):
+            thread = threading.Thread(target=launch)
+            thread.start()
+            thread.join(0.2)
+            assert launched[0] <= 8  # besides the gate, which may have begun
+        thread.join()
+    assert launched[0] == x.item() == 20
+
+
+def test_copies_in_one_direction_take_turns() -> None:
+    """On two streams: the second has the link when the first is done."""
+    host = torch.zeros(2**18).pin_memory()  # a MiB
+    with backend.misbehaving(link_us_per_mib=20_000):
+        backend.clear_log()
+        for stream in (torch.Stream(device="sim"), torch.Stream(device="sim")):
+            with stream:
+                host.to("sim", non_blocking=True)
+        torch.accelerator.synchronize()
+        one, other = sorted(work.end_ns for work in backend.log() if work.name == "copy_")
+    assert other - one >= 20e6
+
+
 def test_few_streams_and_none() -> None:
     """The pool hands out the same streams again, or the default one."""
     with backend.misbehaving(streams=2):

@@ -1,12 +1,12 @@
 """Device work of known length and with known results.
 
-The only module here that knows which accelerator it is: CUDA, or the test backend, "sim".
+The only module here that knows which accelerator it is: CUDA, or the test backend, "sim"; with
+``tests.support.device_work``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any, TypeAlias
 
 import pytest
@@ -15,11 +15,9 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, SWPipeline
 from tests import backend
+from tests.support import device_work
 
-SIMULATED = not torch.cuda.is_available()
-if SIMULATED and backend.why_not() is None:
-    backend.load()
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+DEVICE, SIMULATED, spin = device_work.DEVICE, device_work.SIMULATED, device_work.spin
 ELEMENTS = 2**10 if SIMULATED else 8 * 2**20
 """Of a tensor that the caching allocator gives a block of its own, again and again."""
 
@@ -29,26 +27,6 @@ needs_gpu_clock = pytest.mark.skipif(SIMULATED, reason="the test backend's clock
 
 Time: TypeAlias = tuple[float, float]
 """Start and end, in any unit."""
-
-
-@cache
-def _cycles_per_ms() -> float:
-    torch.cuda._sleep(300_000_000)  # long enough for an idle device to raise its clock
-    begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
-    cycles = 50_000_000
-    begin.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return cycles / begin.elapsed_time(end)
-
-
-def spin(ms: float) -> None:
-    """Keep the current stream busy for about ``ms``, on one of the device's many processors."""
-    if SIMULATED:
-        backend.lag(1e3 * ms)
-    else:
-        torch.cuda._sleep(int(ms * _cycles_per_ms()))
 
 
 def own_stream() -> torch.Stream:

@@ -22,6 +22,7 @@ __all__ = [
     "Gate",
     "Work",
     "build_seconds",
+    "charging",
     "clear_log",
     "gate",
     "lag",
@@ -148,6 +149,27 @@ def misbehaving(
         yield
     finally:
         torch.ops.sim.behave(0, POOL, True, True, False, 0)
+        _settle()
+
+
+@contextmanager
+def charging(
+    *, launch_us: float = 0.0, queue: int = 1021, pageable_blocks: bool = True
+) -> Iterator[None]:
+    """Within the block the host pays for its launches, as on a real device.
+
+    Args:
+        launch_us: For each kernel, in microseconds, besides what torch takes.
+        queue: How many items a stream has at most that it has not begun; the host waits for room.
+            The default is what CUDA has on an H200.
+        pageable_blocks: A copy from memory that is not pinned is done when the call returns.
+    """
+    _settle()
+    torch.ops.sim.charge(int(launch_us), queue, pageable_blocks)
+    try:
+        yield
+    finally:
+        torch.ops.sim.charge(0, 0, False)
         _settle()
 
 

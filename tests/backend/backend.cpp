@@ -218,6 +218,14 @@ void keep_busy(int64_t lag_us) {
     std::this_thread::sleep_until(std::min(end, Clock::now() + us(20'000)));
 }
 
+// Copies in one direction take turns on the link, whichever streams they are on.
+void on_link(bool to_device, int64_t link_us) {
+  static std::array<std::mutex, 2>& links = *new std::array<std::mutex, 2>;
+  if (link_us == 0) return;
+  Lock turn(links[to_device]);
+  keep_busy(link_us);
+}
+
 // A non-blocking copy from or to pinned memory reads or writes it when the stream gets there. Other
 // host memory is read by the call, and written before the call returns. A copy between devices runs
 // on the source's stream, after what is on the destination's and before what comes to it.
@@ -232,13 +240,16 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   c10::Storage held = between ? c10::Storage() : (on_sim(source) ? target : from).storage();
   wait_on_stream(stream, {&other, other.submitted()});
   stream.submit("copy_",
-                [from = host_view(from), to = host_view(target), held, between] {
+                [from = host_view(from), to = host_view(target), held, between,
+                 to_device = on_sim(target)] {
                   // The host's memory is read, or written, at the end of the time on the link.
-                  if (!between) keep_busy(behaviour.link_us * int64_t(to.nbytes()) / (1 << 20));
+                  const int64_t link_us = behaviour.link_us * int64_t(to.nbytes()) / (1 << 20);
+                  if (!between) on_link(to_device, link_us);
                   to.copy_(from);
                 });
   wait_on_stream(other, {&stream, stream.submitted()});
-  if (!between && !(non_blocking && (is_pinned || on_sim(target)))) wait_on_host(stream);
+  const bool asynchronous = is_pinned || (on_sim(target) && !behaviour.pageable_blocks);
+  if (!between && !(non_blocking && asynchronous)) wait_on_host(stream);
   return target;
 }
 
@@ -395,6 +406,11 @@ void behave(int64_t late_us, int64_t pool, bool event_timing, bool record_stream
   behaviour.poison = poison;
   behaviour.link_us = link_us;
 }
+void charge(int64_t launch_us, int64_t queue, bool pageable_blocks) {
+  behaviour.launch_us = launch_us;
+  behaviour.queue = queue;
+  behaviour.pageable_blocks = pageable_blocks;
+}
 
 // Before the interpreter ends: no stream may run while the process takes itself down.
 void shut_down() {
@@ -417,6 +433,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("log", read_log);
   m.def("clear_log", clear_log);
   m.def("behave", behave);
+  m.def("charge", charge);
   m.def("priority", [](int64_t stream_id) { return int64_t(stream_id > kPool ? -1 : 0); });
   m.def("is_forked", [] { return forked.load(); });
   m.def("default_generator", [](int64_t device) { return default_generator(device); });

@@ -46,6 +46,10 @@ struct Behaviour {
   std::atomic<bool> record_stream{true};  // false: Tensor.record_stream raises
   std::atomic<bool> poison{false};        // freed memory is overwritten
   std::atomic<int64_t> link_us{0};        // a copy from or to the host takes so long per MiB
+  // What the host pays on a real device:
+  std::atomic<int64_t> launch_us{0};         // for each kernel that it launches
+  std::atomic<int64_t> queue{0};             // > 0: it waits while so many items are in the queue
+  std::atomic<bool> pageable_blocks{false};  // for a copy from memory that is not pinned: all of it
 } behaviour;
 
 std::atomic<bool> stopping{false};  // the process ends: work is dropped, and no wait blocks
@@ -106,7 +110,11 @@ class Stream {
   // Returns the item's number. Work without a name is not logged.
   uint64_t submit(std::string name, std::function<void()> run) {
     check_usable();
+    if (const int64_t cost = name.empty() ? 0 : behaviour.launch_us.load())
+      for (const auto end = Clock::now() + us(cost); Clock::now() < end;) continue;
     Lock lock(mutex_);
+    if (const int64_t most = behaviour.queue)
+      done_.wait(lock, [&] { return stopping || int64_t(queue_.size()) < most; });
     if (stopping) return submitted_;
     auto due = Clock::now();
     if (const int64_t late = behaviour.late_us) due += us(random_() % late);

@@ -44,6 +44,7 @@ PARTS = (
     "layer_overlap",
     "soak",
     "copy_ahead",
+    "device",
     "accelerator",
 )
 """In the order of measurement. Each is loaded for itself, for the sake of older versions."""
