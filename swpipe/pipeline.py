@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
@@ -24,7 +22,7 @@ from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.analysis.last_readers import compile_for_run
-from swpipe.analysis.verification import resolve_for_run, tasks_given
+from swpipe.analysis.verification import given_for_run, resolve_for_run
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.effects import EffectTable
@@ -104,18 +102,9 @@ class SWPipeline(Generic[C]):
         run_ahead: int | None = None,
         host: Host | None = None,
     ) -> None:
-        given = tasks_given(plan, tasks)
-        plan = plan if keep is None else replace(plan, keep=keep)
-        plan = plan if run_ahead is None else replace(plan, run_ahead=run_ahead)
+        plan, given = given_for_run(plan, tasks, keep, run_ahead)
         self.plan, self.device, self.context = plan, resolve(device), context_class(context)
         streams = self.device.has_streams
-        if plan.run_ahead is not None and not streams:
-            warnings.warn(
-                f"run_ahead={plan.run_ahead} means nothing on {self.device.name!r}, which has no "
-                "streams and is never behind the host: leave it out there",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         resolved = resolve_for_run(plan, given, effects, device=self.device.name, streams=streams)
         self._resolved, self._alike = resolved, check_ranks
         by_name = {task.name: task for task in given}

@@ -28,7 +28,8 @@ more than its last stage + 1, its tasks move back, and worker lanes may run that
 
 **Two kinds of wait.** A *host wait* keeps a lane until another lane has passed an instruction, for
 edges that cross lanes. An *event wait* makes a stream wait for work on another stream, for edges
-that cross streams. An edge that others imply is dropped, in each kind on its own:
+that cross streams and are not ``host_only``. An edge that others imply is dropped, in each kind on
+its own:
 
 - Host waits are a graph over (period, position): a path of no greater lag implies a wait. Lanes do
   their host waits even for iterations that do not exist: prologue and epilogue are no special case.
@@ -41,13 +42,13 @@ No cycle can exist: every host wait points backwards in (period, order).
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from swpipe._engine.implied_edges import Hop, reduce_edges
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef, TaskSchedule
 from swpipe.core.resolved import ResolvedPlan
 
@@ -140,14 +141,6 @@ class Program:
         return {ins.task: ins for lane in self.lanes for ins in lane.instructions}
 
 
-class _Hop(NamedTuple):
-    """An edge between two places in the order of a period; ``weight`` is a lag or a distance."""
-
-    producer: int
-    consumer: int
-    weight: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """What the waits are derived from, by the place of an instruction in the period.
@@ -156,6 +149,7 @@ class _Layout:
         queue: Place to the number of its stream; 0 for None.
         ordered: The places of globally ordered tasks.
         deps: What is declared, admission and retirement; weights are distances.
+        host_only: Those of them that no stream waits for.
         groups: Lane to its name.
         within_call: What keeps lanes within the caller's calls, in each period; weights are lags.
     """
@@ -166,9 +160,10 @@ class _Layout:
     stream: Sequence[StreamRef]
     queue: Sequence[int]
     ordered: Sequence[int]
-    deps: Sequence[_Hop]
+    deps: Sequence[Hop]
+    host_only: frozenset[Hop]
     groups: tuple[str, ...]
-    within_call: Sequence[_Hop]
+    within_call: Sequence[Hop]
 
     @property
     def members(self) -> list[list[int]]:
@@ -242,10 +237,10 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     queues: dict[StreamRef, int] = {}
     named = [entry.stream if streams else None for entry in entries]
     lane = [lanes[entry.thread_group] for entry in entries]
-    within_call = [_Hop(place[source], retire, 0) for source in sources[1:]]
+    within_call = [Hop(place[source], retire, 0) for source in sources[1:]]
     if plan.within_calls:
         workers = [[k for k in range(retire) if lane[k] == n] for n in range(1, len(groups))]
-        within_call += [hop for w in workers for hop in (_Hop(0, w[0], 0), _Hop(w[-1], retire, 0))]
+        within_call += [hop for w in workers for hop in (Hop(0, w[0], 0), Hop(w[-1], retire, 0))]
     return _Layout(
         order=order,
         stage=[entry.stage + ahead for entry in entries],
@@ -254,15 +249,20 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
         queue=[0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named],
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
         deps=[
-            *[_Hop(place[d.producer], place[d.consumer], d.distance) for d in resolved.dependences],
+            *[Hop(place[d.producer], place[d.consumer], d.distance) for d in resolved.dependences],
             *[
-                _Hop(place[source], k, 0)
+                Hop(place[source], k, 0)
                 for source in sources
                 for k in range(retire)
                 if order[k] not in (BEGIN, *SOURCES[: SOURCES.index(source) + 1])
             ],
-            *[_Hop(k, retire, 0) for k in range(retire)],
+            *[Hop(k, retire, 0) for k in range(retire)],
         ],
+        host_only=frozenset(
+            Hop(place[d.producer], place[d.consumer], d.distance)
+            for d in resolved.dependences
+            if d.host_only
+        ),
         groups=groups,
         within_call=within_call,
     )
@@ -282,11 +282,11 @@ def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) 
 # ------------------------------------------------------------------------------------- host waits
 
 
-def _host_waits(layout: _Layout) -> list[list[_Hop]]:
+def _host_waits(layout: _Layout) -> list[list[Hop]]:
     """Place to the host waits there, none implied by others; weights are lags."""
     stage, lane = layout.stage, layout.lane
     crossing = [
-        _Hop(p, c, stage[c] - stage[p] + distance)
+        Hop(p, c, stage[c] - stage[p] + distance)
         for p, c, distance in layout.deps
         if lane[p] != lane[c]
     ]
@@ -294,7 +294,7 @@ def _host_waits(layout: _Layout) -> list[list[_Hop]]:
     for chain in (layout.ordered, *_by_stream(layout)):
         crossing += [hop for hop in _ring(chain) if lane[hop.producer] != lane[hop.consumer]]
     program_order = [hop for chain in layout.members for hop in _ring(chain)]
-    return _reduce(crossing, program_order, range(len(lane)))
+    return reduce_edges(crossing, program_order, range(len(lane)))
 
 
 def _by_stream(layout: _Layout) -> Iterable[list[int]]:
@@ -306,30 +306,30 @@ def _by_stream(layout: _Layout) -> Iterable[list[int]]:
     return chains.values()
 
 
-def _ring(chain: Sequence[int]) -> list[_Hop]:
+def _ring(chain: Sequence[int]) -> list[Hop]:
     """A chain within a period, closed from its last task to its first of the period after."""
     if not chain:
         return []
-    hops = [_Hop(a, b, 0) for a, b in pairwise(chain)]
-    return [*hops, _Hop(chain[-1], chain[0], 1)]
+    hops = [Hop(a, b, 0) for a, b in pairwise(chain)]
+    return [*hops, Hop(chain[-1], chain[0], 1)]
 
 
 # ------------------------------------------------------------------------------------ event waits
 
 
-def _event_waits(layout: _Layout) -> list[list[_Hop]]:
+def _event_waits(layout: _Layout) -> list[list[Hop]]:
     """Place to the event waits there, none implied by others; weights are distances."""
     stage, queue = layout.stage, layout.queue
-    crossing: list[_Hop] = []
-    fixed: list[_Hop] = []
-    for hop in layout.deps:
+    crossing: list[Hop] = []
+    fixed: list[Hop] = []
+    for hop in (hop for hop in layout.deps if hop not in layout.host_only):
         (fixed if queue[hop.producer] == queue[hop.consumer] else crossing).append(hop)
     for chain in _fifo_chains(layout):
         for a, b, lag in _ring(chain):
             # The later task on iteration i runs after the sooner one on i - distance; where that
             # lies in the future, a weaker truth will do: stream order holds between iterations.
-            fixed.append(_Hop(a, b, max(0, lag + stage[a] - stage[b])))
-    return _reduce(crossing, fixed, sorted(range(len(stage)), key=lambda k: (stage[k], k)))
+            fixed.append(Hop(a, b, max(0, lag + stage[a] - stage[b])))
+    return reduce_edges(crossing, fixed, sorted(range(len(stage)), key=lambda k: (stage[k], k)))
 
 
 def _fifo_chains(layout: _Layout) -> Iterable[list[int]]:
@@ -344,108 +344,3 @@ def _fifo_chains(layout: _Layout) -> Iterable[list[int]]:
         if layout.order[place] not in SOURCES:
             chains[(queue, 0 if queue else lane)].append(place)
     return chains.values()
-
-
-# -------------------------------------------------------------------------------------- reduction
-
-
-def _reduce(edges: Iterable[_Hop], fixed: Iterable[_Hop], order: Sequence[int]) -> list[list[_Hop]]:
-    """Consumer to its edges, less those that a path of no greater weight implies; lightest first.
-
-    Paths lead through all other edges and ``fixed``. The graph has no cycle, so the result does not
-    depend on what is dropped first. Edges of negative weight stay; no path leads through them.
-
-    Args:
-        edges: To be kept or dropped.
-        fixed: What holds anyway.
-        order: All places; hops of weight 0 lead from earlier ones to later ones.
-    """
-    always = set(fixed)
-    kept = set(edges) - always
-    waits: list[list[_Hop]] = [[] for _ in order]
-    if not kept:
-        return waits
-    lightest: list[dict[int, int]] = [{} for _ in order]
-    for producer, consumer, weight in (*kept, *always):
-        if 0 <= weight <= lightest[producer].get(consumer, weight):
-            lightest[producer][consumer] = weight
-    kept = {
-        hop for hop in kept if lightest[hop.producer].get(hop.consumer, hop.weight) >= hop.weight
-    }
-    kept -= _implied([hop for hop in kept if hop.weight >= 0], lightest, order)
-    for hop in sorted(kept, key=lambda hop: (hop.weight, hop.producer)):
-        waits[hop.consumer].append(hop)
-    return waits
-
-
-def _implied(
-    edges: Sequence[_Hop], hops: Sequence[Mapping[int, int]], order: Sequence[int]
-) -> set[_Hop]:
-    """The edges that two hops or more of no greater weight imply.
-
-    Weight by weight, from the last place to the first, each place tells those before it what it
-    reaches, and only where that has grown. It ends when every heavier edge is known to be implied.
-
-    Args:
-        edges: Of weight 0 or more.
-        hops: Producer to consumer to weight.
-        order: As for ``_reduce``.
-    """
-    reach = _Reach(hops, order)
-    leaving: dict[int, list[_Hop]] = defaultdict(list)
-    for hop in edges:
-        leaving[hop.producer].append(hop)
-    undecided = Counter(hop.weight for hop in edges)
-    implied: set[_Hop] = set()
-    weight = 0
-    while +undecided and weight <= max(+undecided):
-        for place in reach.grown(weight):
-            beyond = reach.beyond[place]
-            found = {h for h in leaving[place] if h.weight >= weight and beyond >> h.consumer & 1}
-            undecided.subtract(hop.weight for hop in found - implied)
-            implied |= found
-        weight += 1
-    return implied
-
-
-class _Reach:
-    """Which places each place reaches by paths of at most some weight.
-
-    Attributes:
-        beyond: Place to the set, in bits, of those that two hops or more lead to.
-    """
-
-    def __init__(self, hops: Sequence[Mapping[int, int]], order: Sequence[int]) -> None:
-        self.beyond = [0] * len(order)
-        self._reached = [1 << place for place in range(len(order))]  # by any number of hops
-        self._order = order
-        self._rank = {place: rank for rank, place in enumerate(order)}
-        self._before: list[list[tuple[int, int]]] = [[] for _ in order]
-        # Weight to place to what it then reaches: by one hop, and by more.
-        self._next: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        self._news: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for producer, consumers in enumerate(hops):
-            for consumer, weight in consumers.items():
-                self._before[consumer].append((producer, weight))
-                self._next[weight][producer] |= 1 << consumer
-
-    def grown(self, weight: int) -> Iterator[int]:
-        """The places whose ``beyond`` grows with this weight; it has to be asked for in turn."""
-        direct, news = self._next.pop(weight, {}), self._news[weight]
-        places = [-self._rank[place] for place in {*direct, *news}]
-        heapq.heapify(places)
-        while places:
-            place = self._order[-heapq.heappop(places)]
-            told = news.pop(place, 0)
-            reached = self._reached[place] | direct.get(place, 0) | told
-            if reached != self._reached[place]:
-                self._reached[place] = reached
-                for producer, taken in self._before[place]:
-                    into = self._news[weight + taken]
-                    if not taken and producer not in into and producer not in direct:
-                        heapq.heappush(places, -self._rank[producer])
-                    into[producer] |= reached & ~(1 << place)
-            if told & ~self.beyond[place]:
-                self.beyond[place] |= told
-                yield place
-        del self._news[weight]

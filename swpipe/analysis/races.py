@@ -94,9 +94,10 @@ def violations(
     for before in guaranteed:
         for conflict, either in required:
             consumer, producer, distance = key = conflict[:3]
-            if before.keeps(producer, consumer, distance):
+            keeps = before.host if conflict.place.on_host else before.keeps
+            if keeps(producer, consumer, distance):
                 continue
-            reverse = before.keeps(consumer, producer, -distance)
+            reverse = keeps(consumer, producer, -distance)
             if either and reverse:
                 continue
             violation = found.setdefault(key, Violation(*key))
@@ -238,6 +239,12 @@ def _mend(plan: PipelinePlan, violation: Violation) -> str:
     consumer, producer, distance = violation.consumer, violation.producer, violation.distance
     if PULL in (consumer, producer):
         return "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
+    if (consumer, producer) in plan.host_only:
+        return (
+            f"the edge between them is host_only, which orders their functions and not their work "
+            f'on streams: take ("{consumer}", "{producer}") out of host_only, or say on_host=True '
+            "of a state that no device work uses"
+        )
     stage = {name: plan.schedule[name].stage for name in (consumer, producer)}
     edge = f'deps=[("{consumer}", "{producer}")]'
     changed = replace(plan, deps=[*plan.deps, (consumer, producer)])

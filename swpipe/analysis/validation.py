@@ -13,13 +13,13 @@ from swpipe.core.drawing import format_grid
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import (
     DEFAULT_GROUP,
-    MOST_ITERATIONS,
     MOST_TASKS,
     MOST_WORK,
     PipelinePlan,
     StreamSpec,
     TaskSchedule,
 )
+from swpipe.core.plan_entries import MOST_ITERATIONS
 from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError, Problem
@@ -190,6 +190,12 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
     pairs: list[tuple[str, tuple[str, ...]]] = [("deps", pair) for pair in plan.deps]
     pairs += [("cross_iter_deps", (c, p)) for c, p, _ in plan.cross_iter_deps]
     pairs += [("same_period_deps", pair) for pair in plan.same_period_deps]
+    declared = {pair for _, pair in pairs}
+    for pair in plan.host_only:
+        if pair not in declared:
+            text = f"host_only has {shown(pair)}, and no dependence is declared between these two"
+            mend = "add it to deps, cross_iter_deps or same_period_deps, or take it out"
+            yield Problem(f"{text}: {mend}", tuple(n for n in pair if n in plan.schedule))
     pairs += [("order", (name,)) for name in plan.order]
     for source, names in pairs:
         for name in names:

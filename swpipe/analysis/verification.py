@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swpipe.analysis.last_readers import recorded_uses, uses_of
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
@@ -123,6 +124,18 @@ def tasks_given(
     return plan.tasks if tasks is None else tuple(tasks)
 
 
+def given_for_run(
+    plan: PipelinePlan,
+    tasks: Iterable[PipelineTask] | None,
+    keep: Sequence[str] | None,
+    run_ahead: int | None,
+) -> tuple[PipelinePlan, tuple[PipelineTask, ...]]:
+    """The plan, with what a pipeline was given in its place; and ``tasks_given``."""
+    given = tasks_given(plan, tasks)
+    plan = plan if keep is None else replace(plan, keep=keep)
+    return plan if run_ahead is None else replace(plan, run_ahead=run_ahead), given
+
+
 def resolve_for_run(
     plan: PipelinePlan,
     tasks: Sequence[PipelineTask],
@@ -137,8 +150,18 @@ def resolve_for_run(
 
     Raises:
         PlanError: Lists all that is wrong.
+
+    Warns:
+        RuntimeWarning: ``run_ahead`` on a device without streams.
     """
     resolved = validate(plan, tasks, device)
+    if plan.run_ahead is not None and not streams:
+        warnings.warn(
+            f"run_ahead={plan.run_ahead} means nothing on {device!r}, which has no streams and is "
+            "never behind the host: leave it out there",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     # A plan is its author's word about the order of tasks of which nothing is declared.
     table = _in_order(resolved, declared_effects(tasks, undeclared=False))
     if problems := race_problems(resolved, table, streams=streams):

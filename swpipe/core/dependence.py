@@ -28,6 +28,7 @@ class Dependence(NamedTuple):
     Attributes:
         lag: Periods from the producer's run to the consumer's.
         source: The field of the plan that declares it, for messages.
+        host_only: It orders the two functions, and no work on streams.
     """
 
     consumer: str
@@ -35,12 +36,13 @@ class Dependence(NamedTuple):
     distance: int
     lag: int
     source: str
+    host_only: bool = False
 
     def __str__(self) -> str:
-        if self.source == "same_period_deps":
-            return f"{self.consumer} after {self.producer} (same_period_deps)"
-        back = f" of {self.distance} iterations before" if self.distance else ""
-        return f"{self.consumer} after {self.producer}{back} ({self.source})"
+        distant = self.distance and self.source != "same_period_deps"
+        back = f" of {self.distance} iterations before" if distant else ""
+        alone = ", host_only" if self.host_only else ""
+        return f"{self.consumer} after {self.producer}{back} ({self.source}{alone})"
 
 
 class Cycle(Enum):

@@ -22,10 +22,14 @@ from swpipe.core.task import PipelineTask
 
 
 class Location(NamedTuple):
-    """An attribute or, if persistent, a state; it may be "unnamed memory (...)"."""
+    """An attribute or, if persistent, a state; it may be "unnamed memory (...)".
+
+    ``on_host``: no device work uses the state (``DeclaredIO.on_host``).
+    """
 
     name: str
     persistent: bool
+    on_host: bool = False
 
     def __str__(self) -> str:
         if self.persistent:
@@ -87,10 +91,16 @@ def declared_effects(
     random task beside one that says nothing, which may draw from the same generators.
     """
     tasks = tuple(tasks)
+    states_said = [io for task in tasks for io in task.io if io.state]
+    on_device = {io.state for io in states_said if not io.on_host}  # if only one says so, it is
     unknown = undeclared and any(task.undeclared for task in tasks)
     found = {}
     for task in tasks:
-        states = [(Location(io.state, True), io.mode) for io in task.io if io.state]
+        states = [
+            (Location(io.state, True, io.state not in on_device), io.mode)
+            for io in task.io
+            if io.state
+        ]
         reads, writes = (frozenset(s for s, mode in states if one in mode) for one in "rw")
         found[task.name] = Effects(reads, writes)
         if unknown and (task.undeclared or task.random):

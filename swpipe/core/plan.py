@@ -15,6 +15,7 @@ import torch
 from swpipe.core.files import read_text, write_atomically
 from swpipe.core.messages import shown
 from swpipe.core.plain_data import parse_json, parse_toml, read_table
+from swpipe.core.plan_entries import checked_edges, checked_keep, checked_order, checked_stale
 from swpipe.core.task import (
     LABEL_RULE,
     NAME_RULE,
@@ -24,7 +25,6 @@ from swpipe.core.task import (
     is_label,
     is_name,
     name_of,
-    names_of,
     refs_in,
 )
 from swpipe.errors import PlanError, Problem
@@ -38,9 +38,6 @@ DEFAULT_GROUP = "default"
 MOST_TASKS = 10_000
 MOST_WORK = 100_000
 """The most tasks x (stages + largest distance) + dependences: more take too long to compile."""
-MOST_ITERATIONS = 1_000
-"""The largest pipeline depth, distance of a dependence, and staleness; stages are below it."""
-
 DEFAULT_RUN_AHEAD = 1
 """When a period begins, the device has at most the launched work of a whole one left. With less,
 host and device take turns; with more, memory that streams share is given back later."""
@@ -88,6 +85,9 @@ class PipelinePlan:
         cross_iter_deps: (consumer, producer[, distance]): the consumer on iteration i runs after
             the producer on iteration i - distance; 1 to 1,000 iterations, by default 1.
         same_period_deps: (consumer, producer), in the same period, on any iterations.
+        host_only: (consumer, producer) of the edges above that order the two functions alone: the
+            consumer's stream does not wait for the producer's work. For what Python uses on the
+            host, such as a counter.
         order: Tasks in the order in which they run within a period, as far as the dependences
             leave it open; it must not contradict them, and need not name every task.
         streams: Stream name to ``StreamSpec``, for streams that differ from the default.
@@ -121,6 +121,7 @@ class PipelinePlan:
     deps: Sequence[Pair] = ()
     cross_iter_deps: Sequence[DistantPair] = ()
     same_period_deps: Sequence[Pair] = ()
+    host_only: Sequence[Pair] = ()
     order: Sequence[str] = ()
     streams: Mapping[str, StreamSpec] = field(default_factory=dict)
     pipeline_depth: int | None = None
@@ -137,6 +138,7 @@ class PipelinePlan:
         deps: Iterable[Sequence[TaskRef]] = (),
         cross_iter_deps: Iterable[Sequence[TaskRef | int]] = (),
         same_period_deps: Iterable[Sequence[TaskRef]] = (),
+        host_only: Iterable[Sequence[TaskRef]] = (),
         order: Iterable[TaskRef] = (),
         streams: Mapping[str, StreamSpec] | None = None,
         pipeline_depth: int | None = None,
@@ -150,16 +152,19 @@ class PipelinePlan:
         problems: list[Problem] = []
         values: dict[str, Any] = {
             "schedule": _schedule(schedule, problems),
-            "deps": _edges("deps", deps, problems),
-            "cross_iter_deps": _edges("cross_iter_deps", cross_iter_deps, problems, far=True),
-            "same_period_deps": _edges("same_period_deps", same_period_deps, problems),
-            "order": _order(order, problems),
+            "deps": checked_edges("deps", deps, problems),
+            "cross_iter_deps": checked_edges(
+                "cross_iter_deps", cross_iter_deps, problems, far=True
+            ),
+            "same_period_deps": checked_edges("same_period_deps", same_period_deps, problems),
+            "host_only": checked_edges("host_only", host_only, problems),
+            "order": checked_order(order, problems),
             "streams": dict(streams or {}),
             "pipeline_depth": pipeline_depth,
             "pull_group": pull_group,
-            "stale": _stale(stale or {}, problems),
+            "stale": checked_stale(stale or {}, problems),
             "within_calls": within_calls,
-            "keep": _keep(keep, problems),
+            "keep": checked_keep(keep, problems),
             "run_ahead": run_ahead,
             "tasks": _tasks([*tasks, *schedule], problems),
         }
@@ -361,61 +366,6 @@ def _tasks(given: Iterable[Any], problems: list[Problem]) -> tuple[PipelineTask,
             text = f"two tasks are named {shown(task.name)}; names are unique"
             problems.append(Problem(text, (task.name,)))
     return tuple(named.values())
-
-
-def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
-    refs = tuple(order)
-    problems += [
-        Problem(f"order has {shown(ref)}, which is neither a task nor a task's name")
-        for ref in refs
-        if not isinstance(ref, str | PipelineTask)
-    ]
-    return names_of(ref for ref in refs if isinstance(ref, str | PipelineTask))
-
-
-def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
-    for state, behind in stale.items():
-        is_count = type(behind) is int and 1 <= behind <= MOST_ITERATIONS
-        if not isinstance(state, str) or not is_count:
-            rule = f"write state = iterations, 1 to {MOST_ITERATIONS}"
-            text = f"stale entry {shown(state)}: {shown(behind)}: {rule}"
-            problems.append(Problem(text))
-    return dict(stale)
-
-
-def _keep(keep: Any, problems: list[Problem]) -> tuple[str, ...] | None:
-    if keep is None:
-        return None
-    rule = 'write a list of names of attributes, such as ["loss"]'
-    if isinstance(keep, str) or not isinstance(keep, Iterable):
-        problems.append(Problem(f"keep is {shown(keep)}: {rule}"))
-        return ()
-    names = tuple(keep)
-    wrong = [name for name in names if not (isinstance(name, str) and is_label(name))]
-    problems += [Problem(f"keep has {shown(name)}: {rule}") for name in wrong]
-    return () if wrong else tuple(dict.fromkeys(names))
-
-
-def _edges(
-    what: str, entries: Iterable[Any], problems: list[Problem], *, far: bool = False
-) -> tuple[tuple[Any, ...], ...]:
-    """Checked (consumer, producer) pairs; with ``far``, each has a distance too."""
-    form = f"(consumer, producer[, distance]) with a distance of 1 to {MOST_ITERATIONS} iterations"
-    good: list[tuple[Any, ...]] = []
-    for entry in entries:
-        match entry:
-            case (str() | PipelineTask() as consumer, str() | PipelineTask() as producer):
-                good.append((name_of(consumer), name_of(producer), *([1] if far else [])))
-            case (
-                str() | PipelineTask() as consumer,
-                str() | PipelineTask() as producer,
-                int() as distance,
-            ) if far and 1 <= distance <= MOST_ITERATIONS:
-                good.append((name_of(consumer), name_of(producer), distance))
-            case _:
-                write = form if far else "(consumer, producer)"
-                problems.append(Problem(f"{what} entry {shown(entry)}: write {write}"))
-    return tuple(good)
 
 
 def _wrong_names(values: Mapping[str, Any]) -> list[Problem]:

@@ -72,8 +72,10 @@ def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
     declared += [(c, p, d, "cross_iter_deps") for c, p, d in plan.cross_iter_deps]
     declared += [(c, p, stage[p] - stage[c], "same_period_deps") for c, p in plan.same_period_deps]
     unique: dict[tuple[str, str, int], Dependence] = {}
+    alone = frozenset(plan.host_only)
     for c, p, d, source in declared:
-        unique.setdefault((c, p, d), Dependence(c, p, d, stage[c] - stage[p] + d, source))
+        lag = stage[c] - stage[p] + d
+        unique.setdefault((c, p, d), Dependence(c, p, d, lag, source, (c, p) in alone))
     return tuple(unique.values())
 
 

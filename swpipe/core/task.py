@@ -38,6 +38,8 @@ class DeclaredIO:
             only once per state. A recording reports accesses to this memory by the state's name.
         reset: Called when iterations in flight are dropped, by a failure or by ``close``: lets go
             of what the task keeps for them outside their contexts.
+        on_host: Python uses the state on the host alone, as a counter, and no device work does. Its
+            order is then kept if the functions are in order (``PipelinePlan.host_only``).
 
     Raises:
         ValueError: The fields are incomplete or contradict each other.
@@ -49,6 +51,7 @@ class DeclaredIO:
     mode: Mode = "rw"
     memory: Any = field(default=None, compare=False, repr=False)
     reset: Callable[[], None] | None = None
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         if (self.capture is None) != (self.restore is None):
@@ -66,6 +69,11 @@ class DeclaredIO:
             raise ValueError(f"mode is {shown(self.mode)}; give 'r', 'w' or 'rw'")
         if self.memory is not None and self.state is None:
             raise ValueError("memory is given, and no state that lies in it: name the state")
+        if self.on_host and (self.state is None or self.memory is not None):
+            raise ValueError(
+                "on_host is said of a state that Python uses on the host alone: name the state, "
+                "and give no memory of tensors, which device work uses"
+            )
 
 
 LABEL_RULE = f"names have 1 to {MOST_CHARACTERS} printable characters; choose another"

@@ -248,8 +248,6 @@ def overlap(
         leading = (loader.unpack, *leading)
         given = (*leading, loader.show, *rest)
     found, given = _choose(loader, given, leading, ahead, pull_ahead, keep)
-    if not ahead and pull_ahead is None:
-        warnings.warn(f"nothing runs ahead: {' '.join(found.why)}", RuntimeWarning, stacklevel=2)
     functions = AheadTasks(given, len(leading))
     pipe = SWPipeline(
         found.plan,
@@ -293,6 +291,8 @@ def _choose(
 ) -> tuple[Overlap, tuple[PipelineTask, ...]]:
     """What runs ahead, and the tasks."""
     why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(given, len(leading), ahead))
+    if not ahead and pull_ahead is None:
+        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=3)
     if ahead and len(leading) == len(given):  # the body of the loop is what they run ahead of
         given = (*given, _HAND_OVER)
     names = tuple(one.name for one in leading)

@@ -43,7 +43,8 @@ def prefetch_plan(
         carried: (consumer, producer): the consumer on one iteration comes after the producer on
             the one before, such as ("forward", "step") where the step updates what forward reads.
         group: Name of the feeding thread group.
-        depth: How many iterations may be in flight, besides one that is pulled; 2 or more.
+        depth: How many iterations may be in flight, besides one that is pulled; 2 or more. How far
+            their work is launched ahead of a device is apart from it (``PipelinePlan.run_ahead``).
         pull_group: Name of the thread group that calls the loader; None for the caller's thread.
         streams: Streams of tasks whose device work runs on a stream of its own. If ``feed`` has a
             ``copy_task``, its tasks up to it have the stream "copy", and the others "ahead", where

@@ -3,7 +3,8 @@
     serial          host, CPU and device times; then, beside a thread that competes for the
                     interpreter lock (``swpipe.profiler.gil``), the time each task holds that lock
     pipelined=True  host and device times while the plan runs
-    both            the time of a hand-over between two threads (``swpipe.profiler.handover``)
+    both            the time of a hand-over between two threads (``swpipe.profiler.handover``), and
+                    what shows while the device is behind (``swpipe.profiler.device_behind``)
 
 In a serial measurement each task has the machine to itself. Under a plan, tasks that run at the
 same time share cores, caches and memory bandwidth, and memory allocation on a worker thread may be
@@ -15,7 +16,8 @@ Times are means over the runs on a batch, then over batches: slow runs are part 
 interval, and a median would ignore them. ``gil_us`` is the minimum of several runs, capped at the
 task's CPU time.
 
-For what a device time is, see ``WindowTimer.device_times_s``.
+A device time is measured while the device is behind the host, if it ever is. If not, it includes
+idle time of the device: see ``WindowTimer.device_times_s``.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
+from swpipe.profiler.device_behind import device_behind
 from swpipe.profiler.gil import GilContender, GilTimes
 from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
@@ -119,15 +122,19 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     if timer.pulls is not None:
         times.put_first(PULL, timer.pulls.runs)
     gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # at most its CPU time
-    device_s = timer.device_times_s()
-    cpu_s = times.cpu_s
+    blocking_s, exact_s = device_behind(timer)
+    device_s = timer.device_times_s() | exact_s
+    host_s, cpu_s = times.host_s, times.cpu_s
+    for name, mean_s in blocking_s.items():  # without the wait
+        host_s[name] = max(0.0, mean_s - device_s.get(name, 0.0))
     return {
         name: TaskCost(
             host_us=_US * mean_s,
             gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),
             device_us=_US * device_s.get(name, 0.0),
+            blocks=name in blocking_s,
         )
-        for name, mean_s in times.host_s.items()
+        for name, mean_s in host_s.items()
     }
 
 

@@ -1,7 +1,7 @@
 """Schedules of tasks with lookaheads and slots, which become plans and run on ``SWPipeline``."""
 
 from swpipe.schedulable.data_slot import DataSlot
-from swpipe.schedulable.declared_task import Task
+from swpipe.schedulable.declared_task import SameProgressSyncSide, Task
 from swpipe.schedulable.executors import SequentialExecutor, ThreadedExecutor
 from swpipe.schedulable.schedulable_pipeline import Pipeline, SchedulablePipeline
 from swpipe.schedulable.schedule import Schedule, Stage
@@ -12,6 +12,7 @@ from swpipe.schedulable.stream_pool import StreamPool
 __all__ = [
     "DataSlot",
     "Pipeline",
+    "SameProgressSyncSide",
     "SchedulablePipeline",
     "Schedule",
     "ScheduleValidationError",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from enum import IntFlag
 from typing import Any, Self, TypeAlias
 
 from swpipe.core.messages import shown
-from swpipe.core.plan import MOST_ITERATIONS
+from swpipe.core.plan_entries import MOST_ITERATIONS
 from swpipe.core.task import LABEL_RULE, NAME_RULE, DeclaredIO, PipelineTask, is_label, is_name
 from swpipe.schedulable.data_slot import DataSlot
 from swpipe.schedulable.slot_context import TaskContext
@@ -14,6 +15,14 @@ from swpipe.schedulable.stream_pool import DEFAULT
 
 SlotRef: TypeAlias = str | DataSlot
 Earlier: TypeAlias = str | tuple[str, int]
+
+
+class SameProgressSyncSide(IntFlag):
+    """What waits for the tasks in ``same_progress_sync``."""
+
+    CPU = 1
+    GPU = 2
+    BOTH = 3
 
 
 class Task:
@@ -34,6 +43,8 @@ class Task:
         cross_iter_depends_on: It waits for these on an earlier batch: ``("x", -2)`` two before;
             ``"x"`` is ``("x", -1)``.
         same_progress_sync: It waits for these in the same period, whatever their batches are.
+        same_progress_sync_sides: What waits for them: the host, and with ``GPU`` the stream, too.
+            An event is waited for after it was recorded, so ``GPU`` alone means ``BOTH`` here.
         nccl: Submit such tasks one at a time, in the same order on every rank.
         nvtx_tag: Name of a further NVTX range, within that of the task.
         io: As for ``PipelineTask``.
@@ -55,6 +66,7 @@ class Task:
     depends_on: Sequence[str] = ()
     cross_iter_depends_on: Sequence[Any] = ()
     same_progress_sync: Sequence[str] = ()
+    same_progress_sync_sides: SameProgressSyncSide = SameProgressSyncSide.BOTH
     nccl: bool = False
     nvtx_tag: str | None = None
     io: Sequence[DeclaredIO] = ()
@@ -73,6 +85,7 @@ class Task:
         depends_on: Iterable[str] | None = None,
         cross_iter_depends_on: Iterable[Earlier] | None = None,
         same_progress_sync: Iterable[str] | None = None,
+        same_progress_sync_sides: SameProgressSyncSide | int | None = None,
         nccl: bool | None = None,
         nvtx_tag: str | None = None,
         io: Iterable[DeclaredIO] | None = None,
@@ -158,6 +171,13 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         rule = "give names of tasks"
         names = [_of(where, field, entry, str, str, rule) for entry in tuples[field]]
         tuples[field] = tuple(dict.fromkeys(names))
+    sides = values["same_progress_sync_sides"]
+    if not isinstance(sides, int) or not 0 < sides <= SameProgressSyncSide.BOTH:
+        raise ValueError(
+            f"{where}: same_progress_sync_sides is {shown(sides)}, which has unknown bits, or "
+            "none: give SameProgressSyncSide.CPU, GPU or BOTH"
+        )
+    values = {**values, "same_progress_sync_sides": SameProgressSyncSide(sides)}
     field = "cross_iter_depends_on"
     tuples[field] = tuple(dict.fromkeys(_earlier(where, entry) for entry in tuples[field]))
     _refuse_twice(where, tuples)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from swpipe.core.dependence import topological
 from swpipe.schedulable.data_slot import BATCH
-from swpipe.schedulable.declared_task import Task
+from swpipe.schedulable.declared_task import SameProgressSyncSide, Task
 from swpipe.schedulable.schedule import Schedule
 
 
@@ -41,6 +41,12 @@ class Edge(NamedTuple):
     def lag(self) -> int:
         """Periods from the producer's run to the consumer's."""
         return self.producer.lookahead - self.consumer.lookahead + self.distance
+
+    @property
+    def host_only(self) -> bool:
+        """Whether the host waits, and no stream."""
+        sides = self.consumer.same_progress_sync_sides
+        return self.field == "same_progress_sync" and sides is SameProgressSyncSide.CPU
 
 
 def writers_of(schedule: Schedule) -> dict[str, list[Task]]:

@@ -4,7 +4,7 @@
     reads                    deps on all who write the slot with the same lookahead or a larger one
     depends_on               deps
     cross_iter_depends_on    cross_iter_deps
-    same_progress_sync       same_period_deps
+    same_progress_sync       same_period_deps; host_only, where the side is the CPU
     ties                     order: topological, then as declared
     stages                   same_period_deps: each task after those of the stage before
     one stream, two threads  same_period_deps between neighbours in the order
@@ -49,7 +49,10 @@ def translate(
     order = period_order(schedule)
     edges = edges_of(schedule)
     sync = [(e.consumer.name, e.producer.name) for e in edges if e.field == "same_progress_sync"]
-    sync += [(c.name, p.name) for c, p in between_stages(schedule)]
+    between = [(c.name, p.name) for c, p in between_stages(schedule)]
+    whole = {*between, *((e.consumer.name, e.producer.name) for e in edges if not e.host_only)}
+    alone = [(e.consumer.name, e.producer.name) for e in edges if e.host_only]
+    sync += between
     sync += _in_submission_order(order, threads)
     most = schedule.max_lookahead
     return PipelinePlan(
@@ -71,6 +74,7 @@ def translate(
             if e.field == "cross_iter_depends_on"
         ],
         same_period_deps=sync,
+        host_only=[pair for pair in alone if pair not in whole],
         order=[task.name for task in order],
         within_calls=any(thread != DEFAULT_GROUP for thread in threads.values()),
         tasks=[
@@ -126,6 +130,6 @@ def stream_waits(schedule: Schedule) -> Waits:
     """Task to the other streams on which something lies that it waits for."""
     waits: dict[str, dict[str, None]] = {}
     for edge in edges_of(schedule):
-        if edge.producer.stream != edge.consumer.stream:
+        if edge.producer.stream != edge.consumer.stream and not edge.host_only:
             waits.setdefault(edge.consumer.name, {})[edge.producer.stream] = None
     return {name: tuple(streams) for name, streams in waits.items()}

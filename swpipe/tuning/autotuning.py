@@ -50,7 +50,7 @@ EFFORT = 5.0
 
 _BATCHES = 3  # that costs are measured on
 _RECORDED = 2  # iterations, each of which takes longer than others
-_WINDOWS = 3  # of iterations, in which a batch's costs are measured
+_WINDOWS = 3  # of iterations, in which a batch's costs are measured; two more on a device
 _ROUNDS = 5  # of the trial
 _LEAST_ROUNDS = 2
 _MEASURED_BY, _AGAIN_BY = 0.3, 0.5  # parts of the time limit
@@ -153,14 +153,15 @@ class Loop:
         own: list[CostModel] = []
         budget.show(self.progress, "measuring what the tasks cost")
         batches = self.batches[:_BATCHES]
-        window = budget.window(_WINDOWS * len(batches), until)
+        windows = _WINDOWS + 2 * self.has_streams
+        window = budget.window(windows * len(batches), until)
         with SWPipeline(
             plan, self.tasks, device=self.device, context=self.context, check_effects=False
         ) as pipe:
             for batch in batches:
-                if own and not budget.allows(_WINDOWS * window.iterations, until):
+                if own and not budget.allows(windows * window.iterations, until):
                     break
-                with budget.spending(_WINDOWS * window.iterations):
+                with budget.spending(windows * window.iterations):
                     pipelined = plan.depth > 1
                     costs = measure_costs(
                         pipe, [batch], *window, pipelined=pipelined, loader=self.loader

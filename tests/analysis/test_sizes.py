@@ -17,7 +17,8 @@ from swpipe.analysis.validation import validate
 from swpipe.core import effects
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import CycleError
-from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
+from swpipe.core.plan import MOST_TASKS, MOST_WORK
+from swpipe.core.plan_entries import MOST_ITERATIONS
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from tests.support.hostile import MOST_IN_ALL, MOST_IN_ONE_LINE

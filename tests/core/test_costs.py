@@ -14,6 +14,7 @@ from swpipe.errors import PlanError
 MODEL = CostModel(
     {
         "copy": TaskCost(host_us=30, gil_us=10, device_us=300, resources=("h2d",)),
+        "item": TaskCost(host_us=3, device_us=2, blocks=True),
         "free": TaskCost(),
     },
     handover_us=20,
@@ -44,10 +45,12 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
                 "b": TaskCost(host_us=1, gil_us=2),
                 "c": TaskCost(resources=["x"]),  # type: ignore[arg-type]
                 "d": 3,  # type: ignore[dict-item]
+                "e": TaskCost(blocks=1),  # type: ignore[arg-type]
             },
             handover_us=-2,
         )
-    assert [p.tasks for p in caught.value.problems] == [("a",), ("b",), ("c",), ("d",), ()]
+    names = [("a",), ("b",), ("c",), ("d",), ("e",), ()]
+    assert [p.tasks for p in caught.value.problems] == names
 
 
 def test_missing_costs_are_named() -> None:
@@ -57,12 +60,22 @@ def test_missing_costs_are_named() -> None:
 
 
 def test_the_mean_of_models_is_that_of_each_time() -> None:
-    """And what any of them uses is used."""
+    """And what any of them uses is used; what blocks in any of them blocks."""
     other = CostModel(
-        {"free": TaskCost(host_us=8), "copy": TaskCost(50, 0, 100, ("nic",))}, handover_us=10
+        {
+            "free": TaskCost(host_us=8),
+            "copy": TaskCost(50, 0, 100, ("nic",)),
+            "item": TaskCost(5, 0, 4),
+        },
+        handover_us=10,
     )
     assert CostModel.mean([MODEL, other]) == CostModel(
-        {"copy": TaskCost(40, 5, 200, ("h2d", "nic")), "free": TaskCost(host_us=4)}, handover_us=15
+        {
+            "copy": TaskCost(40, 5, 200, ("h2d", "nic")),
+            "item": TaskCost(4, 0, 3, blocks=True),
+            "free": TaskCost(host_us=4),
+        },
+        handover_us=15,
     )
 
 

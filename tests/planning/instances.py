@@ -8,7 +8,7 @@ alike, or of which one is a hundred times another; limits from one thread to fou
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
@@ -62,6 +62,25 @@ def instance(number: int, size: int = 14, *, tight: bool = False) -> Instance:
         frozen=[names[v] for v in sorted(frozen)],
     )
     return Instance(plan, CostModel(costs, handover_us=rng.choice((0, 0, 20))), limits, streams)
+
+
+def held_back(given: Instance, number: int) -> Instance:
+    """The same with tasks that block, host-only dependences and another ``run_ahead``.
+
+    Without a limit to that, all work is on the caller's stream.
+    """
+    rng = random.Random(f"held back {number}")
+    costs = {
+        name: replace(cost, blocks=rng.random() < 0.2) for name, cost in given.costs.tasks.items()
+    }
+    plan, ahead = given.plan, rng.choice((None, 0, 1, 2)) if given.streams else None
+    if ahead is None:
+        plan = replace(
+            plan, schedule={name: replace(e, stream=None) for name, e in plan.schedule.items()}
+        )
+    alone = [pair for pair in plan.deps if rng.random() < 0.2]
+    plan = replace(plan, run_ahead=ahead, host_only=alone)
+    return replace(given, plan=plan, costs=replace(given.costs, tasks=costs))
 
 
 def _deps(rng: random.Random, size: int) -> list[tuple[int, int]]:

@@ -55,9 +55,9 @@ class Reference:
             if period >= wait.lag:
                 waits.append(self.passed(other, period - wait.lag) + self.costs.handover_us)
         limit = self.program.launch_limit
-        if task == ADMIT and limit is not None and self.exists(ins, period):
-            if period >= self.program.depth + limit:
-                waits.append(self.done(RETIRE, period - 1 - limit) + self.costs.handover_us)
+        far = -1 if limit is None else period - 1 - limit
+        if task == ADMIT and far >= self.program.depth - 1 and self.exists(ins, period):
+            waits.append(self.done(RETIRE, far) + self.costs.handover_us)
         cost = self.cost(task)
         took = cost.host_us if self.streams else cost.total_us
         return max(waits) + (took if self.exists(ins, period) else 0.0)

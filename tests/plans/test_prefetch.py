@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.planning import lower_bounds, simulate
 from swpipe.plans import prefetch_plan
 
 
@@ -89,6 +91,26 @@ def test_it_is_as_far_ahead_as_a_thread_with_a_queue(maxsize: int) -> None:
         for number in range(5):
             assert pipe.progress(batches).iter_idx == number
             assert len(pulled) == number + 1 + maxsize + 1
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("device_ms", [1, 10])
+@pytest.mark.parametrize("host_ms", [0.5, 6])
+@pytest.mark.parametrize("read_ms", [0, 5, 12])
+def test_by_default_it_is_as_far_ahead_as_is_needed(
+    read_ms: float, host_ms: float, device_ms: float, blocks: bool
+) -> None:
+    """Within hand-overs of the lower bound for any shape of host and device time."""
+    plan = prefetch_plan(["read", "copy"], ["train"], streams={"read": "copy", "copy": "copy"})
+    costs = CostModel(
+        {
+            "read": TaskCost(1e3 * read_ms),
+            "copy": TaskCost(50, device_us=2e3, blocks=blocks),
+            "train": TaskCost(1e3 * host_ms, device_us=1e3 * device_ms),
+        },
+        handover_us=20,
+    )
+    assert simulate(plan, costs).ii_us <= lower_bounds(plan, costs).ii_us + 2 * 20
 
 
 def test_both_lists_need_a_task() -> None:

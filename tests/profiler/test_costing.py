@@ -14,6 +14,7 @@ import swpipe.profiler.costing
 import swpipe.profiler.gil
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
+from swpipe.planning import simulate
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
 from swpipe.profiler.gil import SWITCH_S, GilContender
 from tests.profiler.sleepers import overlapped, sleepers
@@ -174,6 +175,72 @@ def test_device_time_is_the_time_of_a_tasks_work_on_its_stream(
             costs = measure_costs(pipe, [None], lock=False, pipelined=pipelined, **COUNTS)
             assert us_of(costs, "device_us") == pytest.approx({"copy": 4e3, "host": 0.0})
             assert us_of(costs, "host_us") == pytest.approx({"copy": 1e3, "host": 0.0})
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
+def test_a_task_that_waits_for_the_device_is_found(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch, pipelined: bool
+) -> None:
+    """Its host time is without the wait; reading while the device catches up is no wait.
+
+    And reading takes none of the device's time, which has other work meanwhile.
+    """
+    device = TimedDevice(host)
+    tell_time(monkeypatch, host, device)
+
+    def item(ctx: IterContext) -> None:
+        host.sleep(1e-3)
+        device.launch(0.5e-3)
+        device.synchronize()
+
+    tasks = [
+        PipelineTask("train", lambda ctx: device.launch(6e-3)),
+        PipelineTask("read", lambda ctx: host.sleep(2e-3)),
+        PipelineTask("item", item),
+    ]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device=device) as pipe:
+        costs = measure_costs(pipe, [None], lock=False, pipelined=pipelined, **COUNTS)
+    assert us_of(costs, "blocks") == {"train": False, "read": False, "item": True}
+    assert us_of(costs, "host_us") == pytest.approx({"train": 0.0, "read": 2e3, "item": 1e3})
+    assert us_of(costs, "device_us") == pytest.approx({"train": 6e3, "read": 0.0, "item": 500.0})
+    assert simulate(pipe.plan, costs).ii_us == pytest.approx(6.5e3)
+
+
+def test_what_only_looks_like_waiting_for_the_device_is_told_from_it(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full queue leaves the device work to do; reading takes as long on an idle device."""
+    device = TimedDevice(host)
+    tell_time(monkeypatch, host, device)
+
+    def many(ctx: IterContext) -> None:
+        device.launch(6e-3)
+        host.sleep_until(device.current_stream().end_ns - 4_000_000)  # what the queue has room for
+
+    tasks = [
+        PipelineTask("train", lambda ctx: device.launch(6e-3)),
+        PipelineTask("many", many),
+        PipelineTask("read", lambda ctx: host.sleep(9e-3)),
+    ]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device=device) as pipe:
+        costs = measure_costs(pipe, [None], lock=False, **COUNTS)
+    assert us_of(costs, "blocks") == {"train": False, "many": False, "read": False}
+
+
+def test_device_time_has_no_idle_time_if_the_device_is_behind(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is idle while the first task of a serial iteration reads, and not in training."""
+    device = TimedDevice(host)
+    tell_time(monkeypatch, host, device)
+    tasks = [
+        PipelineTask("read", lambda ctx: host.sleep(3e-3)),
+        PipelineTask("train", lambda ctx: device.launch(9e-3)),
+    ]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device=device) as pipe:
+        costs = measure_costs(pipe, [None], lock=False, **COUNTS)
+    assert us_of(costs, "device_us") == pytest.approx({"read": 0.0, "train": 9e3})
+    assert simulate(pipe.plan, costs).ii_us == pytest.approx(9e3)
 
 
 def test_batches_have_equal_weight(host: TimedHost) -> None:

@@ -1,4 +1,4 @@
-"""The planner to use: the least interval, then the least depth, then the fewest threads."""
+"""The planner to use: the least interval, then the least ahead, then the fewest threads."""
 
 from __future__ import annotations
 
@@ -70,10 +70,12 @@ def auto_plan(
 ) -> Choice:
     """Plan a loop by modulo scheduling.
 
-    Stages, thread groups, order and depth are chosen. Dependences, streams, global order and meant
-    staleness stay as they are. A pair of ``same_period_deps`` keeps the distance that the stages of
-    ``plan`` give it. Where ``costs`` has a cost of ``PULL`` and it makes iterations shorter, a
-    thread group of its own pulls the batches: the loader must use nothing that the tasks change.
+    Stages, thread groups, order and depth are chosen; and ``run_ahead``, if ``plan`` does not say
+    it and more than the default makes iterations shorter. Dependences, streams, global order and
+    meant staleness stay as they are. A pair of ``same_period_deps`` keeps the distance that the
+    stages of ``plan`` give it. Where ``costs`` has a cost of ``PULL`` and it makes iterations
+    shorter, a thread group of its own pulls the batches: the loader must use nothing that the tasks
+    change.
 
     Args:
         plan: Carries the tasks' names, dependences, streams and global order. Its own stages,
@@ -88,7 +90,7 @@ def auto_plan(
             14 tasks, ten for 200 and a minute for 1,000.
         max_bytes: The most that the plan may hold, by the simulator; None for no limit. The costs
             must have the tasks' memory. The search is repeated for fewer iterations in flight,
-            until a plan fits.
+            until a plan fits; less ``run_ahead`` is tried before less depth.
 
     Raises:
         ValueError: ``effort`` is not above 0.
@@ -171,14 +173,21 @@ def _choice(
     graph = schedule_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)
     search = Search(plan, costs, graph, effort)
-    best = _least(search, limits)
+    least = _least(search, limits)
+    best = search.further_ahead(least)
+    why = _why(best, bounds, search)
+    if best is not least:
+        why.append(
+            f"The host may run {best.plan.run_ahead} iterations ahead of the device, which earns "
+            f"{in_ms(least.ii_us - best.ii_us)}."
+        )
     return Choice(
         plan=best.plan,
         ii_us=best.ii_us,
         bounds=bounds,
         in_flight=best.plan.depth,
         threads=best.schedule.threads + pulls_apart,
-        why=tuple(_why(best, bounds, search)),
+        why=tuple(why),
     )
 
 

@@ -1,8 +1,8 @@
-"""Plans that hold no more than a limit: fewer iterations in flight, fewer stages, fewer threads.
+"""Plans that hold no more than a limit: less run-ahead, fewer iterations in flight, fewer stages.
 
 The plans that are fastest under each number of iterations in flight are looked at, the most first:
-as they are, and with less depth. A plan of fewer iterations in flight is no faster than one of more
-in which those are allowed, so the search ends where it has one that fits.
+as they are, and with less ``run_ahead`` and depth. A plan of fewer iterations in flight is no
+faster than one of more in which those are allowed, so the search ends where it has one that fits.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def fitting(
         fastest_us = interval_us(found, costs, streams=streams)
         if best is not None and fastest_us >= best[0]:
             break
-        for depth in range(found.depth, found.least_depth - 1, -1):
-            plan = replace(found, pipeline_depth=depth)
+        for plan in _smaller(found, streams=streams):
             held = peak_of(plan, costs, streams=streams)
             size = 0 if held is None else held.bytes
             least = min(least or size, size)
             if size <= max_bytes:
                 ii_us = interval_us(plan, costs, streams=streams)
                 best = min(best or (ii_us, plan), (ii_us, plan), key=lambda one: one[0])
-                break
+                if plan.run_ahead == found.run_ahead:
+                    break  # else one of less depth that may run ahead can be faster
     if best is None:
         text = (
             f"no plan was found that holds max_bytes of {in_bytes(max_bytes)} at most; the "
@@ -85,6 +85,16 @@ def fitting(
         f"{in_ms(free_us)}."
     )
     return Fitting(best[1], best[0], why)
+
+
+def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
+    """The plan, then with less and less run-ahead, then with less depth, too."""
+    for depth in range(plan.depth, plan.least_depth - 1, -1):
+        shallow = replace(plan, pipeline_depth=depth)
+        yield shallow
+        if streams and plan.names_streams:
+            for ahead in range((plan.launch_limit or 0) - 1, -1, -1):
+                yield replace(shallow, run_ahead=ahead)
 
 
 def _candidates(

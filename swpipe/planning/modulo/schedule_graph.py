@@ -6,7 +6,7 @@ iterations. Operations reserve resources, of which each serves one operation at 
 
     task v      host v  ──>  device v         operations v and n + v, for n tasks
     (c, p, d)   host p  ──>  host c           the producer is launched first
-                device p ──> device c         and its device work is done first
+                device p ──> device c         and its device work is done first, unless host_only
                 device p ──> host c           where p blocks
 
 Resources are streams, the order in which tasks submit to a stream, the turn of globally ordered
@@ -20,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
+from operator import not_
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel, TaskCost
@@ -149,6 +151,7 @@ def schedule_graph(
     index = {name: v for v, name in enumerate(names)}
     resolved = resolve_plan(plan)
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
+    host_only = [d.host_only for d in resolved.dependences]
     frozen = frozenset(index[name] for name in limits.frozen)
     host = tuple(c.host_us if streams and not c.blocks else c.total_us for c in task_costs)
     launch = tuple(c.host_us if streams else c.total_us for c in task_costs)
@@ -170,7 +173,7 @@ def schedule_graph(
         stream=stream,
         resources=resources,
         reservations=reservations,
-        edges=tuple(_edges(host, launch, device, blocks, deps, frozen, streams)),
+        edges=tuple(_edges(host, launch, device, blocks, deps, host_only, frozen, streams)),
         deps=deps,
         frozen=frozen,
         last=_and_successors(deps, frozen),
@@ -188,7 +191,7 @@ def _reservations(
     streams: bool,
     threaded: bool,
 ) -> tuple[tuple[str, ...], tuple[tuple[Reservation, ...], ...]]:
-    """The resources that several operations reserve, and the reservations of each operation."""
+    """The streams, what else several operations reserve, and the reservations of each operation."""
     users: dict[str, list[tuple[int, float]]] = defaultdict(list)
     n = len(costs)
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), costs, strict=True)):
@@ -206,7 +209,7 @@ def _reservations(
             users[LOCK].append((v, cost.gil_us))
         if entry.globally_ordered and threaded:
             users[TURN].append((v, host[v]))
-    shared = [name for name, uses in users.items() if len(uses) > 1]
+    shared = [name for name, uses in users.items() if len(uses) > 1 or uses[0][0] >= n]
     found: list[list[Reservation]] = [[] for _ in range(2 * n)]
     for number, name in enumerate(shared):
         for operation, time_us in users[name]:
@@ -220,6 +223,7 @@ def _edges(
     device: Sequence[float],
     blocks: frozenset[int],
     deps: Sequence[tuple[int, int, int]],
+    host_only: Sequence[bool],
     frozen: frozenset[int],
     streams: bool,
 ) -> list[Edge]:
@@ -227,7 +231,8 @@ def _edges(
     edges = [Edge(p, c, host[p], d) for c, p, d in deps]
     if streams:
         edges += [Edge(v, n + v, launch[v], 0) for v in range(n)]
-        edges += [Edge(n + p, n + c, device[p], d) for c, p, d in deps]
+        of_streams = compress(deps, map(not_, host_only))
+        edges += [Edge(n + p, n + c, device[p], d) for c, p, d in of_streams]
         edges += [Edge(n + p, c, device[p], d) for c, p, d in deps if p in blocks]
     # In one period, on one thread: the next iteration's begin when all of this one's have ended.
     edges += [Edge(u, v, host[u], 1) for u in sorted(frozen) for v in sorted(frozen) if u != v]

@@ -35,6 +35,9 @@ _MOST_COUNTED = 200
 _LIMITS_SHARE = 0.15
 """The share of the effort that is for lower limits on depth and threads."""
 
+MOST_AHEAD = 3
+"""The most that a planner lets the host run ahead, beyond which it hardly ever gains anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -49,15 +52,20 @@ class Found:
         """Iterations in flight, not counting the one that a thread of its own pulls ahead."""
         return self.plan.depth - (self.plan.pull_group is not None)
 
+    @property
+    def ahead(self) -> int:
+        """How many iterations the first is ahead of the device's last at most, where limited."""
+        return self.plan.depth + (self.plan.launch_limit or 0)
+
     def beats(self, other: Found | None) -> bool:
-        """Whether it is better: less interval, then depth, then threads, then stages parted."""
+        """Whether it is better: less interval, then ahead, then threads, then stages parted."""
         if other is None or self.ii_us < other.ii_us * (1 - TOLERANCE):
             return True
         if self.ii_us > other.ii_us * (1 + TOLERANCE):
             return False
         mine, others = self.schedule, other.schedule
-        size = (self.plan.depth, mine.threads, mine.parts)
-        return size < (other.plan.depth, others.threads, others.parts)
+        size = (self.ahead, mine.threads, mine.parts)
+        return size < (other.ahead, others.threads, others.parts)
 
 
 class Search:
@@ -161,6 +169,15 @@ class Search:
                     tidy = self.simulated(schedule, found.depth)
                     if tidy is not None and tidy.beats(found):
                         found = tidy
+        return found
+
+    def further_ahead(self, found: Found) -> Found:
+        """The same plan with more ``run_ahead``, as little as gives a shorter interval."""
+        if self._base.run_ahead is None and self.graph.streams and self.graph.run_ahead is not None:
+            for ahead in range(self.graph.run_ahead + 1, MOST_AHEAD + 1):
+                plan = replace(found.plan, run_ahead=ahead)
+                more = Found(found.schedule, plan, interval_us(plan, self._costs, streams=True))
+                found = more if more.beats(found) else found
         return found
 
     def _fits(self, schedule: ModuloSchedule, ii_us: float) -> bool:

@@ -155,7 +155,11 @@ class ConstraintModel:
                 self.model.add(
                     self.y[c] + lag >= self.y[p] + self.host[p] + self.handover
                 ).only_enforce_if(self._same(c, p).negated())
-            if self.graph.streams:
+        n = self.graph.size
+        for tail, head, _, d in self.graph.edges:
+            if min(tail, head) >= n:
+                c, p = head - n, tail - n
+                lag = (self.stage[c] - self.stage[p] + d) * self.period
                 self.model.add(self.z[c] + lag >= self.z[p] + self.device[p])
 
     def _frozen(self) -> None:

@@ -164,6 +164,7 @@ def _heaviest(
         arcs = [
             Arc(index[dep.producer], index[dep.consumer], time[dep.producer], dep.distance)
             for dep in sorted(resolved.dependences, key=lambda dep: index[dep.producer])
+            if not (dep.host_only and of == "device")
         ]
         cycle = heaviest_cycle(len(names), arcs)
         if cycle is not None and cycle.ratio_us > best_us:

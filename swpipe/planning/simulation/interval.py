@@ -39,7 +39,7 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
             and nothing is simulated.
     """
     busiest = max(graph.load.values())
-    cycle = heaviest_cycle(len(graph.nodes), graph.arcs, above=busiest)
+    cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady), above=busiest)
     bound_us = busiest / TICKS_PER_US if cycle is None else cycle.ratio_us
     if not graph.contended or bound_us >= enough_us:
         return Interval(bound_us, exact=True)
@@ -123,7 +123,7 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
     key, load = max(graph.load.items(), key=lambda item: item[1])
     if ii_us <= load / TICKS_PER_US:
         return _of_load(graph, key)
-    cycle = heaviest_cycle(len(graph.nodes), graph.arcs)
+    cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady))
     if cycle is not None and ii_us <= cycle.ratio_us:
         return _of_cycle(graph, cycle)
     graph = graph.limited()
@@ -137,11 +137,10 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
 def _of_load(graph: TimedGraph, key: Row | str) -> Limit:
     if isinstance(key, Row):
         what, state = f"{key.kind} {key.name!r}", "busy"
-        tasks = dict.fromkeys(node.task for node in graph.nodes if node.row == key and node.time)
     else:
         what, state = f"the {key}" if key == LOCK else f"resource {key!r}", "taken"
-        tasks = dict.fromkeys(graph.users[key])
-    return Limit(f"{what}, always {state}: {', '.join(tasks)}", what, tuple(tasks))
+    tasks = graph.users[key]
+    return Limit(f"{what}, always {state}: {', '.join(tasks)}", what, tasks)
 
 
 def _of_cycle(graph: TimedGraph, cycle: Cycle) -> Limit:

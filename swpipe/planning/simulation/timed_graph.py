@@ -16,16 +16,14 @@ contention the interval of the program is the *maximum cycle ratio* of this grap
 al., "Synchronization and Linearity", 1992).
 
 A stream does what it is given in the order of launch, and so does a named resource that device work
-on several streams uses, such as a communicator. If one thread launches all of it, or if it is on
-one stream with a name, that order is the program's: these are arcs.
+on several streams uses, such as a communicator. If one thread launches all of it, or if the stream
+has a name, that is the order of the program: these are arcs, too.
 
 *Contended* is what has no fixed order:
 
-- such a stream or resource, if several threads launch its work: it is a *queue*, in the order in
-  which they do;
+- a stream or such a resource, if several threads launch its work: who launches first;
 - a named resource that host work uses besides work on another row (a row is a thread or a stream),
-  and the interpreter lock, if tasks of two or more thread groups hold it: whoever requests them
-  first.
+  and the interpreter lock, if tasks of two or more thread groups hold it: who requests it first.
 """
 
 from __future__ import annotations
@@ -83,33 +81,34 @@ class TimedGraph:
         nodes: Host work in the order of the program, then device work, then returns.
         arcs: Their ``distance`` is a lag in periods.
         optional: The last so many arcs apply only if both iterations exist.
+        steady: More arcs, for the steady state: a run has ``queues`` instead, for it begins and
+            ends with iterations that do not exist, and these take no turn.
         depth: Of the program.
         run_ahead: How many iterations that were handed out the device may not have done yet; None
             for any number.
         retire: The node that ends an iteration.
-        queues: Device node to the numbers of the queues in which it waits for its turn.
+        queues: Device node to the numbers of the queues in which it waits for its turn, in the
+            order of launch.
+        contended: Whether anything is granted in no fixed order, so that arcs do not fix all times.
         device_of: Host node to its device node.
         returns: Host node of a task that blocks to the node of its return.
         load: Row, resource or lock to the ticks per iteration in which it is busy.
-        users: Resource or lock to the tasks that use it.
+        users: The same to the tasks that make it so.
     """
 
     nodes: tuple[Node, ...]
     arcs: tuple[Arc, ...]
     optional: int
+    steady: tuple[Arc, ...]
     depth: int
     run_ahead: int | None
     retire: int
     queues: Mapping[int, tuple[int, ...]]
+    contended: bool
     device_of: Mapping[int, int]
     returns: Mapping[int, int]
     load: Mapping[Row | str, int]
-    users: Mapping[str, tuple[str, ...]]
-
-    @property
-    def contended(self) -> bool:
-        """Whether anything is granted in no fixed order, so that the arcs do not fix all times."""
-        return bool(self.queues) or any(node.lock or node.resources for node in self.nodes)
+    users: Mapping[Row | str, tuple[str, ...]]
 
     @property
     def in_flight(self) -> int:
@@ -153,6 +152,20 @@ def timed_graph(program: Program, costs: CostModel, *, streams: bool, least: int
     return _Builder(program, costs, streams, least).build()
 
 
+class _Line(NamedTuple):
+    """Device work that is done one at a time, in the order of launch.
+
+    Attributes:
+        works: Device nodes in the order of the period.
+        on_one_stream: Whether that does so by itself.
+        is_programs: Whether the order of launch is that of the period.
+    """
+
+    works: Sequence[int]
+    on_one_stream: bool
+    is_programs: bool
+
+
 class _Builder:
     def __init__(self, program: Program, costs: CostModel, streams: bool, least: int) -> None:
         self.program = program
@@ -178,44 +191,56 @@ class _Builder:
         queues = {s: Row("stream", stream_name(s)) for s in {ins.stream for ins in order}}
         self.rows = [threads[ins.lane] for ins in order]
         self.stream_rows = [queues[ins.stream] for ins in order]
+        self.on_device = [streams and cost.device_us > 0 for cost in self.costs]
 
     def build(self) -> TimedGraph:
-        chains, queues = self._launch_orders()
-        nodes = self._nodes()
-        fixed, optional = tuple(self._fixed(nodes, chains)), tuple(self._optional(nodes))
+        nodes, lines = self._nodes(), list(self._lines())
+        streams = [line for line in lines if line.on_one_stream and line.is_programs]
+        queues = [line for line in lines if line not in streams]
+        optional = tuple(self._optional(nodes))
+        load: dict[Row | str, int] = defaultdict(int)
+        users: dict[Row | str, list[str]] = defaultdict(list)
+        for key, task, time in self._uses():
+            load[key] += time
+            users[key] += [task] if time else []
         turns: dict[int, list[int]] = defaultdict(list)
         for number, queue in enumerate(queues):
-            for node in queue:
+            for node in queue.works:
                 turns[node].append(number)
         return TimedGraph(
             nodes=tuple(nodes),
-            arcs=(*fixed, *optional),
+            arcs=(*self._fixed(nodes), *_rings(nodes, streams), *optional),
             optional=len(optional),
+            steady=tuple(_rings(nodes, [queue for queue in queues if queue.is_programs])),
             depth=self.program.depth,
             run_ahead=self.program.launch_limit if self.streams else 0,
             retire=(self.device if self.streams else self.host)[RETIRE],
             queues={node: tuple(numbers) for node, numbers in turns.items()},
+            contended=not all(queue.is_programs for queue in queues)
+            or any(node.lock or node.resources for node in nodes),
             device_of={self.host[task]: node for task, node in self.device.items()},
             returns=self.returns,
-            load=self._load(),
-            users=self._users(),
+            load=load,
+            users={key: tuple(tasks) for key, tasks in users.items()},
         )
 
-    def _launch_orders(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Device nodes in the order of the period: of what has this order, and of the queues."""
+    def _lines(self) -> Iterable[_Line]:
+        """What is done in the order of launch, on each stream and with each resource on several."""
         users: dict[Row | str, list[Instruction]] = defaultdict(list)
-        for ins, cost, row in zip(self.instructions, self.costs, self.stream_rows, strict=True):
+        for k, ins in enumerate(self.instructions):
             if ins.task in self.device:
-                users[row].append(ins)
-                for resource in cost.resources if cost.device_us else ():
+                users[self.stream_rows[k]].append(ins)
+                for resource in self.costs[k].resources if self.on_device[k] else ():
                     users[resource].append(ins)
-        orders: tuple[list[list[int]], list[list[int]]] = ([], [])
         for key, found in users.items():
-            is_stream = isinstance(key, Row)
-            if is_stream or len({ins.stream for ins in found}) > 1:
-                fixed = len({i.lane for i in found}) == 1 or (is_stream and found[0].stream)
-                orders[0 if fixed else 1].append([self.device[ins.task] for ins in found])
-        return orders
+            on_one_stream = len({ins.stream for ins in found}) == 1
+            if isinstance(key, Row) or not on_one_stream:
+                named = on_one_stream and found[0].stream is not None
+                yield _Line(
+                    [self.device[ins.task] for ins in found],
+                    on_one_stream,
+                    named or len({ins.lane for ins in found}) == 1,
+                )
 
     # ------------------------------------------------------------------ nodes
 
@@ -228,20 +253,16 @@ class _Builder:
         shared = self._requested()
         lockers = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
         nodes, device = [], []
-        for ins, cost, time, row, stream_row in zip(
-            self.instructions, self.costs, self.times, self.rows, self.stream_rows, strict=True
-        ):
+        for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
             held = tuple(r for r in cost.resources if r in shared) if shared else ()
-            on_device = self.streams and cost.device_us > 0
+            here, there = ((), held) if self.on_device[k] else (held, ())
             lock = ticks(cost.gil_us) if len(lockers) > 1 else 0
-            here = () if on_device else held
-            first = ins.position == 0
-            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, before[ins.task], first))
+            previous, first = before[ins.task], ins.position == 0
+            row, stream_row, time = self.rows[k], self.stream_rows[k], self.times[k]
+            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, first))
             if ins.task in self.device:
-                there = held if on_device else ()
-                device.append(
-                    Node(ins.task, ins.stage, stream_row, ticks(cost.device_us), 0, there)
-                )
+                time = ticks(cost.device_us)
+                device.append(Node(ins.task, ins.stage, stream_row, time, 0, there))
         returns = [nodes[k]._replace(time=0, lock=0, resources=()) for k in self.returns]
         return nodes + device + returns
 
@@ -254,16 +275,15 @@ class _Builder:
         """Resources that host work uses, and work on another row."""
         users: dict[str, set[Row]] = defaultdict(set)
         by_hosts: set[str] = set()
-        for cost, row, stream_row in zip(self.costs, self.rows, self.stream_rows, strict=True):
-            on_device = self.streams and cost.device_us > 0
+        for k, cost in enumerate(self.costs):
             for resource in cost.resources:
-                users[resource].add(stream_row if on_device else row)
-            by_hosts.update(() if on_device else cost.resources)
+                users[resource].add((self.stream_rows if self.on_device[k] else self.rows)[k])
+            by_hosts.update(() if self.on_device[k] else cost.resources)
         return {resource for resource in by_hosts if len(users[resource]) > 1}
 
     # ------------------------------------------------------------------- arcs
 
-    def _fixed(self, nodes: Sequence[Node], chains: Iterable[Sequence[int]]) -> Iterable[Arc]:
+    def _fixed(self, nodes: Sequence[Node]) -> Iterable[Arc]:
         for ins in self.instructions:
             here = self.host[ins.task]
             previous = nodes[here].previous
@@ -277,10 +297,6 @@ class _Builder:
                 yield Arc(here, self.device[ins.task], nodes[here].time, 0)
             if here in self.returns:
                 yield Arc(here, self.returns[here], nodes[here].time, 0)
-        for chain in chains:
-            for a, b in pairwise(chain):
-                yield Arc(a, b, nodes[a].time, 0)
-            yield Arc(chain[-1], chain[0], nodes[chain[-1]].time, 1)
 
     def _optional(self, nodes: Sequence[Node]) -> Iterable[Arc]:
         """Event waits, blocking and back-pressure, which are those of iterations."""
@@ -302,27 +318,17 @@ class _Builder:
 
     # ------------------------------------------------------------------- load
 
-    def _load(self) -> dict[Row | str, int]:
-        load: dict[Row | str, int] = defaultdict(int)
-        for cost, time, row, stream_row in zip(
-            self.costs, self.times, self.rows, self.stream_rows, strict=True
-        ):
-            load[row] += max(time, thread_time(cost, self.streams))
+    def _uses(self) -> Iterable[tuple[Row | str, str, int]]:
+        """What each task uses, and for how many ticks."""
+        for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
+            yield self.rows[k], ins.task, max(self.times[k], thread_time(cost, self.streams))
             if self.streams:
-                load[stream_row] += ticks(cost.device_us)
+                yield self.stream_rows[k], ins.task, ticks(cost.device_us)
             for resource in cost.resources:
-                held = cost.device_us if self.streams and cost.device_us else cost.total_us
-                load[resource] += ticks(held)
+                held = cost.device_us if self.on_device[k] else cost.total_us
+                yield resource, ins.task, ticks(held)
             if cost.gil_us:
-                load[LOCK] += ticks(cost.gil_us)
-        return dict(load)
-
-    def _users(self) -> dict[str, tuple[str, ...]]:
-        users: dict[str, list[str]] = defaultdict(list)
-        for ins, cost in zip(self.instructions, self.costs, strict=True):
-            for resource in (*cost.resources, *((LOCK,) if cost.gil_us else ())):
-                users[resource].append(ins.task)
-        return {resource: tuple(tasks) for resource, tasks in users.items()}
+                yield LOCK, ins.task, ticks(cost.gil_us)
 
 
 def _launches(ins: Instruction, cost: TaskCost) -> bool:
@@ -331,3 +337,12 @@ def _launches(ins: Instruction, cost: TaskCost) -> bool:
     own = ins.task in SOURCES
     works = cost.device_us > 0 or cost.blocks
     return ins.task == RETIRE or works or (not own and (waits or ins.record))
+
+
+def _rings(nodes: Sequence[Node], lines: Iterable[_Line]) -> Iterable[Arc]:
+    """Each work after the one before it, and the first after the last one of the period before."""
+    for line in lines:
+        for a, b in pairwise(line.works):
+            yield Arc(a, b, nodes[a].time, 0)
+        last = line.works[-1]
+        yield Arc(last, line.works[0], nodes[last].time, 1)

@@ -105,8 +105,26 @@ def test_a_thread_that_earns_nothing_is_not_used() -> None:
         {"read": TaskSchedule(stream="copies"), "work": TaskSchedule()}, deps=[("work", "read")]
     )
     choice = auto_plan(plan, costs, limits=Limits(threads=4))
-    assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 2, 1)
+    assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 1, 1)
     assert "The caller's thread is enough for the tasks." in choice.why
+
+
+def test_the_host_runs_further_ahead_where_that_pays() -> None:
+    """With one iteration in flight three streams overlap if two more are launched."""
+    names = ["copy", "dist", "work"]
+    plan = PipelinePlan(
+        {name: TaskSchedule(stream=name) for name in names},
+        deps=[("dist", "copy"), ("work", "dist")],
+    )
+    costs = CostModel({name: TaskCost(device_us=600) for name in names})
+    choice = auto_plan(plan, costs, limits=Limits(in_flight=1))
+    assert (choice.ii_us, choice.in_flight, choice.plan.run_ahead) == (600, 1, 2)
+    earned = "The host may run 2 iterations ahead of the device, which earns 0.300 ms."
+    assert earned in choice.why
+    said = auto_plan(replace(plan, run_ahead=1), costs, limits=Limits(in_flight=1))
+    assert (said.ii_us, said.plan.run_ahead) == (900, 1)
+    deeper = auto_plan(plan, costs)
+    assert (deeper.ii_us, deeper.in_flight, deeper.plan.run_ahead) == (600, 2, None)
 
 
 def test_a_thread_says_what_it_earned() -> None:

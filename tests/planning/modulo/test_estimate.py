@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe import PipelinePlan
-from swpipe.core.costs import CostModel
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import Limits, simulate
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import plan_of
 from swpipe.planning.modulo.moves import Candidate
+from swpipe.planning.modulo.schedule_graph import schedule_graph
 from swpipe.planning.modulo.starts import starts
-from tests.planning.instances import Instance, instance
+from tests.planning.instances import Instance, held_back, instance
 from tests.planning.modulo.graphs import graph_of, host_work
 
 DEPTH = 5
@@ -34,17 +35,18 @@ def uncontended(number: int) -> Instance:
     # On a device one thread feeds the caller's stream: several would take turns as they come.
     threads = 1 if given.streams else given.limits.threads
     plan = PipelinePlan(schedule, deps=given.plan.deps, cross_iter_deps=given.plan.cross_iter_deps)
-    return replace(
+    given = replace(
         given,
         plan=plan,
         costs=CostModel(costs, handover_us=given.costs.handover_us),
         limits=Limits(threads=threads, frozen=given.limits.frozen),
     )
+    return held_back(given, number)
 
 
 @pytest.mark.parametrize("number", range(40))
 def test_without_contention_no_estimate_is_too_low(number: int) -> None:
-    """The simulator's interval is never longer, back-pressure included."""
+    """The simulator's interval is never longer, back-pressure and tasks that block included."""
     given = uncontended(number)
     graph, rng = graph_of(given), random.Random(number)
     threads = given.limits.threads
@@ -103,6 +105,22 @@ def test_what_counts_is_how_far_stages_are_apart() -> None:
     estimator = Estimator(host_work(300, 500, handover_us=20), threads=2, depth=2)
     sooner = estimator.cost((0, 1), (1, 0), (0, 0))
     assert estimator.cost((0, 1), (1, 0), (1, 1)) == sooner
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "blocks", "ii_us"),
+    [(0, False, 800), (1, False, 500), (None, False, 500), (1, True, 800), (None, True, 800)],
+)
+def test_the_host_waits_for_the_device_where_it_may_not_run_ahead(
+    run_ahead: int | None, blocks: bool, ii_us: float
+) -> None:
+    """It launches for 300 us what takes 500; a task that blocks waits in any case."""
+    plan = PipelinePlan({"a": TaskSchedule()}, run_ahead=run_ahead)
+    costs = CostModel({"a": TaskCost(300, device_us=500, blocks=blocks)})
+    graph = schedule_graph(plan, costs, Limits(), streams=True)
+    estimator = Estimator(graph, threads=1, depth=1)
+    estimator.cost((0,), (0,), (0,))
+    assert estimator.ii_us == simulate(replace(plan, pipeline_depth=1), costs).ii_us == ii_us
 
 
 def test_one_thread_runs_one_task_at_a_time() -> None:

@@ -93,6 +93,20 @@ def test_what_a_limit_costs_is_told() -> None:
     assert same.why[:-1] == free.why
 
 
+def test_less_run_ahead_is_tried_before_less_depth() -> None:
+    """What a stream is behind the host is held: with 2 MiB the host waits for the device."""
+    memory = TaskMemory((Block("copy", "", MIB, "x"),))
+    costs = CostModel(
+        {"copy": TaskCost(30, device_us=100), "work": TaskCost(100, device_us=100)}, memory=memory
+    )
+    schedule = {"copy": TaskSchedule(stream="copy"), "work": TaskSchedule()}
+    plan = PipelinePlan(schedule, deps=[("work", "copy")])
+    free = auto_plan(plan, costs)
+    assert (free.ii_us, free.in_flight, free.plan.run_ahead) == (100, 2, None)
+    found = auto_plan(plan, costs, max_bytes=2 * MIB)
+    assert (found.ii_us, found.in_flight, found.plan.run_ahead) == (115, 2, 0)
+
+
 def test_limits_that_cannot_be_kept_are_refused() -> None:
     """With the smallest peak, or with what is missing."""
     plan, costs = two_tasks()

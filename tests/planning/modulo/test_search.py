@@ -14,7 +14,7 @@ from swpipe.planning.modulo.load_balance import least_load
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of
 from swpipe.planning.modulo.schedule_graph import schedule_graph
 from swpipe.planning.modulo.search import Search
-from tests.planning.instances import Instance, instance
+from tests.planning.instances import Instance, held_back, instance
 from tests.planning.modulo.graphs import graph_of, host_work
 
 
@@ -26,7 +26,7 @@ def search_of(given: Instance, effort: float = 0.1) -> Search:
 @pytest.mark.parametrize("number", range(12))
 def test_what_is_found_has_the_simulators_interval_and_keeps_the_bound(number: int) -> None:
     """For the limits given, and for lower ones after that."""
-    given = instance(number)
+    given = held_back(instance(number), number)
     search = search_of(given)
     threads, depth = given.limits.threads, given.limits.in_flight
     best = search.best(threads, depth)

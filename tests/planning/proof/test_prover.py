@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from ortools.sat.python import cp_model
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.planning import Limits, lower_bounds, prove, recsys14
-from tests.planning.instances import instance
+from swpipe.planning import Limits, auto_plan, lower_bounds, prove, recsys14
+from swpipe.planning.modulo.schedule_graph import schedule_graph
+from swpipe.planning.proof.constraint_model import ConstraintModel
+from tests.planning.instances import held_back, instance
 from tests.support.sequencer import await_event
 
 
@@ -50,7 +54,7 @@ def test_an_uneven_share_of_work_is_proof_without_a_solver() -> None:
 @pytest.mark.parametrize("number", range(12))
 def test_no_plan_beats_what_is_proved(number: int) -> None:
     """The planner's interval is not below the bound of the proof."""
-    given = instance(number, size=7)
+    given = held_back(instance(number, size=7), number)
     proof = prove(
         given.plan,
         given.costs,
@@ -60,6 +64,58 @@ def test_no_plan_beats_what_is_proved(number: int) -> None:
         resolution_us=10,
     )
     assert proof.bound_us <= proof.ii_us <= proof.planned_us
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_no_interval_is_refuted_that_a_plan_has(number: int) -> None:
+    """The solver finds a schedule where the planner found one, whatever holds the host back."""
+    given = held_back(instance(number, size=6, tight=number % 3 == 0), number)
+    limits, streams = given.limits, given.streams
+    found = auto_plan(given.plan, given.costs, limits=limits, streams=streams, effort=0.1)
+    graph = schedule_graph(given.plan, given.costs, limits, streams=streams)
+    period = math.ceil(found.ii_us / 10)
+    model = ConstraintModel(graph, period, limits.threads, limits.in_flight, unit_us=10)
+    possible, _ = model.solve(seconds=60, workers=1)
+    assert possible
+
+
+def is_possible(plan: PipelinePlan, costs: CostModel, period_us: int) -> bool | None:
+    """Whether one iteration in flight and one thread can have this interval."""
+    graph = schedule_graph(plan, costs, Limits(1, 1), streams=True)
+    return ConstraintModel(graph, period_us, 1, 1, unit_us=1).solve(seconds=60, workers=1)[0]
+
+
+@pytest.mark.parametrize(("run_ahead", "least_us"), [(0, 1_800), (1, 900), (2, 600)])
+def test_how_far_the_host_may_be_ahead_is_modelled(run_ahead: int, least_us: int) -> None:
+    """Three streams overlap as far as iterations are launched, with one in flight."""
+    names = ["copy", "dist", "work"]
+    schedule = {name: TaskSchedule(stream=name) for name in names}
+    deps = [("dist", "copy"), ("work", "dist")]
+    plan = PipelinePlan(schedule, deps=deps, run_ahead=run_ahead)
+    costs = CostModel({name: TaskCost(device_us=600) for name in names})
+    assert is_possible(plan, costs, least_us)
+    assert is_possible(plan, costs, least_us - 1) is False
+
+
+def test_a_task_that_blocks_is_modelled() -> None:
+    """Its thread is busy until its device work is done, which begins when it is launched."""
+    plan = PipelinePlan({"work": TaskSchedule()}, run_ahead=0)
+    costs = CostModel({"work": TaskCost(100, device_us=500, blocks=True)})
+    assert is_possible(plan, costs, 600)
+    assert is_possible(replace(plan, run_ahead=None), costs, 599) is False
+
+
+def test_what_orders_functions_alone_orders_no_device_work() -> None:
+    """Two streams that the host gives work in turn run beside each other."""
+    schedule = {"a": TaskSchedule(stream="a"), "b": TaskSchedule()}
+    plan = PipelinePlan(schedule, deps=[("b", "a")], cross_iter_deps=[("a", "b")])
+    costs = CostModel({name: TaskCost(10, device_us=500) for name in schedule})
+    apart = replace(plan, host_only=[("b", "a"), ("a", "b")])
+    for found, ii_us in ((plan, 1_000), (apart, 500)):
+        assert lower_bounds(found, costs).ii_us == ii_us
+        assert auto_plan(found, costs).ii_us == ii_us
+        assert is_possible(found, costs, ii_us)
+        assert is_possible(found, costs, ii_us - 1) is False
 
 
 def interrupt_the_main_thread() -> None:

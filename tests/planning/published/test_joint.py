@@ -344,11 +344,14 @@ def test_it_is_never_worse_than_lookaheads_alone() -> None:
 
 
 def test_the_published_step_reaches_its_bound() -> None:
-    """The fourteen tasks under the published limits: what the caller's stream takes."""
+    """What the caller's stream takes, with the order that lookaheads alone do not have.
+
+    Where the host runs ahead, the plan given does not take longer.
+    """
     plan, costs = recsys14.plan(), recsys14.costs()
-    found = joint_search(plan, costs, limits=recsys14.limits())
-    assert found.given_ii_us == 125_450
-    assert found.ii_us == lower_bounds(plan, costs).ii_us == 108_380
+    assert simulate(plan, costs).ii_us == lower_bounds(plan, costs).ii_us == 108_380
+    found = joint_search(replace(plan, run_ahead=0), costs, limits=recsys14.limits())
+    assert (found.given_ii_us, found.ii_us) == (125_450, 108_380)
     assert (found.plan.depth, len(threads_of(found))) == (2, 1)
 
 

@@ -46,6 +46,7 @@ def test_a_task_that_can_start_goes_before_a_longer_one() -> None:
         on_streams(first="a", second="a", other="b", end=None),
         deps=[("end", "first"), ("end", "second"), ("end", "other")],
         cross_iter_deps=[("first", "end"), ("second", "end"), ("other", "end")],
+        run_ahead=0,
     )
     costs = CostModel(
         {
@@ -143,7 +144,10 @@ def test_communicator_order_is_kept() -> None:
         "end": TaskSchedule(),
     }
     plan = PipelinePlan(
-        schedule, deps=[("end", "a"), ("end", "b")], cross_iter_deps=[("a", "end"), ("b", "end")]
+        schedule,
+        deps=[("end", "a"), ("end", "b")],
+        cross_iter_deps=[("a", "end"), ("b", "end")],
+        run_ahead=0,
     )
     times = {"a": 10, "b": 100, "end": 1}
 

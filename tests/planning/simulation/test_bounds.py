@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,8 @@ def test_no_plan_is_faster_than_its_bounds() -> None:
         rng = random.Random(seed)
         plan = random_case(seed).plan
         model = contended_costs(rng, plan)
+        blocking = {n: replace(c, blocks=rng.random() < 0.2) for n, c in model.tasks.items()}
+        model = replace(model, tasks=blocking)
         groups = len({entry.thread_group for entry in plan.schedule.values()})
         for streams in (False, True):
             bounds = lower_bounds(plan, model, streams=streams)

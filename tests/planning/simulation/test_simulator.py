@@ -15,10 +15,11 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
+from swpipe.planning.simulation.bounds import lower_bounds
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
-from swpipe.planning.simulation.simulator import Simulation, simulate
+from swpipe.planning.simulation.simulator import Load, Simulation, simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.trace.span import Row, Span
 from tests.planning.reference import Reference
@@ -27,14 +28,22 @@ from tests.support.strategies import random_case
 ITERATIONS = 12
 
 
-def random_costs(rng: random.Random, plan: PipelinePlan, **rest: float) -> CostModel:
-    """Uncontended: nobody holds the lock, and resources have no names."""
+def random_costs(
+    rng: random.Random, plan: PipelinePlan, used: tuple[str, ...] = (), **rest: float
+) -> CostModel:
+    """Uncontended: nobody holds the lock, and only device work uses resources."""
 
     def time_us() -> float:
         return rng.choice((0.0, rng.randint(1, 20), rng.uniform(0, 50)))
 
-    tasks = {name: TaskCost(time_us(), device_us=time_us()) for name in plan.schedule}
-    return CostModel({**tasks, PULL: TaskCost(time_us())}, **rest)
+    def cost() -> TaskCost:
+        cost = TaskCost(time_us(), device_us=time_us(), blocks=rng.random() < 0.2)
+        few = tuple(name for name in used if rng.random() < 0.4)
+        return replace(cost, resources=few) if cost.device_us else cost
+
+    return CostModel(
+        {**{name: cost() for name in plan.schedule}, PULL: TaskCost(time_us())}, **rest
+    )
 
 
 def several_lanes_share_the_callers_stream(program: Program) -> bool:
@@ -72,15 +81,21 @@ def feeding(depth: int = 2, group: str = "io") -> PipelinePlan:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
 def test_every_task_ends_at_the_time_of_the_reference(streams: bool) -> None:
-    """On random plans, in prologue, steady state and epilogue, to the nanosecond."""
+    """On random plans, in prologue, steady state and epilogue, to the nanosecond.
+
+    Every third one has one thread, which launches to streams and communicators.
+    """
     compared = 0
     for seed in range(150):
         rng = random.Random(seed)
         plan = random_case(seed).plan
+        if alone := seed % 3 == 0:
+            plan = on_one_thread(plan)
         program = compile_plan(resolve_plan(plan), streams=streams)
         if streams and several_lanes_share_the_callers_stream(program):
             continue
-        costs = random_costs(rng, plan, handover_us=rng.choice((0.0, 2.0)))
+        used = ("nccl", "pcie") if alone and streams else ()
+        costs = random_costs(rng, plan, used, handover_us=rng.choice((0.0, 2.0)))
         found = simulate(plan, costs, streams=streams, iterations=ITERATIONS)
         truth = Reference(program, costs, ITERATIONS, streams)
         for span in found.spans:
@@ -89,7 +104,14 @@ def test_every_task_ends_at_the_time_of_the_reference(streams: bool) -> None:
             end_us = ends(span.task, span.iteration + ins.stage)
             assert span.end_ns / 1e3 == pytest.approx(end_us, abs=2e-3), (seed, span)
         compared += 1
-    assert compared > 20
+    assert compared > 70
+
+
+def on_one_thread(plan: PipelinePlan) -> PipelinePlan:
+    """The plan without thread groups but the caller's."""
+    schedule = {name: replace(e, thread_group="default") for name, e in plan.schedule.items()}
+    depth = None if plan.pull_group else plan.pipeline_depth
+    return replace(plan, schedule=schedule, pull_group=None, pipeline_depth=depth)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
@@ -174,7 +196,7 @@ def test_an_exact_interval_keeps_repeating(streams: bool) -> None:
         if not graph.contended or not found.exact:
             continue
         contended += 1
-        run = EventSimulator(graph, UNBOUNDED)
+        run = EventSimulator(graph.limited(), UNBOUNDED)
         ends = [run.retired(i) for i in range(260)]
         patterns = [
             pattern
@@ -198,6 +220,7 @@ def test_an_unbounded_run_starts_like_any_other() -> None:
         plan = random_case(seed).plan
         costs = contended_costs(random.Random(seed), plan)
         graph = timed_graph(compile_plan(resolve_plan(plan), streams=True), costs, streams=True)
+        graph = graph.limited()
         if graph.contended:
             endless, played = (
                 EventSimulator(graph, UNBOUNDED),
@@ -306,6 +329,56 @@ def test_a_named_resource_is_used_by_one_at_a_time() -> None:
     assert found.limit == "resource 'nccl', always taken: reduce, dist"
     alone = {name: TaskCost(1, device_us=c.device_us) for name, c in both.items()}
     assert simulate(plan, CostModel(alone)).ii_us == 40.0
+
+
+@pytest.mark.parametrize(("order", "span"), [("brd", (60.0, 90.0)), ("bdr", (0.0, 30.0))])
+def test_a_communicator_works_in_the_order_of_launch(order: str, span: tuple[float, float]) -> None:
+    """What is ready waits for what was launched before on another stream, and waits there."""
+    plan = PipelinePlan(
+        {"b": TaskSchedule(), "r": TaskSchedule(), "d": TaskSchedule(stream="dist")}, order=order
+    )
+    costs = CostModel(
+        {
+            "b": TaskCost(device_us=50),
+            "r": TaskCost(device_us=10, resources=("nccl",)),
+            "d": TaskCost(device_us=30, resources=("nccl",)),
+        }
+    )
+    assert us(at(simulate(plan, costs), "d", 0, "stream")) == span
+
+
+def test_host_work_gets_a_resource_when_it_asks_first() -> None:
+    """Of a thread and a stream; the stream's own work keeps the order of launch."""
+    plan = PipelinePlan(
+        {"read": TaskSchedule(thread_group="io"), "copy": TaskSchedule()}, pipeline_depth=3
+    )
+    costs = CostModel(
+        {
+            "read": TaskCost(10, resources=("disk",)),
+            "copy": TaskCost(4, device_us=20, resources=("disk",)),
+        }
+    )
+    found = simulate(plan, costs)
+    assert us(at(found, "read", 0)) == (0.0, 10.0)
+    assert us(at(found, "copy", 0, "stream")) == (10.0, 30.0)
+    assert found.ii_us == 30.0
+
+
+def test_a_task_that_blocks_returns_when_its_device_work_is_done() -> None:
+    """The device then waits for the host in turn, on whatever thread that is."""
+    plan = PipelinePlan({"train": TaskSchedule(), "log": TaskSchedule()}, order=["train", "log"])
+    tasks = {"train": TaskCost(5, device_us=50), "log": TaskCost(7)}
+    assert simulate(plan, CostModel(tasks)).ii_us == 50.0
+    costs = CostModel(tasks | {"train": TaskCost(5, device_us=50, blocks=True)})
+    found = simulate(plan, costs)
+    assert (us(at(found, "train", 0)), us(at(found, "log", 0))) == ((0.0, 55.0), (55.0, 62.0))
+    assert at(found, "log", 0).wait_ns == 0
+    assert found.ii_us == lower_bounds(plan, costs).ii_us == 62.0
+    assert found.loads[0] == Load("default", "thread", 62.0, 0.0)
+    assert simulate(plan, costs, streams=False).ii_us == 62.0
+    apart = replace(plan.schedule["train"], thread_group="train")
+    apart = replace(plan, schedule={**plan.schedule, "train": apart})
+    assert simulate(apart, costs).ii_us == 55.0
 
 
 def test_the_callers_stream_runs_in_order_of_submission() -> None:
