@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, StreamSpec, SWPipeline, TaskSchedule
-from swpipe._engine import program
+from swpipe._engine import implied_edges
 from swpipe._engine.program import compile_plan
 from swpipe._engine.program_text import format_program
 from swpipe.analysis import Effects, Location, memory, verify
@@ -189,7 +189,7 @@ def test_conflicts_are_looked_for_among_the_writers_of_a_state(
 
 def test_waits_of_many_stages_take_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths are followed only up to the weight at which all that is implied is known."""
-    calls = counted(monkeypatch, program._Reach, "grown")
+    calls = counted(monkeypatch, implied_edges._Reach, "grown")
     compile_plan(resolve_plan(two_groups(900)), streams=True)
     assert calls[0] <= 8
 
