@@ -1,0 +1,90 @@
+"""Edges that order the functions of two tasks, and no work on streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, TaskSchedule
+from swpipe._engine.program import compile_plan
+from swpipe.analysis import verify
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.validation import validate
+from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
+from swpipe.schedulable import SameProgressSyncSide, Schedule, Stage, StreamPool, Task
+from swpipe.schedulable.translation import translate
+
+PAIR = ("prefetch", "forward")
+
+
+def plan(**given: Any) -> PipelinePlan:
+    """A prefetch on a thread and a stream of its own, after this period's forward."""
+    schedule = {"prefetch": TaskSchedule(0, "side", "io"), "forward": TaskSchedule(1)}
+    return PipelinePlan(schedule, same_period_deps=[PAIR], **given)
+
+
+def test_the_host_waits_and_no_stream() -> None:
+    """The host wait stays, the event goes; so the device is in no order."""
+    both, alone = (
+        compile_plan(resolve_plan(p), streams=True) for p in (plan(), plan(host_only=[PAIR]))
+    )
+    assert [
+        w.producer for w in both.instructions["prefetch"].event_waits if w.producer == "forward"
+    ]
+    assert not [w for w in alone.instructions["prefetch"].event_waits if w.producer == "forward"]
+    waits = [{w.producer for w in p.instructions["prefetch"].host_waits} for p in (both, alone)]
+    assert waits[0] == waits[1]
+    before = HappensBefore.of(resolve_plan(plan(host_only=[PAIR])), streams=True)
+    assert before.host("forward", "prefetch", 1)
+    assert not before.device("forward", "prefetch", 1)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_it_protects_what_python_uses_on_the_host(on_host: bool) -> None:
+    """A counter; memory on two streams is refused with the pair and the reason."""
+    io = [DeclaredIO(state="count", on_host=on_host)]
+    tasks = [PipelineTask(name, print, io) for name in ("forward", "prefetch")]
+    of = PipelinePlan(
+        {"forward": TaskSchedule(), "prefetch": TaskSchedule(0, "side", "io")},
+        deps=[PAIR],
+        cross_iter_deps=[PAIR[::-1]],
+        host_only=[PAIR],
+    )
+    try:
+        verify(of, tasks, streams=True)
+        found = ""
+    except PlanError as error:
+        found = str(error)
+    assert ("which orders their functions and not their work on streams" in found) is not on_host
+
+
+def test_a_file_has_it_and_a_pair_without_an_edge_is_refused() -> None:
+    """It marks edges that are declared."""
+    of = plan(host_only=[PAIR])
+    assert PipelinePlan.from_toml(of.to_toml()) == of != plan()
+    assert of.digest() != plan().digest()
+    with pytest.raises(PlanError, match="no dependence is declared between these two"):
+        validate(plan(host_only=[PAIR[::-1]]))
+    with pytest.raises(ValueError, match="give no memory of tensors"):
+        DeclaredIO(state="x", on_host=True, memory=[1])
+
+
+def test_a_lookahead_tasks_side_becomes_it() -> None:
+    """Of the CPU alone; a task that says nothing waits on both sides."""
+
+    def translated(**given: Any) -> PipelinePlan:
+        tasks = (
+            Task.from_fn("forward", print),
+            Task.from_fn("prefetch", print, same_progress_sync=("forward",), **given),
+        )
+        schedule = Schedule((Stage(tasks),), ("default",))
+        names = {task.name: "default" for task in tasks}
+        return translate(schedule, StreamPool({"default": None}), names, lambda: 0)
+
+    assert translated().host_only == ()
+    assert translated(same_progress_sync_sides=SameProgressSyncSide.CPU).host_only == (PAIR,)
+    assert translated(same_progress_sync_sides=2).host_only == ()
+    with pytest.raises(ValueError, match="unknown bits"):
+        translated(same_progress_sync_sides=4)
