@@ -83,13 +83,15 @@ def test_a_pipelines_argument_comes_in_the_plans_place() -> None:
 def schedulable(**options: Any) -> PipelinePlan:
     """The plan of a schedule with one task."""
     schedule = Schedule((Stage((Task.from_fn("step", lambda ctx: None),)),), ("default",))
-    with SchedulablePipeline(schedule, StreamPool({"default": None}), **options) as pipe:
+    with SchedulablePipeline(
+        schedule, StreamPool({"default": None}), device="cpu", **options
+    ) as pipe:
         return pipe.pipe.plan
 
 
 def overlapped(**options: Any) -> PipelinePlan:
     """The plan of an overlapped loop."""
-    with swpipe.overlap([1, 2], [nothing], **options) as loop:
+    with swpipe.overlap([1, 2], [nothing], device="cpu", **options) as loop:
         return loop.pipe.plan
 
 

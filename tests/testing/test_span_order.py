@@ -17,7 +17,7 @@ IO, MAIN, COPY = Row("thread", "io"), Row("thread", "default"), Row("stream", "m
 
 def trace_of(plan: PipelinePlan, copy: Callable[[Any], None], forward: Any) -> Trace:
     tasks = [PipelineTask("copy", copy), PipelineTask("forward", forward)]
-    with SWPipeline(plan, tasks, check_effects=False) as pipe, pipe.trace() as trace:
+    with SWPipeline(plan, tasks, check_effects=False, device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(4))
     return trace
 
