@@ -127,8 +127,7 @@ def peak_memory(
             work.append(span)
     behind = None if streams is None else _Behind(work, runs, streams)
     found = (
-        _changes(i, of, runs.get(i + 1, {}), memory, behind, places or {})
-        for i, of in runs.items()
+        _changes(i, of, runs.get(i + 1, {}), memory, behind, places or {}) for i, of in runs.items()
     )
     changes = sorted(chain.from_iterable(found))
     total = most = place = 0
