@@ -17,7 +17,7 @@ from swpipe import IterContext, PipelinePlan, SWPipeline
 from tests import backend
 from tests.support import device_work
 
-DEVICE, SIMULATED, spin = device_work.DEVICE, device_work.SIMULATED, device_work.spin
+DEVICE, SIMULATED, spin = device_work.device(), device_work.SIMULATED, device_work.spin
 ELEMENTS = 2**10 if SIMULATED else 8 * 2**20
 """Of a tensor that the caching allocator gives a block of its own, again and again."""
 

@@ -34,7 +34,7 @@ from tests.bench.device_shapes import (
     shapes,
 )
 from tests.bench.measure import Row, Spread, compared, interleaved, off_by
-from tests.support.device_work import DEVICE, spin
+from tests.support.device_work import device, spin
 
 Loop: TypeAlias = Callable[[Shape, Tensor], Iterable[Any]]
 """Trains a step each time it is asked for the next; the tensor adds up the batches."""
@@ -46,13 +46,13 @@ Loop: TypeAlias = Callable[[Shape, Tensor], Iterable[Any]]
 def plain(shape: Shape, total: Tensor) -> Iterator[None]:
     """As most loops are written."""
     for batch in shape.batches:
-        shape.train(shape.exchange(batch.to(DEVICE, non_blocking=True)), total)
+        shape.train(shape.exchange(batch.to(device(), non_blocking=True)), total)
         yield
 
 
 def prefetcher(shape: Shape, total: Tensor, *, pin: bool = False) -> Iterator[None]:
     """The next batch is copied, and exchanged, on a stream beside this one's step."""
-    side, batches = torch.Stream(device=DEVICE), iter(shape.batches)
+    side, batches = torch.Stream(device=device()), iter(shape.batches)
 
     def ahead() -> Tensor | None:
         batch = next(batches, None)
@@ -60,7 +60,7 @@ def prefetcher(shape: Shape, total: Tensor, *, pin: bool = False) -> Iterator[No
             return None
         with side:
             batch = batch.pin_memory() if pin else batch
-            return shape.exchange(batch.to(DEVICE, non_blocking=True))
+            return shape.exchange(batch.to(device(), non_blocking=True))
 
     coming = ahead()
     while coming is not None:
@@ -95,7 +95,7 @@ def serial(shape: Shape, total: Tensor) -> Iterator[Any]:
     """The plain loop's order, by the engine."""
 
     def copy(ctx: IterContext) -> None:
-        ctx.batch = ctx.batch.to(DEVICE, non_blocking=True)
+        ctx.batch = ctx.batch.to(device(), non_blocking=True)
 
     tasks = [PipelineTask("copy", copy), *tasks_of(shape, total)]
     return _running(PipelinePlan.serial(tasks), tasks, shape)
@@ -103,20 +103,20 @@ def serial(shape: Shape, total: Tensor) -> Iterator[Any]:
 
 def overlapped(shape: Shape, total: Tensor) -> Iterator[Any]:
     """In one line."""
-    with swpipe.overlap(shape.batches, tasks_of(shape, total), device=str(DEVICE)) as loop:
+    with swpipe.overlap(shape.batches, tasks_of(shape, total), device=str(device())) as loop:
         yield from loop
 
 
 def prefetched(shape: Shape, total: Tensor) -> Iterator[Any]:
     """The ready-made plan, with ``device=``."""
     *feed, train = tasks_of(shape, total)
-    plan = prefetch_plan(feed, [train], device=str(DEVICE))
+    plan = prefetch_plan(feed, [train], device=str(device()))
     return _running(plan, plan.tasks, shape)
 
 
 def planned(shape: Shape, total: Tensor) -> Iterator[Any]:
     """By ``auto_plan``, from costs that are measured first."""
-    tasks = [copy_task(str(DEVICE)), *tasks_of(shape, total)]
+    tasks = [copy_task(str(device())), *tasks_of(shape, total)]
     side = {"copy": "copy", "exchange": "ahead"}
     names = [task.name for task in tasks]
     base = PipelinePlan(
@@ -124,13 +124,13 @@ def planned(shape: Shape, total: Tensor) -> Iterator[Any]:
         deps=list(zip(names[1:], names, strict=False)),
         order=names,
     )
-    with SWPipeline(base, tasks, device=str(DEVICE), check_effects=False) as pipe:
+    with SWPipeline(base, tasks, device=str(device()), check_effects=False) as pipe:
         costs = measure_costs(pipe, shape.batches[:4])
     return _running(auto_plan(base, costs, streams=True).plan, tasks, shape)
 
 
 def _running(plan: PipelinePlan, tasks: Iterable[PipelineTask], shape: Shape) -> Iterator[Any]:
-    with SWPipeline(plan, tasks, device=str(DEVICE), check_effects=False) as pipe:
+    with SWPipeline(plan, tasks, device=str(device()), check_effects=False) as pipe:
         for ctx in pipe.iterate(shape.batches):
             yield ctx
             del ctx
@@ -141,7 +141,7 @@ def _running(plan: PipelinePlan, tasks: Iterable[PipelineTask], shape: Shape) ->
 
 def ms_per_step(loop: Loop, shape: Shape, found: list[float]) -> float:
     """Time per step in the steady state; adds what the batches add up to."""
-    total, seconds = torch.zeros(1, device=DEVICE), 0.0
+    total, seconds = torch.zeros(1, device=device()), 0.0
     for number, _ in enumerate(loop(shape, total), start=1):
         if number in (SKIPPED, SKIPPED + TIMED):
             torch.accelerator.synchronize()
@@ -190,13 +190,13 @@ class Collectives:
     """Collectives of one communicator work in the order in which they were launched."""
 
     def __init__(self) -> None:
-        self._lock, self._last = threading.Lock(), torch.Event(device=DEVICE)
+        self._lock, self._last = threading.Lock(), torch.Event(device=device())
         self._last.record()
 
     def run(self, ms: float) -> None:
         """Launch one on the current stream."""
         with self._lock:
-            here, after = torch.accelerator.current_stream(), torch.Event(device=DEVICE)
+            here, after = torch.accelerator.current_stream(), torch.Event(device=device())
             self._last.wait(here)
             spin(ms)
             after.record(here)
@@ -226,7 +226,7 @@ def hstu_ms(plan: PipelinePlan | None, skipped: int = 6, timed: int = 16) -> flo
     """Time per step under a plan, or of the tasks one after the other; in ms of the full scale."""
     tasks, seconds = hstu_tasks(), 0.0
     under = plan or PipelinePlan.serial(tasks)
-    with SWPipeline(under, tasks, device=str(DEVICE), check_effects=False) as pipe:
+    with SWPipeline(under, tasks, device=str(device()), check_effects=False) as pipe:
         for number, _ in enumerate(pipe.iterate(range(skipped + timed + 6)), start=1):
             if number in (skipped, skipped + timed):
                 torch.accelerator.synchronize()
@@ -255,7 +255,7 @@ def hstu_rows(rounds: int) -> list[Row]:
 
 def rows(rounds: int = 3) -> list[Row]:
     """All shapes, and the published costs."""
-    if not torch.accelerator.is_available():
+    if device().type == "cpu":
         return [Row("loops on a device", f"skipped: {backend.why_not()}")]
     found = [row for shape in shapes() for row in shape_rows(shape, rounds)]
     return [*found, *hstu_rows(rounds)]

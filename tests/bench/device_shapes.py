@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests import backend
 from tests.bench.interval import block
-from tests.support.device_work import DEVICE, SIMULATED, spin
+from tests.support.device_work import SIMULATED, device, spin
 
 STEPS = 48
 SKIPPED, TIMED = 20, 20
@@ -158,10 +158,10 @@ def ms_each(work: Callable[[], object], count: int = 8) -> float:
 def copy_ms(shape: Shape) -> float:
     """Time of a copy alone, from pinned memory, in ms."""
     batch = shape.batches[0].pin_memory() if shape.pageable else shape.batches[0]
-    return ms_each(lambda: batch.to(DEVICE, non_blocking=True))
+    return ms_each(lambda: batch.to(device(), non_blocking=True))
 
 
 def launch_ms(shape: Shape) -> float:
     """Time of the small kernels alone, in ms."""
-    total = torch.zeros(1, device=DEVICE)
+    total = torch.zeros(1, device=device())
     return ms_each(lambda: [total.add_(0) for _ in range(shape.launches)], 3)

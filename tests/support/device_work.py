@@ -9,15 +9,20 @@ import torch
 from tests import backend
 
 SIMULATED = not torch.cuda.is_available()
-if SIMULATED and backend.why_not() is None:
-    backend.load()
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+@cache
+def device() -> torch.device:
+    """CUDA, or else the test backend, which the process then sees for ever; or else the CPU."""
+    if SIMULATED and backend.why_not() is None:
+        backend.load()
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 @cache
 def _cycles_per_ms() -> float:
     torch.cuda._sleep(300_000_000)  # long enough for an idle device to raise its clock
-    begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
+    begin, end = (torch.Event(device=device(), enable_timing=True) for _ in range(2))
     cycles = 50_000_000
     begin.record()
     torch.cuda._sleep(cycles)
