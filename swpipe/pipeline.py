@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
@@ -22,7 +23,7 @@ from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.analysis.last_readers import compile_for_run
-from swpipe.analysis.verification import given_for_run, resolve_for_run
+from swpipe.analysis.verification import given_for_run, refuse_beside_body, resolve_for_run
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.effects import EffectTable
@@ -133,6 +134,10 @@ class SWPipeline(Generic[C]):
         timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
         self._driver = Driver[C](engine, plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)
+        self._check_body: Callable[[], None] | None
+        self._check_body = partial(
+            refuse_beside_body, resolved, self.tasks, effects, streams=streams
+        )
 
     def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
         """How many of those in flight have been pulled from another iterator."""
@@ -199,6 +204,8 @@ class SWPipeline(Generic[C]):
 
         Raises:
             StopIteration: All batches of the iterator have been handed out.
+            PlanError: A task touches a state that is not private ahead of the caller's work between
+                two calls, which may touch it, too; ``run()`` has none.
             RuntimeError: The pipeline is closed, or in use by another thread, or iterations of
                 another iterator, or of another mode (gradients, inference), are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
@@ -206,7 +213,15 @@ class SWPipeline(Generic[C]):
                 was in flight is dropped, and the pipeline can be filled again. An iteration that
                 was complete when another failed is handed out first; the next call raises.
         """
+        if self._check_body is not None:
+            self._refuse_beside_body()
         return self._driver.progress(iterator)
+
+    def _refuse_beside_body(self) -> None:
+        """Refuse a plan that is none for a loop with a body; asked once."""
+        if self._check_body is not None:
+            self._check_body()
+            self._check_body = None
 
     def push(self, batch: Any) -> C | None:
         """Admit one batch and run one period: ``progress`` for callers without an iterator.
@@ -218,16 +233,21 @@ class SWPipeline(Generic[C]):
         Raises:
             BaseException: As for ``progress``. The batch of a call that raises is dropped.
         """
+        self._refuse_beside_body()
         return self._driver.push(batch)
 
     def flush(self) -> list[C]:
-        """``drain`` for pushed batches; iterations of an iterator are refused."""
+        """``drain`` for pushed batches; iterations of an iterator are refused.
+
+        What you do with a context comes after the tasks of all others here.
+        """
         return self._driver.flush()
 
     def drain(self) -> list[C]:
         """Stop admitting; finish what is in flight, and hand it out, oldest first.
 
-        The iterator keeps its other batches.
+        The iterator keeps its other batches. What you do with a context comes after the tasks of
+        all others here.
 
         Raises:
             BaseException: As for ``progress``. Contexts that were complete before are not lost: the
@@ -244,11 +264,18 @@ class SWPipeline(Generic[C]):
         return self._driver.drop()
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[C]:
-        """Yield the context of every iteration over ``loader``, in order."""
-        iterator = iter(loader)
+        """Yield the context of every iteration over ``loader``, in order.
+
+        Raises:
+            BaseException: As for ``progress``.
+        """
+        self._refuse_beside_body()
+        return self._contexts(iter(loader))
+
+    def _contexts(self, iterator: Iterator[Any]) -> Iterator[C]:
         while True:
             try:
-                ctx = self.progress(iterator)
+                ctx = self._driver.progress(iterator)
             except StopIteration:
                 return
             yield ctx
@@ -264,7 +291,7 @@ class SWPipeline(Generic[C]):
         batches = iter(loader)
         pulls = TimedPulls(batches)
         # An iterator of the caller's stays what it is: some of its batches may be in flight.
-        contexts = self.iterate(batches if batches is loader else pulls)
+        contexts = self._contexts(batches if batches is loader else pulls)
         report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
         return pulls.warn_if_most(report, self.plan)
 
@@ -403,8 +430,12 @@ class SWPipeline(Generic[C]):
         self.check_idle("borrowing it")
         shortcuts = Shortcuts(self.device)
         shortcuts.enable_like(self._driver.engine.shortcuts)
-        with self._driver.borrowed(shortcuts, self.context):
-            yield
+        check_body, self._check_body = self._check_body, None  # measurements have none
+        try:
+            with self._driver.borrowed(shortcuts, self.context):
+                yield
+        finally:
+            self._check_body = check_body
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""

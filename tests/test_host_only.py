@@ -8,13 +8,13 @@ import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._engine.program import compile_plan
-from swpipe.analysis import verify
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.validation import validate
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.schedulable import SameProgressSyncSide, Schedule, Stage, StreamPool, Task
 from swpipe.schedulable.translation import translate
+from tests.support.safety import verify_tasks
 
 PAIR = ("prefetch", "forward")
 
@@ -53,7 +53,7 @@ def test_it_protects_what_python_uses_on_the_host(on_host: bool) -> None:
         host_only=[PAIR],
     )
     try:
-        verify(of, tasks, streams=True)
+        verify_tasks(of, tasks, streams=True)
         found = ""
     except PlanError as error:
         found = str(error)

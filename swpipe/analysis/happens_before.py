@@ -46,7 +46,7 @@ from swpipe._engine.program import (
     compile_plan,
 )
 from swpipe.core.dependence import topological
-from swpipe.core.plan import PULL, StreamRef
+from swpipe.core.plan import BODY, PULL, StreamRef
 from swpipe.core.resolved import ResolvedPlan
 
 
@@ -151,7 +151,8 @@ class HappensBefore:
     def keeps(self, first: str, then: str, distance: int) -> bool:
         """Whether this order is kept on the host and, with streams, on the device.
 
-        ``<pull>`` is the call of the loader, on whatever thread it is.
+        ``<pull>`` is the call of the loader, on whatever thread it is. ``<body>`` is what the
+        caller does after ``<retire>``, before it comes to the next instruction.
         """
         on_host = self.host(first, then, distance)
         return on_host and (not self.streams or self.device(first, then, distance))
@@ -171,6 +172,13 @@ class HappensBefore:
         first, then = self._source(first), self._source(then)
         return bool(walk.host_before[then, i + distance] & walk.bit(first, i))
 
+    def never_beside(self, one: str, other: str, distance: int) -> bool:
+        """Whether two never run at the same time, ``distance`` or more iterations apart."""
+        return all(
+            self.host(one, other, apart) or self.host(other, one, -apart)
+            for apart in range(distance, distance + self._program.depth)
+        )
+
     def device(self, first: str, then: str, distance: int) -> bool:
         """The same of their device work, on a device with streams.
 
@@ -181,10 +189,17 @@ class HappensBefore:
         if first in SOURCES:
             return self.host(first, then, distance)
         walk, i = self._walk(distance)
-        return bool(walk.device_before[self._source(then), i + distance] & walk.bit(first, i))
+        first, then = self._source(first), self._source(then)
+        return bool(walk.device_before[then, i + distance] & walk.bit(first, i))
 
     def _source(self, task: str) -> str:
-        """The instruction: without a thread group that pulls, ``<admit>`` calls the loader."""
+        """The instruction that stands for a name.
+
+        Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
+        ``<retire>``: whatever comes after it comes after the body, too.
+        """
+        if task == BODY:
+            return RETIRE
         return ADMIT if task == PULL and PULL not in self._program.instructions else task
 
     def _walk(self, distance: int) -> tuple[_Walk, int]:

@@ -17,15 +17,23 @@ every interleaving: what is read must not depend on timing. Everything else is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError
-from swpipe.core.effects import UNKNOWN, Conflict, Effects, EffectTable, Location, conflicts
+from swpipe.core.effects import (
+    DRAWS,
+    UNDECLARED,
+    Conflict,
+    Effects,
+    EffectTable,
+    Location,
+    conflicts,
+)
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef
+from swpipe.core.plan import BODY, DEFAULT_GROUP, OTHERS, PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import Problem
 
@@ -37,10 +45,17 @@ MOST_EXPLAINED = 100
 
 
 class RequiredOrder(NamedTuple):
-    """An order that must be kept in every interleaving; ``either`` allows the opposite one too."""
+    """An order that must be kept in every interleaving.
+
+    Attributes:
+        conflict: Consumer, producer and distance.
+        either: The opposite one will do, too.
+        seeded: It will do if the two never run at the same time: one of them is seeded for itself.
+    """
 
     conflict: Conflict
     either: bool
+    seeded: bool = False
 
 
 @dataclass(slots=True)
@@ -70,7 +85,9 @@ def required_orders(effects: EffectTable, stale: Mapping[str, int]) -> Iterator[
         consumer, producer, distance, location, _ = conflict
         behind = stale.get(location.name, 0) if location.persistent else 0
         only_reads = location not in effects[consumer].writes
-        if not (behind and only_reads):
+        if location == DRAWS and (only_reads or location not in effects[producer].writes):
+            yield RequiredOrder(conflict, either=False, seeded=True)
+        elif not (behind and only_reads):
             yield RequiredOrder(conflict, either=False)
         elif distance == 0 or place_of[producer] > place_of[consumer]:
             # At the least distance of a write that a serial run reads; all further ones follow.
@@ -92,10 +109,12 @@ def violations(
     required = tuple(required)
     found: dict[tuple[str, str, int], Violation] = {}
     for before in guaranteed:
-        for conflict, either in required:
+        for conflict, either, seeded in required:
             consumer, producer, distance = key = conflict[:3]
             keeps = before.host if conflict.place.on_host else before.keeps
             if keeps(producer, consumer, distance):
+                continue
+            if seeded and before.never_beside(producer, consumer, distance):
                 continue
             reverse = keeps(consumer, producer, -distance)
             if either and reverse:
@@ -113,16 +132,23 @@ def race_problems(
 ) -> list[Problem]:
     """Every required order that a validated plan breaks, with the edge that would restore it.
 
-    Also every undeclared task, and loader, that the plan runs ahead of the loop's body.
-    ``effects`` is in serial order; if ``streams`` is None, both kinds of device are checked.
+    ``effects`` is in serial order, and has the loop's body and loader where they count; if
+    ``streams`` is None, both kinds of device are checked.
     """
-    ahead = dict(_ahead_of_the_body(resolved.plan, effects, streams))
-    problems = [Problem(text, (name,)) for name, text in ahead.items()]
-    # One of these is told once, and not with each undeclared task that it may come before.
-    effects = {n: _declared(touched) if n in ahead else touched for n, touched in effects.items()}
     required = tuple(required_orders(effects, resolved.plan.stale))
     guaranteed = guarantees(resolved, streams) if required else ()
-    for number, violation in enumerate(violations(required, guaranteed)):
+    found = violations(required, guaranteed)
+    beside = _beside_the_others(resolved.plan, effects, found)
+    problems = [Problem(text, (name,)) for name, text in beside.items()]
+    # What somebody does who says nothing is told once, and not with each task beside it.
+    told = {name for name in beside if effects[name].undeclared}
+    between = [
+        one
+        for one in found
+        if told.isdisjoint(both := {one.consumer, one.producer})
+        and (BODY not in both or PULL in both)
+    ]
+    for number, violation in enumerate(between):
         pair = (violation.consumer, violation.producer)
         if number >= MOST_EXPLAINED:
             text = f"{pair[0]!r} and {pair[1]!r} may run in the wrong order: see those above"
@@ -142,52 +168,84 @@ def is_proved(resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | N
     It does if no order is broken although every task may read and write the whole context.
     """
     whole = frozenset([Location("the context", False)])
-    table = {n: touched | Effects(whole, whole) for n, touched in effects.items() if n != PULL}
-    if any(_ahead_of_the_body(resolved.plan, effects, streams)):
-        return False
+    table = {n: e if n in OTHERS else e | Effects(whole, whole) for n, e in effects.items()}
     required = required_orders(table, resolved.plan.stale)
     return not violations(required, guarantees(resolved, streams))
 
 
-def _ahead_of_the_body(
-    plan: PipelinePlan, effects: EffectTable, streams: bool | None
-) -> Iterator[tuple[str, str]]:
-    """Each undeclared task, and loader, that may run before the body of an earlier iteration.
+def _beside_the_others(
+    plan: PipelinePlan, effects: EffectTable, found: Iterable[Violation]
+) -> dict[str, str]:
+    """Who may run before the loop's body, or is pulled ahead, against the order: name to words."""
+    texts: dict[str, str] = {}
+    for one in sorted(found, key=lambda one: PULL not in (one.consumer, one.producer)):
+        pair = {one.consumer, one.producer}
+        task = next(iter(pair - {*OTHERS}), PULL)
+        places = [conflict.place for conflict in one.conflicts]
+        if PULL in pair:
+            if effects[PULL].undeclared:
+                texts.setdefault(PULL, f"nothing is declared of what the loader uses, {_PULLED}")
+        elif BODY in pair and effects[task].undeclared:
+            texts.setdefault(task, f"nothing is declared of what {task!r} touches, {_BEHIND}")
+        elif BODY in pair:
+            texts.setdefault(task, _shared(task, places))
+    for name in _on_other_threads(plan, effects):
+        texts.setdefault(name, f"nothing is declared of what {name!r} touches, {_BEHIND}")
+    for name in texts.keys() - {PULL}:
+        texts[name] += f" The plan has it in {_where_in(plan, name)}"
+    return texts
 
-    An iteration is handed out right after its last stage. What runs there, on the caller's thread
-    and stream, comes after the body of the iteration before.
-    """
-    last = plan.max_stage
-    for name in (name for name, touched in effects.items() if touched.undeclared):
-        if name == PULL:
-            if plan.depth > 1:
-                yield name, f"nothing is declared of what the loader uses, {_PULLED}"
-            continue
-        entry = plan.schedule[name]
-        found = {
-            f"stage {entry.stage} (the last is {last})": entry.stage != last,
-            f"thread group {entry.thread_group!r}": entry.thread_group != DEFAULT_GROUP,
-            f"stream {entry.stream!r}": entry.stream is not None and streams is not False,
-        }
-        if where := [words for words, holds in found.items() if holds]:
-            what = f"what {name!r} touches (or, if it is random, of what may draw beside it)"
-            yield name, f"nothing is declared of {what}, {_BEHIND} {listed(where)}"
+
+def _on_other_threads(plan: PipelinePlan, effects: EffectTable) -> Iterator[str]:
+    """Tasks that say nothing, and may use what each thread has for itself, as others do."""
+    group = {name: entry.thread_group for name, entry in plan.schedule.items()}
+    group |= {BODY: DEFAULT_GROUP, PULL: plan.pull_group or DEFAULT_GROUP}
+    silent = sorted((name not in OTHERS, name) for name in effects if effects[name].undeclared)
+    for _, name in silent:
+        if name not in OTHERS and group[name] != group[silent[0][1]]:
+            yield name
+
+
+def _where_in(plan: PipelinePlan, name: str) -> str:
+    """Where a plan has a task, as far as it is elsewhere than the loop's body."""
+    entry, last = plan.schedule[name], plan.max_stage
+    found = {
+        f"stage {entry.stage} (the last is {last})": entry.stage != last,
+        f"thread group {entry.thread_group!r}": entry.thread_group != DEFAULT_GROUP,
+        f"stream {entry.stream!r}": entry.stream is not None,
+    }
+    return listed([words for words, holds in found.items() if holds])
+
+
+def _shared(task: str, places: Sequence[Location]) -> str:
+    """That the body may touch what a task touches, and how to say that it does not."""
+    if all(place == DRAWS for place in places):
+        return (
+            f"{task!r} is random, which seeds {DRAWS.name} while it runs, and the loop's body may "
+            f"draw from them: {_STAYS} Move it there, or let it draw from a torch.Generator of its "
+            "own, seeded by ctx.iter_idx."
+        )
+    states = [place for place in places if place not in (DRAWS, UNDECLARED)]
+    return (
+        f"{task!r} touches {listed([str(one) for one in states])}, which the loop's body may "
+        f"touch, too: {_STAYS} Move it there; or say of each state that only tasks which name it "
+        f'touch it, DeclaredIO(state="{states[0].name}", ..., private=True); or call run(), which '
+        "has no body."
+    )
 
 
 _PULLED = (
     "and the plan pulls batches ahead of the loop's body: use pipeline_depth=1 and no pull_group, "
-    "or a loader that uses nothing that the loop changes, such as a DataLoader with workers"
+    "or a loader that uses nothing that the loop changes, such as a DataLoader with workers, and "
+    "name it (loader=), or say so (pull_ahead=True)"
 )
+_STAYS = "it stays with the body, in the last stage, on the caller's thread and stream."
 _BEHIND = (
     "so it has to stay with the loop's body: in the last stage, on the caller's thread and stream. "
     "Move it there, or declare it: pure=True if it uses its context and what nobody changes, and "
-    'changes its context only; else io=[DeclaredIO(state="its name", mode=...)] for each state. '
-    "The plan has it in"
+    'changes its context only; else io=[DeclaredIO(state="its name", mode=..., private=True)] for '
+    "each state that neither the body nor an undeclared task touches."
 )
-
-
-def _declared(effects: Effects) -> Effects:
-    return Effects(effects.reads - UNKNOWN.reads, effects.writes - UNKNOWN.writes)
 
 
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:

@@ -14,14 +14,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from swpipe.analysis.last_readers import recorded_uses, uses_of
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
 from swpipe.analysis.races import is_proved, race_problems, required_orders, stale_problems
 from swpipe.analysis.validation import refusal, validate
-from swpipe.core.effects import Effects, EffectTable, declared_effects
+from swpipe.core.effects import (
+    Effects,
+    EffectTable,
+    anything,
+    declared_effects,
+    unknown_beside,
+    with_the_others,
+)
+from swpipe.core.loaders import is_apart
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.plan import BODY, OTHERS, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError, Problem
@@ -51,12 +60,15 @@ def verify(
     streams: bool | None = None,
     sizes: Sizes | None = None,
     budget_bytes: int | None = None,
+    loader: Iterable[Any] | None = None,
+    pull_ahead: bool = False,
+    body: bool = True,
 ) -> Verified:
     """Make sure that a plan gives the numbers of the serial run in every interleaving.
 
     What is checked is what is declared: ``pure=True``, the states in ``io``, and ``effects``, which
-    a recorded iteration gives. A task of which nothing is declared must keep its serial order with
-    all such tasks, and with the body of the loop.
+    a recorded iteration gives. Whoever says nothing (a task, the loader, the loop's body) may touch
+    everything that is not said to be apart from it.
 
     Args:
         plan: The plan.
@@ -64,15 +76,18 @@ def verify(
             ``effects`` are given, or the plan has the tasks themselves.
         effects: What each task touches, in serial order, which the plan must keep; joined with the
             states that the tasks declare. Without it, serial order is that of a pipeline: that of
-            the tasks, as far as the dependences within an iteration allow. An entry ``"<pull>"``,
-            the first, is what the loader touches when it is called; without one the loader is not
-            checked.
+            the tasks, as far as the dependences within an iteration allow. Entries ``"<pull>"``,
+            the first, and ``"<body>"``, the last, are what the loader and the body touch.
         streams: Whether the device has streams. None asks for both kinds of device: stream order
             keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
             that streams let go. A plan that is right on one kind only is refused then, which the
             message says.
         sizes: (task, attribute) to the bytes that the task leaves there, as recorded.
         budget_bytes: What may be in flight at most; needs ``sizes``.
+        loader: Where the batches come from. A list, or torch's ``DataLoader`` with workers, is
+            known to be apart (``swpipe.core.loaders``); without one nothing is known.
+        pull_ahead: Any other loader is apart, too, as for ``swpipe.overlap``.
+        body: The loop has a body, as with ``iterate()`` and ``progress()``; False for ``run()``.
 
     Returns:
         How much there was to check, and the memory's bound.
@@ -87,7 +102,8 @@ def verify(
     if budget_bytes is not None and sizes is None:
         raise TypeError("a budget needs sizes to check against: give those of a recorded iteration")
     resolved = validate(plan, given or None)
-    table = _table(resolved, given, effects)
+    apart = pull_ahead or (loader is not None and is_apart(loader))
+    table = _table(resolved, given, effects, apart=apart, body=body)
     late = streams is not False  # with streams memory comes back later: the bound is larger
     uses = uses_of(given, effects) if given else recorded_uses(effects or {})
     problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
@@ -103,7 +119,9 @@ def verify(
     return Verified(
         orders=len(set(required_orders(table, plan.stale))),
         footprint=footprint,
-        undeclared=tuple(n for n, touched in table.items() if touched.undeclared and n != PULL),
+        undeclared=tuple(
+            n for n, touched in table.items() if touched.undeclared and n not in OTHERS
+        ),
     )
 
 
@@ -166,9 +184,31 @@ def resolve_for_run(
     table = _in_order(resolved, declared_effects(tasks, undeclared=False))
     if problems := race_problems(resolved, table, streams=streams):
         raise refusal(plan, problems)
-    if effects is not None:
-        verify(plan, tasks, effects, streams=streams)
+    if effects is not None:  # that batches are pulled ahead is the plan's word
+        verify(plan, tasks, effects, streams=streams, pull_ahead=True, body=False)
     return resolved
+
+
+def refuse_beside_body(
+    resolved: ResolvedPlan,
+    tasks: Sequence[PipelineTask],
+    effects: EffectTable | None,
+    *,
+    streams: bool,
+) -> None:
+    """Refuse a pipeline's plan for a loop with a body.
+
+    Raises:
+        PlanError: Tasks may touch a state that is not private in another order with the body than
+            serially.
+    """
+    table = _in_order(resolved, declared_effects(tasks, undeclared=False))
+    if effects is not None:
+        table = {name: effects.get(name, Effects()) | touched for name, touched in table.items()}
+    body = {BODY: (effects or {}).get(BODY, unknown_beside(tasks))}
+    problems = race_problems(resolved, {**table, **body}, streams=streams)
+    if problems := [one for one in problems if len(one.tasks) == 1]:
+        raise refusal(resolved.plan, problems)
 
 
 def is_proved_by_declarations(
@@ -180,13 +220,22 @@ def is_proved_by_declarations(
 
 
 def _table(
-    resolved: ResolvedPlan, tasks: Iterable[PipelineTask], effects: EffectTable | None
+    resolved: ResolvedPlan,
+    tasks: Sequence[PipelineTask],
+    effects: EffectTable | None,
+    *,
+    apart: bool,
+    body: bool,
 ) -> EffectTable:
     """What was recorded, if anything, and what the tasks declare; in serial order."""
     if effects is None:
-        return _in_order(resolved, declared_effects(tasks))
-    declared = declared_effects(tasks, undeclared=False)  # the effects say it of themselves
-    return {name: found | declared.get(name, Effects()) for name, found in effects.items()}
+        table = _in_order(resolved, declared_effects(tasks))
+    else:
+        declared = declared_effects(tasks, undeclared=False)  # the effects say it of themselves
+        table = {name: found | declared.get(name, Effects()) for name, found in effects.items()}
+    unknown = unknown_beside(tasks) if tasks else anything(table.values())
+    table = {name: one | unknown if one.undeclared else one for name, one in table.items()}
+    return with_the_others(table, unknown, apart=apart, body=body)
 
 
 def _in_order(resolved: ResolvedPlan, effects: EffectTable) -> EffectTable:
@@ -196,7 +245,7 @@ def _in_order(resolved: ResolvedPlan, effects: EffectTable) -> EffectTable:
 def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:
     rule = f"which the plan does not schedule (it has: {listed(plan.schedule)})"
     for name in table:
-        if name not in plan.schedule and name != PULL:
+        if name not in plan.schedule and name not in OTHERS:
             yield Problem(f"effects name task {name!r}, {rule}: they belong to other tasks")
     for name in plan.schedule:
         if name not in table:

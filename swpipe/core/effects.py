@@ -1,9 +1,10 @@
 """What tasks read and write, and which of them must therefore keep their serial order.
 
 A *location* is an attribute of the context, which each iteration has for itself, or a state, which
-persists between iterations. All of which nothing is declared is one state, ``UNDECLARED``. Two
-tasks *conflict* if both access a location and one of them writes it. A plan that orders all
-conflicts like a serial run gives the same numbers.
+persists between iterations. Whoever says nothing (a task, the body of the loop, a loader) uses and
+changes everything that is not said to be apart from it (``anything``): the state ``UNDECLARED``,
+and each named state that is not private. Two tasks *conflict* if both access a location and one of
+them writes it. A plan that orders all conflicts like a serial run gives the same numbers.
 
 Conflicts over an attribute are within one iteration: distance 0. For a state it is enough to order
 each pair within an iteration (distance 0, in serial order) and between successive iterations
@@ -13,11 +14,12 @@ each pair within an iteration (distance 0, in serial order) and between successi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe.core.messages import plain
+from swpipe.core.plan import BODY, OTHERS, PULL
 from swpipe.core.task import PipelineTask
 
 
@@ -38,7 +40,11 @@ class Location(NamedTuple):
 
 
 UNDECLARED = Location("undeclared", True)
-"""Whatever tasks touch of which nothing is declared, the loop's body, and its loader."""
+"""Whatever is touched by those of whom nothing is declared, and is not a named state."""
+
+DRAWS = Location("torch's default generators", True)
+"""Whoever says nothing may draw: it writes. A random task, which is seeded for itself, reads: the
+two may come in either order, but not run at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,8 @@ class Effects:
         return UNDECLARED in self.reads | self.writes
 
 
-UNKNOWN = Effects(frozenset([UNDECLARED]), frozenset([UNDECLARED]))
-"""Of a task or a loader of which nothing is declared."""
+UNKNOWN = Effects(frozenset([UNDECLARED, DRAWS]), frozenset([UNDECLARED, DRAWS]))
+"""Of a task or a loader of which nothing is declared, where no state is named."""
 
 
 EffectTable: TypeAlias = Mapping[str, Effects]
@@ -87,13 +93,26 @@ def declared_effects(
 ) -> dict[str, Effects]:
     """The effects that the tasks declare.
 
-    A task that says nothing touches ``UNDECLARED``; nothing, if ``undeclared`` is False. So does a
-    random task beside one that says nothing, which may draw from the same generators.
+    A task that says nothing touches whatever is not said to be apart from it; nothing, if
+    ``undeclared`` is False.
     """
     tasks = tuple(tasks)
-    states_said = [io for task in tasks for io in task.io if io.state]
-    on_device = {io.state for io in states_said if not io.on_host}  # if only one says so, it is
-    unknown = undeclared and any(task.undeclared for task in tasks)
+    found = _named(tasks)
+    unknown = unknown_beside(tasks) if undeclared else Effects()
+    for task in tasks:
+        if task.undeclared:
+            found[task.name] |= unknown
+        if task.random:
+            found[task.name] |= _SEEDED
+    return found
+
+
+_SEEDED = Effects(frozenset([DRAWS]))
+
+
+def _named(tasks: Sequence[PipelineTask]) -> dict[str, Effects]:
+    """The states that the tasks name."""
+    on_device = {io.state for task in tasks for io in task.io if not io.on_host}  # one is enough
     found = {}
     for task in tasks:
         states = [
@@ -103,9 +122,41 @@ def declared_effects(
         ]
         reads, writes = (frozenset(s for s, mode in states if one in mode) for one in "rw")
         found[task.name] = Effects(reads, writes)
-        if unknown and (task.undeclared or task.random):
-            found[task.name] |= UNKNOWN
     return found
+
+
+def unknown_beside(tasks: Iterable[PipelineTask]) -> Effects:
+    """What somebody who says nothing may touch, beside these tasks."""
+    tasks = tuple(tasks)
+    private = {io.state for task in tasks for io in task.io if io.private}
+    return anything(_named(tasks).values(), private)
+
+
+def anything(named: Iterable[Effects], private: Collection[str | None] = ()) -> Effects:
+    """What whoever says nothing may touch: this is the rule between what is said and what is not.
+
+    It is all but the context, which each iteration has for itself, and states that are private.
+    What pure tasks use is apart from it by their word.
+    """
+    places = {place for one in named for place in one.reads | one.writes}
+    states = frozenset(p for p in places if p.persistent and p.name not in private)
+    return UNKNOWN | Effects(states, states)
+
+
+def with_the_others(
+    effects: EffectTable, unknown: Effects, *, apart: bool, body: bool
+) -> dict[str, Effects]:
+    """A table with entries of the loader, the first, and of the loop's body, the last.
+
+    Args:
+        effects: Of tasks, and maybe of the others already.
+        unknown: What they touch if the table has no entry of them.
+        apart: Whether a loader of which there is no entry is known to touch nothing.
+        body: Whether there is a body.
+    """
+    pull = effects.get(PULL, Effects() if apart else unknown)
+    table = {PULL: pull} | {n: touched for n, touched in effects.items() if n not in OTHERS}
+    return table | ({BODY: effects.get(BODY, unknown)} if body else {})
 
 
 def conflicts(effects: EffectTable) -> list[Conflict]:

@@ -32,6 +32,12 @@ from swpipe.errors import PlanError, Problem
 PULL = "<pull>"
 """The call of the loader, in costs, traces and programs."""
 
+BODY = "<body>"
+"""What the caller does between two calls of ``progress()``, in tables of effects."""
+
+OTHERS = (PULL, BODY)
+"""Who is beside the tasks."""
+
 DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
 

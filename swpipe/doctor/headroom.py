@@ -15,8 +15,14 @@ from typing import Any
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._state.loop import LoopState
 from swpipe.core.costs import CostModel
-from swpipe.core.effects import EffectTable, conflicts, declared_effects
-from swpipe.core.plan import PULL
+from swpipe.core.effects import (
+    EffectTable,
+    conflicts,
+    declared_effects,
+    unknown_beside,
+    with_the_others,
+)
+from swpipe.core.plan import OTHERS, PULL
 from swpipe.doctor.diagnosis import Headroom
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.measure import WindowTimer
@@ -45,7 +51,9 @@ def measure_headroom(
         state: As for ``TaskProfiler``.
         copy: As for ``TaskProfiler``.
     """
-    stays = staying(declared_effects(pipe.tasks), costs)
+    unknown = unknown_beside(pipe.tasks)
+    apart = with_the_others(declared_effects(pipe.tasks), unknown, apart=True, body=True)
+    stays = staying(apart, costs)
     if not is_alone():  # times differ, and the ranks replay the same tasks
         stays = gather(stays)[0]
     pull: Kind = () if loader is None else (PULL,)
@@ -82,7 +90,7 @@ def staying(effects: EffectTable, costs: CostModel) -> tuple[str, ...]:
         groups.update(dict.fromkeys(both, both))
 
     def length_us(group: frozenset[str]) -> float:
-        return sum(costs.tasks[name].total_us for name in group)
+        return sum(costs.tasks[name].total_us for name in group if name not in OTHERS)
 
     longest = max(groups.values(), key=length_us)
-    return tuple(name for name in effects if name in longest)
+    return tuple(name for name in effects if name in longest and name not in OTHERS)

@@ -93,9 +93,11 @@ def compare(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
     """
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
     required = tuple(required_orders(effects, resolved.plan.stale))
-    for conflict, _ in required:
+    for conflict, *_ in required:
         wanted[edge_of(conflict)].append(conflict)
-    certain = dict.fromkeys(edge_of(conflict) for conflict, either in required if not either)
+    certain = dict.fromkeys(
+        edge_of(one.conflict) for one in required if not (one.either or one.seeded)
+    )
     before = guarantees(resolved, streams=None)
     found = violations(required, before)
     broken = {Edge(each.consumer, each.producer, each.distance) for each in found}

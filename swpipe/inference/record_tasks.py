@@ -8,9 +8,9 @@ from typing import Any
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.effects import UNKNOWN, Effects, declared_effects
+from swpipe.core.effects import Effects, declared_effects, unknown_beside
 from swpipe.core.loaders import is_apart
-from swpipe.core.plan import PULL
+from swpipe.core.plan import BODY, PULL
 from swpipe.core.task import PipelineTask, checked_tasks
 from swpipe.device import resolve as resolve_device
 from swpipe.errors import PlanError, Problem
@@ -41,8 +41,8 @@ def record(
 ) -> Recording:
     """Run a few iterations serially and record what each task reads and writes.
 
-    What a task declares counts too; one that says nothing also touches the state "undeclared", as
-    all its like do. Parameters, buffers, gradients and optimizer state are found automatically.
+    What a task declares counts too; one that says nothing also touches whatever is not said to be
+    apart from it. Parameters, buffers, gradients and optimizer state are found automatically.
     Afterwards models, optimizers, other objects with ``state_dict``, reachable tensors, generators
     and what tasks declare with ``capture`` and ``restore`` are restored, also if a task fails. For
     all else a recording is so many more iterations; the notes list what of it was seen.
@@ -62,7 +62,7 @@ def record(
         state: What to restore; by default, all state that the tasks can reach.
         loader: What training takes its batches from. It is not called. Its effects are those of
             ``"<pull>"``, the first entry of ``effects``: none if it is apart from the loop
-            (``swpipe.core.loaders``), and otherwise the state "undeclared".
+            (``swpipe.core.loaders``); otherwise it may touch what a task may that says nothing.
 
     Raises:
         PlanError: There are no tasks, or two have the same name.
@@ -91,10 +91,11 @@ def record(
     runs = [one for iteration in observed for one in iteration.tasks]
     declared = declared_effects(tasks)
     effects = {task: e | declared[task] for task, e in add_transfers(seen, transfers).items()}
-    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else UNKNOWN}
+    unknown = unknown_beside(tasks)
+    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else unknown}
     return Recording(
         tasks=tasks,
-        effects=pull | effects,
+        effects=pull | effects | {BODY: unknown},
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         sizes=_sizes(runs),
         collectives=frozenset(one.task for one in runs if one.operators.collectives),

@@ -11,7 +11,7 @@ from operator import or_
 from swpipe.analysis.validation import validate
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
-from swpipe.core.plan import PULL, DistantPair, Pair, PipelinePlan, TaskSchedule
+from swpipe.core.plan import BODY, OTHERS, DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.inference.comparison import Comparison, Needed, compare, needed
 
@@ -23,7 +23,8 @@ class Recording:
     Attributes:
         tasks: In serial order.
         effects: Task to what it reads and writes, including declared states; in serial order. The
-            first is ``PULL``, if what the loader may use is known.
+            first is ``PULL``, if what the loader may use is known; the last is ``BODY``, what the
+            loop's body may touch.
         states: State to its members: names of parameters, gradients and so on.
         sizes: (task, attribute that it set) to bytes, 0 where it deleted it; the largest of the
             recorded iterations. Shared memory counts for each attribute.
@@ -97,8 +98,8 @@ class Recording:
 
     @property
     def _of_tasks(self) -> Mapping[str, Effects]:
-        """The effects without the loader's: a plan declares no dependences on it."""
-        return {name: touched for name, touched in self.effects.items() if name != PULL}
+        """The effects of the tasks: a plan declares no dependences on the loader or the body."""
+        return {name: touched for name, touched in self.effects.items() if name not in OTHERS}
 
     def report(self, plan: PipelinePlan | None = None) -> InferenceReport:
         """A printable report; with a plan, it includes the comparison.
@@ -153,6 +154,7 @@ class InferenceReport:
         rows = [
             (task, _places(effects.reads), _places(effects.writes))
             for task, effects in self.recording.effects.items()
+            if task != BODY
         ]
         return tabulate(rows, ("task", "reads", "writes"), maxcolwidths=[None, 48, 48])
 

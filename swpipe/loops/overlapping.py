@@ -25,7 +25,7 @@ import torch
 
 import swpipe.inference.checking  # noqa: F401 - else the first loop would wait for it
 from swpipe.core.context import C
-from swpipe.core.effects import UNKNOWN, Effects, declared_effects
+from swpipe.core.effects import Effects, declared_effects, unknown_beside
 from swpipe.core.loaders import generators_in_pass, is_apart
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
@@ -257,7 +257,7 @@ def overlap(
         start_iteration=start_iteration,
         context=context,
         check_effects=check_effects,
-        effects={PULL: Effects() if ahead else UNKNOWN, **declared_effects(given)},
+        effects={PULL: Effects() if ahead else unknown_beside(given), **declared_effects(given)},
         run_ahead=run_ahead,
     )
     loop = OverlappedLoop(loader, found, pipe, functions, said=pull_ahead is True)

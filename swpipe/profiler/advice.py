@@ -30,7 +30,7 @@ from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import declared_effects
+from swpipe.core.effects import declared_effects, unknown_beside, with_the_others
 from swpipe.core.messages import counted, listed
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.resolved import dependences_of
@@ -137,7 +137,10 @@ class _Paper:
         timer, times = measured.timer, measured.times
         self.measured = measured
         self._streams = timer.pipe.device.has_streams
-        self._declared = declared_effects(timer.pipe.tasks)
+        tasks, pulls = timer.pipe.tasks, timer.pulls
+        apart = pulls is None or not pulls.effects.undeclared
+        effects, unknown = declared_effects(tasks), unknown_beside(tasks)
+        self._declared = with_the_others(effects, unknown, apart=apart, body=True)
         self._cpu_us = _US * ranks_on_machine() * sum(times.cpu_s.values())  # of all ranks
         self.plan = timer.pipe.plan if timer.pipelined else _in_one_stage(timer.pipe.plan)
         self.costs = CostModel(

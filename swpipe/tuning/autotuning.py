@@ -22,8 +22,10 @@ from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
+from swpipe.core.effects import with_the_others
+from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
-from swpipe.core.plan import PipelinePlan, StreamRef
+from swpipe.core.plan import BODY, PipelinePlan, StreamRef
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.tables import table
 from swpipe.core.task import PipelineTask
@@ -32,7 +34,7 @@ from swpipe.device import Device, resolve
 from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.auto import Choice, auto_plan, with_undeclared
+from swpipe.planning.modulo.auto import Choice, auto_plan, beside_the_others
 from swpipe.planning.modulo.memory_limit import check_limit
 from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory, try_plans
@@ -103,7 +105,8 @@ class Tuned:
 class Loop:
     """Tasks with batches to run them on; the fields are those arguments of ``autotune``.
 
-    ``memory`` is what the tasks hold; costs that are measured have it, too.
+    ``memory`` is what the tasks hold; costs that are measured have it, too. ``apart`` says that
+    what training takes its batches from is known to be apart from the loop.
     """
 
     tasks: Sequence[PipelineTask]
@@ -118,6 +121,8 @@ class Loop:
     budget: Budget = field(default_factory=Budget)
     memory: TaskMemory | None = None
     max_bytes: int | None = None
+    apart: bool = True
+    body: bool = True
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -145,6 +150,9 @@ class Loop:
         batch, device, context = self.batches[0], self.device, self.context
         with self.budget.spending(_RECORDED):
             own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
+        unknown = own.effects[BODY]
+        effects = with_the_others(own.effects, unknown, apart=self.apart, body=self.body)
+        own = replace(own, effects=effects)
         return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
@@ -214,6 +222,7 @@ def autotune(
     seconds: float | None = None,
     verbose: bool = False,
     max_bytes: int | None = None,
+    body: bool = True,
 ) -> Tuned:
     """Choose a plan for a loop, by trial, and say why.
 
@@ -223,7 +232,8 @@ def autotune(
 
     Args:
         tasks: In serial order.
-        batches: At least one; three or more show how batches differ.
+        batches: At least one; three or more show how batches differ. Without ``loader``, training
+            takes its batches from something of this kind, such as a list.
         device: As for ``SWPipeline``.
         context: As for ``SWPipeline``.
         limits: None for ``Limits()``.
@@ -243,6 +253,7 @@ def autotune(
             rounds, whatever they take.
         verbose: Show a bar, with an estimate of the time that is left.
         max_bytes: The most that the plan may hold, as for ``auto_plan``; None for no limit.
+        body: The loop has a body, as for ``auto_plan``.
 
     Raises:
         ValueError: There are no batches, or ``seconds`` is not above 0.
@@ -256,6 +267,7 @@ def autotune(
     loop = Loop(
         tuple(tasks), list(batches), device, streams or {}, frozenset(ordered), over_ranks,
         progress, context, loader, max_bytes=max_bytes,
+        apart=is_apart(batches if loader is None else loader), body=body,
     )  # fmt: skip
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)
@@ -275,7 +287,7 @@ def autotune(
         simple, left_out = _simple(loop, recording, costs, limits, ready_made)
         candidates = _try(loop, (*simple, *planned))
     chosen = choose(candidates)
-    why = [*explain(candidates, chosen, alone), *with_undeclared(limits, recording.effects)[1]]
+    why = [*explain(candidates, chosen, alone), *beside_the_others(limits, recording.effects)[1]]
     why += [*left_out, *budget.outcome(), *_held(chosen.plan, costs, loop.has_streams)]
     other_load = None if load is None else load.others()
     return Tuned(chosen, candidates, tuple(dict.fromkeys(why)), recording, costs, other_load)
@@ -314,6 +326,7 @@ def _planned(
         effects=recording.effects,
         effort=EFFORT,
         max_bytes=loop.max_bytes,
+        body=loop.body,
     )
 
     def allowed(plan: PipelinePlan) -> bool:

@@ -11,7 +11,6 @@ from itertools import count
 import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.analysis import verify
 from swpipe.analysis.races import race_problems, stale_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.dependence import CycleError
@@ -31,6 +30,7 @@ from tests.support.safety import (
     is_as_stale_as_allowed,
     random_pair,
     small_workload,
+    verify_tasks,
     with_loader,
     without,
 )
@@ -421,7 +421,7 @@ def test_a_pipeline_asks_for_the_device_that_it_has() -> None:
 def test_declared_states_of_a_right_plan_pass() -> None:
     """On both kinds of device."""
     for streams in KINDS:
-        verify(piped(), TASKS, streams=streams)
+        verify_tasks(piped(), TASKS, streams=streams)
 
 
 def stages_and_groups() -> Iterator[tuple[int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from swpipe.errors import PlanError
 from swpipe.planning import recsys14
 from swpipe.plans import clicks, sparse_dist
 from tests.support.plans_for_tests import piped
-from tests.support.safety import KINDS, edges_of, fights, without
+from tests.support.safety import KINDS, edges_of, fights, verify_tasks, without
 
 STATES = {"model", "optimizer", "gradients", "histogram", "guard", "tables", "cache", "dense"}
 
@@ -116,7 +117,7 @@ def test_a_shipped_plan_is_right_on_both_kinds_of_device(
     plan: PipelinePlan, effects: dict[str, Effects]
 ) -> None:
     """And there was something to check."""
-    assert verify(plan, effects=effects).orders > 10
+    assert verify_tasks(plan, effects=effects).orders > 10
 
 
 @pytest.mark.slow
@@ -133,7 +134,7 @@ def test_a_shipped_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(nam
         broken |= fights(mutant, effects, streams=True, iterations=iterations, most=10**5)
         pairs: set[frozenset[str]] = set()
         try:
-            verify(mutant, effects=effects)
+            verify_tasks(mutant, effects=effects)
         except PlanError as error:
             pairs = named(error)
         assert pairs == broken, f"without {entry}"
@@ -146,7 +147,10 @@ def test_a_shipped_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(nam
 def test_serial_is_right_whatever_the_tasks_touch() -> None:
     """Everything on one thread and stream."""
     plan = PipelinePlan.serial([PipelineTask(name, print) for name in CLICKS])
-    assert verify(plan, effects=CLICKS).orders == verify(clicks.serial(), effects=CLICKS).orders
+    assert (
+        verify_tasks(plan, effects=CLICKS).orders
+        == verify_tasks(clicks.serial(), effects=CLICKS).orders
+    )
 
 
 def unconnected(**more: object) -> PipelinePlan:
@@ -159,25 +163,25 @@ def test_declared_states_are_checked_without_effects() -> None:
     """What the tasks say of themselves is enough for what they say."""
     tasks = [PipelineTask(name, print, io=[DeclaredIO(state="log")]) for name in "ab"]
     with pytest.raises(PlanError, match="'b' on iteration i must come after 'a' on iteration i"):
-        verify(unconnected(), tasks)
+        verify_tasks(unconnected(), tasks)
     mended = unconnected(deps=[("b", "a")], cross_iter_deps=[("a", "b")])
-    assert verify(mended, tasks).orders == 5
-    assert verify(replace(mended, tasks=tuple(tasks))).orders == 5
+    assert verify_tasks(mended, tasks).orders == 5
+    assert verify_tasks(replace(mended, tasks=tuple(tasks))).orders == 5
 
 
 def test_declared_and_recorded_effects_are_joined() -> None:
     """One task was seen to write what another one declares to read."""
     tasks = [PipelineTask("a", print), PipelineTask("b", print, io=[DeclaredIO(state="model")])]
     effects = {"a": touching("", "model"), "b": touching()}
-    assert verify(unconnected(), tasks, {"a": touching(), "b": touching()}).orders == 1
+    assert verify_tasks(unconnected(), tasks, {"a": touching(), "b": touching()}).orders == 1
     with pytest.raises(PlanError, match="state 'model'"):
-        verify(unconnected(), tasks, effects)
+        verify_tasks(unconnected(), tasks, effects)
 
 
 def test_tasks_that_touch_nothing_leave_nothing_to_check() -> None:
     """And the result says so."""
     tasks = [PipelineTask(name, print, pure=True) for name in "ab"]
-    assert verify(unconnected(), tasks).orders == 0
+    assert verify_tasks(unconnected(), tasks).orders == 0
 
 
 @pytest.mark.parametrize(
@@ -194,21 +198,107 @@ def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
     """In the last stage, on the caller's thread and stream, in serial order with all its like."""
     plan = PipelinePlan({"a": entry, "b": TaskSchedule(1)}, deps=[("b", "a")])
     with pytest.raises(PlanError, match=f"nothing is declared of what 'a' touches.*{where}"):
-        verify(plan, [PipelineTask(name, print) for name in "ab"])
-    verify(plan, [PipelineTask("a", print, pure=True), PipelineTask("b", print)])
+        verify(plan, [PipelineTask(name, print) for name in "ab"], pull_ahead=True)
+    verify(plan, [PipelineTask("a", print, pure=True), PipelineTask("b", print)], pull_ahead=True)
     together = replace(plan, schedule={"a": TaskSchedule(1), "b": TaskSchedule(1)})
-    assert verify(together, [PipelineTask(n, print) for n in "ab"]).undeclared == ("a", "b")
+    found = verify(together, [PipelineTask(n, print) for n in "ab"], pull_ahead=True)
+    assert found.undeclared == ("a", "b")
     # A plan that is written by hand is its author's word.
     SWPipeline(plan, [PipelineTask(name, print) for name in "ab"], device="cpu").close()
 
 
-def test_a_random_task_stays_beside_one_that_may_draw() -> None:
-    """Its seed is that of all threads: who draws unseeded meanwhile draws other numbers."""
-    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
+AHEAD = PipelinePlan(
+    {"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")], cross_iter_deps=[("a", "b")]
+)
+"""Its first task may run before the body of the iteration before."""
+
+
+def named_by(name: str, mode: Any = "rw", **more: Any) -> PipelineTask:
+    """A task that names the state "scale"."""
+    return PipelineTask(name, print, io=[DeclaredIO(state="scale", mode=mode, **more)])
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "rw"])
+def test_a_state_that_is_not_private_may_be_touched_by_whoever_says_nothing(mode: Any) -> None:
+    """The body, and a task: its one user must stay beside them."""
+    alone = [named_by("a", mode), PipelineTask("b", print, pure=True)]
+    with pytest.raises(PlanError, match="'a' touches state 'scale', which the loop's body may"):
+        verify(AHEAD, alone, pull_ahead=True)
+    verify(AHEAD, alone, pull_ahead=True, body=False)
+    verify(AHEAD, [named_by("a", mode, private=True), alone[1]], pull_ahead=True)
+    free = replace(AHEAD, cross_iter_deps=[], order="ab")
+    beside = [named_by("a", mode), PipelineTask("b", print)]
+    with pytest.raises(PlanError, match=r"'a' on iteration i must come after 'b' on iteration i"):
+        verify_tasks(free, beside)
+    verify_tasks(AHEAD, beside)
+    verify_tasks(free, [named_by("a", mode, private=True), beside[1]])
+
+
+def test_that_a_state_is_private_is_said_once_of_it() -> None:
+    """Whoever else names it."""
+    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()})
+    ahead = replace(plan, pipeline_depth=3, pull_group="io")
+    verify(ahead, [named_by("a", private=True), named_by("b")], pull_ahead=True)
+    with pytest.raises(ValueError, match="private is given, and no state"):
+        DeclaredIO(lambda: 1, print, private=True)
+
+
+def test_a_loader_of_which_nothing_is_said_is_pulled_in_turn() -> None:
+    """Also without a word on it; a list, or the word, lets it be ahead."""
+    tasks = [PipelineTask("a", print, pure=True), PipelineTask("b", print)]
+    plan = replace(AHEAD, cross_iter_deps=[])
+    for unknown in (None, (n for n in range(3)), [1].__iter__()):
+        with pytest.raises(PlanError, match=r"the loader uses.*name it \(loader=\), or say so"):
+            verify(plan, tasks, loader=unknown)
+    verify(plan, tasks, loader=[1, 2])
+    verify(plan, tasks, pull_ahead=True)
+    verify(PipelinePlan.serial(tasks), tasks)
+
+
+def test_a_pipeline_refuses_a_body_beside_which_a_state_is_touched() -> None:
+    """``run`` has none, and takes the plan."""
+    tasks = [named_by("a"), PipelineTask("b", lambda ctx: None, pure=True)]
+    tasks[0] = replace(tasks[0], fn=tasks[1].fn)
+    with SWPipeline(AHEAD, tasks, device="cpu") as pipe:
+        for call in (
+            lambda: pipe.progress(iter([1, 2])),
+            lambda: pipe.iterate([1, 2]),
+            lambda: pipe.push(1),
+        ):
+            with pytest.raises(PlanError, match=r"'scale', which the loop's body.*call run\(\)"):
+                call()
+        assert pipe.run([1, 2, 3]).iterations == 3
+    private = [replace(tasks[0], io=[DeclaredIO(state="scale", private=True)]), tasks[1]]
+    with SWPipeline(AHEAD, private, device="cpu") as pipe:
+        assert len([*pipe.iterate([1, 2])]) == 2
+
+
+def test_a_random_task_does_not_run_beside_whoever_may_draw() -> None:
+    """Its seed is that of all threads; it may come sooner or later, for it has its own."""
     noise = PipelineTask("a", print, random=True, pure=True)
-    with pytest.raises(PlanError, match="'a' touches .or, if it is random, of what may draw"):
-        verify(plan, [noise, PipelineTask("b", print)])
-    verify(plan, [noise, PipelineTask("b", print, pure=True)])
+    tasks, plan = [noise, PipelineTask("b", print)], replace(AHEAD, cross_iter_deps=[])
+    verify(plan, tasks, pull_ahead=True)
+    beside = replace(plan, schedule={"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(1)})
+    with pytest.raises(PlanError, match="'a' is random, which seeds torch's default generators"):
+        verify(beside, tasks, pull_ahead=True)
+    with pytest.raises(PlanError, match="'a'.*'b'.*torch's default generators"):
+        verify_tasks(beside, tasks)
+    verify_tasks(beside, [noise, PipelineTask("b", print, pure=True)])
+
+
+def test_a_task_that_says_nothing_stays_on_the_thread_of_its_like() -> None:
+    """Some state is a thread's own; in serial order it is, too, in one iteration at a time."""
+    plan = PipelinePlan(
+        {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule()}, deps=[("b", "a")]
+    )
+    tasks = [PipelineTask(name, print) for name in "ab"]
+    with pytest.raises(PlanError, match="nothing is declared of what 'a' touches"):
+        verify(plan, tasks)
+    verify(plan, [named_by("a"), tasks[1]])
+    away = replace(plan, schedule=dict.fromkeys("ab", TaskSchedule(thread_group="io")))
+    verify_tasks(away, tasks)
+    with pytest.raises(PlanError, match="nothing is declared of what 'a' touches"):
+        verify(away, tasks)
 
 
 def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
@@ -238,10 +328,10 @@ def test_the_order_of_recorded_effects_must_be_kept() -> None:
     effects = {"a": touching("", "x"), "b": touching("x")}
     turned = unconnected(deps=[("a", "b")])
     with pytest.raises(PlanError, match="would make a cycle"):
-        verify(turned, effects=effects)
+        verify_tasks(turned, effects=effects)
     io = {"a": "w", "b": "r"}
     tasks = [PipelineTask(n, print, io=[DeclaredIO(state="s", mode=m)]) for n, m in io.items()]
-    verify(replace(turned, cross_iter_deps=[("b", "a", 1)]), tasks)
+    verify_tasks(replace(turned, cross_iter_deps=[("b", "a", 1)]), tasks)
 
 
 def test_everything_wrong_is_listed_at_once() -> None:
@@ -249,7 +339,7 @@ def test_everything_wrong_is_listed_at_once() -> None:
     plan = unconnected(stale={"modle": 1}, pipeline_depth=2)
     effects = {"a": touching("model", "x"), "b": touching("x model", "model")}
     with pytest.raises(PlanError) as caught:
-        verify(plan, effects=effects, sizes={("a", "x"): 2**20}, budget_bytes=2**20)
+        verify_tasks(plan, effects=effects, sizes={("a", "x"): 2**20}, budget_bytes=2**20)
     texts = [problem.text for problem in caught.value.problems]
     assert len(texts) == 4
     assert "'modle', which no task touches" in texts[0]
@@ -264,7 +354,7 @@ def test_memory_that_fits_is_told() -> None:
         "b": touching("x", "x"),
     }  # fmt: skip
     sizes = {("a", "x"): 2**20, ("b", "x"): 0}
-    found = verify(plan, effects=effects, sizes=sizes, budget_bytes=3 * 2**20).footprint
+    found = verify_tasks(plan, effects=effects, sizes=sizes, budget_bytes=3 * 2**20).footprint
     assert found is not None
     assert found.total_bytes == 2 * 2**20
     late = PipelinePlan(
@@ -273,8 +363,8 @@ def test_memory_that_fits_is_told() -> None:
         pipeline_depth=3,
     )
     with pytest.raises(PlanError, match="up to 4 MiB"):
-        verify(late, effects=effects, sizes=sizes, budget_bytes=2**20)
-    verify(late, effects=effects, sizes=sizes, budget_bytes=2**20, streams=False)
+        verify_tasks(late, effects=effects, sizes=sizes, budget_bytes=2**20)
+    verify_tasks(late, effects=effects, sizes=sizes, budget_bytes=2**20, streams=False)
 
 
 @pytest.mark.parametrize("streams", [None, *KINDS])
@@ -286,10 +376,10 @@ def test_one_kind_of_device_may_be_asked_for(streams: bool | None) -> None:
     )
     effects = {"a": touching("", "x"), "b": touching("x")}
     if streams:
-        verify(plan, effects=effects, streams=streams)
+        verify_tasks(plan, effects=effects, streams=streams)
     else:
         with pytest.raises(PlanError, match="'b' on iteration i must come after 'a'"):
-            verify(plan, effects=effects, streams=streams)
+            verify_tasks(plan, effects=effects, streams=streams)
 
 
 @pytest.mark.parametrize(
@@ -302,32 +392,32 @@ def test_one_kind_of_device_may_be_asked_for(streams: bool | None) -> None:
 def test_effects_of_other_tasks_are_refused(effects: dict[str, Effects], says: str) -> None:
     """Each name that is too many or missing."""
     with pytest.raises(PlanError, match=says):
-        verify(unconnected(), effects=effects)
+        verify_tasks(unconnected(), effects=effects)
 
 
 def test_a_plan_that_cannot_run_is_refused_first() -> None:
     """With what is wrong with it, tasks or no tasks."""
     with pytest.raises(PlanError, match="future read"):
-        verify(
+        verify_tasks(
             PipelinePlan({"a": TaskSchedule(stage=1), "b": TaskSchedule()}, deps=[("b", "a")]),
             effects=dict.fromkeys("ab", touching()),
         )
     with pytest.raises(PlanError, match="'b', which is not among the tasks"):
-        verify(unconnected(), [PipelineTask("a", print)])
+        verify_tasks(unconnected(), [PipelineTask("a", print)])
 
 
 def test_sizes_are_looked_at_first() -> None:
     """A size that is none is told as itself."""
     with pytest.raises(PlanError, match=r"ctx.x after task 'a' is -1"):
-        verify(unconnected(), effects=dict.fromkeys("ab", touching()), sizes={("a", "x"): -1})
+        verify_tasks(unconnected(), effects=dict.fromkeys("ab", touching()), sizes={("a", "x"): -1})
 
 
 def test_a_call_without_anything_to_check_is_a_mistake() -> None:
     """Neither tasks nor effects, and a budget for nothing."""
     with pytest.raises(TypeError, match="needs the tasks, or a table of their effects"):
-        verify(unconnected())
+        verify_tasks(unconnected())
     with pytest.raises(TypeError, match="a budget needs sizes"):
-        verify(unconnected(), effects=dict.fromkeys("ab", touching()), budget_bytes=1)
+        verify_tasks(unconnected(), effects=dict.fromkeys("ab", touching()), budget_bytes=1)
 
 
 @pytest.mark.parametrize("group", [None, "loader"])
@@ -341,6 +431,6 @@ def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead(group: str |
         "and no pull_group"
     )
     with pytest.raises(PlanError, match=said):
-        verify(plan, effects=effects)
-    assert verify(PipelinePlan.serial(list(CHAIN)), effects=effects)
-    assert verify(plan, effects={**effects, PULL: touching("", "batch")})
+        verify_tasks(plan, effects=effects)
+    assert verify_tasks(PipelinePlan.serial(list(CHAIN)), effects=effects)
+    assert verify_tasks(plan, effects={**effects, PULL: touching("", "batch")})

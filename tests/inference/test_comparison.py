@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.analysis import verify
 from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
@@ -17,7 +16,7 @@ from swpipe.inference.comparison import Comparison, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording
 from tests.inference.helpers import recorded
-from tests.support.safety import effects_of, random_pair
+from tests.support.safety import effects_of, random_pair, verify_tasks
 
 
 def place(name: str) -> Location:
@@ -267,7 +266,7 @@ def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
     """Whether a dependence is missing; verification must say the same."""
     missing = bool(compare(given, effects).missing)
     try:
-        verify(given, effects=effects)
+        verify_tasks(given, effects=effects)
     except PlanError:
         assert missing
     else:

@@ -23,9 +23,8 @@ import torch
 import swpipe
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.core.effects import UNKNOWN, EffectTable, declared_effects
+from swpipe.core.effects import EffectTable
 from swpipe.core.loaders import is_apart
-from swpipe.core.plan import PULL
 from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record
 from tests.loops.undeclared_loops import LOOPS, Loop
@@ -121,19 +120,14 @@ def same_piped(loop: Loop, name: str, plan: str, expected: Sequence[Any]) -> Non
         same(piped(loop, PLANS[plan]), expected)
 
 
-def accepted(loop: Loop, effects: EffectTable | None) -> Iterator[str]:
+def accepted(loop: Loop, effects: EffectTable | None = None) -> Iterator[str]:
     """The plans that ``verify`` accepts."""
     for name, plan in PLANS.items():
         try:
-            verify(plan, loop.tasks, effects)
+            verify(plan, loop.tasks, effects, loader=loop.loader)
         except PlanError:
             continue
         yield name
-
-
-def known(loop: Loop) -> EffectTable | None:
-    """Effects without a recording: where the loader is the loop's own code, it touches all."""
-    return {PULL: UNKNOWN, **declared_effects(loop.tasks)} if loop.uses_loader else None
 
 
 def recorded(loop: Loop) -> EffectTable | None:
@@ -144,7 +138,7 @@ def recorded(loop: Loop) -> EffectTable | None:
     try:
         return record(loop.tasks, torch.ones(4), loader=loop.loader, iterations=1).effects
     except UnsavedStateError:
-        return known(loop)
+        return None
     finally:
         loop.state.close()
 
@@ -191,7 +185,7 @@ def test_plans_that_are_accepted_give_the_numbers_of_the_plain_loop(
     kind = LOOPS[name]
     expected = Loop(kind, tmp_path).plain()
     used = Loop(kind, tmp_path)
-    plans = {*accepted(used, known(used))}
+    plans = {*accepted(used)}
     plans |= {*accepted(used, recorded(used))}
     assert "serial" in plans
     assert plans <= {*ALWAYS, *PULLED_AHEAD}
@@ -207,7 +201,7 @@ def test_a_decode_that_uses_nothing_that_changes_runs_ahead_if_it_says_so(
     kind = LOOPS[name]
     honest = Loop(kind, tmp_path, pure=True)
     expected = honest.plain()
-    assert {*accepted(honest, known(honest))} == {*ALWAYS, *AHEAD, *PULLED_AHEAD}
+    assert {*accepted(honest)} == {*ALWAYS, *AHEAD, *PULLED_AHEAD}
     for plan in {**ALWAYS, **AHEAD, **PULLED_AHEAD}:
         same_piped(Loop(kind, tmp_path, pure=True), name, plan, expected)
     if name != "gradient mode":
@@ -226,7 +220,7 @@ def test_a_loader_of_which_nothing_is_known_stays_with_the_body(name: str, tmp_p
     kind = LOOPS[name]
     expected = Loop(kind, tmp_path).plain()
     loop = Loop(kind, tmp_path, declared=True)
-    plans = {*accepted(loop, known(loop))}
+    plans = {*accepted(loop)}
     loop.state.close()
     assert plans == {"serial", "decode on a thread"}
     for plan in sorted(plans):

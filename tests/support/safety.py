@@ -9,10 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from swpipe import PipelinePlan
 from swpipe._engine.program import ADMIT, compile_plan
+from swpipe.analysis import verify
 from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
@@ -21,6 +23,9 @@ from tests.support.strategies import Workload, random_plan, random_workload
 
 KINDS = (True, False)
 """Whether a device has streams."""
+
+verify_tasks = partial(verify, pull_ahead=True, body=False)
+"""Asks of the tasks alone: the loader is apart, and the loop has no body."""
 
 
 def small_workload(rng: random.Random, most_tasks: int = 4) -> Workload:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import EffectTable
+from swpipe.core.effects import DRAWS, EffectTable, Location, anything, conflicts, with_the_others
 from swpipe.core.messages import counted, in_ms, listed
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.memory_limit import Fitting, check_limit, fitting
@@ -67,6 +67,7 @@ def auto_plan(
     effects: EffectTable | None = None,
     effort: float = 1.0,
     max_bytes: int | None = None,
+    body: bool = True,
 ) -> Choice:
     """Plan a loop by modulo scheduling.
 
@@ -84,13 +85,15 @@ def auto_plan(
         limits: What to keep to; None for ``Limits()``.
         streams: Whether the device has streams; False for a CPU.
         effects: What the tasks touch, where it is known: the plan found must keep its order. Tasks
-            of which nothing is declared stay with the loop's body, as if ``limits`` froze them;
-            with such a loader, one iteration is in flight.
+            that touch what the loop's body may touch stay with it, as if ``limits`` froze them;
+            with a loader that may touch what tasks or the body do, one iteration is in flight. It
+            may if the table has no entry ``"<pull>"``.
         effort: How long to search where the lower bound is not reached: 1 takes about a second for
             14 tasks, ten for 200 and a minute for 1,000.
         max_bytes: The most that the plan may hold, by the simulator; None for no limit. The costs
             must have the tasks' memory. The search is repeated for fewer iterations in flight,
             until a plan fits; less ``run_ahead`` is tried before less depth.
+        body: The loop has a body, as with ``iterate()`` and ``progress()``; False for ``run()``.
 
     Raises:
         ValueError: ``effort`` is not above 0.
@@ -105,7 +108,10 @@ def auto_plan(
         raise PlanError([Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")])
     limits = limits if limits is not None else Limits()
     limits.check(plan)
-    limits, why = with_undeclared(limits, effects or {})
+    why: list[str] = []
+    if effects is not None:
+        effects = with_the_others(effects, anything(effects.values()), apart=False, body=body)
+        limits, why = beside_the_others(limits, effects)
     if max_bytes is not None:
         check_limit(max_bytes, costs)
     best = _best(plan, costs, limits, streams, effort)
@@ -117,7 +123,7 @@ def auto_plan(
         best = _fitting(best, fitting(best.plan, find, costs, limits, max_bytes, streams=streams))
     best = replace(best, why=(*best.why, *why))
     if effects is not None:
-        verify(best.plan, effects=effects, streams=streams)
+        verify(best.plan, effects=effects, streams=streams, body=body)
     return best
 
 
@@ -145,21 +151,41 @@ def _best(
     return best
 
 
-def with_undeclared(limits: Limits, effects: EffectTable) -> tuple[Limits, list[str]]:
-    """The limits, with what is undeclared kept beside the loop's body, and a sentence on each."""
-    found = [name for name, touched in effects.items() if touched.undeclared]
-    why, tasks = [], [name for name in found if name != PULL]
-    if tasks:
-        alone = len(tasks) == 1
-        which = f"{listed(tasks)} {'stays' if alone else 'stay'}"
+def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, list[str]]:
+    """The limits, with what the loop's body may touch kept beside it, and a sentence on each.
+
+    Args:
+        limits: The limits.
+        effects: Of the tasks, of the loader and, if there is one, of the body.
+    """
+    shared: dict[str, set[Location]] = {}
+    pulls_in_turn = False
+    for each in conflicts(effects):
+        pulls_in_turn |= PULL in each[:2] and each.consumer != each.producer
+        if each.consumer == BODY and each.producer not in OTHERS and each.place != DRAWS:
+            shared.setdefault(each.producer, set()).add(each.place)
+    silent = [name for name in shared if effects[name].undeclared]
+    why, named = [], [name for name in shared if name not in silent]
+    if silent:
+        alone = len(silent) == 1
         why.append(
-            f"{which} with the loop's body, since nothing is declared of what "
-            f"{'it touches' if alone else 'they touch'}: say pure=True, or name the states in io."
+            f"{listed(silent)} {'stays' if alone else 'stay'} with the loop's body, since nothing "
+            f"is declared of what {'it touches' if alone else 'they touch'}: say pure=True, or "
+            "name the states in io."
         )
-    if PULL in found:
+    if named:
+        states = sorted({str(place) for name in named for place in shared[name]})
+        why.append(
+            f"{listed(named)} {'stays' if len(named) == 1 else 'stay'} with the loop's body, which "
+            f"may touch {listed(states)}: say private=True of a state that it does not touch."
+        )
+    if pulls_in_turn:
         limits = Limits(1, limits.threads, limits.frozen)
-        why.append("Batches are not pulled ahead: nothing is declared of what the loader uses.")
-    return Limits(limits.in_flight, limits.threads, {*limits.frozen, *tasks}), why
+        why.append(
+            "Batches are not pulled ahead: nothing is declared of what the loader uses. Give "
+            "loader=, a list or a DataLoader with workers, if that is where they come from."
+        )
+    return Limits(limits.in_flight, limits.threads, {*limits.frozen, *shared}), why
 
 
 def _choice(

@@ -139,19 +139,23 @@ def test_a_thread_says_what_it_earned() -> None:
 def test_what_is_undeclared_stays_with_the_body() -> None:
     """The others may leave it; a loader of which nothing is declared is pulled in turn."""
     first, last = loop().schedule
-    effects = {first: Effects(), last: UNKNOWN}
+    effects = {PULL: Effects(), first: Effects(), last: UNKNOWN}
     assert auto_plan(loop(), COSTS, streams=False, effects=effects).ii_us == 600
-    effects = {first: UNKNOWN, last: Effects()}
+    effects = {PULL: Effects(), first: UNKNOWN, last: Effects()}
     choice = auto_plan(loop(), COSTS, streams=False, effects=effects)
     entry = choice.plan.schedule[first]
     assert (entry.stage, entry.thread_group) == (choice.plan.max_stage, "default")
     assert choice.why[-1].startswith(f"{first} stays with the loop's body, since nothing is")
     pulled = CostModel({**COSTS.tasks, PULL: TaskCost(500)})
-    free = {first: Effects(), last: Effects()}
+    free = {PULL: Effects(), first: Effects(), last: Effects()}
     assert auto_plan(loop(), pulled, streams=False, effects=free).in_flight > 1
-    choice = auto_plan(loop(), pulled, streams=False, effects={PULL: UNKNOWN, **free})
-    assert (choice.plan.pull_group, choice.in_flight) == (None, 1)
-    assert choice.why[-1].startswith("Batches are not pulled ahead")
+    free = {PULL: UNKNOWN, first: Effects(), last: Effects()}
+    # There is nobody whom it could be ahead of.
+    assert auto_plan(loop(), pulled, streams=False, effects=free, body=False).in_flight > 1
+    for effects, body in ((free, True), ({**free, last: UNKNOWN}, False)):
+        choice = auto_plan(loop(), pulled, streams=False, effects=effects, body=body)
+        assert (choice.plan.pull_group, choice.in_flight) == (None, 1)
+        assert choice.why[-1].startswith("Batches are not pulled ahead")
 
 
 def test_depth_comes_before_threads() -> None:
@@ -200,13 +204,16 @@ def test_effects_that_the_plan_would_not_keep_refuse_it() -> None:
     """A state that the next iteration reads, with no dependence that says so."""
     state = Location("model", True)
     effects = {
+        PULL: Effects(),
         "read": Effects(reads=frozenset({state})),
         "work": Effects(writes=frozenset({state})),
     }
     with pytest.raises(PlanError, match="model"):
-        auto_plan(loop(), COSTS, streams=False, effects=effects)
+        auto_plan(loop(), COSTS, streams=False, effects=effects, body=False)
     kept = loop(cross_iter_deps=[("read", "work")])
-    assert auto_plan(kept, COSTS, streams=False, effects=effects).ii_us == 1_000
+    for body in (True, False):
+        choice = auto_plan(kept, COSTS, streams=False, effects=effects, body=body)
+        assert choice.ii_us == 1_000
 
 
 FROZEN = PipelinePlan(

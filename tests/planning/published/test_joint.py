@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
@@ -31,6 +30,7 @@ from swpipe.planning.published.policies import POLICIES, PolicyInputs, ranked, s
 from swpipe.planning.published.presets import PRESETS, Roles
 from swpipe.planning.published.queue_rules import caller_tasks, communicator_queues
 from tests.planning.papers import paper
+from tests.support.safety import verify_tasks
 
 
 def blocking(**us: float) -> CostModel:
@@ -319,7 +319,7 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
         found = joint_search(
             given.plan, given.costs, limits=given.limits, beam_width=2, rounds=2, streams=streams
         )
-        verify(found.plan, effects=given.effects, streams=streams)
+        verify_tasks(found.plan, effects=given.effects, streams=streams)
         assert found.ii_us == simulate(found.plan, given.costs, streams=streams).ii_us
         assert found.given_ii_us == simulate(given.plan, given.costs, streams=streams).ii_us
         assert found.ii_us <= found.given_ii_us

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.analysis import verify
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
@@ -18,6 +17,7 @@ from swpipe.planning import Limits, assign_lookaheads, recsys14, simulate
 from swpipe.planning.published.lookahead_rules import lookaheads
 from swpipe.planning.published.queue_rules import caller_tasks, communicator_queues
 from tests.planning.papers import paper
+from tests.support.safety import verify_tasks
 
 
 def chain(
@@ -238,7 +238,7 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
     for seed in range(60):
         given = paper(seed)
         found = assign_lookaheads(given.plan, given.costs, limits=given.limits, streams=streams)
-        verify(found.plan, effects=given.effects, streams=streams)
+        verify_tasks(found.plan, effects=given.effects, streams=streams)
         before, after = lookaheads(given.plan), lookaheads(found.plan)
         assert after == found.lookahead
         assert all(after[name] >= before[name] for name in before)
