@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from swpipe._distributed.rank_checks import ShortcutAct, check_same_shortcuts
 from swpipe._engine.driver import Driver, Place, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.mode import checked_mode
@@ -27,19 +24,18 @@ from swpipe.analysis.verification import given_for_run, refuse_beside_body, reso
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.effects import EffectTable
-from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import PipelineTask, TaskRef, names_of
+from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.run_report import RunReport, TimedPulls, run_to_end
 from swpipe.shortcut import Shortcuts
-from swpipe.shortcut.substitute import Substitute, substitute_of
+from swpipe.shortcut.control import ShortcutControl
 
 if TYPE_CHECKING:
     from swpipe.trace import Trace
 
 
-class SWPipeline(Generic[C]):
+class SWPipeline(ShortcutControl[C]):
     """Runs tasks under a plan.
 
     Use it as a context manager, or call ``close``. One thread at a time may call it.
@@ -84,6 +80,8 @@ class SWPipeline(Generic[C]):
         RuntimeWarning: ``run_ahead`` on a device without streams.
     """
 
+    _asks_of_body = True
+
     def __init__(
         self,
         plan: PipelinePlan,
@@ -107,7 +105,7 @@ class SWPipeline(Generic[C]):
         self.plan, self.device, self.context = plan, resolve(device), context_class(context)
         streams = self.device.has_streams
         resolved = resolve_for_run(plan, given, effects, device=self.device.name, streams=streams)
-        self._resolved, self._alike = resolved, check_ranks
+        self._resolved, self._alike, self._effects = resolved, check_ranks, effects
         by_name = {task.name: task for task in given}
         self.tasks = tuple(by_name[name] for name in resolved.serial_order)
         compiled = compile_for_run(resolved, self.tasks, effects, streams, record_all_events)
@@ -134,10 +132,6 @@ class SWPipeline(Generic[C]):
         timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
         self._driver = Driver[C](engine, plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)
-        self._check_body: Callable[[], None] | None
-        self._check_body = partial(
-            refuse_beside_body, resolved, self.tasks, effects, streams=streams
-        )
 
     def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
         """How many of those in flight have been pulled from another iterator."""
@@ -204,8 +198,8 @@ class SWPipeline(Generic[C]):
 
         Raises:
             StopIteration: All batches of the iterator have been handed out.
-            PlanError: A task touches a state that is not private ahead of the caller's work between
-                two calls, which may touch it, too; ``run()`` has none.
+            PlanError: A task touches a state ahead of the caller's work between two calls, which
+                may touch it, too; ``run()`` has none.
             RuntimeError: The pipeline is closed, or in use by another thread, or iterations of
                 another iterator, or of another mode (gradients, inference), are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
@@ -213,15 +207,16 @@ class SWPipeline(Generic[C]):
                 was in flight is dropped, and the pipeline can be filled again. An iteration that
                 was complete when another failed is handed out first; the next call raises.
         """
-        if self._check_body is not None:
+        if self._asks_of_body:
             self._refuse_beside_body()
         return self._driver.progress(iterator)
 
     def _refuse_beside_body(self) -> None:
         """Refuse a plan that is none for a loop with a body; asked once."""
-        if self._check_body is not None:
-            self._check_body()
-            self._check_body = None
+        if self._asks_of_body:
+            streams = self.device.has_streams
+            refuse_beside_body(self._resolved, self.tasks, self._effects, streams=streams)
+            self._asks_of_body = False
 
     def push(self, batch: Any) -> C | None:
         """Admit one batch and run one period: ``progress`` for callers without an iterator.
@@ -319,89 +314,6 @@ class SWPipeline(Generic[C]):
         contexts = map(self.run_one_serial_iter, loader)
         return run_to_end(contexts, self.device, loader, "serial" if verbose else None)
 
-    def enable_shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> None:
-        """Cache what each task's next run produces; replay that afterwards instead of running it.
-
-        Give ``with_`` for one task, to have its outputs from elsewhere: a function of the context
-        that is called in its place, or attributes and their values. The task itself never runs.
-        On several ranks, enable the same tasks on all of them, between the same two steps; they
-        wait for each other here.
-
-        Raises:
-            TypeError: ``with_`` is neither a function nor a dict of values.
-            ValueError: A task that this pipeline does not have; ``with_`` for several.
-            RuntimeError: Another rank enables other tasks, or continues without, or does not
-                answer within ``stall_timeout_s``.
-        """
-        names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
-        substitute = None if with_ is None else substitute_of(names, with_)
-        wanted = {*shortcuts.names, *names}
-        self._compare_shortcuts("enable", shortcuts.labels(wanted, names, substitute))
-        shortcuts.enable(names, substitute)
-
-    def disable_shortcut(self, *tasks: TaskRef) -> None:
-        """Run tasks as usual again, and drop their caches; without arguments, of all tasks.
-
-        On several ranks, as ``enable_shortcut``.
-
-        Raises:
-            ValueError: A task that this pipeline does not have.
-            RuntimeError: As for ``enable_shortcut``; the tasks then are shortcut as before.
-        """
-        names, shortcuts = self.task_names(*(tasks or self.tasks)), self._driver.engine.shortcuts
-        if not shortcuts.names.isdisjoint(names):
-            left = shortcuts.names.difference(names)
-            self._compare_shortcuts("disable", shortcuts.labels(left))
-            shortcuts.disable(names)
-
-    def check_shortcuts(self) -> None:
-        """Raise ShortcutError if later tasks modified what shortcut tasks replayed until now.
-
-        For use between iterations; the next replay of the task would raise the same.
-        """
-        shortcuts = self._driver.engine.shortcuts
-        shortcuts.check(sorted(shortcuts.names))
-
-    def replay_in_backward_s(self, *tasks: TaskRef) -> float:
-        """Seconds that replays of tasks have cost in the backward of others, since enabled.
-
-        A replayed forward makes zero gradients there, for the parameters that the task used.
-        """
-        return sum(map(self._driver.engine.shortcuts.in_backward_s, self.task_names(*tasks)))
-
-    def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
-        if self._alike:
-            timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            begun = self._driver.ranks.begun()
-            check_same_shortcuts(self.plan.digest(), act, wanted, begun, timeout_s)
-
-    @contextmanager
-    def shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> Iterator[None]:
-        """Shortcut tasks within the block; ``with_`` as for ``enable_shortcut``."""
-        self.enable_shortcut(*tasks, with_=with_)
-        try:
-            yield
-        except BaseException:
-            # Without a word: the other ranks may not come here.
-            self._driver.engine.shortcuts.disable(names_of(tasks))
-            raise
-        if tasks:
-            self.disable_shortcut(*tasks)
-
-    @property
-    def shortcut_tasks(self) -> frozenset[str]:
-        """Names of the tasks that are shortcut."""
-        return frozenset(self._driver.engine.shortcuts.names)
-
-    def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
-        """The names of some tasks; ValueError for one that this pipeline does not have."""
-        names = names_of(tasks)
-        for name in names:
-            if name not in self._driver.engine.tasks:
-                known = listed([task.name for task in self.tasks])
-                raise ValueError(f"this pipeline has no task {name!r}; it has {known}")
-        return names
-
     def observe(self, observer: Observer) -> AbstractContextManager[None]:
         """Call ``observer`` around every task that runs within the block; several may observe."""
         return self._observers.adding(observer)
@@ -430,12 +342,12 @@ class SWPipeline(Generic[C]):
         self.check_idle("borrowing it")
         shortcuts = Shortcuts(self.device)
         shortcuts.enable_like(self._driver.engine.shortcuts)
-        check_body, self._check_body = self._check_body, None  # measurements have none
+        asks, self._asks_of_body = self._asks_of_body, False  # measurements have none
         try:
             with self._driver.borrowed(shortcuts, self.context):
                 yield
         finally:
-            self._check_body = check_body
+            self._asks_of_body = asks
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""

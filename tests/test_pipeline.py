@@ -17,7 +17,7 @@ import torch
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
 from swpipe.trace import Observer
-from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.support.plans_for_tests import NAMES, NOBODY_ELSE, piped, spread, task, tasks
 from tests.support.sequencer import await_event
 
 PLANS = {
@@ -302,7 +302,7 @@ def test_random_numbers_are_those_of_progress() -> None:
     def draw(ctx: IterContext) -> None:
         ctx.drawn = torch.rand(3).tolist()
 
-    mine = [PipelineTask("h2d", draw, random=True), *tasks()[1:]]
+    mine = [PipelineTask("h2d", draw, io=[NOBODY_ELSE], random=True), *tasks()[1:]]
     with SWPipeline(piped(), mine, seed=3) as pipe:
         pushed = [ctx.drawn for ctx in push_all(pipe, range(5))]
     with SWPipeline(piped(), mine, seed=3) as pipe:

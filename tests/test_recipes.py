@@ -91,7 +91,7 @@ def test_a_planner_is_a_function_from_plan_to_plan() -> None:
         "read": Effects(writes=frozenset({x})),
         "train": Effects(reads=frozenset({x}), writes=frozenset({y})),
     }
-    verify(plan, TASKS, effects)
+    verify(plan, TASKS, effects, pull_ahead=True)
     costs = CostModel({"read": TaskCost(host_us=900.0), "train": TaskCost(host_us=1000.0)})
     bound = lower_bounds(plan, costs, streams=False, threads=2)
     assert simulate(plan, costs, streams=False).ii_us == bound.ii_us == 1000.0

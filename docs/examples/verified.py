@@ -27,20 +27,21 @@ plan = PipelinePlan(
     },
     deps=[("embed", "read"), ("train", "embed")],
 )
+kind = {"pull_ahead": True, "body": False}  # a loader that is apart, and run(), which has no body
 
 try:
-    verify(plan, effects=effects)
+    verify(plan, effects=effects, **kind)
 except PlanError as error:
     print(error)
 
 fixed = replace(plan, cross_iter_deps=[("embed", "train", 1)])
-print(f"\nfixed: {verify(fixed, effects=effects).orders} orders are kept")
+print(f"\nfixed: {verify(fixed, effects=effects, **kind).orders} orders are kept")
 
 late = replace(plan, same_period_deps=[("train", "embed")], stale={"model": 1})
-print(f"stale on purpose: {verify(late, effects=effects).orders} orders are kept")
+print(f"stale on purpose: {verify(late, effects=effects, **kind).orders} orders are kept")
 
 sizes = {("read", "ids"): 2**20, ("embed", "ids"): 64 * 2**20, ("train", "loss"): 4}
 try:
-    verify(fixed, effects=effects, sizes=sizes, budget_bytes=100 * 2**20)
+    verify(fixed, effects=effects, **kind, sizes=sizes, budget_bytes=100 * 2**20)
 except PlanError as error:
     print(f"\n{error.problems[0].text}")

@@ -138,10 +138,9 @@ def race_problems(
     required = tuple(required_orders(effects, resolved.plan.stale))
     guaranteed = guarantees(resolved, streams) if required else ()
     found = violations(required, guaranteed)
-    beside = _beside_the_others(resolved.plan, effects, found)
-    problems = [Problem(text, (name,)) for name, text in beside.items()]
+    problems = _beside_the_others(resolved.plan, effects, found)
     # What somebody does who says nothing is told once, and not with each task beside it.
-    told = {name for name in beside if effects[name].undeclared}
+    told = {name for one in problems for name in one.tasks if effects[name].undeclared}
     between = [
         one
         for one in found
@@ -173,27 +172,49 @@ def is_proved(resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | N
     return not violations(required, guarantees(resolved, streams))
 
 
+def problems_beside_the_body(
+    resolved: ResolvedPlan, effects: EffectTable, *, streams: bool
+) -> list[Problem]:
+    """Those that a validated plan has with a body that touches what its entry has."""
+    required = [one for one in required_orders(effects, resolved.plan.stale) if BODY in one[0][:2]]
+    found = violations(required, guarantees(resolved, streams) if required else ())
+    return _beside_the_others(resolved.plan, effects, found)
+
+
 def _beside_the_others(
     plan: PipelinePlan, effects: EffectTable, found: Iterable[Violation]
-) -> dict[str, str]:
-    """Who may run before the loop's body, or is pulled ahead, against the order: name to words."""
-    texts: dict[str, str] = {}
-    for one in sorted(found, key=lambda one: PULL not in (one.consumer, one.producer)):
+) -> list[Problem]:
+    """Who may run before the loop's body, or is pulled ahead, against the order."""
+    pulled = False
+    silent = dict.fromkeys(_on_other_threads(plan, effects))
+    shared: dict[str, dict[Location, None]] = {}
+    for one in found:
         pair = {one.consumer, one.producer}
-        task = next(iter(pair - {*OTHERS}), PULL)
-        places = [conflict.place for conflict in one.conflicts]
         if PULL in pair:
-            if effects[PULL].undeclared:
-                texts.setdefault(PULL, f"nothing is declared of what the loader uses, {_PULLED}")
-        elif BODY in pair and effects[task].undeclared:
-            texts.setdefault(task, f"nothing is declared of what {task!r} touches, {_BEHIND}")
+            pulled |= effects[PULL].undeclared
         elif BODY in pair:
-            texts.setdefault(task, _shared(task, places))
-    for name in _on_other_threads(plan, effects):
-        texts.setdefault(name, f"nothing is declared of what {name!r} touches, {_BEHIND}")
-    for name in texts.keys() - {PULL}:
-        texts[name] += f" The plan has it in {_where_in(plan, name)}"
-    return texts
+            (task,) = pair - {BODY}
+            if effects[task].undeclared:
+                silent[task] = None
+            else:
+                shared.setdefault(task, {}).update(dict.fromkeys(c.place for c in one.conflicts))
+    problems = [
+        Problem(f"nothing is declared of what the loader uses, {_PULLED}", (PULL,))
+    ] * pulled
+    problems += [
+        Problem(
+            f"nothing is declared of what {name!r} touches, {_BEHIND} The plan has it in "
+            f"{_where_in(plan, name)}",
+            (name,),
+        )
+        for name in silent
+    ]
+    alike: dict[tuple[Location, ...], list[str]] = {}
+    for name, places in shared.items():
+        alike.setdefault(tuple(sorted(places)), []).append(name)
+    return problems + [
+        Problem(_shared(plan, names, places), tuple(names)) for places, names in alike.items()
+    ]
 
 
 def _on_other_threads(plan: PipelinePlan, effects: EffectTable) -> Iterator[str]:
@@ -217,20 +238,25 @@ def _where_in(plan: PipelinePlan, name: str) -> str:
     return listed([words for words, holds in found.items() if holds])
 
 
-def _shared(task: str, places: Sequence[Location]) -> str:
-    """That the body may touch what a task touches, and how to say that it does not."""
-    if all(place == DRAWS for place in places):
+def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]) -> str:
+    """That the body may touch what tasks touch, and how to say that it does not."""
+    tasks = listed([repr(name) for name in names], most=4)
+    where = f"The plan has {names[0]!r} in {_where_in(plan, names[0])}"
+    if places == (DRAWS,):
         return (
-            f"{task!r} is random, which seeds {DRAWS.name} while it runs, and the loop's body may "
-            f"draw from them: {_STAYS} Move it there, or let it draw from a torch.Generator of its "
-            "own, seeded by ctx.iter_idx."
+            f"{tasks}: random, which seeds {DRAWS.name}, and the loop's body may draw from them at "
+            "the same time. Move it to the caller's thread; let it draw from a torch.Generator of "
+            f'its own, seeded by ctx.iter_idx; or say DeclaredIO(state="{DRAWS.name}", mode="r", '
+            f"others="
+            "), if nobody else draws. {where}"
         )
     states = [place for place in places if place not in (DRAWS, UNDECLARED)]
     return (
-        f"{task!r} touches {listed([str(one) for one in states])}, which the loop's body may "
-        f"touch, too: {_STAYS} Move it there; or say of each state that only tasks which name it "
-        f'touch it, DeclaredIO(state="{states[0].name}", ..., private=True); or call run(), which '
-        "has no body."
+        f"{tasks}: touches {listed([str(one) for one in states])}, which the loop's body may "
+        "touch, too, so it has to stay with the body: in the last stage, on the caller's thread "
+        "and stream. Move it there; or say how others touch the state, if they do: "
+        f'DeclaredIO(state="{states[0].name}", ..., others="r" or ""); or call run(), which has no '
+        f"body. {where}"
     )
 
 
@@ -239,11 +265,10 @@ _PULLED = (
     "or a loader that uses nothing that the loop changes, such as a DataLoader with workers, and "
     "name it (loader=), or say so (pull_ahead=True)"
 )
-_STAYS = "it stays with the body, in the last stage, on the caller's thread and stream."
 _BEHIND = (
     "so it has to stay with the loop's body: in the last stage, on the caller's thread and stream. "
     "Move it there, or declare it: pure=True if it uses its context and what nobody changes, and "
-    'changes its context only; else io=[DeclaredIO(state="its name", mode=..., private=True)] for '
+    'changes its context only; else io=[DeclaredIO(state="its name", mode=..., others="")] for '
     "each state that neither the body nor an undeclared task touches."
 )
 

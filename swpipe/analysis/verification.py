@@ -18,7 +18,13 @@ from typing import Any
 
 from swpipe.analysis.last_readers import recorded_uses, uses_of
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
-from swpipe.analysis.races import is_proved, race_problems, required_orders, stale_problems
+from swpipe.analysis.races import (
+    is_proved,
+    problems_beside_the_body,
+    race_problems,
+    required_orders,
+    stale_problems,
+)
 from swpipe.analysis.validation import refusal, validate
 from swpipe.core.effects import (
     Effects,
@@ -199,15 +205,13 @@ def refuse_beside_body(
     """Refuse a pipeline's plan for a loop with a body.
 
     Raises:
-        PlanError: Tasks may touch a state that is not private in another order with the body than
-            serially.
+        PlanError: Tasks may touch a state in another order with the body than serially.
     """
     table = _in_order(resolved, declared_effects(tasks, undeclared=False))
     if effects is not None:
         table = {name: effects.get(name, Effects()) | touched for name, touched in table.items()}
     body = {BODY: (effects or {}).get(BODY, unknown_beside(tasks))}
-    problems = race_problems(resolved, {**table, **body}, streams=streams)
-    if problems := [one for one in problems if len(one.tasks) == 1]:
+    if problems := problems_beside_the_body(resolved, {**table, **body}, streams=streams):
         raise refusal(resolved.plan, problems)
 
 

@@ -3,8 +3,9 @@
 A *location* is an attribute of the context, which each iteration has for itself, or a state, which
 persists between iterations. Whoever says nothing (a task, the body of the loop, a loader) uses and
 changes everything that is not said to be apart from it (``anything``): the state ``UNDECLARED``,
-and each named state that is not private. Two tasks *conflict* if both access a location and one of
-them writes it. A plan that orders all conflicts like a serial run gives the same numbers.
+and each named state, as far as ``DeclaredIO.others`` lets it. Two tasks *conflict* if both access a
+location and one of them writes it. A plan that orders all conflicts like a serial run gives the
+same numbers.
 
 Conflicts over an attribute are within one iteration: distance 0. For a state it is enough to order
 each pair within an iteration (distance 0, in serial order) and between successive iterations
@@ -128,19 +129,27 @@ def _named(tasks: Sequence[PipelineTask]) -> dict[str, Effects]:
 def unknown_beside(tasks: Iterable[PipelineTask]) -> Effects:
     """What somebody who says nothing may touch, beside these tasks."""
     tasks = tuple(tasks)
-    private = {io.state for task in tasks for io in task.io if io.private}
-    return anything(_named(tasks).values(), private)
+    said = [io for task in tasks for io in task.io if io.state]
+    unread, unwritten = ({io.state for io in said if one not in io.others} for one in "rw")
+    return anything(_named(tasks).values(), unread, unwritten)
 
 
-def anything(named: Iterable[Effects], private: Collection[str | None] = ()) -> Effects:
+def anything(
+    named: Iterable[Effects],
+    unread: Collection[str | None] = (),
+    unwritten: Collection[str | None] = (),
+) -> Effects:
     """What whoever says nothing may touch: this is the rule between what is said and what is not.
 
-    It is all but the context, which each iteration has for itself, and states that are private.
-    What pure tasks use is apart from it by their word.
+    It is all but the context, which each iteration has for itself, and states of which it is said
+    that others do not touch them. What pure tasks use is apart by their word.
     """
-    places = {place for one in named for place in one.reads | one.writes}
-    states = frozenset(p for p in places if p.persistent and p.name not in private)
-    return UNKNOWN | Effects(states, states)
+    states = {place for one in named for place in one.reads | one.writes if place.persistent}
+    states |= {UNDECLARED, DRAWS}
+    return Effects(
+        frozenset(place for place in states if place.name not in unread),
+        frozenset(place for place in states if place.name not in unwritten),
+    )
 
 
 def with_the_others(

@@ -15,6 +15,7 @@ TaskFn: TypeAlias = Callable[[Any], None]
 """A function of the iteration's context, of whatever type."""
 
 Mode: TypeAlias = Literal["r", "w", "rw"]
+Others: TypeAlias = Literal["rw", "r", ""]
 V = TypeVar("V")
 
 
@@ -40,8 +41,8 @@ class DeclaredIO:
             of what the task keeps for them outside their contexts.
         on_host: Python uses the state on the host alone, as a counter, and no device work does. Its
             order is then kept if the functions are in order (``PipelinePlan.host_only``).
-        private: Only tasks that name the state touch it: neither the loop's body, nor a task or a
-            loader that says nothing. Without it whoever says nothing may touch the state, too.
+        others: How the state may be touched by whoever says nothing (the loop's body, a loader, a
+            task): "rw", "r" if they only read it, "" if only tasks that name the state touch it.
             Needed only once per state.
 
     Raises:
@@ -55,7 +56,7 @@ class DeclaredIO:
     memory: Any = field(default=None, compare=False, repr=False)
     reset: Callable[[], None] | None = None
     on_host: bool = False
-    private: bool = False
+    others: Others = "rw"
 
     def __post_init__(self) -> None:
         if (self.capture is None) != (self.restore is None):
@@ -73,8 +74,10 @@ class DeclaredIO:
             raise ValueError(f"mode is {shown(self.mode)}; give 'r', 'w' or 'rw'")
         if self.memory is not None and self.state is None:
             raise ValueError("memory is given, and no state that lies in it: name the state")
-        if self.private and self.state is None:
-            raise ValueError("private is given, and no state that it is said of: name the state")
+        if self.others not in ("rw", "r", ""):
+            raise ValueError(f"others is {shown(self.others)}; give 'rw', 'r' or ''")
+        if self.others != "rw" and self.state is None:
+            raise ValueError("others is given, and no state that it is said of: name the state")
         if self.on_host and (self.state is None or self.memory is not None):
             raise ValueError(
                 "on_host is said of a state that Python uses on the host alone: name the state, "
@@ -114,8 +117,8 @@ class PipelineTask:
             context only (and, if ``random``, draws). It may then run ahead of other iterations. A
             task that is not pure and names no state in ``io`` is *undeclared*: it may touch
             everything that is not said to be apart from it, and keeps its serial order with all
-            undeclared tasks, with the loop's body, and with tasks that name states which are not
-            ``private``.
+            undeclared tasks, with the loop's body, and with tasks that name states of which they do
+            not say that ``others`` leave them alone.
         reads: The attributes of the context that the task uses: reads, modifies, replaces or
             deletes; not those that it sets first. A pipeline with ``keep`` lets a value go after
             the last task that uses it. None: any, as far as no recording says otherwise.

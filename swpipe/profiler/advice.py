@@ -137,10 +137,10 @@ class _Paper:
         timer, times = measured.timer, measured.times
         self.measured = measured
         self._streams = timer.pipe.device.has_streams
-        tasks, pulls = timer.pipe.tasks, timer.pulls
-        apart = pulls is None or not pulls.effects.undeclared
+        tasks = timer.pipe.tasks
         effects, unknown = declared_effects(tasks), unknown_beside(tasks)
-        self._declared = with_the_others(effects, unknown, apart=apart, body=True)
+        # A loader of which nothing is known is advised on with that condition.
+        self._declared = with_the_others(effects, unknown, apart=True, body=True)
         self._cpu_us = _US * ranks_on_machine() * sum(times.cpu_s.values())  # of all ranks
         self.plan = timer.pipe.plan if timer.pipelined else _in_one_stage(timer.pipe.plan)
         self.costs = CostModel(

@@ -150,9 +150,8 @@ class Loop:
         batch, device, context = self.batches[0], self.device, self.context
         with self.budget.spending(_RECORDED):
             own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
-        unknown = own.effects[BODY]
-        effects = with_the_others(own.effects, unknown, apart=self.apart, body=self.body)
-        own = replace(own, effects=effects)
+        unknown, said = own.effects[BODY], {"apart": self.apart, "body": self.body}
+        own = replace(own, effects=with_the_others(own.effects, unknown, **said))
         return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
@@ -266,8 +265,8 @@ def autotune(
     limits, ready_made = limits or Limits(), ready_made or {}
     loop = Loop(
         tuple(tasks), list(batches), device, streams or {}, frozenset(ordered), over_ranks,
-        progress, context, loader, max_bytes=max_bytes,
-        apart=is_apart(batches if loader is None else loader), body=body,
+        progress, context, loader, max_bytes=max_bytes, body=body,
+        apart=is_apart(batches if loader is None else loader),
     )  # fmt: skip
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)

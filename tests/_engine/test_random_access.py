@@ -21,6 +21,7 @@ from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.device import CpuDevice
 from swpipe.errors import StallError
 from tests.support.hang import Hang
+from tests.support.plans_for_tests import NOBODY_ELSE
 from tests.support.sequencer import PATIENCE_S, await_event
 
 ITERATIONS = 6
@@ -60,7 +61,7 @@ def drawing(name: str, within: Callable[[IterContext], object] | None = None) ->
             within(ctx)
         setattr(ctx, name, torch.cat([before, torch.rand(20)]))
 
-    return PipelineTask(name, draw, random=True)
+    return PipelineTask(name, draw, io=[NOBODY_ELSE], random=True)
 
 
 def pipeline(
@@ -318,7 +319,7 @@ def test_a_task_whose_run_fails_during_an_inner_call_ends_there(at_the_end_of_da
     plan = PipelinePlan(
         schedule={"early": TaskSchedule(thread_group="io"), "fail": TaskSchedule()}, deps=[]
     )
-    mine = [PipelineTask("early", early, random=True), PipelineTask("fail", fail)]
+    mine = [PipelineTask("early", early, io=[NOBODY_ELSE], random=True), PipelineTask("fail", fail)]
     torch.manual_seed(5)
     untouched = torch.get_rng_state()
     with SWPipeline(plan, mine, seed=1) as pipe:

@@ -14,7 +14,7 @@ from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.device import CpuDevice
 from swpipe.errors import StallError
 from tests.support.hang import Hang, has_come_to
-from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
+from tests.support.plans_for_tests import NAMES, NOBODY_ELSE, piped, spread, task, tasks
 from tests.support.sequencer import PATIENCE_S, await_event
 
 PLANS = {"two groups": piped(), "four groups": spread(), "deep": piped(depth=6)}
@@ -26,7 +26,7 @@ def drawing(name: str) -> PipelineTask:
     def draw(ctx: IterContext) -> None:
         setattr(ctx, name, torch.cat([torch.rand(50) for _ in range(5)]))
 
-    return PipelineTask(name, draw, random=True)
+    return PipelineTask(name, draw, io=[NOBODY_ELSE], random=True)
 
 
 def draws(plan: PipelinePlan, seed: int | None = 7) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def test_the_generators_are_restored_when_a_task_fails() -> None:
         raise ArithmeticError
 
     torch.manual_seed(1)
-    task = PipelineTask("a", fail, random=True)
+    task = PipelineTask("a", fail, io=[NOBODY_ELSE], random=True)
     with SWPipeline(PipelinePlan.serial([task]), [task]) as pipe:
         with pytest.raises(ArithmeticError):
             pipe.run_one_serial_iter(0)
@@ -134,7 +134,7 @@ def hangs_once(place: Hang) -> PipelineTask:
         else:
             place.hang()
 
-    return PipelineTask("h2d", draw, random=True)
+    return PipelineTask("h2d", draw, io=[NOBODY_ELSE], random=True)
 
 
 def drawn_from(seed: int) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_who_waits_for_access_wakes_when_the_run_fails(monkeypatch: pytest.Monke
     mine = [
         hangs_once(place),
         task("gate", lambda _: await_event(place.inside, "the other task")),
-        task("waits", random=True),
+        task("waits", io=[NOBODY_ELSE], random=True),
     ]
     with SWPipeline(plan, mine, stall_timeout_s=0.1, host=place) as pipe:
         with pytest.raises(StallError) as caught:

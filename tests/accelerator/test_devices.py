@@ -363,4 +363,4 @@ def test_nothing_compares_the_type_of_a_device(device: str) -> None:
             TaskProfiler(pipe).profile(batch, 1, 2, 2, pipelined=pipelined)
         costs = measure_costs(pipe, [batch])
     simulate(PLAN, costs).format()
-    verify(PLAN, TASKS, recording.effects, sizes=recording.sizes)
+    verify(PLAN, TASKS, recording.effects, sizes=recording.sizes, pull_ahead=True)

@@ -10,7 +10,7 @@ import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.core.effects import UNKNOWN, Effects, Location
+from swpipe.core.effects import DRAWS, UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError
 from swpipe.planning import recsys14
@@ -219,28 +219,36 @@ def named_by(name: str, mode: Any = "rw", **more: Any) -> PipelineTask:
 
 
 @pytest.mark.parametrize("mode", ["r", "w", "rw"])
-def test_a_state_that_is_not_private_may_be_touched_by_whoever_says_nothing(mode: Any) -> None:
+def test_a_state_may_be_touched_by_whoever_says_nothing(mode: Any) -> None:
     """The body, and a task: its one user must stay beside them."""
     alone = [named_by("a", mode), PipelineTask("b", print, pure=True)]
-    with pytest.raises(PlanError, match="'a' touches state 'scale', which the loop's body may"):
+    with pytest.raises(PlanError, match="'a': touches state 'scale', which the loop's body may"):
         verify(AHEAD, alone, pull_ahead=True)
     verify(AHEAD, alone, pull_ahead=True, body=False)
-    verify(AHEAD, [named_by("a", mode, private=True), alone[1]], pull_ahead=True)
+    verify(AHEAD, [named_by("a", mode, others=""), alone[1]], pull_ahead=True)
+    read = [named_by("a", mode, others="r"), alone[1]]  # by the body, in any order with reads
+    if mode == "r":
+        verify(AHEAD, read, pull_ahead=True)
+    else:
+        with pytest.raises(PlanError, match="'a': touches state 'scale'"):
+            verify(AHEAD, read, pull_ahead=True)
     free = replace(AHEAD, cross_iter_deps=[], order="ab")
     beside = [named_by("a", mode), PipelineTask("b", print)]
     with pytest.raises(PlanError, match=r"'a' on iteration i must come after 'b' on iteration i"):
         verify_tasks(free, beside)
     verify_tasks(AHEAD, beside)
-    verify_tasks(free, [named_by("a", mode, private=True), beside[1]])
+    verify_tasks(free, [named_by("a", mode, others=""), beside[1]])
 
 
-def test_that_a_state_is_private_is_said_once_of_it() -> None:
+def test_how_others_touch_a_state_is_said_once_of_it() -> None:
     """Whoever else names it."""
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()})
     ahead = replace(plan, pipeline_depth=3, pull_group="io")
-    verify(ahead, [named_by("a", private=True), named_by("b")], pull_ahead=True)
-    with pytest.raises(ValueError, match="private is given, and no state"):
-        DeclaredIO(lambda: 1, print, private=True)
+    verify(ahead, [named_by("a", others=""), named_by("b")], pull_ahead=True)
+    with pytest.raises(ValueError, match="others is given, and no state"):
+        DeclaredIO(lambda: 1, print, others="")
+    with pytest.raises(ValueError, match="others is 'w'; give 'rw', 'r' or ''"):
+        DeclaredIO(state="x", others="w")  # type: ignore[arg-type]
 
 
 def test_a_loader_of_which_nothing_is_said_is_pulled_in_turn() -> None:
@@ -268,7 +276,7 @@ def test_a_pipeline_refuses_a_body_beside_which_a_state_is_touched() -> None:
             with pytest.raises(PlanError, match=r"'scale', which the loop's body.*call run\(\)"):
                 call()
         assert pipe.run([1, 2, 3]).iterations == 3
-    private = [replace(tasks[0], io=[DeclaredIO(state="scale", private=True)]), tasks[1]]
+    private = [replace(tasks[0], io=[DeclaredIO(state="scale", others="")]), tasks[1]]
     with SWPipeline(AHEAD, private, device="cpu") as pipe:
         assert len([*pipe.iterate([1, 2])]) == 2
 
@@ -279,11 +287,13 @@ def test_a_random_task_does_not_run_beside_whoever_may_draw() -> None:
     tasks, plan = [noise, PipelineTask("b", print)], replace(AHEAD, cross_iter_deps=[])
     verify(plan, tasks, pull_ahead=True)
     beside = replace(plan, schedule={"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(1)})
-    with pytest.raises(PlanError, match="'a' is random, which seeds torch's default generators"):
+    with pytest.raises(PlanError, match="'a': random, which seeds torch's default generators"):
         verify(beside, tasks, pull_ahead=True)
     with pytest.raises(PlanError, match="'a'.*'b'.*torch's default generators"):
         verify_tasks(beside, tasks)
     verify_tasks(beside, [noise, PipelineTask("b", print, pure=True)])
+    nobody = DeclaredIO(state=DRAWS.name, mode="r", others="")
+    verify(beside, [replace(noise, io=[nobody]), tasks[1]], pull_ahead=True)
 
 
 def test_a_task_that_says_nothing_stays_on_the_thread_of_its_like() -> None:

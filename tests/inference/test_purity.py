@@ -23,6 +23,7 @@ import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
 from swpipe.inference import state_items
+from tests.support.plans_for_tests import NOBODY_ELSE
 
 BATCHES = 12
 
@@ -418,7 +419,9 @@ def loaders_batch(job: Job) -> list[PipelineTask]:
 
 @honest("draws of a random task")
 def random_draws(job: Job) -> list[PipelineTask]:
-    return job.tasks(lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), random=True)
+    return job.tasks(
+        lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), random=True, io=[NOBODY_ELSE]
+    )
 
 
 @honest("a generator of its own")

@@ -46,7 +46,7 @@ def test_no_dependence_is_missing_in_the_ready_made_plans(recording: Recording, 
     """Every conflict is ordered or allowed to be stale."""
     plan = plans.PLANS[name]()
     assert recording.compare(plan).missing == ()
-    verify(plan, recording.tasks, effects=recording.effects)
+    verify(plan, recording.tasks, effects=recording.effects, pull_ahead=True)
 
 
 def test_staleness_is_recognised(recording: Recording) -> None:
@@ -69,8 +69,8 @@ def test_tasks_that_set_the_current_batch_are_ordered(recording: Recording) -> N
         for name in (plans.PREFETCH, plans.EMBED)
     }
     with pytest.raises(PlanError, match="'current batch'"):
-        verify(replace(plan, schedule={**plan.schedule, **apart}), recording.tasks)
-    verify(plan, recording.tasks)
+        verify(replace(plan, schedule={**plan.schedule, **apart}), recording.tasks, pull_ahead=True)
+    verify(plan, recording.tasks, pull_ahead=True)
 
 
 def test_tables_are_found_without_their_declaration(recording: Recording) -> None:

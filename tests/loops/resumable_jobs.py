@@ -23,6 +23,7 @@ import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.plans import prefetch_plan
 from tests.loops.ordinary_loops import NoisyRows, Rows, batches
+from tests.support.plans_for_tests import NOBODY_ELSE
 
 EPOCHS = 3
 
@@ -100,7 +101,7 @@ class Training:
     def tasks(self) -> list[PipelineTask]:
         return [
             PipelineTask("decode", self.decode, pure=True),
-            PipelineTask("noise", self.noise, random=True, pure=True),
+            PipelineTask("noise", self.noise, io=[NOBODY_ELSE], random=True, pure=True),
             PipelineTask("forward", self.forward, random=self.random_forward),
             PipelineTask("backward", self.backward),
             PipelineTask("step", self.step),

@@ -23,6 +23,7 @@ from tests.loops.resumable_jobs import (
     torchdata,
     with_generator,
 )
+from tests.support.plans_for_tests import NOBODY_ELSE
 
 # torchdata, when a loader is made
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -137,7 +138,11 @@ def test_any_place_is_good_for_a_checkpoint(name: str, places: int) -> None:
 
 TASKS = [
     PipelineTask(
-        "x", lambda ctx: setattr(ctx, "x", ctx.batch + torch.rand(2)), random=True, pure=True
+        "x",
+        lambda ctx: setattr(ctx, "x", ctx.batch + torch.rand(2)),
+        random=True,
+        pure=True,
+        io=[NOBODY_ELSE],
     ),
     PipelineTask("y", lambda ctx: setattr(ctx, "y", 2 * ctx.x)),
 ]

@@ -18,6 +18,7 @@ from swpipe.loops import OverlappedLoop, ResumableLoop
 from swpipe.plans import prefetch_plan
 from tests.loops.ordinary_loops import NoisyRows, Rows, batches
 from tests.loops.resumable_jobs import StatefulRows
+from tests.support.plans_for_tests import NOBODY_ELSE
 
 PURE = ("read", "use", "use_nothing")
 
@@ -176,7 +177,7 @@ def test_a_pure_task_has_changed_nothing() -> None:
 def test_a_task_that_declares_what_it_uses_is_taken_at_its_word() -> None:
     """Whether it changes it, or reads it, whatever else it can reach."""
     for mode, refused in (("r", False), ("rw", True)):
-        io = [DeclaredIO(state="the features", mode=mode)]  # type: ignore[arg-type]
+        io = [DeclaredIO(state="the features", mode=mode, others="")]  # type: ignore[arg-type]
         with ahead(counts, use_nothing, counts=io) as pipe:
             pipe.progress(iter(range(9)))
             if not refused:
@@ -279,7 +280,7 @@ def test_a_plan_that_changes_the_model_ahead_is_drained_before_it_is_saved() -> 
         def add(ctx: Any) -> None:
             weight.mul_(2).add_(ctx.batch)
 
-        io = {"add": [DeclaredIO(state="weight", mode="rw")]}
+        io = {"add": [DeclaredIO(state="weight", mode="rw", others="")]}
         return ResumableLoop(ahead(add, read, **io), range(1, 10))
 
     first, second = torch.zeros(1), torch.zeros(1)
@@ -492,7 +493,8 @@ def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
             saved.wait(5)
         ctx.x = torch.rand(1)
 
-    tasks = [PipelineTask("noise", noise, random=True, pure=True), *tasks_of(use)]
+    noisy = PipelineTask("noise", noise, io=[NOBODY_ELSE], random=True, pure=True)
+    tasks = [noisy, *tasks_of(use)]
     plan = prefetch_plan(["noise"], ["use"], depth=2, pull_group=None)
     torch.manual_seed(0)
     before = torch.get_rng_state()

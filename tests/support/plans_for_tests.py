@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
+from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
+from swpipe.core.effects import DRAWS
 
 NAMES = ("h2d", "dist", "forward", "backward", "step")
+
+
+NOBODY_ELSE = DeclaredIO(state=DRAWS.name, mode="r", others="")
+"""Of a random task: neither the loop's body nor any other task draws from torch's generators."""
 
 
 def piped(depth: int | None = 3) -> PipelinePlan:

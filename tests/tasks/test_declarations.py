@@ -37,7 +37,7 @@ def _unproved(
     tasks, found = tuple(tasks), []
     for name, make in plans.items():
         try:
-            if undeclared := verify(make(), tasks).undeclared:
+            if undeclared := verify(make(), tasks, pull_ahead=True).undeclared:
                 found.append(f"{name}: {undeclared} are undeclared")
         except PlanError as error:
             found.append(f"{name}: {error}")
@@ -104,7 +104,7 @@ def _own_losses() -> tuple[str, ...]:
     step = TrainStep([dense_optimizer(job, model)], on_losses=lambda losses: losses / 2)
     tasks = SparseDistTasks(model, step, device=CPU).tasks()
     (undeclared,) = {
-        verify(make(), tasks).undeclared for make in sparse_dist.PLANS.values()
+        verify(make(), tasks, pull_ahead=True).undeclared for make in sparse_dist.PLANS.values()
     }  # all plans have it with the loop's body
     return undeclared
 

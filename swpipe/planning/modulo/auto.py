@@ -177,7 +177,7 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
         states = sorted({str(place) for name in named for place in shared[name]})
         why.append(
             f"{listed(named)} {'stays' if len(named) == 1 else 'stay'} with the loop's body, which "
-            f"may touch {listed(states)}: say private=True of a state that it does not touch."
+            f'may touch {listed(states)}: say others="" of a state that it does not touch.'
         )
     if pulls_in_turn:
         limits = Limits(1, limits.threads, limits.frozen)

@@ -53,7 +53,7 @@ from swpipe.tasks.sparse_dist.shuffle import Shuffler
 from swpipe.tasks.sparse_dist.step import TrainStep, by_gradient
 from swpipe.tasks.sparse_dist.table_rates import rates_of, set_rates
 from swpipe.tasks.sparse_dist.table_state import CaptureRestore, TableState
-from swpipe.tasks.sparse_dist.used_states import InTurn, together, used_states
+from swpipe.tasks.sparse_dist.used_states import OTHERS, InTurn, together, used_states
 from swpipe.tasks.sparse_dist.wrappers import GradientBuffers
 
 
@@ -380,7 +380,8 @@ class SparseDistTasks:
         if state == "gradients" and self.optimizer_step not in parts:
             return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
         memory = self._tables if state == "tables" else None
-        return DeclaredIO(state=state, mode=mode, memory=memory)
+        others = OTHERS.get(state, "rw")
+        return DeclaredIO(state=state, mode=mode, memory=memory, others=others)
 
     def _deferring(self) -> AbstractContextManager[None]:
         # Without the split, this is the whole backward: there is nothing to do before the wait.

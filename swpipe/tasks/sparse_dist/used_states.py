@@ -9,10 +9,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from swpipe.core.task import Mode, TaskFn
+from swpipe.core.task import Mode, Others, TaskFn
 
 States: TypeAlias = dict[str, Mode]
 """State to how it is used."""
+
+OTHERS: Mapping[str, Others] = {
+    "tables": "r",
+    **dict.fromkeys(("shuffler", "shuffled rows", "exchange of sizes", "exchange of ids"), ""),
+    **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc"), ""),
+}
+"""How the loop's body touches states, where it is not free to do what it likes.
+
+A model that it evaluates finds the tables' values whatever their cache holds, and exchanges its own
+batch. Tables and postprocs that it changes while batches are in flight are refused.
+"""
 
 
 def used_states(

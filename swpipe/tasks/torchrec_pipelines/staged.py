@@ -197,7 +197,9 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         names = [f"{k} {stage.name}" for k, stage in enumerate(pipeline_stages)]
         tasks = [
             *(
-                PipelineTask(name, partial(_run_stage, stage.runnable), [DeclaredIO(state=name)])
+                PipelineTask(
+                    name, partial(_run_stage, stage.runnable), [DeclaredIO(state=name, others="")]
+                )
                 for name, stage in zip(names, pipeline_stages, strict=True)
             ),
             PipelineTask(_HAND_OUT, _hand_out, pure=True),

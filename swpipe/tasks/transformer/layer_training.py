@@ -49,7 +49,8 @@ def training_tasks(model: GPTModel, loss: Loss = mean_of_output) -> list[Pipelin
 
     A microbatch is a mapping of the arguments of ``model.build_schedule_plan``, with labels where
     the model has layers for multi-token prediction. The tasks set ``ctx.loss``, a scalar, and add
-    to the gradients of parameters.
+    to the gradients of parameters. Nobody else changes parameters or gradients before all
+    microbatches of an optimizer step are done.
 
     Args:
         model: A whole model, or a chunk whose output ``loss`` makes a scalar of.
@@ -63,15 +64,15 @@ def training_tasks(model: GPTModel, loss: Loss = mean_of_output) -> list[Pipelin
         "b.end": _release,
     }
     steps = {step.name: step for step in chunk_order(kinds, kinds, hooks=False)}
-    parameters = DeclaredIO(state="parameters", mode="r")
+    parameters = DeclaredIO(state="parameters", mode="r", others="r")
     tasks = []
     for name in training_plan(model).schedule:
         step = steps[name]
         states = [parameters]
         if step.side == "b":
-            states.append(DeclaredIO(state=f"gradients of {name}"))
+            states.append(DeclaredIO(state=f"gradients of {name}", others=""))
             if shared and _uses_shared(step, kinds):
-                states.append(DeclaredIO(state="shared gradients"))
+                states.append(DeclaredIO(state="shared gradients", others=""))
         tasks.append(PipelineTask(name, around.get(name) or step_function(step), io=states))
     return tasks
 

@@ -185,7 +185,7 @@ def _refused(schedule: Callable[..., Schedule], preset: str, streams: bool) -> s
     """What verification says of a changed schedule."""
     plan = hstu_plan(schedule(prefetch=True, prefetch_depth=1, shuffled=False), preset)
     try:
-        verify(plan, _step_tasks(True).tasks(), streams=streams)
+        verify(plan, _step_tasks(True).tasks(), streams=streams, pull_ahead=True)
     except PlanError as error:
         return str(error)
     return "accepted"

@@ -196,7 +196,7 @@ def _on_streams(job: Job, forward: str) -> list[str]:
     refused = []
     for name, plan in made.items():
         try:
-            verify(plan, tasks.tasks(), streams=True)
+            verify(plan, tasks.tasks(), streams=True, pull_ahead=True)
         except PlanError as error:
             refused.append(f"{name}: {error}")
     return refused

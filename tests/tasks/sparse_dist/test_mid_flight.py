@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 from swpipe._tensors.stateful import modules_in
+from swpipe.errors import PlanError
 from swpipe.plans import sparse_dist as plans
 from swpipe.tasks.sparse_dist import (
     EvenData,
@@ -48,10 +49,10 @@ def _made(name: str, model: nn.Module | None = None, **options: Any) -> Any:
 
 def _said(pipeline: Any, data: Iterator[Batch] | None = None) -> str:
     """What saving with batches in flight says."""
-    pipeline.progress(batches(STEPS) if data is None else data)
     try:
+        pipeline.progress(batches(STEPS) if data is None else data)
         pipeline.state_dict()
-    except RuntimeError as error:
+    except (RuntimeError, PlanError) as error:
         return str(error)
     return ""
 
@@ -176,7 +177,7 @@ def test_what_may_have_run_ahead_is_not_saved_in_mid_flight(one_rank: Ranks) -> 
         "own shuffler": "a _Own has shuffled them",
         "subclass": "a _Draws has shuffled them",
         "worker": "'OptimStep' changes dense, gradients, optimizer ahead",
-        "late step": "'EmbForward' changes buffers ahead; 'DenseBackward' changes buffers, ",
+        "late step": "'DenseBackward': touches state 'buffers', state 'dense', ",
         "postproc": " have computed inputs for them",
         "stale": "the plan reads optimizer, tables from before the update",
         "exotic": "is a Remapped, and ids may change it",
@@ -186,7 +187,8 @@ def test_what_may_have_run_ahead_is_not_saved_in_mid_flight(one_rank: Ranks) -> 
     assert said.keys() == expected.keys()
     for what, part in expected.items():
         assert part in said[what]
-        assert said[what].endswith("Call drain() before you save")
+        if what != "late step":  # which no loop with a body may have
+            assert said[what].endswith("Call drain() before you save")
 
 
 def _accumulates() -> list[Any]:

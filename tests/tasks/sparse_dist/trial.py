@@ -118,7 +118,8 @@ def inferred_differences(
     for seed in seeds:
         tasks, model = _tasks(job, forward)
         with SWPipeline(scattered(inferred, seed), tasks.tasks(), device=CPU) as pipe:
-            outputs = [ctx.output.detach() for ctx in pipe.iterate(batches(steps))]
+            with pipe.borrow():  # without a body
+                outputs = [ctx.output.detach() for ctx in pipe.iterate(batches(steps))]
         tasks.rewrite.detach()
         if where := Outcome(outputs, everything(model)).differences(wanted):
             found[seed] = where

@@ -46,7 +46,7 @@ SHARING: dict[str, Any] = {"mtp_num_layers": 1, "tie_embeddings": True, **DELAYE
 def test_the_plan_keeps_what_the_tasks_declare(more: dict[str, Any]) -> None:
     """On devices with streams and without."""
     of = model("moe", "dense", **more)
-    verify(training_plan(of), training_tasks(of))
+    verify(training_plan(of), training_tasks(of), pull_ahead=True)
 
 
 def test_a_plan_without_its_dependences_is_refused() -> None:
@@ -54,7 +54,7 @@ def test_a_plan_without_its_dependences_is_refused() -> None:
     of = model("moe", **SHARING)
     plan = training_plan(of)
     with pytest.raises(PlanError, match="shared gradients"):
-        verify(replace(plan, deps=(), order=plan.order[::-1]), training_tasks(of))
+        verify(replace(plan, deps=(), order=plan.order[::-1]), training_tasks(of), pull_ahead=True)
 
 
 def test_a_recorded_run_has_the_order_of_the_seed_on_both_streams() -> None:
@@ -91,7 +91,7 @@ def test_a_planned_order_trains_the_same_numbers(more: dict[str, Any]) -> None:
     model_costs = costs(chunk_order(kinds, kinds, hooks=False), 1000.0)
     choice = auto_plan(plan, model_costs, limits=Limits(in_flight=2, threads=1), effort=0.1)
     assert choice.ii_us <= simulate(plan, model_costs).ii_us
-    verify(choice.plan, training_tasks(ours))
+    verify(choice.plan, training_tasks(ours), pull_ahead=True)
     for of, how in ((ours, choice.plan), (theirs, plan)):
         with training_pipeline(of, plan=how) as pipeline:
             pipeline.run([microbatch(n) for n in range(4)])

@@ -1,0 +1,109 @@
+"""The methods of a pipeline that shortcut its tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Generic
+
+from swpipe._distributed.rank_checks import ShortcutAct, check_same_shortcuts
+from swpipe._engine.driver import Driver
+from swpipe.core.context import C
+from swpipe.core.messages import listed
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask, TaskRef, names_of
+from swpipe.shortcut.substitute import Substitute, substitute_of
+
+
+class ShortcutControl(Generic[C]):
+    """What a pipeline is, beside the rest: which of its tasks are shortcut."""
+
+    plan: PipelinePlan
+    tasks: tuple[PipelineTask, ...]
+    _driver: Driver[C]
+    _alike: bool
+    _stall_timeout_s: float | None
+
+    def enable_shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> None:
+        """Cache what each task's next run produces; replay that afterwards instead of running it.
+
+        Give ``with_`` for one task, to have its outputs from elsewhere: a function of the context
+        that is called in its place, or attributes and their values. The task itself never runs.
+        On several ranks, enable the same tasks on all of them, between the same two steps; they
+        wait for each other here.
+
+        Raises:
+            TypeError: ``with_`` is neither a function nor a dict of values.
+            ValueError: A task that this pipeline does not have; ``with_`` for several.
+            RuntimeError: Another rank enables other tasks, or continues without, or does not
+                answer within ``stall_timeout_s``.
+        """
+        names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
+        substitute = None if with_ is None else substitute_of(names, with_)
+        wanted = {*shortcuts.names, *names}
+        self._compare_shortcuts("enable", shortcuts.labels(wanted, names, substitute))
+        shortcuts.enable(names, substitute)
+
+    def disable_shortcut(self, *tasks: TaskRef) -> None:
+        """Run tasks as usual again, and drop their caches; without arguments, of all tasks.
+
+        On several ranks, as ``enable_shortcut``.
+
+        Raises:
+            ValueError: A task that this pipeline does not have.
+            RuntimeError: As for ``enable_shortcut``; the tasks then are shortcut as before.
+        """
+        names, shortcuts = self.task_names(*(tasks or self.tasks)), self._driver.engine.shortcuts
+        if not shortcuts.names.isdisjoint(names):
+            left = shortcuts.names.difference(names)
+            self._compare_shortcuts("disable", shortcuts.labels(left))
+            shortcuts.disable(names)
+
+    def check_shortcuts(self) -> None:
+        """Raise ShortcutError if later tasks modified what shortcut tasks replayed until now.
+
+        For use between iterations; the next replay of the task would raise the same.
+        """
+        shortcuts = self._driver.engine.shortcuts
+        shortcuts.check(sorted(shortcuts.names))
+
+    def replay_in_backward_s(self, *tasks: TaskRef) -> float:
+        """Seconds that replays of tasks have cost in the backward of others, since enabled.
+
+        A replayed forward makes zero gradients there, for the parameters that the task used.
+        """
+        return sum(map(self._driver.engine.shortcuts.in_backward_s, self.task_names(*tasks)))
+
+    def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
+        if self._alike:
+            timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
+            begun = self._driver.ranks.begun()
+            check_same_shortcuts(self.plan.digest(), act, wanted, begun, timeout_s)
+
+    @contextmanager
+    def shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> Iterator[None]:
+        """Shortcut tasks within the block; ``with_`` as for ``enable_shortcut``."""
+        self.enable_shortcut(*tasks, with_=with_)
+        try:
+            yield
+        except BaseException:
+            # Without a word: the other ranks may not come here.
+            self._driver.engine.shortcuts.disable(names_of(tasks))
+            raise
+        if tasks:
+            self.disable_shortcut(*tasks)
+
+    @property
+    def shortcut_tasks(self) -> frozenset[str]:
+        """Names of the tasks that are shortcut."""
+        return frozenset(self._driver.engine.shortcuts.names)
+
+    def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
+        """The names of some tasks; ValueError for one that this pipeline does not have."""
+        names = names_of(tasks)
+        for name in names:
+            if name not in self._driver.engine.tasks:
+                known = listed([task.name for task in self.tasks])
+                raise ValueError(f"this pipeline has no task {name!r}; it has {known}")
+        return names
