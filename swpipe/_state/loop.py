@@ -1,39 +1,32 @@
 """All state of a training loop, saved before its tasks run in a trial, and restored afterwards.
 
-    models, optimizers, generators and the like    found, or given by the user; ``Snapshot``
-    tensors that plain objects and globals hold    their content, and which tensor it is
+    models, optimizers, generators, memory         given, declared, or shown; ``Snapshot``
     what tasks declare with capture and restore    captured before, and restored
-    anything that an optimizer would train else    refused before its first step; ``TrainingGuard``
+    an optimizer that is shown later               saved at its first step; ``TrainingGuard``
 
 Nothing else is restored: for a Python value that no ``DeclaredIO`` captures, or a file, a trial is
-so many more iterations. Tensors that belong to no module or optimizer are saved up to
-``MAX_SAVED_BYTES`` each: larger ones are taken for data.
+so many more iterations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from swpipe._state.captured import Captured
-from swpipe._state.discovery import Found, find_all, find_state, given_state
-from swpipe._state.guard import TrainingGuard
+from swpipe._state.guard import TrainingGuard, refuse_scheduled
+from swpipe._state.owners import Found, Owners, given_state
 from swpipe._state.snapshot import Snapshot
-from swpipe._tensors.stateful import WHOLE, is_foreign, modules_in
+from swpipe._tensors.stateful import modules_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import UnsavedStateError
-
-MAX_SAVED_BYTES = 2**26
-"""Larger tensors that belong to no module or optimizer are taken for data and not saved."""
-
-_SKIPPED = (*WHOLE, FunctionType, MethodType, ModuleType, type)
 
 
 class LoopState:
@@ -44,28 +37,30 @@ class LoopState:
 
     Args:
         tasks: The tasks.
-        given: What to restore, as ``given_state`` takes it; None to search for it.
+        state: What to restore, as ``given_state`` takes it; ``Owners`` if it was only shown.
         device: Where the tasks work.
 
     Raises:
-        TypeError: Something in ``given`` has no state that can be restored.
-        UnsavedStateError: A module is one of TorchScript, which keeps its state to itself.
+        TypeError: Something in ``state`` has no state that can be restored.
+        UnsavedStateError: A module is one of TorchScript, which keeps its state to itself; or an
+            optimizer that was only shown has a scheduler.
         BaseException: What ``DeclaredIO.capture`` of a task raised.
     """
 
-    def __init__(self, tasks: Iterable[PipelineTask], given: Any, device: Device) -> None:
-        self._tasks = tuple(tasks)
-        self._searched = given is None
-        self.owners = tuple(find_owners(self._tasks)) if given is None else given_state(given)
-        if scripted := _scripted([*self.owners, *find_all(self._tasks)]):
+    def __init__(self, tasks: Iterable[PipelineTask], state: Any, device: Device) -> None:
+        self._shown = isinstance(state, Owners)
+        self.owners = given_state(state)
+        if scripted := _scripted(self.owners):
             raise UnsavedStateError(
                 scripted,
                 "the tasks can change what TorchScript keeps",
                 "Use the module itself, or torch.compile(module)",
             )
-        self._captured = Captured(self._tasks)
+        for one in self.owners if self._shown else ():
+            if isinstance(one.owner, Optimizer):
+                refuse_scheduled(one.owner)
+        self._captured = Captured(tasks)
         self._snapshot = Snapshot(self.owners, device)
-        self._restore_attributes = _save_tensor_attributes(self._tasks)
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work."""
@@ -78,7 +73,6 @@ class LoopState:
 
         A counter goes on, so that what a task does every hundredth time is measured as well.
         """
-        self._restore_attributes()
         self._snapshot.restore()
 
     @contextmanager
@@ -97,24 +91,12 @@ class LoopState:
         Raises:
             UnsavedStateError: As ``TrainingGuard`` does.
         """
-        watches = self._searched or always
+        guards = self._shown or always
         try:
-            with TrainingGuard(self._tasks, self._snapshot, made) if watches else nullcontext():
+            with TrainingGuard(self._snapshot, made, adds=self._shown) if guards else nullcontext():
                 yield
         finally:
             self.restore()
-
-
-def find_owners(tasks: Sequence[PipelineTask]) -> Iterator[Found]:
-    """Objects with state that tasks can reach, and tensors that are not too large."""
-    found = find_state(tasks)
-    yield from found
-    known = {id(one.owner) for one in found}
-    for one in find_all(tasks):
-        tensor = one.owner
-        new = isinstance(tensor, Tensor) and id(tensor) not in known
-        if new and tensor.numel() * tensor.element_size() <= MAX_SAVED_BYTES:
-            yield one
 
 
 def _scripted(found: Iterable[Found]) -> tuple[str, ...]:
@@ -129,30 +111,3 @@ def _scripted(found: Iterable[Found]) -> tuple[str, ...]:
             else:
                 others.update(map(id, parts))
     return tuple(dict.fromkeys(names))
-
-
-def _save_tensor_attributes(tasks: Iterable[PipelineTask]) -> Callable[[], None]:
-    """Save which tensors plain objects have as attributes; the result restores them.
-
-    ``Snapshot`` covers modules and optimizers. Other objects may replace a tensor, such as a
-    running mean, in each iteration. Their other attributes are left alone: an object that
-    initialises itself on first use would otherwise be restored in part.
-    """
-    saved = [
-        (held, {name: v for name, v in held.items() if isinstance(v, Tensor)})
-        for held in (_attributes(found.owner) for found in find_all(tasks))
-        if held
-    ]
-
-    def restore() -> None:
-        for held, values in saved:
-            held.update((n, v) for n, v in values.items() if isinstance(held.get(n), Tensor))
-
-    return restore
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    if isinstance(owner, _SKIPPED) or is_foreign(type(owner).__module__):
-        return {}
-    held = getattr(owner, "__dict__", {})
-    return held if isinstance(held, dict) else {}

@@ -9,26 +9,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _trials: ContextVar[tuple[object, ...]] = ContextVar("swpipe_trials", default=())
 
 
-@contextmanager
-def before_steps(call: Callable[[Optimizer], None]) -> Iterator[None]:
+def before_steps(call: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
     """Within the block, ``call`` comes before each step of an optimizer in the tasks."""
+    return _before(call, register_optimizer_step_pre_hook)
+
+
+def before_calls(call: Callable[[Module], None]) -> AbstractContextManager[None]:
+    """Within the block, ``call`` comes before each call of a module in the tasks."""
+    return _before(call, register_module_forward_pre_hook)
+
+
+@contextmanager
+def _before(call: Callable[[Any], None], register: Callable[[Any], Any]) -> Iterator[None]:
     trial = object()
 
-    def hook(optimizer: Optimizer, *given: Any) -> None:
+    def hook(of: Any, *given: Any) -> None:
         if trial in _trials.get() or _is_torchs(threading.current_thread()):
-            call(optimizer)
+            call(of)
 
     token = _trials.set((*_trials.get(), trial))
-    handle = register_optimizer_step_pre_hook(hook)
+    handle = register(hook)
     try:
         yield
     finally:

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from swpipe._state.copies import SavedTensors
-from swpipe._state.discovery import Found, optimizers_in
 from swpipe._state.generators import (
     default_generators,
     saved_state,
     set_back,
     set_default_generators,
 )
+from swpipe._state.owners import Found
 from swpipe._state.unsaved import UnsavedTensors
 from swpipe._tensors.pytree import nodes_in, parts_of, tensors_in
 from swpipe._tensors.stateful import WHOLE, has_state_dict, modules_in
@@ -106,6 +106,14 @@ class Snapshot:
         options = [{name: v for name, v in one.items() if name != "params"} for one in groups]
         self._fresh.append((weakref.ref(optimizer), options))
 
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore one more optimizer, with its parameters, as it is now."""
+        tensors = SavedTensors()
+        restore = _save_optimizer(optimizer, tensors)
+        self._restores += [restore, tensors.restore]
+        self._addresses |= tensors.addresses()
+        self._optimizers.add(id(optimizer))
+
     def saves(self, tensor: Tensor) -> bool:
         """Whether a tensor, or the memory that it shares, is restored."""
         return (
@@ -129,6 +137,22 @@ class Snapshot:
             return [optimizer]
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return [parameter for parameter in parameters if not self.saves(parameter)]
+
+
+def optimizers_in(owner: Any) -> Iterator[torch.optim.Optimizer]:
+    """``owner``, if it is an optimizer, and those that it wraps, at any depth."""
+    seen: dict[int, Any] = {}
+    ahead = [owner]
+    while ahead:
+        one = ahead.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.optim.Optimizer):
+            yield one
+        for value in dict(getattr(one, "__dict__", {})).values():
+            items = [value, *(child for node in nodes_in(value) for child in node.children)]
+            ahead += [item for item in items if isinstance(item, torch.optim.Optimizer)]
 
 
 def _wrapped(found: Found) -> Iterator[Found]:

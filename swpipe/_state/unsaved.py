@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from swpipe._state.copies import SavedTensors
-from swpipe._state.discovery import MAX_ITEMS, key_name
 from swpipe._tensors.stateful import FOREIGN, PLAIN, WHOLE
+
+MAX_ITEMS = 1000
+"""Larger containers are data, not state."""
 
 MAX_DEPTH = 4
 """How many objects and containers deep a module's attribute is searched."""
@@ -86,8 +88,13 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 
 
 def _index(key: Any, number: int) -> str:
-    return f"[{key!r}]" if type(key) in PLAIN else f"[{key_name(key)} {number}]"
+    return f"[{key!r}]" if type(key) in PLAIN else f"[{_key_name(key)} {number}]"
 
 
 def _same(tensor: Tensor, before: Tensor, version: int) -> bool:
     return tensor is before and tensor._version == version
+
+
+def _key_name(key: Any) -> str:
+    """What paths call a key; for one that is no plain value its class, since no code is run."""
+    return str(key) if type(key) in PLAIN else type(key).__name__

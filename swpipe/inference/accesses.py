@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from swpipe._state.generators import TORCH
 from swpipe.inference.observation import IterationObservation, TaskObservation
-from swpipe.inference.reachable_state import ObjectId
 from swpipe.inference.state_items import StateItem
+from swpipe.inference.state_snapshot import ObjectId
 from swpipe.inference.storages import StorageId, Storages
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from swpipe._tensors.pytree import map_tensors
 from swpipe.device import Device
 from swpipe.inference.operators import OperatorRecorder, tensors_of
 from swpipe.inference.storages import Storages
@@ -73,3 +76,21 @@ def _recomputes(frame: FrameType | None) -> bool:
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
+
+
+def eager() -> AbstractContextManager[None]:
+    """Runs compiled functions eagerly: their kernels do not go through the dispatcher."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def copied(batch: Any) -> Any:
+    """The batch, with clones of the tensors in it."""
+    return map_tensors(batch, _clone)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.clone().requires_grad_(tensor.requires_grad)

@@ -13,8 +13,8 @@ from swpipe.inference.observation import TaskObservation
 from swpipe.inference.transfers import Transfer
 
 NEVER_RECORDED = (
-    "Never recorded: what threads started by a task do; Python objects outside the context, such "
-    "as files and sockets; which tasks read data in a kernel outside torch's dispatcher; what "
+    "Never recorded: what threads started by a task do; Python values and objects outside the "
+    "context, such as files and sockets; which tasks read data in a kernel outside torch's dispatcher; what "
     "other batches do (another branch, another shape). Tasks of which nothing is declared keep "
     "their serial order in any case. Where something is declared, such state has to be, too: "
     'DeclaredIO(state="its name", mode="r", "w" or "rw").'
@@ -26,22 +26,15 @@ def notes_on(
     observed: Sequence[TaskObservation],
     accesses: Mapping[str, TaskAccesses],
     transfers: Iterable[Transfer],
-    not_restored: Sequence[str],
 ) -> tuple[str, ...]:
     """All notes on a recording, each once; the last one applies to every recording."""
     found = [
         *_silent_writes(accesses),
-        *_plain_values(tasks, observed),
         *_draws(tasks, observed),
         *_collectives(observed),
         *_opaque_values(observed),
         *_transfers(transfers),
     ]
-    if not_restored:
-        found.append(
-            f"Not restored after recording: {listed(not_restored)}. Models, optimizers, "
-            "objects with state_dict, tensors, generators and what tasks capture were."
-        )
     return (*dict.fromkeys(found), NEVER_RECORDED)
 
 
@@ -52,24 +45,6 @@ def _silent_writes(accesses: Mapping[str, TaskAccesses]) -> Iterator[str]:
                 f"{task!r} modified {listed(sorted(of_task.silent))}, but no operator says that it "
                 "writes there (numpy, or a kernel whose schema does not declare it). The write was "
                 "detected by its content; reads of this kind are not detected: declare them."
-            )
-
-
-def _plain_values(
-    tasks: Sequence[PipelineTask], observed: Iterable[TaskObservation]
-) -> Iterator[str]:
-    told = {task.name for task in tasks if any(io.state and "w" in io.mode for io in task.io)}
-    changed: dict[str, set[str]] = defaultdict(set)
-    for one in observed:
-        changed[one.task] |= one.changes.plain
-    pure = {task.name for task in tasks if task.pure}
-    for task, paths in changed.items():
-        if paths and task not in told:
-            names, says = listed(sorted(paths)), "says pure=True, but " * (task in pure)
-            yield (
-                f"{task!r} {says}changes {names}: plain Python, whose readers are not recorded. "
-                f'Declare it, in {task!r} with DeclaredIO(state="its name", mode="rw") and in its '
-                'readers with mode="r"; with capture and restore, a trial puts it back.'
             )
 
 

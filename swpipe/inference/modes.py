@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from swpipe._state.discovery import find_all
+from swpipe._state.owners import Found
 from swpipe._tensors.stateful import modules_in
-from swpipe.core.task import PipelineTask
 
 
 @dataclass(frozen=True)
 class Modes:
-    """What one task did with modules that tasks can reach, by the names of the outermost ones.
+    """What one task did with modules, by the names of the outermost ones.
 
     Attributes:
         ran: Modules of which some part was called.
@@ -34,14 +33,13 @@ class Modes:
 
 
 class ModeObserver:
-    """Observes the modes of all modules that some tasks can reach."""
+    """Observes the modes of some modules, and of all within them."""
 
-    def __init__(self, tasks: Iterable[PipelineTask]) -> None:
+    def __init__(self, owners: Iterable[Found]) -> None:
         self._modules: dict[int, tuple[torch.nn.Module, str]] = {}
-        for found in find_all(tasks):
-            if isinstance(found.owner, torch.nn.Module):
-                path = found.path.removeprefix("self.") or type(found.owner).__name__
-                for module in modules_in(found.owner):
+        for path, owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                for module in modules_in(owner):
                     self._modules.setdefault(id(module), (module, path))
 
     @contextmanager

@@ -6,33 +6,32 @@ An observation is plain data and holds no tensor, so that it keeps no memory ali
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.generators import TORCH
 from swpipe._state.own_threads import before_steps
+from swpipe._state.owners import Found
 from swpipe._tensors.content import is_fixed
-from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_in
+from swpipe._tensors.pytree import leaves_in, tensors_in
 from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import add_note
-from swpipe.inference.draw_recorder import DrawRecorder
+from swpipe.inference.draw_recorder import DrawRecorder, copied, eager
 from swpipe.inference.modes import ModeObserver, Modes
 from swpipe.inference.operators import OperatorAccesses
-from swpipe.inference.reachable_state import Changes, ObjectId, ReachableState
 from swpipe.inference.recorded_context import (
     AttributeLog,
     recorded_class,
     set_log,
 )
 from swpipe.inference.state_items import StateItem
+from swpipe.inference.state_snapshot import Changes, ObjectId, StateSnapshot
 from swpipe.inference.storages import StorageId, Storages, nbytes, unsharded
 
 
@@ -72,7 +71,7 @@ class TaskObservation(NamedTuple):
         return frozenset(
             {(item.owner, item.kind) for item in (*items, *changes.items)}
             | {*log.reads, *log.sets, *log.deletes, *self.stepped, *changes.options}
-            | {*changes.generators, *changes.plain, *self.modes.ran, *self.modes.switched}
+            | {*changes.generators, *self.modes.ran, *self.modes.switched}
         )
 
 
@@ -95,6 +94,7 @@ class IterationObserver:
 
     Attributes:
         storages: All that was seen.
+        owners: What has state, the given ones and optimizers that have stepped besides.
     """
 
     def __init__(
@@ -103,9 +103,11 @@ class IterationObserver:
         device: Device,
         seeds: TaskSeeds,
         context: type[TypedContext] = IterContext,
+        owners: Sequence[Found] = (),
     ) -> None:
         self.storages = Storages()
-        self._modes = ModeObserver(tasks)
+        self.owners = [*owners]
+        self._modes = ModeObserver(owners)
         self._tasks = tasks
         self._device = device
         self._seeds = seeds
@@ -127,7 +129,7 @@ class IterationObserver:
         self, batch: Any, iter_idx: int
     ) -> tuple[tuple[TaskObservation, ...], frozenset[StorageId], frozenset[StorageId]]:
         """The tasks' observations; the storages of all state items at the beginning and the end."""
-        ctx = self._context(map_tensors(batch, _copy), iter_idx)
+        ctx = self._context(copied(batch), iter_idx)
         before = self._snapshot(ctx)
         at_begin = before.storages()
         observed = []
@@ -144,8 +146,8 @@ class IterationObserver:
             before = after
         return tuple(observed), at_begin, before.storages()
 
-    def _snapshot(self, ctx: TypedContext) -> ReachableState:
-        return ReachableState(ctx, self._tasks, self.storages, self._device)
+    def _snapshot(self, ctx: TypedContext) -> StateSnapshot:
+        return StateSnapshot(ctx, self._tasks, self.owners, self.storages, self._device)
 
     def _call(
         self, task: PipelineTask, ctx: TypedContext
@@ -155,8 +157,13 @@ class IterationObserver:
         try:
             on_device = self._device.on(self._device.current_stream())
             stepped: set[int] = set()
-            steps = before_steps(lambda optimizer: stepped.add(id(optimizer)))
-            with on_device, seeded, _eager(), steps, operators:
+
+            def step(optimizer: torch.optim.Optimizer) -> None:
+                stepped.add(id(optimizer))
+                if not any(one.owner is optimizer for one in self.owners):
+                    self.owners.append(Found(type(optimizer).__name__, optimizer))
+
+            with on_device, seeded, eager(), before_steps(step), operators:
                 set_log(ctx, log)
                 task.fn(ctx)
         except BaseException as error:
@@ -171,18 +178,13 @@ class IterationObserver:
         return log, operators, stepped
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.clone().requires_grad_(tensor.requires_grad)
-
-
 def _observation(
     task: PipelineTask,
     log: AttributeLog,
     operators: OperatorAccesses,
     stepped: set[int],
-    before: ReachableState,
-    after: ReachableState,
+    before: StateSnapshot,
+    after: StateSnapshot,
 ) -> TaskObservation:
     values = {name: after.attributes[name] for name in log.sets if name in after.attributes}
     deleted = log.deletes - after.attributes.keys()
@@ -198,13 +200,6 @@ def _observation(
         opaque={name: kind for name, value in values.items() if (kind := _opaque(value))},
         modes=Modes(),
     )
-
-
-def _eager() -> Any:
-    """Runs compiled functions eagerly: their kernels do not go through the dispatcher."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _size(value: Any) -> int:

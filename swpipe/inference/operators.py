@@ -5,7 +5,7 @@ writes (``alias_info``) and which ones the result may be a view of; it reads the
 
 Not recorded: code that does not use torch's dispatcher (numpy, kernels launched directly), other
 threads that a task starts, and writes that a schema does not declare. Their writes are detected
-afterwards, by comparing memory contents (``swpipe.inference.reachable_state``).
+afterwards, by comparing memory contents (``swpipe.inference.state_snapshot``).
 """
 
 from __future__ import annotations

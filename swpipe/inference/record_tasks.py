@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
+from swpipe._state.owners import Owners
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import Effects, declared_effects, unknown_beside
 from swpipe.core.loaders import is_apart
 from swpipe.core.plan import BODY, PULL
 from swpipe.core.task import PipelineTask, checked_tasks
+from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
-from swpipe.errors import PlanError, Problem
+from swpipe.errors import PlanError, Problem, add_note
 from swpipe.inference.accesses import find_accesses
 from swpipe.inference.declared import assign_declared
+from swpipe.inference.draw_recorder import copied
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.limitations import notes_on
 from swpipe.inference.observation import IterationObservation, IterationObserver, TaskObservation
 from swpipe.inference.recording import Recording
-from swpipe.inference.state_items import ReachableItems, reachable_items
+from swpipe.inference.shown_state import shown_state
+from swpipe.inference.state_items import items_in
 from swpipe.inference.transfers import add_transfers, find_transfers
 from swpipe.inference.words import notes_on_words
 
@@ -42,10 +47,10 @@ def record(
     """Run a few iterations serially and record what each task reads and writes.
 
     What a task declares counts too; one that says nothing also touches whatever is not said to be
-    apart from it. Parameters, buffers, gradients and optimizer state are found automatically.
-    Afterwards models, optimizers, other objects with ``state_dict``, reachable tensors, generators
-    and what tasks declare with ``capture`` and ``restore`` are restored, also if a task fails. For
-    all else a recording is so many more iterations; the notes list what of it was seen.
+    apart from it. Two iterations before show which modules the tasks call, which optimizers step,
+    and which other memory they write. Afterwards these, generators, and what tasks declare with
+    ``memory``, or with ``capture`` and ``restore``, are restored, also if a task fails. For all
+    else a recording is so many more iterations.
 
     Args:
         tasks: In serial order.
@@ -59,7 +64,7 @@ def record(
             ``MAX_ITERATIONS``: for tasks that act now and then.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
-        state: What to restore; by default, all state that the tasks can reach.
+        state: What to restore, in a list or by names; None for what torch shows.
         loader: What training takes its batches from. It is not called. Its effects are those of
             ``"<pull>"``, the first entry of ``effects``: none if it is apart from the loop
             (``swpipe.core.loaders``); otherwise it may touch what a task may that says nothing.
@@ -74,14 +79,15 @@ def record(
     tasks = checked_tasks(tasks)
     _check(tasks, iterations)
     where = resolve_device(device)
+    seeds, kind = TaskSeeds(seed, where), context_class(context)
+    if state is None:
+        state = shown_state(tasks, _Serially(tasks, where, seeds, kind), batch, where, copied)
     saved = LoopState(tasks, state, where)
-    before = reachable_items(tasks)
-    observer = IterationObserver(tasks, where, TaskSeeds(seed, where), context_class(context))
+    observer = IterationObserver(tasks, where, seeds, kind, saved.owners)
     with saved.trial(always=True, made=observer.storages.made):
         observed = _observe(observer, batch, iterations)
-        reached = assign_declared(reachable_items(tasks).tensors, tasks)
-        trained = {item for item, tensor in reached.items() if tensor.requires_grad}
-    not_restored = list(_not_restored(before, reachable_items(tasks)))
+        items = assign_declared(items_in(observer.owners).tensors, tasks)
+        trained = {item for item, tensor in items.items() if tensor.requires_grad}
     accesses = find_accesses(
         observed, observer.storages, [task.name for task in tasks if task.random]
     )
@@ -99,9 +105,10 @@ def record(
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         sizes=_sizes(runs),
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
+        owners=Owners(saved.owners),
         notes=(
             *notes_on_words(tasks, runs, seen, states, trained),
-            *notes_on(tasks, runs, accesses, transfers, not_restored),
+            *notes_on(tasks, runs, accesses, transfers),
         ),
     )
 
@@ -148,11 +155,28 @@ def _sizes(runs: Iterable[TaskObservation]) -> Mapping[tuple[str, str], int]:
     return sizes
 
 
-def _not_restored(before: ReachableItems, after: ReachableItems) -> Iterator[str]:
-    """Names of what still differs from before the recording."""
-    for item, tensor in before.tensors.items():
-        if after.tensors.get(item) is not tensor:
-            yield item.name
-    for path, value in before.plain.items():
-        if path in after.plain and after.plain[path] != value:
-            yield path
+class _Serially:
+    """Runs the tasks on a batch, one after the other."""
+
+    def __init__(
+        self,
+        tasks: Sequence[PipelineTask],
+        device: Device,
+        seeds: TaskSeeds,
+        context: type[TypedContext],
+    ) -> None:
+        self._tasks, self._device, self._seeds, self._context = tasks, device, seeds, context
+
+    def __call__(self, batch: Any) -> None:
+        ctx = self._context(batch, 0)
+        for task in self._tasks:
+            seeded = self._seeds.seeded(task.name, 0) if task.random else nullcontext()
+            with self._device.on(self._device.current_stream()), seeded:
+                try:
+                    task.fn(ctx)
+                except BaseException as error:
+                    add_note(error, f"swpipe: raised by task {task.name!r}, {_BEFORE}")
+                    raise
+
+
+_BEFORE = "before its effects were recorded; the state of models and optimizers was restored"

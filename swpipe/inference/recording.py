@@ -8,6 +8,7 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 
+from swpipe._state.owners import Owners
 from swpipe.analysis.validation import validate
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
@@ -30,6 +31,7 @@ class Recording:
             recorded iterations. Shared memory counts for each attribute.
         collectives: Tasks that communicated.
         notes: Sentences on what was not recorded, or not reliably.
+        owners: What was restored; of this rank.
     """
 
     tasks: tuple[PipelineTask, ...]
@@ -38,6 +40,7 @@ class Recording:
     sizes: Mapping[tuple[str, str], int]
     collectives: frozenset[str]
     notes: tuple[str, ...]
+    owners: Owners = field(default=Owners(), compare=False, repr=False)
 
     def together(self, others: Iterable[Recording]) -> Recording:
         """Merge with recordings of the same tasks on other ranks or batches.
@@ -67,6 +70,7 @@ class Recording:
             },
             frozenset().union(*(each.collectives for each in found)),
             _once(each.notes for each in found),
+            self.owners,
         )
 
     def dependences(self) -> Dependences:

@@ -1,8 +1,8 @@
-"""State outside the context that tasks can reach: parameters, gradients, optimizer state, tensors.
+"""State outside the context: parameters, gradients, optimizer state, tensors.
 
 A state item keeps its name while its tensor may be replaced: ``model.net.weight``, its ``.grad``,
-``optimizer: exp_avg of model.net.weight``, or a tensor that an object or a closure refers to. The
-items are collected again after each task, since optimizers create their state in their first step.
+``optimizer: exp_avg of model.net.weight``, or a tensor by itself. The items are collected again
+after each task, since optimizers create their state in their first step.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from swpipe._state.discovery import Found, find_all
+from swpipe._state.owners import Found
 from swpipe._tensors.pytree import grad_or_none, tensors_in
 from swpipe._tensors.stateful import PLAIN, is_generator, modules_in, named_modules_in
-from swpipe.core.task import PipelineTask
 from swpipe.inference.storages import unsharded
 
 
@@ -40,29 +39,23 @@ class StateItem(NamedTuple):
 
 
 @dataclass
-class ReachableItems:
-    """What tasks can reach.
+class StateItems:
+    """What some objects hold.
 
     Attributes:
         tensors: Item to its tensor.
         options: Optimizer's name to its id and the options of its parameter groups.
         generators: Name to random number generator.
-        plain: Path to a plain Python value, or to the length of a container.
     """
 
     tensors: dict[StateItem, Tensor] = field(default_factory=dict)
     options: dict[str, tuple[int, Any]] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
 
 
-def reachable_items(tasks: Iterable[PipelineTask], *, gradients: bool = True) -> ReachableItems:
-    """Everything that the tasks can reach now.
-
-    While another thread trains, torch may crash where ``parameter.grad`` is read: then only the
-    others are safe to look at.
-    """
-    reached = ReachableItems()
+def items_in(owners: Iterable[Found]) -> StateItems:
+    """Everything that some modules, optimizers, tensors and generators hold now."""
+    found = StateItems()
     count: Counter[str] = Counter()
     names_of: dict[int, str] = {}
     optimizers: list[tuple[str, Optimizer]] = []
@@ -72,51 +65,38 @@ def reachable_items(tasks: Iterable[PipelineTask], *, gradients: bool = True) ->
         count[name] += 1
         return name if count[name] == 1 else f"{name} ({count[name]})"
 
-    for found in find_all(tasks):
-        owner, path = found.owner, _path(found)
+    for path, owner in owners:
         if id(owner) in covered:  # a module within one before it, with which its tensors came
             continue
         if isinstance(owner, torch.nn.Module):
             covered.update(map(id, modules_in(owner)))
         if is_generator(owner):
-            reached.generators[unique(path)] = owner
+            found.generators[unique(path)] = owner
         elif isinstance(owner, Optimizer):
             optimizers.append((unique(path), owner))
         elif isinstance(owner, Tensor | torch.nn.Module):
-            _add(reached, names_of, items_of(unique(path), owner), gradients)
-        elif isinstance(owner, PLAIN):
-            reached.plain[unique(path)] = owner
-        elif isinstance(owner, list | dict | set):
-            reached.plain[unique(f"the length of {path}")] = len(owner)
+            _add(found, names_of, items_of(unique(path), owner))
     for root, optimizer in optimizers:  # last: their state is named after parameters
-        _add(reached, names_of, _optimizer_items(root, optimizer, names_of), gradients)
-        reached.options[root] = (id(optimizer), _options(optimizer))
-    return reached
-
-
-def _path(found: Found) -> str:
-    path = found.path.replace(".[", "[")
-    while path.startswith("self.") or path == "self":
-        path = path[5:]
-    return path or type(found.owner).__name__
+        _add(found, names_of, _optimizer_items(root, optimizer, names_of))
+        found.options[root] = (id(optimizer), _options(optimizer))
+    return found
 
 
 def _add(
-    reached: ReachableItems,
+    found: StateItems,
     names_of: dict[int, str],
     items: Iterable[tuple[StateItem, Tensor]],
-    gradients: bool,
 ) -> None:
-    """Add items whose tensors have no item yet, and their gradients, if wanted."""
+    """Add items whose tensors have no item yet, and their gradients."""
     for item, tensor in ((item, part) for item, one in items for part in unsharded(one)):
-        if id(tensor) in names_of or item in reached.tensors:
+        if id(tensor) in names_of or item in found.tensors:
             continue
         names_of[id(tensor)] = item.name
-        reached.tensors[item] = tensor
-        grad = grad_or_none(tensor) if gradients else None
+        found.tensors[item] = tensor
+        grad = grad_or_none(tensor)
         if grad is not None and id(grad) not in names_of:
             names_of[id(grad)] = f"{item.name}.grad"
-            reached.tensors[StateItem(f"{item.name}.grad", item.owner, "gradients")] = grad
+            found.tensors[StateItem(f"{item.name}.grad", item.owner, "gradients")] = grad
 
 
 def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:

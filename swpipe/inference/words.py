@@ -31,7 +31,6 @@ def notes_on_words(
         states: State to its members.
         trained: Members that require grad.
     """
-    changing = {one.task for one in observed if one.changes.plain}
     written = {place for effects in seen.values() for place in effects.writes}
     inside = {name for name, items in states.items() if trained & {*items}}
     free: list[str] = []
@@ -40,7 +39,7 @@ def notes_on_words(
         lasting = {place for place in effects.reads | effects.writes if place.persistent}
         if task.pure:
             yield from _broken(task, effects, inside)
-        elif task.undeclared and task.name not in changing and not lasting & written:
+        elif task.undeclared and not lasting & written:
             free.append(task.name)
         elif task.undeclared:
             yield _serial(task.name, effects, lasting)
@@ -79,8 +78,6 @@ def _only_torch(drawn: Set[Location]) -> bool:
 def _serial(name: str, effects: Effects, lasting: Set[Location]) -> str:
     """Why a task keeps its serial order, and what says what it was seen to do."""
     why = f"Nothing is declared of {name!r}, so it keeps its serial order with all of its like."
-    if not lasting:
-        return f"{why} It changes Python values: declare them, DeclaredIO(state=..., mode=...)."
     modes = {
         place.name: "r" * (place in effects.reads) + "w" * (place in effects.writes)
         for place in sorted(lasting)

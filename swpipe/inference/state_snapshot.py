@@ -1,4 +1,4 @@
-"""Snapshots of the state that tasks can reach, and what changes from one to the next.
+"""Snapshots of the context and of known state, and what changes from one to the next.
 
 Snapshots are taken between tasks. They complement the recorded operators: however a task changes
 something, it shows in which tensors there are, in version counters, or in the content of memory.
@@ -6,12 +6,13 @@ something, it shows in which tensors there are, in version counters, or in the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from swpipe._state.generators import generator_states
+from swpipe._state.owners import Found
 from swpipe._tensors.content import same_node, version_of
 from swpipe._tensors.pytree import Node, grad_or_none, nodes_in, tensors_in
 from swpipe.core.context import TypedContext
@@ -19,7 +20,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.declared import assign_declared
 from swpipe.inference.recorded_context import attributes
-from swpipe.inference.state_items import StateItem, reachable_items
+from swpipe.inference.state_items import StateItem, items_in
 from swpipe.inference.storages import StorageId, Storages, checksums, unsharded
 
 
@@ -45,7 +46,6 @@ class Changes(NamedTuple):
         silent: Those of them whose version counter did not change.
         generators: Names of generators that were drawn from.
         options: Names of optimizers whose options changed.
-        plain: Paths to plain Python values that changed.
     """
 
     items: frozenset[StateItem]
@@ -54,7 +54,6 @@ class Changes(NamedTuple):
     silent: frozenset[StorageId]
     generators: frozenset[str]
     options: frozenset[str]
-    plain: frozenset[str]
 
 
 class _TensorState(NamedTuple):
@@ -78,8 +77,8 @@ class _TensorState(NamedTuple):
         )
 
 
-class ReachableState:
-    """A snapshot of the state that tasks can reach.
+class StateSnapshot:
+    """A snapshot of a context, and of the objects with state that are known by now.
 
     Attributes:
         attributes: The context's attributes.
@@ -92,12 +91,13 @@ class ReachableState:
         self,
         ctx: TypedContext,
         tasks: Iterable[PipelineTask],
+        owners: Sequence[Found],
         storages: Storages,
         device: Device,
     ) -> None:
         device.synchronize()
-        reached = reachable_items(tasks)
-        tensors = assign_declared(reached.tensors, tasks)
+        found = items_in(owners)
+        tensors = assign_declared(found.tensors, tasks)
         self._items = {item: _TensorState.of(tensor, storages) for item, tensor in tensors.items()}
         self._nodes: dict[int, Node] = {}
         self._tensors: dict[int, _TensorState] = {}
@@ -111,16 +111,15 @@ class ReachableState:
         self._sums: dict[StorageId, int] = {}
         for state in self._states():
             self._sums |= checksums(state.tensor) if state.storages - self._sums.keys() else {}
-        self._generators = generator_states(device, reached.generators)
-        self.optimizers = {number: name for name, (number, _) in reached.options.items()}
-        self._options = {name: options for name, (_, options) in reached.options.items()}
-        self._plain = reached.plain
+        self._generators = generator_states(device, found.generators)
+        self.optimizers = {number: name for name, (number, _) in found.options.items()}
+        self._options = {name: options for name, (_, options) in found.options.items()}
 
     def storages(self) -> frozenset[StorageId]:
         """The storages of all state items."""
         return frozenset[StorageId]().union(*self.items.values())
 
-    def changes_until(self, later: ReachableState) -> Changes:
+    def changes_until(self, later: StateSnapshot) -> Changes:
         """What changed until a later snapshot, which must be the present state."""
         sums = dict(later._sums)
         new_version = set[StorageId]()
@@ -140,7 +139,6 @@ class ReachableState:
             # A generator that is new was just created, or its library imported.
             generators=_differing(self._generators, later._generators) & self._generators.keys(),
             options=_differing(self._options, later._options),
-            plain=_differing(self._plain, later._plain),
         )
 
     def _objects_in(self, value: object, known: set[int], storages: Storages) -> Iterator[ObjectId]:
