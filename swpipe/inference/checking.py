@@ -13,7 +13,11 @@ declare, or verified for recorded effects, is taken to do that.
 Guarantees
     - Two tasks that touch the same place, one of them writing, raise unless every interleaving of
       the plan has them in serial order, or the plan allows the staleness. It does not depend on
-      timing: all pairs of iterations that can be in flight together are compared.
+      timing: the order is asked of all pairs of iterations that can be in flight together, which
+      are kept if the distances 0 and 1 are (``swpipe.inference.kept_orders``).
+    - Memory that a task makes, and a task uses on a later iteration, is a state, although it may be
+      in other memory each time. Whoever uses it comes after the one that makes it as closely as in
+      a serial run, however far apart they were when it was seen.
     - What tasks do to the same place at the same time is told apart: operators and attributes are
       seen on the thread that runs the task, and not found by comparing a before with an after.
 
@@ -27,6 +31,7 @@ Assumptions
     - Gradients that are set or cleared by hand, not by autograd or an optimizer's ``zero_grad``,
       are seen where no other task can run at the same time, on the thread that began the run. So
       is it seen that a gradient was cleared which something else still refers to.
+    - That a task uses what a later iteration has made in place of its own is seen when it happens.
 """
 
 from __future__ import annotations
@@ -40,29 +45,26 @@ from typing import Any
 
 from swpipe._engine.iterations import Engine
 from swpipe._state.generators import TORCH
-from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.core.context import TypedContext
-from swpipe.core.effects import Effects, EffectTable, Location
+from swpipe.core.effects import EffectTable
 from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.errors import Problem
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
+from swpipe.inference.compared_places import ComparedPlaces
+from swpipe.inference.kept_orders import KeptOrders
 from swpipe.inference.purity import PureRecorder, PureUses, pure_recorder, told
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import reachable_items
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import Watched
-from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of, told_conflict
+from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
 
 _PURE_SHARE = 0.02
 """Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
-
-_MOST_DEAD = 4096
-"""How many places are added before those are dropped whose memory or iteration is gone."""
 
 
 def checked(
@@ -124,6 +126,7 @@ class EffectCheck:
 
     Attributes:
         depth: How many iterations may be in flight.
+        orders: What the plan keeps of the serial order.
         threads: Some tasks run on threads of their own.
     """
 
@@ -146,11 +149,7 @@ class EffectCheck:
         self.threads = len(resolved.plan.thread_groups) > 1
         self.context = context
         self._recorded = recorded_class(context)
-        self._random = frozenset(task.name for task in tasks if task.random)
-        self._serial = {task.name: number for number, task in enumerate(tasks)}
-        self._resolved = resolved
-        (self._guaranteed,) = guarantees(resolved, device.has_streams)
-        self._kept: dict[tuple[str, str, int], bool] = {}
+        self.orders = KeptOrders(resolved, tasks, streams=device.has_streams)
 
     def __call__(self, first: int) -> RunCheck | None:
         """A check of the run that begins with this iteration; None if none of it is watched."""
@@ -167,45 +166,6 @@ class EffectCheck:
         if iteration < self.every.until and iteration in self.every:
             return self._recorded(batch, iteration)
         return self.context(batch, iteration)
-
-    def keeps(self, place: WatchedPlace, first: str, then: str, distance: int) -> bool:
-        """Whether every interleaving has ``first`` before ``then``, ``distance`` iterations on."""
-        if distance > self.depth or (first == then and not distance):
-            return True  # only one of the two is in flight
-        if place.name == TORCH and {first, then} <= self._random:
-            return True  # each is seeded for itself
-        key = first, then, distance
-        if key not in self._kept:
-            self._kept[key] = self._guaranteed.keeps(*key)
-        return self._kept[key]
-
-    def keeps_all(self, place: WatchedPlace, task: str, access: Access) -> bool:
-        """Whether a task is kept in serial order with all users of a place, on any iterations."""
-        others = [other for other, how in place.users if access.writes or how.writes]
-        pairs = [pair for other in others for pair in ((task, other), (other, task))]
-        return all(
-            self.keeps(place, first, then, distance)
-            for first, then in pairs
-            for distance in range(self.depth + 1)
-            if distance or self._serial[first] < self._serial[then]
-        )
-
-    def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
-        """The two in their serial order."""
-        both = sorted((one, other), key=lambda run: (run.iteration, self._serial[run.task]))
-        return both[0], both[1]
-
-    def problems(self, place: WatchedPlace, location: Location) -> list[Problem]:
-        """Why the plan may not run the users of a place, if the place is called so."""
-        users = {name: [how for task, how in place.users if task == name] for name in self._serial}
-        effects = {
-            name: Effects(
-                frozenset([location] if any(how.reads for how in found) else []),
-                frozenset([location] if any(how.writes for how in found) else []),
-            )
-            for name, found in users.items()
-        }
-        return race_problems(self._resolved, effects, streams=self.device.has_streams)
 
 
 # Not contextlib.contextmanager, which sets the traceback of what the task raised: it may refuse.
@@ -270,8 +230,7 @@ class RunCheck:
         self._first = first
         self.new_recorder = check.recorder
         self._lock = threading.Lock()
-        self._places: dict[tuple[str, int, str], WatchedPlace] = {}
-        self._most = _MOST_DEAD
+        self._places = ComparedPlaces(check.orders, check.plan, check.tasks, gradients)
         self._all_until, self._pure_until = check.every.until, check.pure.until
         self._pure = PureUses()
         self._caller = threading.get_ident()
@@ -336,9 +295,8 @@ class RunCheck:
         with self._lock:
             touched = [*self._touched(run, watch), *self._used_gradients(watch)]
             for place, access in touched:
-                self._add(place, run, access, watch.ctx)
-            if len(self._places) > self._most:
-                self._forget(run)
+                self._places.add(place, run, access, watch.ctx)
+            self._places.forget(run)
 
     def check_uses(self, watch: _Watch) -> None:
         """Refuse that a task used what may have gone, since nobody had said that it does."""
@@ -365,19 +323,22 @@ class RunCheck:
         log, operators = watch.log, watch.operators
         for name in log.reads | log.sets | log.deletes:
             access = Access(name in log.reads, name in log.sets | log.deletes)
-            yield self._place("attribute", run.iteration, name), access
+            yield self._places.place("attribute", run.iteration, name), access
         for number, generator in operators.draws.items():
-            place = self._place("generator", number, str(generator or TORCH))
+            place = self._places.place("generator", number, str(generator or TORCH))
             place.reference = generator
             yield place, READ_WRITE
         accesses, storages = operators.accesses, operators.storages
         reads, writes = accesses.all_reads, accesses.writes | accesses.created
         for number in reads | writes:
-            if storages.alive(number):
-                place = self._place("memory", number)
+            # What others had may have gone meanwhile: its number has not been used again.
+            if storages.alive(number) or ("memory", number, "") in self._places:
+                place = self._places.place("memory", number)
                 if place.reference is None:
                     place.reference = storages.reference(number)
                     place.name = storages.description(number)
+                if number in accesses.created and place.maker is None:
+                    place.maker = run
                 yield place, Access(number in reads, number in writes)
 
     def _used_gradients(self, watch: _Watch) -> Iterator[tuple[WatchedPlace, Access]]:
@@ -394,56 +355,4 @@ class RunCheck:
                 found[number] = found.get(number, Access()) | WRITE
         for number, access in found.items():
             if any(access):
-                yield self._place("gradient", number), access
-
-    def _place(self, kind: str, number: int, name: str = "") -> WatchedPlace:
-        key = kind, number, name
-        if key not in self._places:
-            self._places[key] = WatchedPlace(*key)
-        return self._places[key]
-
-    def _add(self, place: WatchedPlace, run: TaskRun, access: Access, ctx: Any) -> None:
-        """Note an access, and compare it with those of other tasks and iterations."""
-        check = self._check
-        if (run.task, access) not in place.users:
-            place.users.add((run.task, access))
-            place.ordered &= check.keeps_all(place, run.task, access)
-        if not place.ordered:
-            for other, how in place.runs.items():
-                if access.writes or how.writes:
-                    self._compare(place, run, other, ctx)
-        place.runs[run] = access
-        if len(place.runs) > 4 * check.depth * len(check.tasks):
-            place.runs = {r: a for r, a in place.runs.items() if self._is_near(r, run)}
-
-    def _compare(self, place: WatchedPlace, run: TaskRun, other: TaskRun, ctx: Any) -> None:
-        """Raise if the plan does not keep two conflicting runs in serial order."""
-        check = self._check
-        first, then = check.serially(run, other)
-        pair = first.task, then.task, then.iteration - first.iteration
-        if pair in place.allowed or check.keeps(place, *pair):
-            return
-        within = run.iteration == other.iteration
-        locations = locations_of(place, check.tasks, ctx, self._gradients, one_iteration=within)
-        stale = [one for one in locations if one.name in check.plan.stale]
-        location = (stale or locations)[0]
-        found = [p for p in check.problems(place, location) if {*p.tasks} == {*pair[:2]}]
-        found.sort(key=lambda problem: problem.tasks != (then.task, first.task))
-        if found:
-            raise refusal(check.plan, [told_conflict(location, run, other, found[0])])
-        place.allowed.add(pair)
-
-    def _is_near(self, run: TaskRun, now: TaskRun) -> bool:
-        """Whether a task that runs now, or later, may have to be compared with a run."""
-        return run.iteration >= now.iteration - 2 * self._check.depth
-
-    def _forget(self, now: TaskRun) -> None:
-        """Drop the places that no task can touch any more, or has touched of late."""
-        for key, place in list(self._places.items()):
-            if place.kind == "memory":
-                gone = place.reference.expired()
-            else:
-                gone = not any(self._is_near(run, now) for run in place.runs)
-            if gone:
-                del self._places[key]
-        self._most = 2 * len(self._places) + _MOST_DEAD
+                yield self._places.place("gradient", number), access

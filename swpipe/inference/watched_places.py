@@ -34,6 +34,7 @@ class WatchedPlace:
         number: The storage's or generator's, an attribute's iteration, the id of a parameter.
         name: Of the attribute or generator; what the memory was first seen as.
         reference: To the memory, a weak one, or the generator: its number is not used again.
+        maker: Who has made the memory, of those who are watched.
         runs: Who touched it in the last iterations, and how.
         users: All who ever did, and how.
         ordered: All of them are kept in order, however many iterations lie between two.
@@ -44,6 +45,7 @@ class WatchedPlace:
     number: int
     name: str = ""
     reference: Any = None
+    maker: TaskRun | None = None
     runs: dict[TaskRun, Access] = field(default_factory=dict)
     users: set[tuple[str, Access]] = field(default_factory=set)
     ordered: bool = True

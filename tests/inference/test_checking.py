@@ -23,6 +23,7 @@ from swpipe import (
     TaskSchedule,
     TypedContext,
 )
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import race_problems
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
@@ -415,6 +416,33 @@ def test_a_tensor_that_is_handed_on_outside_the_context() -> None:
     assert "unnamed memory (float32 [3, 4])" in str(error) or "box" in str(error)
 
 
+def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two tasks, those on one iteration and on the next one: all others follow."""
+    state = torch.zeros(3)
+    asked: set[tuple[str, str, int]] = set()
+    keeps = HappensBefore.keeps
+
+    def noted(order: HappensBefore, first: str, then: str, distance: int) -> bool:
+        asked.add((first, then, distance))
+        return keeps(order, first, then, distance)
+
+    def read(ctx: IterContext) -> None:
+        ctx.out = ctx.batch + state.sum()
+
+    def write(ctx: IterContext) -> None:
+        state.add_(1)
+
+    deps, back = [("write", "read")], [("read", "write")]
+    plan = on_threads("read", "write", deps=deps, cross_iter_deps=back, pipeline_depth=300)
+    with checked(plan, [read, write]) as pipe:
+        monkeypatch.setattr(HappensBefore, "keeps", noted)
+        assert pipe.run(batches()).iterations == BATCHES
+    assert asked >= {("read", "write", 0), ("write", "read", 1), ("write", "write", 1)}
+    assert {distance for *_, distance in asked} == {0, 1}
+
+
 # ---------------------------------------------------------------------------- no false alarms
 
 
@@ -601,7 +629,7 @@ def test_what_a_task_raises_goes_first() -> None:
 
 def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places whose memory or iteration is gone are dropped."""
-    monkeypatch.setattr("swpipe.inference.checking._MOST_DEAD", 400)
+    monkeypatch.setattr("swpipe.inference.compared_places._MOST_DEAD", 400)
     training = Training()
     pipe = checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks)
     with pipe:
@@ -609,8 +637,8 @@ def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.Mon
         for number, _ in enumerate(contexts):
             if number == 580:
                 check = pipe._driver.run.iterations.check
-                assert len(check._places) < 500
-                assert max(len(place.runs) for place in check._places.values()) < 50
+                assert len(check._places._places) < 500
+                assert max(len(place.runs) for place in check._places._places.values()) < 50
 
 
 def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:

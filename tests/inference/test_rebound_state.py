@@ -1,0 +1,218 @@
+"""State that each iteration makes anew: whoever reads it comes after the one that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.errors import PlanError
+
+BATCHES = [torch.full((1,), float(number)) for number in range(12)]
+
+
+class State(NamedTuple):
+    """How to read a state of one number, and to replace it."""
+
+    read: Callable[[], torch.Tensor]
+    replace: Callable[[torch.Tensor], Any]
+
+
+def _in_a_list() -> State:
+    held = [torch.zeros(1)]
+    return State(lambda: held[0], lambda new: held.__setitem__(0, new))
+
+
+def _by_data() -> State:
+    held = torch.zeros(1)
+    return State(lambda: held, lambda new: setattr(held, "data", new))
+
+
+def _by_set() -> State:
+    held = torch.zeros(1)
+    return State(lambda: held, held.set_)  # type: ignore[call-overload]
+
+
+def _by_load_state_dict() -> State:
+    model = nn.Linear(1, 1, bias=False).requires_grad_(False)
+    nn.init.zeros_(model.weight)
+
+    def replace(new: torch.Tensor) -> None:
+        model.load_state_dict({"weight": new.view(1, 1)}, assign=True)
+
+    return State(lambda: model.weight[0], replace)
+
+
+def _of_a_recurrent_net() -> State:
+    torch.manual_seed(0)
+    cell, hidden = nn.RNNCell(1, 1).requires_grad_(False), [torch.zeros(1, 1)]
+
+    def replace(new: torch.Tensor) -> None:
+        hidden[0] = cell(new.view(1, 1), hidden[0])
+
+    return State(lambda: hidden[0][0], replace)
+
+
+STATES = [_in_a_list, _by_data, _by_set, _by_load_state_dict, _of_a_recurrent_net]
+
+
+def tasks_of(state: State) -> list[PipelineTask]:
+    """One that reads the state, and then one that replaces it."""
+
+    def read(ctx: IterContext) -> None:
+        ctx.out = (ctx.batch + state.read()).item()
+
+    def train(ctx: IterContext) -> None:
+        state.replace(state.read() * 0.5 + ctx.batch)
+
+    return [PipelineTask("read", read), PipelineTask("train", train)]
+
+
+def ahead(depth: int, group: str, **order: Any) -> PipelinePlan:
+    """The reader is a stage ahead, and within a period it comes first."""
+    schedule = {"read": TaskSchedule(thread_group=group), "train": TaskSchedule(1)}
+    given = {"order": ["read", "train"], **order}
+    return PipelinePlan(schedule, deps=[("train", "read")], pipeline_depth=depth, **given)
+
+
+def outputs(plan: PipelinePlan, tasks: list[PipelineTask], **options: Any) -> list[float]:
+    """What the reader found in each iteration."""
+    with SWPipeline(plan, tasks, device="cpu", **options) as pipe:
+        return [ctx.out for ctx in pipe.iterate(BATCHES)]
+
+
+@pytest.mark.parametrize("group", ["io", "default"])
+@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("make", STATES)
+def test_a_reader_ahead_is_refused_at_the_first_iteration_that_shows_it(
+    make: Callable[[], State], depth: int, group: str
+) -> None:
+    """However far apart the two are kept by what limits the iterations in flight."""
+    done: list[int] = []
+    with SWPipeline(ahead(depth, group), tasks_of(make()), device="cpu") as pipe:
+        with pytest.raises(PlanError, match="check_effects") as caught:
+            done.extend(ctx.iter_idx for ctx in pipe.iterate(BATCHES))
+    # What the first ``depth`` iterations may read was there before the run.
+    assert len(done) <= depth
+    assert "'read' on iteration i must come after 'train' on iteration i - 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("group", ["io", "default"])
+@pytest.mark.parametrize("make", STATES)
+def test_a_reader_that_waits_for_it_gives_the_serial_numbers(
+    make: Callable[[], State], group: str
+) -> None:
+    """At every depth, and checked in all iterations."""
+    serial = tasks_of(make())
+    wanted = outputs(PipelinePlan.serial(serial), serial)
+    for depth in (2, 4):
+        plan = ahead(depth, group, cross_iter_deps=[("read", "train")], order=[])
+        assert outputs(plan, tasks_of(make()), check_effects=True) == wanted
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_table_that_is_made_once(waits: bool) -> None:
+    """Who reads it ever after must come after the one that makes it, on the iteration before."""
+    made: list[torch.Tensor] = []
+
+    def read(ctx: IterContext) -> None:
+        ctx.out = made[0].sum().item() if made else 0.0
+
+    def train(ctx: IterContext) -> None:
+        if not made:
+            made.append(ctx.batch + 1)
+
+    tasks = [PipelineTask("read", read), PipelineTask("train", train)]
+    order = {"cross_iter_deps": [("read", "train")], "order": []} if waits else {}
+    plan = ahead(4, "io", **order)
+    if waits:
+        assert outputs(plan, tasks, check_effects=True) == [0.0] + [1.0] * 11
+    else:
+        with pytest.raises(PlanError, match="'read' on iteration i must come after 'train'"):
+            outputs(plan, tasks)
+
+
+def test_a_table_made_by_the_first_of_two_that_the_plan_orders_within_an_iteration() -> None:
+    """The one that makes it runs ahead as it likes: nobody replaces it."""
+    made: list[torch.Tensor] = []
+
+    def encode(ctx: IterContext) -> None:
+        if not made:
+            made.append(torch.arange(4.0))
+        ctx.encoded = ctx.batch + made[0]
+
+    def train(ctx: IterContext) -> None:
+        ctx.out = (ctx.encoded - made[0]).sum().item()
+
+    tasks = [PipelineTask("encode", encode), PipelineTask("train", train)]
+    schedule = {"encode": TaskSchedule(thread_group="io"), "train": TaskSchedule(1)}
+    plan = PipelinePlan(schedule, deps=[("train", "encode")], pipeline_depth=4)
+    found = outputs(plan, tasks, check_effects=True)
+    assert found == [4.0 * number for number in range(len(BATCHES))]
+
+
+def test_what_a_task_keeps_of_its_last_context() -> None:
+    """Another task made it on an iteration before, and may be ahead."""
+    last: list[torch.Tensor] = [torch.zeros(1)]
+
+    def decode(ctx: IterContext) -> None:
+        ctx.decoded = 2 * ctx.batch
+
+    def train(ctx: IterContext) -> None:
+        ctx.out = (ctx.decoded - last[0]).item()
+        last[0] = ctx.decoded
+
+    tasks = [PipelineTask("decode", decode), PipelineTask("train", train)]
+    schedule = {"decode": TaskSchedule(thread_group="io"), "train": TaskSchedule(1)}
+    plan = PipelinePlan(schedule, deps=[("train", "decode")], pipeline_depth=4)
+    assert outputs(plan, tasks, check_effects=True) == [0.0] + [2.0] * 11
+
+
+def test_what_is_used_up_by_the_one_that_reads_it() -> None:
+    """Its memory is gone when the reader has returned."""
+    box: list[torch.Tensor] = []
+
+    def take(ctx: IterContext) -> None:
+        ctx.out = box.pop(0).sum().item() if len(box) > 1 else 0.0
+
+    def fill(ctx: IterContext) -> None:
+        box.append(ctx.batch + 1)
+
+    tasks = [PipelineTask("take", take), PipelineTask("fill", fill)]
+    schedule = {"take": TaskSchedule(), "fill": TaskSchedule(1)}
+    plan = PipelinePlan(schedule, deps=[("fill", "take")], order=["take", "fill"])
+    with pytest.raises(PlanError, match="'take' on iteration i must come after 'fill'"):
+        outputs(plan, tasks)
+
+
+def test_gradients_that_are_made_every_fourth_iteration() -> None:
+    """They are accumulated on the iterations between, and the optimizer uses them then."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def decode(ctx: IterContext) -> None:
+        ctx.x = ctx.batch + 1
+
+    def train(ctx: IterContext) -> None:
+        loss = model(ctx.x).square().sum()
+        loss.backward()
+        ctx.out = loss.item()
+
+    def step(ctx: IterContext) -> None:
+        if ctx.iter_idx % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    tasks = [PipelineTask(f.__name__, f) for f in (decode, train, step)]
+    schedule = {
+        "decode": TaskSchedule(thread_group="io"),
+        "train": TaskSchedule(1),
+        "step": TaskSchedule(1),
+    }
+    plan = PipelinePlan(schedule, deps=[("train", "decode"), ("step", "train")], pipeline_depth=4)
+    assert len(outputs(plan, tasks, check_effects=True)) == len(BATCHES)
