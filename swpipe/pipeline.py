@@ -59,8 +59,8 @@ class SWPipeline(ShortcutControl[C]):
         mode: Returns what must stay the same while iterations are in flight, besides torch's
             gradient and inference modes; compared with ``==``: ``lambda: model.training``.
         check_effects: Watch tasks: PlanError where a pure one breaks its word, or one touches what
-            the plan does not keep in serial order. None: in the first 16 iterations, as far as
-            declarations and ``effects`` leave it open, and pure tasks in 2% of the others. True, or
+            the plan does not keep in serial order. None: in the first 16 iterations, unless what
+            tasks declare proves the plan, and pure tasks in 2% of the others. True, or
             a share such as 0.02 of the iterations after the first 16: all tasks. False: nothing.
             Compiled functions are not watched, nor are serial runs and profiles. An operator that
             is watched takes about 20 us longer.
@@ -128,7 +128,7 @@ class SWPipeline(ShortcutControl[C]):
         if check_effects is not False and (check_effects is not None or plan.depth > 1):
             from swpipe.inference.checking import checked
 
-            engine = checked(engine, resolved, self.tasks, check_effects, self.context, effects)
+            engine = checked(engine, resolved, self.tasks, check_effects, self.context)
         timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
         self._driver = Driver[C](engine, plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)

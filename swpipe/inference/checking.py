@@ -8,7 +8,7 @@
 Two things are checked. Tasks that are pure must keep their word (``swpipe.inference.purity``). And
 whatever touches the same place as another task must be kept in serial order with it by the plan, or
 is refused, in whichever order the two have just run; a plan that is proved by what its tasks
-declare, or verified for recorded effects, is taken to do that.
+declare is taken to do that.
 
 Guarantees
     - Two tasks that touch the same place, one of them writing, raise unless every interleaving of
@@ -48,7 +48,6 @@ from swpipe._state.generators import TORCH
 from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.core.context import TypedContext
-from swpipe.core.effects import EffectTable
 from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
@@ -73,7 +72,6 @@ def checked(
     tasks: Sequence[PipelineTask],
     share: float | None,
     context: type[TypedContext],
-    effects: EffectTable | None,
 ) -> Engine:
     """The engine, with a check of what tasks do.
 
@@ -82,10 +80,9 @@ def checked(
         resolved: The plan.
         tasks: In serial order.
         share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
-            a share of the later ones; all tasks in the first ones, unless the plan is known to be
-            right.
+            a share of the later ones; all tasks in the first ones, unless what they declare proves
+            the plan. A recording does not: it has what tasks did in a few iterations.
         context: The class of the contexts.
-        effects: As recorded, if the plan was verified for them.
 
     Raises:
         ValueError: ``share`` is no such number.
@@ -99,7 +96,7 @@ def checked(
     every = pure = Watched(depth, share)
     if share is None:
         streams = engine.device.has_streams
-        known = effects is not None or is_proved_by_declarations(resolved, tasks, streams=streams)
+        known = is_proved_by_declarations(resolved, tasks, streams=streams)
         every = Watched(depth, None if known else 0)
         pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):

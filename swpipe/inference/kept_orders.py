@@ -10,8 +10,10 @@ only the distances 0 and 1 need to be asked, however deep the pipeline is::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from swpipe._state.generators import TORCH
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.core.effects import Effects, Location
 from swpipe.core.resolved import ResolvedPlan
@@ -36,9 +38,13 @@ class KeptOrders:
         self._resolved, self._streams = resolved, streams
         self._random = frozenset(task.name for task in tasks if task.random)
         self._serial = {task.name: number for number, task in enumerate(tasks)}
-        (self._guaranteed,) = guarantees(resolved, streams)
         # A pair to the distances between which it begins to be kept: not at the first one.
         self._begins: dict[tuple[str, str], tuple[int, int]] = {}
+
+    @cached_property
+    def _guaranteed(self) -> HappensBefore:  # not asked where only pure tasks are watched
+        (found,) = guarantees(self._resolved, self._streams)
+        return found
 
     def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
         """The two in their serial order."""

@@ -22,14 +22,17 @@ from swpipe import (
     SWPipeline,
     TaskSchedule,
     TypedContext,
+    overlap,
 )
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import race_problems
+from swpipe.analysis.verification import verify
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
 from swpipe.errors import PlanError
-from swpipe.inference import watched_gradients
+from swpipe.inference import record, watched_gradients
 from swpipe.inference.draw_recorder import DrawRecorder
+from tests.inference.helpers import WORD
 from tests.support.machines import TorchMachine, tasks_of
 from tests.support.safety import effects_of, random_pair
 from tests.support.sequencer import await_event
@@ -502,6 +505,48 @@ def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touc
                 pipe.run(range(8))
         else:
             assert pipe.run(range(8)).iterations == 8
+
+
+# -------------------------------------------------------------------------------- what is known
+
+
+@pytest.mark.parametrize("what", ["an attribute", "memory"])
+def test_a_branch_that_the_recording_did_not_see(what: str) -> None:
+    """The plan was verified for what was recorded, which is not all that tasks do."""
+    state = torch.zeros(4)
+    decoded = [threading.Event() for _ in range(BATCHES)]
+
+    def decode(ctx: IterContext) -> None:
+        ctx.decoded = ctx.batch.tolist()
+        state.add_(1)
+        decoded[ctx.iter_idx].set()
+
+    def look(ctx: IterContext) -> None:
+        if ctx.iter_idx == 9:
+            await_event(decoded[9], "the other task")
+            ctx.seen = ctx.decoded if what == "an attribute" else state.sum()
+
+    tasks = [PipelineTask(f.__name__, f, io=[WORD]) for f in (decode, look)]
+    recording = record(tasks, batches(1)[0], device="cpu")
+    plan = on_threads("decode", "look", pipeline_depth=2)
+    verify(plan, tasks, effects=recording.effects)
+    done, error = stopped(checked(plan, tasks, None, effects=recording.effects))
+    assert done == 9
+    assert "iteration 9 touched " + ("ctx.decoded" if what == "an attribute" else "") in str(error)
+
+
+def test_what_is_declared_proves_the_plan_of_an_overlapped_loop() -> None:
+    """Its tasks are not watched, except for the word of the pure ones."""
+    seen: list[int] = []
+
+    def look(ctx: IterContext) -> None:
+        seen.append(len(_get_current_dispatch_mode_stack()))
+
+    tasks = [PipelineTask("decode", lambda ctx: None, pure=True), PipelineTask("look", look)]
+    io = [DeclaredIO(state="weights", mode="rw")]
+    for last in (tasks[1], PipelineTask("look", look, io=io)):
+        assert len([*overlap(batches(), [tasks[0], last], device="cpu")]) == BATCHES
+    assert seen == [0] * 2 * BATCHES
 
 
 # ------------------------------------------------------------------------ a share of iterations
