@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from swpipe._tensors.containers import (
     KINDS,
@@ -187,8 +188,8 @@ class TensorState(NamedTuple):
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """The version counter; None for a tensor made in inference mode, which has none."""
-    return None if tensor.is_inference() else tensor._version
+    """The version counter; None for one without: made in inference mode, or still lazy."""
+    return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

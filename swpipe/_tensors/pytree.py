@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from swpipe._tensors.containers import (
@@ -113,6 +114,8 @@ def leaves_in(value: Any) -> Iterator[Any]:
 
 def grad_or_none(tensor: Tensor) -> Tensor | None:
     """``tensor.grad``, without torch's warning for tensors that cannot have one."""
+    if is_lazy(tensor):
+        return None
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 

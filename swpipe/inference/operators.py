@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe.inference.storages import StorageId, Storages
@@ -191,9 +192,9 @@ def _mode(operator: str, argument: Any) -> str:
 
 
 def tensors_of(value: Any) -> Iterable[Tensor]:
-    """The tensors of an operator's argument or result."""
+    """The tensors of an operator's argument or result that have memory, or may have."""
     if isinstance(value, Tensor):
-        return (value,)
+        return () if is_lazy(value) else (value,)
     if isinstance(value, torch.Size | str) or not isinstance(value, list | tuple):
         return ()
     return (tensor for item in value for tensor in tensors_of(item))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _has_storage as has_storage
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from swpipe._tensors.pytree import parts_of
 from swpipe.device import on_cpu
@@ -74,6 +75,8 @@ class Storages:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
+    if is_lazy(tensor):
+        return []
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided  # nearly all are
     return [part for part in ((tensor,) if plain else parts_of(tensor)) if has_storage(part)]
 
