@@ -82,11 +82,20 @@ class _SavedTensor:
         if not _same_memory(tensor, memory):
             tensor.data = memory
         for part, saved in self.copies:
-            part.copy_(saved)
+            if _has_memory(part):  # its owner may have freed it, as fully sharded modules do
+                part.copy_(saved)
         if self._leaf:
             tensor.grad = self._grad
         if self._attributes:
             vars(tensor).update(self._attributes)
+
+
+def _has_memory(part: Tensor) -> bool:
+    if part.layout is not torch.strided or inner_tensors(part):
+        return True
+    steps = zip(part.shape, part.stride(), strict=True)
+    extent = int(part.storage_offset()) + sum((n - 1) * step for n, step in steps) + 1
+    return not part.numel() or extent * part.element_size() <= part.untyped_storage().nbytes()
 
 
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:

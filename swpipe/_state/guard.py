@@ -56,6 +56,7 @@ class TrainingGuard:
         self._made = made
         self._adds = adds
         self._called: set[int] = set()
+        self._restored: set[int] = set()  # ids of parameters that the snapshot may not have
         self._watched: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._fresh: set[int] = set()  # ids of optimizers that had no state at their first step
         self._stack = ExitStack()
@@ -71,7 +72,9 @@ class TrainingGuard:
         changed = [
             name
             for name, reference, version in self._watched
-            if (tensor := reference()) is not None and tensor._version != version
+            if (tensor := reference()) is not None
+            and tensor._version != version
+            and id(tensor) not in self._restored
         ]
         if changed and kind is None:
             raise UnsavedStateError(changed, "the tasks modify tensors in place")
@@ -88,6 +91,8 @@ class TrainingGuard:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         unsaved = self._snapshot.unsaved_of(optimizer)
+        if not unsaved:  # an object that restores the optimizer restores what it trains
+            self._restored |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         kind = type(optimizer).__name__
         if unsaved == [optimizer]:
             if self._may_begin(optimizer):
@@ -109,7 +114,8 @@ class TrainingGuard:
             options = [{**group, "params": None} for group in groups]
             changes = [p for group in groups for p in group["params"]]
             changes += tensors_in((options, list(optimizer.state.values())))
-            if _is_scheduled(optimizer) or not all(map(self._may_change, changes)):
+            scheduled = any("initial_lr" in group for group in groups)
+            if scheduled or not all(map(self._may_change, changes)):
                 return False
             self._fresh.add(id(optimizer))
             self._snapshot.add_fresh(optimizer)
@@ -125,17 +131,13 @@ def refuse_scheduled(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UnsavedStateError: One has: a task may step it, which nothing shows.
     """
-    if _is_scheduled(optimizer):
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as torch's schedulers do
         raise UnsavedStateError(
             [f"the scheduler of {type(optimizer).__name__}"],
             "the tasks may step a scheduler",
             "Name what is to be restored: state=[model, optimizer, scheduler], or state=[model, "
             "optimizer] if no task steps it",
         )
-
-
-def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def _is_watched(tensor: Tensor) -> bool:

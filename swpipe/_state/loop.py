@@ -50,12 +50,7 @@ class LoopState:
     def __init__(self, tasks: Iterable[PipelineTask], state: Any, device: Device) -> None:
         self._shown = isinstance(state, Owners)
         self.owners = given_state(state)
-        if scripted := _scripted(self.owners):
-            raise UnsavedStateError(
-                scripted,
-                "the tasks can change what TorchScript keeps",
-                "Use the module itself, or torch.compile(module)",
-            )
+        refuse_scripted(self.owners)
         for one in self.owners if self._shown else ():
             if isinstance(one.owner, Optimizer):
                 refuse_scheduled(one.owner)
@@ -99,8 +94,12 @@ class LoopState:
             self.restore()
 
 
-def _scripted(found: Iterable[Found]) -> tuple[str, ...]:
-    """Modules of TorchScript, and those that have one as a part, each once."""
+def refuse_scripted(found: Iterable[Found]) -> None:
+    """Refuse modules of TorchScript, and those that have one as a part.
+
+    Raises:
+        UnsavedStateError: It names each once.
+    """
     names: list[str] = []
     others: set[int] = set()
     for one in found:
@@ -110,4 +109,9 @@ def _scripted(found: Iterable[Found]) -> tuple[str, ...]:
                 names.append(str(one))
             else:
                 others.update(map(id, parts))
-    return tuple(dict.fromkeys(names))
+    if names:
+        raise UnsavedStateError(
+            tuple(dict.fromkeys(names)),
+            "the tasks can change what TorchScript keeps",
+            "Use the module itself, or torch.compile(module)",
+        )

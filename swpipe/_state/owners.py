@@ -23,7 +23,7 @@ class Found(NamedTuple):
 
     def __str__(self) -> str:
         kind = type(self.owner).__name__
-        return self.path if self.path.partition(" (")[0] == kind else f"{self.path} ({kind})"
+        return self.path if self.path == kind or "(" in self.path else f"{self.path} ({kind})"
 
 
 class Owners(tuple[Found, ...]):

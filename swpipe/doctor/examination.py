@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from swpipe._distributed.rank_checks import is_alone
-from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import declared_effects
@@ -30,6 +29,7 @@ from swpipe.doctor.waits import TaskWatcher, WaitRecorder, sync_debug
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.costing import measure_costs
 from swpipe.profiler.other_load import LoadSoFar, load_so_far
+from swpipe.profiler.trial_state import trial_state
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 """Code of torch's, which breaks graphs on purpose, and of swpipe's, which watches the loop."""
@@ -111,7 +111,7 @@ def _watch(
 ) -> WaitRecorder:
     recorder = WaitRecorder(pipe.device)
     feed = cycle(batches) if copy is None else map(copy, cycle(batches))
-    with LoopState(pipe.tasks, state, pipe.device).trial(), pipe.borrow():
+    with trial_state(pipe, batches[0], state, copy).trial(), pipe.borrow():
         for turn in range(_WARM_UP + _WATCHED):
             watched = turn >= _WARM_UP
             with (

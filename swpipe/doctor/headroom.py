@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe._state.loop import LoopState
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
     EffectTable,
@@ -29,6 +28,7 @@ from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.measured import Measured
 from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts, Kind, Rounds
+from swpipe.profiler.trial_state import trial_state
 
 
 def measure_headroom(
@@ -61,7 +61,7 @@ def measure_headroom(
     kinds = list(dict.fromkeys(kind for kind in (pull, free) if kind))
     pulls = None if loader is None else Pulls(loader)
     timer = WindowTimer(pipe, batch, copy, 1, 3, pipelined=False, pulls=pulls)
-    saved = LoopState(pipe.tasks, state, pipe.device)
+    saved = trial_state(pipe, batch, state, copy)
     rounds = Rounds(timer, Counts(1, 3, num_rounds), saved.restore_training)
     try:
         with saved.trial(), pipe.borrow():

@@ -45,6 +45,7 @@ from typing import Any
 
 from swpipe._engine.iterations import Engine
 from swpipe._state.generators import TORCH
+from swpipe._state.owners import declared_owners
 from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.core.context import TypedContext
@@ -57,7 +58,7 @@ from swpipe.inference.compared_places import ComparedPlaces
 from swpipe.inference.kept_orders import KeptOrders
 from swpipe.inference.purity import PureRecorder, PureUses, pure_recorder, told
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
-from swpipe.inference.state_items import reachable_items
+from swpipe.inference.state_items import items_in
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import Watched
 from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
@@ -152,10 +153,8 @@ class EffectCheck:
         """A check of the run that begins with this iteration; None if none of it is watched."""
         if first >= max(self.every.until, self.pure.until):
             return None
-        # Now, since no task runs yet: later, another thread may change what is walked over.
-        compared = first < self.every.until
-        reached = reachable_items(self.tasks).tensors.values() if compared else ()
-        gradients = WatchedGradients(one for one in reached if one.requires_grad and one.is_leaf)
+        known = items_in(declared_owners(self.tasks)).tensors.values()  # now: no task runs yet
+        gradients = WatchedGradients(one for one in known if one.requires_grad and one.is_leaf)
         return RunCheck(self, gradients, first)
 
     def make_context(self, batch: Any, iteration: int) -> TypedContext:

@@ -57,6 +57,12 @@ def _declared_states(tasks: Iterable[PipelineTask]) -> dict[StorageId, str]:
     return found
 
 
+def declared_tensors(tasks: Iterable[PipelineTask]) -> Iterator[tuple[DeclaredIO, Tensor]]:
+    """The tensors in declared memory, and who declares it."""
+    for task, io in ((one, io) for one in tasks for io in one.io):
+        yield from ((io, tensor) for tensor in _tensors(task, io))
+
+
 def _tensors(task: PipelineTask, io: DeclaredIO) -> Iterator[Tensor]:
     """The given tensors, those of given modules, and this rank's shards of ShardedTensors."""
     for node in nodes_in([] if io.memory is None else [io.memory]):

@@ -14,7 +14,7 @@ from swpipe.inference.transfers import Transfer
 
 NEVER_RECORDED = (
     "Never recorded: what threads started by a task do; Python values and objects outside the "
-    "context, such as files and sockets; which tasks read data in a kernel outside torch's dispatcher; what "
+    "context, such as files; which tasks read data in a kernel outside torch's dispatcher; what "
     "other batches do (another branch, another shape). Tasks of which nothing is declared keep "
     "their serial order in any case. Where something is declared, such state has to be, too: "
     'DeclaredIO(state="its name", mode="r", "w" or "rw").'

@@ -107,10 +107,11 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
         The first one is the gradient; it may be copied on, as into the buckets that ranks exchange.
         """
         if isinstance(value, Tensor) and value.shape == parameter.shape:
-            new = Gradient.of(value, self.storages)
+            new = Gradient.of(parameter, value, self.storages)
             old = self.accumulated.get(id(parameter), new)
             kept = new if old.tensor() is None else old
-            self.accumulated[id(parameter)] = Gradient(kept.tensor, {**old.memory, **new.memory})
+            memory = {**old.memory, **new.memory}
+            self.accumulated[id(parameter)] = Gradient(parameter, kept.tensor, memory)
 
     def _use(self, tensor: Tensor, mode: str) -> None:
         base = tensor if tensor._base is None else tensor._base

@@ -2,6 +2,8 @@
 
     a module is called           torch's global hook       all of the module
     an optimizer steps           torch's global hook       its state, options and parameters
+    a leaf that requires grad    the operator's argument   it and its gradient
+      is used
     memory is written that       the operator's schema     the memory
       was there before
     a generator is drawn from    the operator's argument   its state
@@ -26,18 +28,20 @@ import torch
 from torch import Tensor
 
 from swpipe._state.captured import Captured
-from swpipe._state.copies import SavedTensors
+from swpipe._state.guard import refuse_scheduled
+from swpipe._state.loop import refuse_scripted
 from swpipe._state.own_threads import before_calls, before_steps
 from swpipe._state.owners import Found, Owners, declared_owners
 from swpipe._state.snapshot import Snapshot
-from swpipe._tensors.pytree import tensors_in
+from swpipe._tensors.pytree import grad_or_none, tensors_in
 from swpipe._tensors.stateful import modules_in
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.draw_recorder import DrawRecorder, eager
+from swpipe.inference.operators import CREATED, tensors_of
 from swpipe.inference.state_items import items_in
-from swpipe.inference.storages import StorageId
+from swpipe.inference.storages import StorageId, described
 
 _ITERATIONS = 2
 
@@ -61,7 +65,9 @@ def shown_state(
             for _ in range(_ITERATIONS):
                 own = copy(batch)
                 shown.begin(own)
-                with eager():
+                with eager(), warnings.catch_warnings():
+                    # Of compiled modules, whose hooks fire twice then.
+                    warnings.filterwarnings("ignore", r".*torch\.compile\(module\).*global hooks")
                     run(own)
                 del own
                 shown.end()
@@ -80,28 +86,27 @@ def shown_state(
 
 
 class _Recorder(DrawRecorder):  # type: ignore[no-untyped-call]
-    """Calls ``write`` before memory is written, and ``draw`` before a generator is drawn from."""
+    """Tells ``shown`` before memory is written, a leaf is used, and a generator is drawn from."""
 
-    def __init__(
-        self,
-        device: Device,
-        write: Callable[[StorageId, Tensor], None],
-        draw: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, device: Device, shown: _Shown) -> None:
         super().__init__(device)
-        self._write, self._draw = write, draw
+        self._shown = shown
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
-        for tensor in tensors_in(value) if mode in ("w", "rw") else ():
-            for number, _ in self.storages.add(tensor):
-                if number not in self.storages.created:
-                    self._write(number, tensor)
+        for tensor in tensors_of(value) if mode != CREATED else ():
+            leaf = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            if leaf or mode in ("w", "rw"):
+                numbers = self.storages.of(tensor) - self.storages.created
+                if leaf and numbers:
+                    self._shown.before_use(tensor)
+                elif not leaf:
+                    self._shown.before_write(numbers, tensor)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; a generator that is given is saved before."""
         if (generator := kwargs.get("generator")) is not None:
-            self._draw(generator)
+            self._shown.before_draw(generator)
         return super().run(func, args, kwargs)
 
 
@@ -111,13 +116,14 @@ class _Shown:
     def __init__(self, declared: Iterable[Found], device: Device) -> None:
         self._device = device
         self._found: list[Found] = []
-        self._saved: list[Snapshot | SavedTensors] = [Snapshot([], device)]
+        self._saved: list[Snapshot | _Content] = [Snapshot([], device)]
         self._modules: set[int] = set()
         self._optimizers: set[int] = set()
         self._memory: dict[StorageId, Tensor] = {}
+        self._leaves: dict[int, Tensor] = {}
         self._generators: set[int] = set()
         self._stack = ExitStack()
-        self._operators = _Recorder(device, self._before_write, self._before_draw)
+        self._operators = _Recorder(device, self)
         self._kept: frozenset[StorageId] = frozenset()  # made in the iteration before
         self._handed_on: set[StorageId] = set()
         for one in declared:
@@ -172,12 +178,18 @@ class _Shown:
         found = [one for one in self._found if id(one.owner) not in inner]
         storages = self._operators.storages
         named = {n for one in items_in(found).tensors.values() for n in storages.of(one)}
+        leaves = [one for one in self._leaves.values() if not storages.of(one) <= named]
+        found += [Found(f"leaf ({described(one)})", one) for one in leaves]
+        named |= {number for one in leaves for number in storages.of(one)}
         for number, tensor in self._memory.items():
-            if number not in named:
-                found.append(Found(storages.description(number), tensor))
+            if number not in named and tensor.untyped_storage().nbytes():
+                found.append(Found(f"memory ({storages.description(number)})", tensor))
         return Owners(found)
 
     def _add(self, one: Found) -> None:
+        refuse_scripted([one])
+        if isinstance(one.owner, torch.optim.Optimizer):
+            refuse_scheduled(one.owner)
         if isinstance(one.owner, torch.nn.Module):
             self._modules.update(map(id, modules_in(one.owner)))
         self._found.append(one)
@@ -197,18 +209,43 @@ class _Shown:
             self._optimizers.add(id(optimizer))
             self._add(Found(self._name(optimizer), optimizer))
 
-    def _before_write(self, number: StorageId, tensor: Tensor) -> None:
-        if number in self._memory or tensor.is_meta or tensor.layout is not torch.strided:
-            return
-        with torch.no_grad():
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            whole.set_(tensor.untyped_storage())
-        self._memory[number] = whole
-        saved = SavedTensors()
-        saved.add(whole)
-        self._saved.append(saved)
+    def before_use(self, leaf: Tensor) -> None:
+        """A leaf that requires grad is used: it may get a gradient, or be written."""
+        if id(leaf) not in self._leaves:
+            self._leaves[id(leaf)] = leaf
+            self._saved.append(_Content(leaf))
+            if (grad := grad_or_none(leaf)) is not None:
+                self._saved.append(_Content(grad))
 
-    def _before_draw(self, generator: Any) -> None:
+    def before_write(self, numbers: Iterable[StorageId], tensor: Tensor) -> None:
+        """Memory is written that was there before."""
+        for number in numbers:
+            if number not in self._memory and tensor.layout is torch.strided and not tensor.is_meta:
+                with torch.no_grad():
+                    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                    self._memory[number] = whole.set_(tensor.untyped_storage())
+                self._saved.append(_Content(self._memory[number]))
+
+    def before_draw(self, generator: Any) -> None:
+        """A generator of the user's is drawn from."""
         if generator._cdata not in self._generators:
             self._generators.add(generator._cdata)
             self._add(Found("Generator", generator))
+
+
+class _Content:
+    """What a tensor has in its memory, and as its gradient; made below autograd."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._content = tensor, tensor.clone()
+        self._leaf, self._grad = tensor.is_leaf, grad_or_none(tensor)
+
+    def restore(self) -> None:
+        """Put it back."""
+        tensor = self._tensor
+        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes():
+            return  # its owner has freed it, as fully sharded modules do
+        with torch.no_grad():
+            tensor.copy_(self._content)
+        if self._leaf:
+            tensor.grad = self._grad

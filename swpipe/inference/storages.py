@@ -49,8 +49,7 @@ class Storages:
             new = number not in self._references
             if new:
                 self._references[number] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                dtype = str(part.dtype).removeprefix("torch.")
-                self._descriptions[number] = f"{dtype} {list(part.shape)}"
+                self._descriptions[number] = described(part)
             yield number, new
 
     def of(self, tensor: Tensor) -> frozenset[StorageId]:
@@ -72,6 +71,11 @@ class Storages:
     def description(self, number: StorageId) -> str:
         """Data type and shape of the tensor first seen with the storage: "float32 [3, 4]"."""
         return self._descriptions[number]
+
+
+def described(tensor: Tensor) -> str:
+    """Data type and shape: "float32 [3, 4]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

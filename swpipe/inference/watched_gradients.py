@@ -7,8 +7,9 @@ clears it. So a gradient is known by what has been seen of it::
     any task     operators on the memory of a gradient       use it
     zero_grad    a gradient that was there before is gone    clears it
 
-``parameter.grad`` is read only where nothing else can train: before a run, and around a task beside
-which no other one runs. There it shows also what is set or cleared by hand.
+A parameter is known from the first gradient that autograd accumulates, or from the memory of a
+declared state. ``parameter.grad`` is read only where nothing else can train: before a run, and
+around a task beside which no other one runs. There it shows also what is set or cleared by hand.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ class Gradient(NamedTuple):
     """A gradient that a parameter has, or had.
 
     Attributes:
+        parameter: Whose it is.
         tensor: Gives it as long as it exists.
         memory: Storage to a reference, which keeps the number from being used again.
     """
 
+    parameter: Tensor
     tensor: weakref.ref[Tensor]
     memory: Mapping[StorageId, Any]
 
     @classmethod
-    def of(cls, tensor: Tensor, storages: Storages) -> Gradient:
-        """That of this tensor."""
-        numbers = storages.of(tensor)
-        return cls(weakref.ref(tensor), {number: storages.reference(number) for number in numbers})
+    def of(cls, parameter: Tensor, tensor: Tensor, storages: Storages) -> Gradient:
+        """This tensor, as the gradient of a parameter."""
+        memory = {number: storages.reference(number) for number in storages.of(tensor)}
+        return cls(parameter, weakref.ref(tensor), memory)
 
 
 def accumulating() -> Tensor | None:
@@ -51,10 +54,10 @@ def accumulating() -> Tensor | None:
 
 
 class WatchedGradients:
-    """The gradients of some parameters; call it under a lock.
+    """The gradients of parameters, as far as they are known; call it under a lock.
 
     Args:
-        parameters: The parameters; nothing trains them now.
+        parameters: Those that are known before; nothing trains them now.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -69,11 +72,12 @@ class WatchedGradients:
             if gradient is None:
                 self._known.pop(number, None)
             elif known is None or known.tensor() is not gradient:
-                self._known[number] = Gradient.of(gradient, Storages())
+                self._known[number] = Gradient.of(parameter, gradient, Storages())
 
     def add(self, accumulated: Mapping[int, Gradient]) -> None:
-        """Add what autograd has accumulated, for whichever parameters."""
-        self._known |= {n: one for n, one in accumulated.items() if n in self.parameters}
+        """Add what autograd has accumulated, and whose it is."""
+        self.parameters |= {number: one.parameter for number, one in accumulated.items()}
+        self._known |= accumulated
 
     def present(self) -> dict[int, Gradient]:
         """Id of a parameter to its gradient, where one is known to exist."""

@@ -11,10 +11,9 @@ from swpipe.core.effects import Location
 from swpipe.core.task import PipelineTask
 from swpipe.errors import Problem
 from swpipe.inference.accesses import Access
-from swpipe.inference.declared import DECLARED, assign_declared
+from swpipe.inference.declared import declared_tensors
 from swpipe.inference.recorded_context import attributes
-from swpipe.inference.state_items import StateItem, reachable_items
-from swpipe.inference.storages import Storages
+from swpipe.inference.storages import Storages, described
 from swpipe.inference.watched_gradients import WatchedGradients
 
 
@@ -66,32 +65,21 @@ def locations_of(
     """
     if place.kind == "attribute":
         return [Location(place.name, False)]
-    reached = reachable_items(tasks, gradients=False)  # others train meanwhile
     if place.kind == "generator":
-        found = reached.generators.items()
-        names = [name for name, one in found if getattr(one, "_cdata", None) == place.number]
-        return [Location(name, True) for name in (*names, place.name)]
+        return [Location(place.name, True)]
     owners = {place.number} if place.kind == "gradient" else gradients.owners(place.number)
-    for item, tensor in assign_declared(reached.tensors, tasks).items():
-        if id(tensor) in owners:
-            return _names(StateItem(f"{item.name}.grad", item.owner, "gradients"))
-        if place.kind == "memory" and place.number in Storages().of(tensor):
-            return _names(item)
+    named = {id(tensor): str(io.state) for io, tensor in declared_tensors(tasks)}
+    for number in owners:
+        shape = described(gradients.parameters[number])
+        return [Location(f"the gradient of {named.get(number, f'a parameter ({shape})')}", True)]
+    for io, tensor in declared_tensors(tasks):
+        if place.number in Storages().of(tensor):
+            return [Location(str(io.state), True)]
     name = f"unnamed memory ({place.name})"
     for attribute, value in attributes(ctx).items():
         if any(place.number in Storages().of(tensor) for tensor in tensors_in(value)):
             name = attribute if one_iteration else f"memory of ctx.{attribute}"
     return [Location(name, not one_iteration)]
-
-
-def _names(item: StateItem) -> list[Location]:
-    """What an item or a group with it is called in recordings."""
-    if item.kind == DECLARED:
-        return [Location(item.owner, True)]
-    parts = item.name.split(".")
-    prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
-    names = [item.name, *(f"{one} {item.kind}" for one in (item.owner, *prefixes))]
-    return [Location(name.strip(), True) for name in names]
 
 
 def told_conflict(location: Location, run: TaskRun, other: TaskRun, problem: Problem) -> Problem:

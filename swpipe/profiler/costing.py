@@ -28,7 +28,6 @@ from dataclasses import replace
 from typing import Any
 
 from swpipe._engine.waiting import Host
-from swpipe._state.loop import LoopState
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
@@ -40,6 +39,7 @@ from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts
+from swpipe.profiler.trial_state import trial_state
 
 _US = 1e6
 
@@ -89,7 +89,7 @@ def measure_costs(
         raise ValueError("batches is empty: give at least one batch to measure on")
     Counts(num_warmup, num_measure, num_rounds=2)
     pipe.check_idle("measuring costs")
-    saved = LoopState(pipe.tasks, state, pipe.device)
+    saved = trial_state(pipe, batches[0], state, copy)
     found: list[CostModel] = []
     for batch in batches:
         timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined, pulls)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from swpipe._state.loop import LoopState
+from swpipe._state.owners import Owners
 from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_held
 from swpipe.analysis.last_readers import users_of, uses_of
 from swpipe.core.context import TypedContext
@@ -37,6 +38,7 @@ from swpipe.device import Device
 from swpipe.inference.operators import OperatorRecorder, tensors_of
 from swpipe.inference.storages import Storages, nbytes, unsharded
 from swpipe.pipeline import SWPipeline
+from swpipe.profiler.trial_state import trial_state
 
 Key: TypeAlias = tuple[str, int]
 """Memory: "storage" and its number, or "object" and the id of a bytes object or an array."""
@@ -80,6 +82,10 @@ def measure_memory(
     names = [task.name for task in tasks]
     users = users_of(uses_of(tasks, effects))
     for batch in batches:
+        if state is None:
+            serial = PipelinePlan.serial(tasks)
+            with SWPipeline(serial, tasks, device=device, context=context) as pipe:
+                state = Owners(trial_state(pipe, batch, None).owners)
         seen = _MemoryLog(names, users, keep)
         watched = [replace(task, fn=seen.watch(task)) for task in tasks]
         with (

@@ -7,7 +7,6 @@ from typing import Any
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._state.owners import given_state
-from swpipe._state.loop import LoopState
 from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
@@ -18,6 +17,7 @@ from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import Counts, Kind, Rounds
 from swpipe.profiler.together import joint_kinds
+from swpipe.profiler.trial_state import trial_state
 
 
 class TaskProfiler:
@@ -144,7 +144,7 @@ class TaskProfiler:
         labels = _labels(len(batches), labels)
         self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
-        saved = LoopState(self.pipe.tasks, self._state, self.pipe.device)
+        saved = trial_state(self.pipe, batches[0], self._state, copy)
         results = []
         alone = [(name,) for name in (*([] if loader is None else [PULL]), *names)]
         visits = len(batches) * num_rounds * len(alone) if counts.fixed else None

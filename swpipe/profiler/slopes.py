@@ -27,7 +27,6 @@ from typing import Any
 
 from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
-from swpipe._state.loop import LoopState
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.tables import table
 from swpipe.pipeline import SWPipeline
@@ -35,6 +34,7 @@ from swpipe.profiler.diff import ms
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.rounds import Counts, Kind, Rounds
 from swpipe.profiler.spread import Estimate, time_saved
+from swpipe.profiler.trial_state import trial_state
 
 LEAST_S = 1e-4
 """The shortest delay: a sleep is not much more exact than that."""
@@ -137,7 +137,7 @@ def measure_slopes(
         raise ValueError(f"share is {share!r}: give a number greater than 0, as 0.2")
     counts = Counts(num_warmup, num_measure, num_rounds, seconds)
     pipe.check_idle("measuring slopes")
-    saved = LoopState(pipe.tasks, state, pipe.device)
+    saved = trial_state(pipe, batch, state, copy)
     timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, True)
     names = [task.name for task in pipe.tasks]
     kinds: list[Kind] = [(name,) for name in names]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
@@ -23,6 +22,7 @@ from swpipe.pipeline import SWPipeline
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts
+from swpipe.profiler.trial_state import trial_state
 
 
 def try_plans(
@@ -75,7 +75,7 @@ def try_plans(
             for name, plan in plans.items()
         }
         first = next(iter(pipes.values()))
-        saved = LoopState(first.tasks, state, first.device)
+        saved = trial_state(first, batches[0], state, copy)
         order = list(pipes)
         for turn, batch in enumerate(batches):
             for name in order if turn % 2 else reversed(order):

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from swpipe._distributed.shared_cores import cores
-from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
 from swpipe.core.plan import PipelinePlan
@@ -37,6 +36,7 @@ from swpipe.profiler import Advice, ProfileResult, TaskProfiler, try_plans
 from swpipe.profiler.advice import MOST
 from swpipe.profiler.rounds import LEAST_ROUNDS
 from swpipe.profiler.spread import Estimate, mean_of
+from swpipe.profiler.trial_state import trial_state
 from swpipe.reporting.loop_figures import PromisedChange
 from swpipe.reporting.step_parts import Roles, step_parts
 from swpipe.reporting.step_report import StepReport
@@ -185,7 +185,7 @@ def _measure(loop: Loop, plan: PipelinePlan, rounds: int, pipelined: bool) -> _M
         wanted = int(_TRACED_S / profile.baseline_s) if profile.baseline_s else _MOST_TRACED
         steps = max(loop.gather(min(_MOST_TRACED, max(_LEAST_TRACED, wanted))))
         batches = _batches(loop)
-        with LoopState(pipe.tasks, None, pipe.device).trial(), pipe.borrow():
+        with trial_state(pipe, loop.batches[0], None).trial(), pipe.borrow():
             pipe.run(islice(batches, _WARM_UP))
             begin_s = time.process_time()
             with pipe.trace() as trace:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe._state.owners import Owners
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
@@ -106,7 +107,7 @@ class Loop:
     """Tasks with batches to run them on; the fields are those arguments of ``autotune``.
 
     ``memory`` is what the tasks hold; costs that are measured have it, too. ``apart`` says that
-    what training takes its batches from is known to be apart from the loop.
+    what training takes its batches from is known to be apart from the loop; ``state`` is put back.
     """
 
     tasks: Sequence[PipelineTask]
@@ -123,6 +124,7 @@ class Loop:
     max_bytes: int | None = None
     apart: bool = True
     body: bool = True
+    state: Any = None
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -152,7 +154,7 @@ class Loop:
             own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
         unknown, said = own.effects[BODY], {"apart": self.apart, "body": self.body}
         own = replace(own, effects=with_the_others(own.effects, unknown, **said))
-        return own.together(self.gather(replace(own, tasks=())))
+        return own.together(self.gather(replace(own, tasks=(), owners=Owners())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
         """Measure what the tasks cost while ``plan`` runs, by that part of the time limit."""
@@ -169,9 +171,11 @@ class Loop:
                 if own and not budget.allows(windows * window.iterations, until):
                     break
                 with budget.spending(windows * window.iterations):
-                    pipelined = plan.depth > 1
                     costs = measure_costs(
-                        pipe, [batch], *window, pipelined=pipelined, loader=self.loader
+                        *(pipe, [batch], *window),
+                        pipelined=plan.depth > 1,
+                        state=self.state,
+                        loader=self.loader,
                     )
                 own.append(costs)
         mean = CostModel.mean(self.gather(CostModel.mean(own)))
@@ -182,7 +186,10 @@ class Loop:
         self.budget.show(self.progress, "measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
             own = measure_memory(
-                self.tasks, self.batches[:1], device=self.device, context=self.context
+                *(self.tasks, self.batches[:1]),
+                device=self.device,
+                context=self.context,
+                state=self.state,
             )
         names = [task.name for task in self.tasks]
         everyone: list[TaskMemory] = self.gather(own)
@@ -275,6 +282,7 @@ def autotune(
         budget.expect(_iterations(len(loop.batches), 3 + len(ready_made)))
         recording = loop.record()
         _tell(load, loop)
+        loop = replace(loop, state=recording.owners)
         loop = replace(loop, memory=loop.measure_memory())
         inferred = loop.inferred_plan(recording)
         alone = costs = loop.measure(inferred, _MEASURED_BY)
@@ -438,6 +446,7 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
                 [loop.batches[turn % len(loop.batches)]],
                 device=loop.device,
                 context=loop.context,
+                state=loop.state,
                 loader=loop.loader,
                 num_warmup=window.num_warmup,
                 num_measure=window.num_measure,

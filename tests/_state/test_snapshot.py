@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe._state.discovery import Found
+from swpipe._state.owners import Found
 from swpipe._state.snapshot import Snapshot
 from swpipe.device import CpuDevice
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
-from swpipe._state.discovery import Found
+from swpipe._state.owners import Found
 from swpipe._state.snapshot import Snapshot
 from swpipe.device import AcceleratorDevice, resolve
 from tests.accelerator.work import DEVICE, spin, warm_up

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swpipe import DeclaredIO, PipelineTask
+from swpipe._tensors.stateful import has_state
 from swpipe.core.effects import Location
 from swpipe.inference import Recording, record
 
@@ -16,10 +17,13 @@ WORD = DeclaredIO(state="a word", mode="r")
 def recorded(*functions: Callable[[Any], None], batch: Any = None, **options: Any) -> Recording:
     """A recording of plain functions on the CPU; each task is called as its function.
 
-    They declare something, so that they do not all share the state "undeclared".
+    They declare something, so that they do not all share the state "undeclared". What the object
+    has whose methods they are is given as the state, by its names.
     """
     tasks = [PipelineTask(fn.__name__, fn, io=[WORD]) for fn in functions]
-    return record(tasks, batch, device="cpu", **options)
+    job = next((fn.__self__ for fn in functions if hasattr(fn, "__self__")), None)
+    state = {name: one for name, one in vars(job).items() if has_state(one)} if job else None
+    return record(tasks, batch, device="cpu", **{"state": state, **options})
 
 
 def reads(recording: Recording, task: str) -> set[str]:

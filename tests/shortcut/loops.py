@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import PipelinePlan, SWPipeline
-from swpipe._state.loop import find_owners
-from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.profiler.trial_state import trial_state
 
 BEFORE, WITHIN, AFTER = 2, 5, 3
 """Iterations before the shortcuts, with each of them, and afterwards."""
+
+BATCH = torch.tensor([1, 3, 3, 5])
 
 
 class Loop:
@@ -86,19 +87,19 @@ def trained_around_shortcuts(
     loop = make()
     with SWPipeline(plan or PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
         run(pipe, BEFORE)
-        snapshot = Snapshot(list(find_owners(loop.tasks)), pipe.device)
+        saved = trial_state(pipe, BATCH, None)
         try:
             with pipe.shortcut(*names):
                 run(pipe, WITHIN)
         finally:
-            snapshot.restore()
+            saved.restore()
         run(pipe, AFTER)
     return outcome(loop)
 
 
 def run(pipe: SWPipeline, count: int) -> None:
     """Run some iterations on one batch, and hold no context."""
-    for _ in pipe.iterate(repeat(torch.tensor([1, 3, 3, 5]), count)):
+    for _ in pipe.iterate(repeat(BATCH, count)):
         pass
 
 

@@ -12,11 +12,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from swpipe import PipelinePlan, SWPipeline
-from swpipe._state.discovery import find_state
-from swpipe._state.snapshot import Snapshot
 from swpipe.core.task import DeclaredIO
 from swpipe.errors import ShortcutError
+from swpipe.profiler.trial_state import trial_state
 from tests.shortcut.loops import (
+    BATCH,
     Loop,
     alone_and_in_pairs,
     outcome,
@@ -251,12 +251,12 @@ def test_replayed_gradients_drift_unless_state_is_restored() -> None:
     serial = PipelinePlan.serial(loop.tasks)
     with SWPipeline(serial, loop.tasks) as pipe:
         before = outcome(loop)
-        snapshot = Snapshot(find_state(loop.tasks), pipe.device)
+        saved = trial_state(pipe, BATCH, None)
         pipe.enable_shortcut("backward")
         with pytest.raises(DivergedError):
             run(pipe, 300)
-        snapshot.restore()
+        saved.restore()
         for _ in range(75):
             run(pipe, 4)
-            snapshot.restore()
+            saved.restore()
         assert same(before, outcome(loop))

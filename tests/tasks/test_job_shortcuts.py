@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from swpipe import SWPipeline
-from swpipe._state.discovery import find_state
-from swpipe._state.guard import TrainingGuard
-from swpipe._state.snapshot import Snapshot
 from swpipe.plans.clicks import TASKS
+from swpipe.profiler.trial_state import trial_state
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
 from tests.tasks.rows import write_log
 
@@ -35,10 +33,8 @@ def trained(config: ClickConfig, plan: str, names: Sequence[str] | None) -> list
     with SWPipeline(job.plan(plan), job.tasks(), device="cpu") as pipe:
         pipe.run(iter(batches[:2]))
         if names is not None:
-            snapshot = Snapshot(find_state(pipe.tasks), pipe.device)
-            with TrainingGuard(pipe.tasks, snapshot), pipe.shortcut(*names):
+            with trial_state(pipe, batches[2], None).trial(), pipe.shortcut(*names):
                 pipe.run(repeat(batches[2], 5))
-            snapshot.restore()
         pipe.run(iter(batches[2:]))
     state = [value for each in job.optimizer.state.values() for value in each.values()]
     return [p.detach().clone() for p in job.model.parameters()] + state

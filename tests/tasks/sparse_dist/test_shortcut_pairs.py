@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe._state.discovery import find_state
-from swpipe._state.guard import TrainingGuard
-from swpipe._state.snapshot import Snapshot
 from swpipe.plans.sparse_dist import TASKS
+from swpipe.profiler.trial_state import trial_state
 from swpipe.tasks.sparse_dist import PipelineFactory
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, everything, sharded
@@ -39,10 +37,8 @@ def _trained(plan: str, shortcuts: Sequence[tuple[str, ...] | None]) -> Iterator
         pipe = pipeline.pipe
         for names, batch in zip(shortcuts, batches(len(shortcuts)), strict=True):
             if names is not None:
-                snapshot = Snapshot(find_state(pipe.tasks), pipe.device)
-                with TrainingGuard(pipe.tasks, snapshot), pipe.shortcut(*names):
+                with trial_state(pipe, replayed, None).trial(), pipe.shortcut(*names):
                     to_the_end(pipeline, repeat(replayed, 4))
-                snapshot.restore()
             to_the_end(pipeline, iter([batch]))
             yield {name: value.clone() for name, value in everything(model).items()}
 
