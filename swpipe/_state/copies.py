@@ -68,7 +68,9 @@ class _SavedTensor:
         # References the original memory, also after the tensor gets other memory through ``.data``.
         # (For a sparse tensor it is the tensor itself.)
         self._memory = tensor.detach() if tensor.layout is torch.strided else tensor
-        self.copies = [(part, _to_host(part)) for part in _parts(self._memory)]
+        # Fully sharded modules free the memory of gathered parameters.
+        parts = filter(_has_memory, _parts(self._memory))
+        self.copies = [(part, _to_host(part)) for part in parts]
 
     def restore(self) -> None:
         with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
@@ -82,7 +84,7 @@ class _SavedTensor:
         if not _same_memory(tensor, memory):
             tensor.data = memory
         for part, saved in self.copies:
-            if _has_memory(part):  # its owner may have freed it, as fully sharded modules do
+            if _has_memory(part):
                 part.copy_(saved)
         if self._leaf:
             tensor.grad = self._grad

@@ -14,7 +14,7 @@ write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -99,7 +99,7 @@ class TrainingGuard:
                 return
             if not self._adds:
                 raise UnsavedStateError([kind], "the tasks call the step of an optimizer")
-            refuse_scheduled(optimizer)
+            refuse_scheduled(optimizer, ())
             self._snapshot.add_optimizer(optimizer)
         elif unsaved := [one for one in unsaved if not self._may_change(one)]:
             raise UnsavedStateError([*map(_described, unsaved)], f"{kind} updates parameters")
@@ -125,13 +125,14 @@ class TrainingGuard:
         return self._snapshot.saves(parameter) or self._made(parameter)
 
 
-def refuse_scheduled(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that was only shown if a scheduler has set its options.
+def refuse_scheduled(optimizer: torch.optim.Optimizer, restored: Iterable[Any]) -> None:
+    """Refuse an optimizer that was only shown if a scheduler of torch's is not restored with it.
 
     Raises:
-        UnsavedStateError: One has: a task may step it, which nothing shows.
+        UnsavedStateError: A task may step the scheduler, which nothing shows.
     """
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as torch's schedulers do
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # which torch's schedulers leave
+    if scheduled and not any(getattr(one, "optimizer", None) is optimizer for one in restored):
         raise UnsavedStateError(
             [f"the scheduler of {type(optimizer).__name__}"],
             "the tasks may step a scheduler",

@@ -43,7 +43,7 @@ class LoopState:
     Raises:
         TypeError: Something in ``state`` has no state that can be restored.
         UnsavedStateError: A module is one of TorchScript, which keeps its state to itself; or an
-            optimizer that was only shown has a scheduler.
+            optimizer that was only shown has a scheduler that is not restored.
         BaseException: What ``DeclaredIO.capture`` of a task raised.
     """
 
@@ -53,7 +53,7 @@ class LoopState:
         refuse_scripted(self.owners)
         for one in self.owners if self._shown else ():
             if isinstance(one.owner, Optimizer):
-                refuse_scheduled(one.owner)
+                refuse_scheduled(one.owner, [other.owner for other in self.owners])
         self._captured = Captured(tasks)
         self._snapshot = Snapshot(self.owners, device)
 

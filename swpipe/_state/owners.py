@@ -55,12 +55,13 @@ def given_state(state: Any) -> tuple[Found, ...]:
 
 
 def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
-    """Modules and tensors in the memory of declared states."""
+    """Modules, tensors and objects with ``state_dict`` in the memory of declared states."""
     seen: set[int] = set()
     for io in (io for task in tasks for io in task.io if io.memory is not None):
         for child in (child for node in nodes_in([io.memory]) for child in node.children):
             shards = child.local_shards() if hasattr(child, "local_shards") else None
             for owner in [child] if shards is None else [shard.tensor for shard in shards]:
-                if isinstance(owner, torch.nn.Module | torch.Tensor) and id(owner) not in seen:
+                restorable = isinstance(owner, torch.Tensor) or has_state(owner)
+                if restorable and id(owner) not in seen:
                     seen.add(id(owner))
                     yield Found(str(io.state), owner)

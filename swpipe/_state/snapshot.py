@@ -49,9 +49,16 @@ Restore: TypeAlias = Callable[[], object]
 
 
 class Snapshot:
-    """The state of some objects, and of all default generators, at one moment."""
+    """The state of some objects, and of all default generators, at one moment.
 
-    def __init__(self, owners: Sequence[Found], device: Device) -> None:
+    Args:
+        owners: The objects.
+        device: Where their tensors are.
+        within: A task runs, which may have filled what modules hold beside parameters and buffers,
+            such as a queue: their containers are left alone.
+    """
+
+    def __init__(self, owners: Sequence[Found], device: Device, *, within: bool = False) -> None:
         self._device = device
         device.synchronize()
         self._modules = [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
@@ -59,7 +66,8 @@ class Snapshot:
         self._saved = tensors = SavedTensors()
         # Tensors after the containers and modules that hold them.
         wrapped = [one for found in owners for one in _wrapped(found)]
-        self._restores = [*(_save(one, tensors) for one in (*owners, *wrapped)), tensors.restore]
+        saved = [_save(one, tensors, within) for one in (*owners, *wrapped)]
+        self._restores: list[Restore] = [*saved, tensors.restore]
         self._restores += [partial(set_default_generators, device, default_generators(device))]
         self._unsaved = UnsavedTensors(_watched(owners), tensors)
         self._told: set[str] = set()
@@ -198,13 +206,13 @@ def _watched(owners: Sequence[Found]) -> list[torch.nn.Module]:
     return [m for root in roots for m in modules_in(root) if id(m) not in restored]
 
 
-def _save(found: Found, tensors: SavedTensors) -> Restore:
+def _save(found: Found, tensors: SavedTensors, within: bool) -> Restore:
     owner = found.owner
     if isinstance(owner, Tensor):
         tensors.add(owner)
         return lambda: None
     if isinstance(owner, torch.nn.Module):
-        return _save_module(owner, tensors)
+        return _save_module(owner, tensors, within)
     if isinstance(owner, torch.optim.Optimizer):
         return _save_optimizer(owner, tensors)
     if has_state_dict(owner):
@@ -223,7 +231,7 @@ def _save_optimizer(optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> 
     return lambda: (vars(optimizer).update(held), refill())
 
 
-def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
+def _save_module(root: torch.nn.Module, tensors: SavedTensors, within: bool) -> Restore:
     restores: list[Restore] = []
     modules = list(modules_in(root))
     for module in modules:
@@ -231,7 +239,8 @@ def _save_module(root: torch.nn.Module, tensors: SavedTensors) -> Restore:
         held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
         restores.append(partial(vars(module).update, held))
         restores.append(_save_registered(module, tensors))
-        restores.append(_save_containers(held, tensors))
+        if not within:
+            restores.append(_save_containers(held, tensors))
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             restores.append(_save_extra_state(module))
     restores += [partial(setattr, module, "training", module.training) for module in modules]

@@ -36,7 +36,8 @@ class DeclaredIO:
         state: Name of something that outlives an iteration: "model", "cache", "data.log".
         mode: Whether the task reads ("r"), writes ("w") or does both ("rw").
         memory: The tensors and modules that hold the state, alone or in lists and dicts; needed
-            only once per state. A recording reports accesses to this memory by the state's name.
+            only once per state. A recording reports accesses to this memory by the state's name,
+            and a trial puts it back; also objects with ``state_dict`` and ``load_state_dict``.
         reset: Called when iterations in flight are dropped, by a failure or by ``close``: lets go
             of what the task keeps for them outside their contexts.
         on_host: Python uses the state on the host alone, as a counter, and no device work does. Its

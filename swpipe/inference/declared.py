@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swpipe._tensors.containers import LEAF, kind_of
 from swpipe._tensors.pytree import nodes_in
+from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.errors import PlanError, Problem
 from swpipe.inference.state_items import StateItem, items_of
@@ -71,8 +72,9 @@ def _tensors(task: PipelineTask, io: DeclaredIO) -> Iterator[Tensor]:
                 yield from (part for _, one in items_of("", item) for part in unsharded(one))
             elif isinstance(item, Tensor) or hasattr(item, "local_shards"):
                 yield from unsharded(item)
-            elif kind_of(type(item)) is LEAF:
-                raise _refused(task, io, f"{item!r}: give tensors or modules")
+            elif kind_of(type(item)) is LEAF and not has_state_dict(item):
+                what = f"{item!r}: give tensors, modules, or objects with state_dict"
+                raise _refused(task, io, what)
 
 
 def _refused(task: PipelineTask, io: DeclaredIO, what: str) -> PlanError:

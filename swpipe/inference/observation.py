@@ -72,6 +72,7 @@ class TaskObservation(NamedTuple):
             {(item.owner, item.kind) for item in (*items, *changes.items)}
             | {*log.reads, *log.sets, *log.deletes, *self.stepped, *changes.options}
             | {*changes.generators, *self.modes.ran, *self.modes.switched}
+            | ({"memory"} if operators.writes - operators.created else frozenset())
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
 from operator import or_
+from typing import Any
 
 from swpipe._state.owners import Owners
 from swpipe.analysis.validation import validate
@@ -41,6 +42,10 @@ class Recording:
     collectives: frozenset[str]
     notes: tuple[str, ...]
     owners: Owners = field(default=Owners(), compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent to other ranks."""
+        return {**vars(self), "owners": Owners()}
 
     def together(self, others: Iterable[Recording]) -> Recording:
         """Merge with recordings of the same tasks on other ranks or batches.

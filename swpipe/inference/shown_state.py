@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _has_storage as has_storage
 
 from swpipe._state.captured import Captured
 from swpipe._state.guard import refuse_scheduled
@@ -33,7 +34,7 @@ from swpipe._state.loop import refuse_scripted
 from swpipe._state.own_threads import before_calls, before_steps
 from swpipe._state.owners import Found, Owners, declared_owners
 from swpipe._state.snapshot import Snapshot
-from swpipe._tensors.pytree import grad_or_none, tensors_in
+from swpipe._tensors.pytree import grad_or_none, parts_of, tensors_in
 from swpipe._tensors.stateful import modules_in
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
@@ -95,13 +96,12 @@ class _Recorder(DrawRecorder):  # type: ignore[no-untyped-call]
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
         for tensor in tensors_of(value) if mode != CREATED else ():
-            leaf = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-            if leaf or mode in ("w", "rw"):
-                numbers = self.storages.of(tensor) - self.storages.created
-                if leaf and numbers:
+            if tensor.requires_grad and tensor.is_leaf and not tensor._is_view():
+                if self.storages.of(tensor) - self.storages.created:
                     self._shown.before_use(tensor)
-                elif not leaf:
-                    self._shown.before_write(numbers, tensor)
+            elif mode in ("w", "rw"):
+                for part in filter(has_storage, parts_of(tensor)):
+                    self._shown.before_write(self.storages.of(part) - self.storages.created, part)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; a generator that is given is saved before."""
@@ -126,10 +126,12 @@ class _Shown:
         self._operators = _Recorder(device, self)
         self._kept: frozenset[StorageId] = frozenset()  # made in the iteration before
         self._handed_on: set[StorageId] = set()
+        self._begun = False
         for one in declared:
             self._add(one)
 
     def __enter__(self) -> _Shown:
+        self._begun = True
         self._stack.callback(self._put_back)
         self._stack.enter_context(before_calls(self._before_call))
         self._stack.enter_context(before_steps(self._before_step))
@@ -189,11 +191,11 @@ class _Shown:
     def _add(self, one: Found) -> None:
         refuse_scripted([one])
         if isinstance(one.owner, torch.optim.Optimizer):
-            refuse_scheduled(one.owner)
+            refuse_scheduled(one.owner, [other.owner for other in self._found])
         if isinstance(one.owner, torch.nn.Module):
             self._modules.update(map(id, modules_in(one.owner)))
         self._found.append(one)
-        self._saved.append(Snapshot([one], self._device))
+        self._saved.append(Snapshot([one], self._device, within=self._begun))
 
     def _name(self, owner: Any) -> str:
         kind = type(owner).__name__

@@ -26,11 +26,7 @@ def trial_state(
         BaseException: Whatever a task raised.
     """
     if state is None:
-        number = pipe.next_iteration
-
-        def run(batch: Any) -> None:
-            pipe.run_one_serial_iter(batch, number)
-
         with pipe.borrow():
+            run = pipe.run_one_serial_iter
             state = shown_state(pipe.tasks, run, batch, pipe.device, copy or copied)
     return LoopState(pipe.tasks, state, pipe.device)

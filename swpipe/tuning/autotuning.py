@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe._state.owners import Owners
 from swpipe.analysis.races import race_problems
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
@@ -154,7 +153,7 @@ class Loop:
             own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
         unknown, said = own.effects[BODY], {"apart": self.apart, "body": self.body}
         own = replace(own, effects=with_the_others(own.effects, unknown, **said))
-        return own.together(self.gather(replace(own, tasks=(), owners=Owners())))
+        return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
         """Measure what the tasks cost while ``plan`` runs, by that part of the time limit."""
@@ -171,13 +170,8 @@ class Loop:
                 if own and not budget.allows(windows * window.iterations, until):
                     break
                 with budget.spending(windows * window.iterations):
-                    costs = measure_costs(
-                        *(pipe, [batch], *window),
-                        pipelined=plan.depth > 1,
-                        state=self.state,
-                        loader=self.loader,
-                    )
-                own.append(costs)
+                    said: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
+                    own.append(measure_costs(pipe, [batch], *window, state=self.state, **said))
         mean = CostModel.mean(self.gather(CostModel.mean(own)))
         return replace(mean, memory=self.memory)
 
@@ -185,12 +179,8 @@ class Loop:
         """Measure what the tasks hold on the first batch; that of the rank that holds most."""
         self.budget.show(self.progress, "measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
-            own = measure_memory(
-                *(self.tasks, self.batches[:1]),
-                device=self.device,
-                context=self.context,
-                state=self.state,
-            )
+            said: Any = {"device": self.device, "context": self.context, "state": self.state}
+            own = measure_memory(self.tasks, self.batches[:1], **said)
         names = [task.name for task in self.tasks]
         everyone: list[TaskMemory] = self.gather(own)
         return max(everyone, key=lambda memory: memory.serial_peak(names))

@@ -22,8 +22,8 @@ def recorded(*functions: Callable[[Any], None], batch: Any = None, **options: An
     """
     tasks = [PipelineTask(fn.__name__, fn, io=[WORD]) for fn in functions]
     job = next((fn.__self__ for fn in functions if hasattr(fn, "__self__")), None)
-    state = {name: one for name, one in vars(job).items() if has_state(one)} if job else None
-    return record(tasks, batch, device="cpu", **{"state": state, **options})
+    state = {name: one for name, one in vars(job).items() if has_state(one)} if job else {}
+    return record(tasks, batch, device="cpu", **{"state": state or None, **options})
 
 
 def reads(recording: Recording, task: str) -> set[str]:

@@ -90,7 +90,8 @@ def _seen(kind: Kind) -> tuple[list[Use], dict[str, dict[str, str]]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         undeclared = [replace(task, io=()) for task in tasks.tasks()]
-        found: Any = record(undeclared, next(iter(batches(1))), device=CPU)
+        state = {"model": tasks.model, "optimizer": tasks.step.optimizers[0]}
+        found: Any = record(undeclared, next(iter(batches(1))), device=CPU, state=state)
     uses = [
         Use(task, state_of(member), mode, member)
         for task, effects in found.effects.items()

@@ -124,12 +124,12 @@ def lie(name: str, names: str) -> Callable[[Lie], Lie]:
     return enter
 
 
-@lie("a trained parameter", "weight")
+@lie("a trained parameter", "float32")
 def trained(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: job.looked_up(ctx) * job.model.weight
 
 
-@lie("a trained parameter, without gradients", "weight")
+@lie("a trained parameter, without gradients", "float32")
 def trained_no_grad(job: Job) -> Callable[[Any], Any]:
     @torch.no_grad()
     def decode(ctx: Any) -> Tensor:
@@ -138,22 +138,22 @@ def trained_no_grad(job: Job) -> Callable[[Any], Any]:
     return decode
 
 
-@lie("a trained parameter, detached", "weight")
+@lie("a trained parameter, detached", "float32")
 def trained_detached(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: job.looked_up(ctx) * job.model.weight.detach()
 
 
-@lie("a trained parameter's data", "weight")
+@lie("a trained parameter's data", "float32")
 def trained_data(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: job.looked_up(ctx) + job.model.weight.data
 
 
-@lie("a trained parameter in a list", "weight")
+@lie("a trained parameter in a list", "float32")
 def trained_stacked(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: torch.cat([job.looked_up(ctx), job.model.weight])
 
 
-@lie("a trained parameter under inference mode", "weight")
+@lie("a trained parameter under inference mode", "float32")
 def trained_inference(job: Job) -> Callable[[Any], Any]:
     def decode(ctx: Any) -> Tensor:
         with torch.inference_mode():
@@ -163,7 +163,7 @@ def trained_inference(job: Job) -> Callable[[Any], Any]:
     return decode
 
 
-@lie("a write to a buffer", "running_mean")
+@lie("a write to a buffer", "float32")
 def buffer(job: Job) -> Callable[[Any], Any]:
     def decode(ctx: Any) -> Tensor:
         job.norm.running_mean.add_(1.0)  # type: ignore[operator, union-attr]
@@ -172,14 +172,14 @@ def buffer(job: Job) -> Callable[[Any], Any]:
     return decode
 
 
-@lie("a write through out=", "kept")
+@lie("a write through out=", "float32")
 def written_out(job: Job) -> Callable[[Any], Any]:
     kept = torch.zeros(3, 4)
     # Not "kept" itself: autograd could find before the check does that it has changed.
     return lambda ctx: torch.mul(job.looked_up(ctx), 2.0, out=kept).clone()
 
 
-@lie("BatchNorm in training", "running_mean|num_batches_tracked")
+@lie("BatchNorm in training", "unnamed memory")
 def batch_norm(job: Job) -> Callable[[Any], Any]:
     job.norm.train()
     return lambda ctx: job.norm(job.looked_up(ctx))
@@ -207,20 +207,20 @@ def given_generator(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: job.looked_up(ctx) + torch.rand(3, 4, generator=job.draws)
 
 
-@lie("a tensor that another task changes in place", "counts")
+@lie("a tensor that another task changes in place", "unnamed memory")
 def changed(job: Job) -> Callable[[Any], Any]:
     job.train_also = lambda ctx: job.counts.index_add_(0, ctx.batch, torch.ones(3))
     return lambda ctx: job.looked_up(ctx) * job.counts[ctx.batch, None]
 
 
-@lie("a tensor that another task changes through a view", "counts")
+@lie("a tensor that another task changes through a view", "unnamed memory")
 def changed_view(job: Job) -> Callable[[Any], Any]:
     view = job.counts.view(2, 4)[1]
     job.train_also = lambda ctx: view.add_(1.0)
     return lambda ctx: job.looked_up(ctx) * job.counts.sum()
 
 
-@lie("a table that is unfrozen by another task", "table.weight")
+@lie("a table that is unfrozen by another task", "float32")
 def unfrozen(job: Job) -> Callable[[Any], Any]:
     def unfreeze(ctx: Any) -> None:
         if ctx.iter_idx == 0:
@@ -230,7 +230,7 @@ def unfrozen(job: Job) -> Callable[[Any], Any]:
     return job.looked_up
 
 
-@lie("a write to memory of a numpy array", "shared")
+@lie("a write to memory of a numpy array", "unnamed memory")
 def numpy_memory(job: Job) -> Callable[[Any], Any]:
     shared = torch.from_numpy(job.array)
 
@@ -241,13 +241,13 @@ def numpy_memory(job: Job) -> Callable[[Any], Any]:
     return decode
 
 
-@lie("an embedding that is scaled in its forward", "table.weight")
+@lie("an embedding that is scaled in its forward", "float32")
 def max_norm(job: Job) -> Callable[[Any], Any]:
     job.table.max_norm = 1.0
     return job.looked_up
 
 
-@lie("a teacher that follows the model", "teacher")
+@lie("a teacher that follows the model", "unnamed memory")
 def teacher(job: Job) -> Callable[[Any], Any]:
     teacher = nn.Linear(4, 1).requires_grad_(False)
 
@@ -259,7 +259,7 @@ def teacher(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: job.looked_up(ctx) + teacher(job.looked_up(ctx))
 
 
-@lie("the optimizer's state", "momentum_buffer|optimizer")
+@lie("the optimizer's state", "unnamed memory")
 def optimizer_state(job: Job) -> Callable[[Any], Any]:
     job.optimizer.param_groups[0]["momentum"] = 0.9
     weight = job.model.weight
@@ -520,7 +520,7 @@ def test_a_table_unfrozen_by_the_body_stops_the_run(run: Run) -> None:
                 job.table.requires_grad_(True)
                 job.optimizer.add_param_group({"params": [job.table.weight]})
 
-    with pytest.raises(PlanError, match=r"'decode' is pure.*table\.weight"):
+    with pytest.raises(PlanError, match=r"'decode' is pure.*float32"):
         train()
     assert done[-1] <= 5 + 4
 

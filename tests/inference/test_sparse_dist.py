@@ -81,10 +81,10 @@ def test_tables_are_found_without_their_declaration(recording: Recording) -> Non
         task: {m for place in effects.writes for m in found.states.get(place.name, ())}
         for task, effects in found.effects.items()
     }
-    table = "model.tables.0.embedding_bags.t0.weight"
+    table = "DistributedModelParallel.tables.0.embedding_bags.t0.weight"
     assert table in written[plans.EMBED_BACK]
     assert table not in written[plans.STEP]
-    assert "model.bottom.0.weight" in written[plans.STEP]
+    assert "DistributedModelParallel.bottom.0.weight" in written[plans.STEP]
     assert table in recording.states["tables"]
 
 

@@ -60,9 +60,9 @@ def test_an_embedding_bag_collection_is_read_and_trained() -> None:
         optimizer.step()
 
     found = recorded(forward, backward, step, batch=ids())
-    assert reads(found, "forward") == {"ctx.batch", "model parameters"}
+    assert reads(found, "forward") == {"ctx.batch", "EmbeddingBagCollection parameters"}
     assert ("forward", "step", 1) in orders(found)
-    assert set(found.states["model parameters"]) == {
-        "model.embedding_bags.t_a.weight",
-        "model.embedding_bags.t_b.weight",
+    assert set(found.states["EmbeddingBagCollection parameters"]) == {
+        "EmbeddingBagCollection.embedding_bags.t_a.weight",
+        "EmbeddingBagCollection.embedding_bags.t_b.weight",
     }

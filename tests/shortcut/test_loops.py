@@ -12,11 +12,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from swpipe import PipelinePlan, SWPipeline
+from swpipe._state.loop import LoopState
 from swpipe.core.task import DeclaredIO
 from swpipe.errors import ShortcutError
-from swpipe.profiler.trial_state import trial_state
 from tests.shortcut.loops import (
-    BATCH,
     Loop,
     alone_and_in_pairs,
     outcome,
@@ -251,7 +250,7 @@ def test_replayed_gradients_drift_unless_state_is_restored() -> None:
     serial = PipelinePlan.serial(loop.tasks)
     with SWPipeline(serial, loop.tasks) as pipe:
         before = outcome(loop)
-        saved = trial_state(pipe, BATCH, None)
+        saved = LoopState(loop.tasks, [loop.table, loop.head, loop.optimizer], pipe.device)
         pipe.enable_shortcut("backward")
         with pytest.raises(DivergedError):
             run(pipe, 300)

@@ -96,7 +96,7 @@ class LossGuard:
             TrainingDivergedError: This loss, or one since the last check, is not finite.
         """
         here = torch.where(torch.isfinite(loss.detach()), self._NONE, step)
-        self.first_bad = torch.minimum(self.first_bad, here)
+        torch.minimum(self.first_bad, here, out=self.first_bad)
         if (step + 1) % self.interval == 0:
             self.check()
 

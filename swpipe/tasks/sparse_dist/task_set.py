@@ -379,9 +379,9 @@ class SparseDistTasks:
     def _declare(self, parts: Sequence[TaskFn], state: str, mode: Mode) -> DeclaredIO:
         if state == "gradients" and self.optimizer_step not in parts:
             return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
-        memory = self._tables if state == "tables" else None
-        others = OTHERS.get(state, "rw")
-        return DeclaredIO(state=state, mode=mode, memory=memory, others=others)
+        rows = [*self._tables, *([] if self.table_state is None else [self.table_state])]
+        memory = {"tables": rows, "optimizer": [*self.step.schedules]}.get(state) or None
+        return DeclaredIO(state=state, mode=mode, memory=memory, others=OTHERS.get(state, "rw"))
 
     def _deferring(self) -> AbstractContextManager[None]:
         # Without the split, this is the whole backward: there is nothing to do before the wait.
