@@ -69,7 +69,7 @@ class Snapshot:
         saved = [_save(one, tensors, within) for one in (*owners, *wrapped)]
         self._restores: list[Restore] = [*saved, tensors.restore]
         self._restores += [partial(set_default_generators, device, default_generators(device))]
-        self._unsaved = UnsavedTensors(_watched(owners), tensors)
+        self._unsaved = UnsavedTensors([] if within else _watched(owners), tensors)
         self._told: set[str] = set()
         self._fresh: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
         self._addresses = tensors.addresses()
@@ -124,6 +124,8 @@ class Snapshot:
 
     def saves(self, tensor: Tensor) -> bool:
         """Whether a tensor, or the memory that it shares, is restored."""
+        if hasattr(tensor, "local_shards"):
+            return all(self.saves(shard.tensor) for shard in tensor.local_shards())
         return (
             tensor in self._saved
             or id(tensor) in self._registered

@@ -115,9 +115,11 @@ class _Shown:
 
     def __init__(self, declared: Iterable[Found], device: Device) -> None:
         self._device = device
-        self._found: list[Found] = []
-        self._saved: list[Snapshot | _Content] = [Snapshot([], device)]
-        self._modules: set[int] = set()
+        self._found = [*declared]
+        refuse_scripted(self._found)
+        self._saved: list[Snapshot | _Content] = [Snapshot(self._found, device)]
+        modules = [one.owner for one in self._found if isinstance(one.owner, torch.nn.Module)]
+        self._modules = {id(part) for module in modules for part in modules_in(module)}
         self._optimizers: set[int] = set()
         self._memory: dict[StorageId, Tensor] = {}
         self._leaves: dict[int, Tensor] = {}
@@ -126,12 +128,8 @@ class _Shown:
         self._operators = _Recorder(device, self)
         self._kept: frozenset[StorageId] = frozenset()  # made in the iteration before
         self._handed_on: set[StorageId] = set()
-        self._begun = False
-        for one in declared:
-            self._add(one)
 
     def __enter__(self) -> _Shown:
-        self._begun = True
         self._stack.callback(self._put_back)
         self._stack.enter_context(before_calls(self._before_call))
         self._stack.enter_context(before_steps(self._before_step))
@@ -195,7 +193,7 @@ class _Shown:
         if isinstance(one.owner, torch.nn.Module):
             self._modules.update(map(id, modules_in(one.owner)))
         self._found.append(one)
-        self._saved.append(Snapshot([one], self._device, within=self._begun))
+        self._saved.append(Snapshot([one], self._device, within=True))
 
     def _name(self, owner: Any) -> str:
         kind = type(owner).__name__
