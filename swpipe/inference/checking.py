@@ -56,7 +56,7 @@ from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
 from swpipe.inference.compared_places import ComparedPlaces
 from swpipe.inference.kept_orders import KeptOrders
-from swpipe.inference.purity import PureRecorder, PureUses, pure_recorder, told
+from swpipe.inference.purity import PureRecorder, PureRuns, PureUses, pure_recorder, told
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import items_in
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
@@ -171,14 +171,19 @@ class _WordWatch:
     def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
         self.check, self.task, self.ctx = check, task, ctx
         self.operators = check.new_recorder()
+        self.runs = check.pure_runs.get(task.name)
 
     def __enter__(self) -> None:
+        if self.runs is not None:
+            self.runs.modes.__enter__()
         self.operators.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
         self.operators.__exit__(kind, *failure)
-        if kind is None and self.task.pure:
-            self.check.check_word(self.task, self.ctx, self.operators)
+        if self.runs is not None:
+            self.runs.modes.__exit__(kind, *failure)
+            if kind is None:
+                self.check.check_word(self, self.runs)
 
 
 class _Watch(_WordWatch):
@@ -229,6 +234,7 @@ class RunCheck:
         self._places = ComparedPlaces(check.orders, check.plan, check.tasks, gradients)
         self._all_until, self._pure_until = check.every.until, check.pure.until
         self._pure = PureUses()
+        self.pure_runs = {task.name: PureRuns(check.device) for task in check.tasks if task.pure}
         self._caller = threading.get_ident()
         self._running: list[_Watch] = []
         self._left: dict[int, int] = {}  # iteration to how many of its tasks have not ended
@@ -300,19 +306,17 @@ class RunCheck:
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
             raise refusal(self._check.plan, [unsaid])
 
-    def check_word(self, task: PipelineTask, ctx: Any, operators: PureRecorder) -> None:
+    def check_word(self, watch: _WordWatch, runs: PureRuns) -> None:
         """Refuse what a pure task did against its word."""
+        task, ctx, operators = watch.task, watch.ctx, watch.operators
+        found = [*runs.faults(ctx, operators)]
         with self._lock:
-            self._check_word(task, ctx, operators)
-
-    def _check_word(self, task: PipelineTask, ctx: Any, operators: PureRecorder) -> None:
-        for number, fault in self._pure.faults(task, ctx.iter_idx, operators):
-            what = ""
-            if number:
-                name = operators.storages.description(number)
-                place = WatchedPlace("memory", number, name)
-                what = str(locations_of(place, [task], ctx, self._gradients)[0])
-            raise refusal(self._check.plan, [told(task, ctx.iter_idx, fault, what)])
+            for fault in (*self._pure.faults(task, ctx.iter_idx, operators), *found):
+                what = fault.name
+                if fault.number:
+                    place = WatchedPlace("memory", fault.number, fault.name)
+                    what = str(locations_of(place, [task], ctx, self._gradients)[0])
+                raise refusal(self._check.plan, [told(task, fault, what)])
 
     def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[WatchedPlace, Access]]:
         """Each place that a task touched, and how; gradients left aside."""

@@ -9,13 +9,15 @@ Guarantees
     - A pure task that draws without ``random=True``, or in a watched iteration uses memory that
       pure tasks used or made in an earlier watched one, and writes it, or finds it changed, or
       finds that it is of a tensor that training changes (a leaf that requires grad), raises
-      PlanError.
+      PlanError. So does one that runs a module whose mode is switched, unless something is compiled
+      in the process.
     - A task's own tensors, and its batch's, may be anything; what a cache gives it, it may read.
 
 Assumptions
     - What does not go through torch's operators is the author's word: Python values, numpy, files,
       kernels launched directly, and what compiled functions do.
-    - Memory that was reached through ``tensor.data`` has no version that shows a change.
+    - A change through ``tensor.data`` has no version: a sample of the content shows it, of some of
+      the tensors that a task reads (``swpipe.inference.sampled_contents``).
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swpipe._tensors.pytree import tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import Problem
 from swpipe.inference.draw_recorder import DrawRecorder
 from swpipe.inference.operators import CREATED, OperatorRecorder, tensors_of
+from swpipe.inference.recorded_context import attributes
+from swpipe.inference.sampled_contents import SampledContents, Used
 from swpipe.inference.storages import StorageId, Storages
 from swpipe.inference.watched_gradients import Gradient, accumulating
+from swpipe.inference.watched_modes import WatchedModes
 
 _MOST_KEPT = 4096
 """How many storages are added before those are dropped whose memory is gone."""
@@ -131,6 +137,14 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
                 uses.append(use)
             use.writes |= mode != "r"
 
+    def outside(self, ctx: Any) -> Iterator[Used]:
+        """The memory that the task has read, as far as it is not its context's."""
+        values = attributes(ctx).values()
+        own = {n for value in values for one in tensors_in(value) for n in self.storages.of(one)}
+        for number in (number for number in self.uses if number not in own):
+            name, reference = self.storages.description(number), self.storages.reference(number)
+            yield Used(number, name, self._owners[number], reference)
+
     def left(self) -> Iterator[tuple[StorageId, _Use]]:
         """The memory that the task has made and that is still there, all of it in use."""
         for number, reference in self._made.items():
@@ -171,6 +185,37 @@ class _Known:
     reference: Any  # to the storage: its number is not used again while this is kept
 
 
+class Fault(NamedTuple):
+    """What a task did in an iteration against its word.
+
+    Attributes:
+        text: In words; it may have a place for what was touched.
+        number: Of the storage; 0 for something else.
+        name: What was touched; of a storage, if it has no better name.
+    """
+
+    iteration: int
+    text: str
+    number: StorageId = 0
+    name: str = ""
+
+
+class PureRuns:
+    """The runs of one pure task, which follow each other: what others change beneath it."""
+
+    def __init__(self, device: Device) -> None:
+        self.modes = WatchedModes()
+        self._contents = SampledContents(device)
+
+    def faults(self, ctx: Any, recorder: PureRecorder) -> Iterator[Fault]:
+        """What it has met in the iteration that has just ended, or before."""
+        if (module := self.modes.switched) is not None:
+            yield Fault(ctx.iter_idx, _SWITCHED, name=f"a {type(module).__name__}")
+        self._contents.compare(ctx.iter_idx, recorder.outside(ctx))
+        for iteration, number, name in self._contents.changed():
+            yield Fault(iteration, _CHANGED, number, name)
+
+
 class PureUses:
     """What the pure tasks of one run have used outside their contexts; call it under a lock."""
 
@@ -179,22 +224,22 @@ class PureUses:
         self._generators: dict[int, tuple[torch.Generator, int]] = {}
         self._most = _MOST_KEPT
 
-    def faults(
-        self, task: PipelineTask, iteration: int, recorder: PureRecorder
-    ) -> Iterator[tuple[int, str]]:
-        """What a task did in an iteration against its word; the storage, 0 for a generator."""
+    def faults(self, task: PipelineTask, iteration: int, recorder: PureRecorder) -> Iterator[Fault]:
+        """What a task did in an iteration against its word."""
         for number, generator in recorder.draws.items():
             if generator is None:
                 if not task.random:
-                    yield 0, _DRAWS
+                    yield Fault(iteration, _DRAWS)
             elif self._generators.setdefault(number, (generator, iteration))[1] != iteration:
-                yield 0, _DRAWS_FROM
+                yield Fault(iteration, _DRAWS_FROM)
         for number, uses in recorder.uses.items():
             known = self._known.setdefault(number, [])
+            name = recorder.storages.description(number)
             for use in uses:
                 for one in known:
                     if one.iteration != iteration and one.use.span.meets(use.span):
-                        yield from ((number, fault) for fault in _against(one.use, use))
+                        for text in _against(one.use, use):
+                            yield Fault(iteration, text, number, name)
                 self._note(known, iteration, use, recorder.storages, number)
         for number, use in recorder.left():
             known = self._known.setdefault(number, [])
@@ -244,9 +289,15 @@ _CHANGED = (
     "reads {what}, which something has changed since the task read it last: it finds other values "
     "than in a plain loop when it runs ahead. Take pure=True away, or let nobody change it"
 )
+_SWITCHED = (
+    "runs {what} whose mode, train or eval, the task or something beside it switches while the "
+    "loop runs: whoever runs it meanwhile has the wrong one. Set the mode before the loop, give "
+    "the task a copy of the module, or take pure=True away"
+)
 
 
-def told(task: PipelineTask, iteration: int, fault: str, what: str) -> Problem:
+def told(task: PipelineTask, fault: Fault, what: str) -> Problem:
     """A fault as an error's text."""
-    text = f"task {task.name!r} is pure, but on iteration {iteration} it {fault.format(what=what)}"
+    did = fault.text.format(what=what)
+    text = f"task {task.name!r} is pure, but on iteration {fault.iteration} it {did}"
     return Problem(f"{text}. The run may have differed from a serial one already", (task.name,))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -92,7 +93,7 @@ def under_a_plan(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
 
 def under_overlap(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
     """Contexts of an overlapped loop."""
-    with swpipe.overlap(job.batches, tasks, device="cpu") as loop:
+    with swpipe.overlap(job.batches, tasks, device="cpu", pull_ahead=True) as loop:
         ahead = () if tasks[0].random else ("decode",)  # the body may draw as well
         assert loop.overlap.ahead == ahead
         yield from loop
@@ -259,6 +260,83 @@ def teacher(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: job.looked_up(ctx) + teacher(job.looked_up(ctx))
 
 
+def _follow_by_data(own: Tensor, new: Tensor) -> None:
+    own.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+def _follow_by_copy(own: Tensor, new: Tensor) -> None:
+    own.data.copy_(own.data * 0.9 + new.data * 0.1)
+
+
+def _follow_by_new_data(own: Tensor, new: Tensor) -> None:
+    own.data = own.data * 0.9 + new.data * 0.1
+
+
+def _follow_by_set(own: Tensor, new: Tensor) -> None:
+    with torch.no_grad():
+        own.set_(own * 0.9 + new * 0.1)  # type: ignore[call-overload]
+
+
+def _follow_by_foreach(own: Tensor, new: Tensor) -> None:
+    torch._foreach_lerp_([own.data], [new.data], 0.1)
+
+
+def _enter_teacher_that_follows(how: Callable[[Tensor, Tensor], None]) -> None:
+    @lie(f"a teacher that follows the model{how.__name__.replace('_', ' ')}", "teacher|unnamed")
+    def teacher(job: Job) -> Callable[[Any], Any]:
+        teacher = nn.Linear(4, 1).requires_grad_(False)
+
+        def follow(ctx: Any) -> None:
+            for own, new in zip(teacher.parameters(), job.model.parameters(), strict=True):
+                how(own, new)
+
+        job.train_also = follow
+        return lambda ctx: job.looked_up(ctx) + teacher(job.looked_up(ctx))
+
+
+for how in (
+    *(_follow_by_data, _follow_by_copy, _follow_by_new_data),
+    *(_follow_by_set, _follow_by_foreach),
+):
+    _enter_teacher_that_follows(how)
+
+
+@lie("a teacher in inference mode, which has no versions", "unnamed memory")
+def inference_teacher(job: Job) -> Callable[[Any], Any]:
+    with torch.inference_mode():
+        teacher = torch.ones(4)
+
+    def follow(ctx: Any) -> None:
+        with torch.inference_mode():
+            teacher.add_(1.0)
+
+    job.train_also = follow
+    return lambda ctx: job.looked_up(ctx) + teacher.clone()
+
+
+@lie("a switch to eval and back", "Sequential|Linear|Tanh")
+def evaluated(job: Job) -> Callable[[Any], Any]:
+    def decode(ctx: Any) -> Tensor:
+        job.features.eval()
+        found: Tensor = job.features(job.looked_up(ctx))
+        job.features.train()
+        return found
+
+    return decode
+
+
+@lie("a switch to eval of what others switch to train", "Sequential|Linear|Tanh")
+def evaluated_in_training(job: Job) -> Callable[[Any], Any]:
+    job.train_also = lambda ctx: job.features.train()
+    return lambda ctx: job.features.eval()(job.looked_up(ctx))
+
+
+@lie("a module that is switched by another task", "Sequential|Linear|Tanh")
+def switched(job: Job) -> Callable[[Any], Any]:
+    job.train_also = lambda ctx: job.features.train(ctx.iter_idx > 0)
+    return lambda ctx: job.features(job.looked_up(ctx))
+
+
 @lie("the optimizer's state", "unnamed memory")
 def optimizer_state(job: Job) -> Callable[[Any], Any]:
     job.optimizer.param_groups[0]["momentum"] = 0.9
@@ -309,6 +387,8 @@ def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     job = Job()
     tasks = job.tasks(make(job))
     done: list[int] = []
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.reset()  # what other tests have compiled
     with pytest.raises(PlanError) as caught:
         done.extend(ctx.iter_idx for ctx in run(job, tasks))
     text = str(caught.value)
@@ -437,6 +517,53 @@ def own_generator(job: Job) -> list[PipelineTask]:
 def copied(job: Job) -> list[PipelineTask]:
     first = job.model.weight.detach().clone()
     return job.tasks(lambda ctx: job.looked_up(ctx) * first)
+
+
+@honest("a module that it has in eval mode each time")
+def always_eval(job: Job) -> list[PipelineTask]:
+    return job.tasks(lambda ctx: job.features.eval()(job.looked_up(ctx)))
+
+
+@honest("a module that another task has in train mode")
+def other_module_in_training(job: Job) -> list[PipelineTask]:
+    job.train_also = lambda ctx: job.model.eval()(ctx.x) + job.model.train()(ctx.x)
+    return job.tasks(lambda ctx: job.features(job.looked_up(ctx)))
+
+
+@honest("a frozen model that it moves")
+def moved(job: Job) -> list[PipelineTask]:
+    """To memory of its own, as one that is on the host between two iterations."""
+
+    def decode(ctx: Any) -> Tensor:
+        for parameter in job.features.parameters():
+            parameter.data = parameter.data.clone()
+        return job.features(job.looked_up(ctx))  # type: ignore[no-any-return]
+
+    return job.tasks(decode)
+
+
+@honest("a frozen table with values that are no numbers")
+def not_numbers(job: Job) -> list[PipelineTask]:
+    job.table.weight[0] = torch.nan
+    return job.tasks(lambda ctx: job.looked_up(ctx).nan_to_num())
+
+
+@honest("batches in buffers of a loader that fills them anew")
+def buffers_of_the_loader(job: Job) -> list[PipelineTask]:
+    """Enough of them, and not by torch: no task sees another iteration's."""
+    filled = [np.zeros(3, dtype=np.int64) for _ in range(6)]
+    buffers = [torch.from_numpy(each) for each in filled]
+
+    class Filling(list):  # type: ignore[type-arg]
+        """Which is not known to be apart from the loop."""
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for number in range(BATCHES):
+                filled[number % 6][:] = (number % 8, (number + 1) % 8, 2 * number % 8)
+                yield buffers[number % 6]
+
+    job.batches = Filling(job.batches)
+    return job.tasks(job.looked_up)
 
 
 @honest("gradients through a pure task's inputs")

@@ -1,0 +1,110 @@
+"""A sample of a tensor's content tells of changes that have no version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe.device import CpuDevice, Stream
+from swpipe.inference import sampled_contents
+from swpipe.inference.sampled_contents import SampledContents, Used
+from swpipe.inference.storages import Storages
+
+
+def used(*tensors: Tensor) -> list[Used]:
+    """As a task that has read these."""
+    storages = Storages()
+    numbers = [(tensor, *storages.of(tensor)) for tensor in tensors]
+    return [Used(n, f"[{n}]", tensor, storages.reference(n)) for tensor, n in numbers]
+
+
+def told(*tensors: Tensor, change: Callable[[], object] | None = None) -> list[int]:
+    """On which iterations the tensors are found changed, if they are before the third one."""
+    contents, found = SampledContents(CpuDevice()), []
+    for iteration in range(5):
+        if iteration == 3 and change is not None:
+            change()
+        contents.compare(iteration, used(*tensors))
+        found += [one.iteration for one in contents.changed()]
+    return found
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
+@pytest.mark.parametrize("count", [1, 5_000, 100_000])
+def test_a_change_through_data_shows(count: int, dtype: torch.dtype) -> None:
+    """On the iteration after it, and on no other."""
+    tensor = torch.ones(count, dtype=dtype)
+    assert told(tensor) == []
+    assert told(tensor, change=lambda: tensor.data.zero_()) == [3]
+    assert tensor._version == 0
+
+
+def test_other_memory_with_the_same_values_is_no_change() -> None:
+    """As of what is moved away and back."""
+    tensor = torch.rand(8)
+    assert told(tensor, change=lambda: setattr(tensor, "data", tensor.data.clone())) == []
+    assert told(tensor, change=lambda: setattr(tensor, "data", tensor.data * 2)) == [3]
+
+
+def test_what_has_no_content_to_compare() -> None:
+    """Memory that was let go meanwhile, elements of no number, a part with gaps."""
+    tensor = torch.rand(8)
+    assert told(tensor, change=lambda: tensor.untyped_storage().resize_(0)) == []
+    number = torch.rand(8, dtype=torch.complex64)
+    assert told(number, change=lambda: number.data.zero_()) == []
+    matrix = torch.rand(8, 8)
+    assert told(matrix[:, 0], change=lambda: matrix.data.zero_()) == []
+    rows = torch.rand(8, 8).t()  # without gaps, in another order
+    assert told(rows, change=lambda: rows.data.zero_()) == [3]
+
+
+def test_a_few_of_many_are_looked_at() -> None:
+    """Of all parts of a model, the last one among them."""
+    tensors = [torch.rand(4) for _ in range(100)]
+    found = told(*tensors, change=lambda: [one.data.add_(1) for one in tensors])
+    assert 10 <= len(found) <= 16
+    assert told(*tensors, change=lambda: tensors[-1].data.zero_()) == [3]
+
+
+def test_the_answer_of_a_device_is_read_when_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the iteration that it is of."""
+    reached: list[bool] = []
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            reached.append(False)
+
+        def wait(self, stream: Stream) -> None:
+            raise AssertionError
+
+        def query(self) -> bool:
+            return reached[0]
+
+    monkeypatch.setattr(sampled_contents, "on_cpu", lambda flag: False)
+    device = CpuDevice()
+    monkeypatch.setattr(device, "new_event", Event)
+    contents, tensor = SampledContents(device), torch.ones(8)
+    for iteration in range(3):
+        contents.compare(iteration, used(tensor))
+        tensor.data.add_(1)
+        assert [*contents.changed()] == []
+    reached[0] = True
+    assert [one.iteration for one in contents.changed()] == [2]
+    assert [*contents.changed()] == []
+
+
+def test_what_is_known_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task has new batches in each of them."""
+    monkeypatch.setattr(sampled_contents, "_MOST_KEPT", 50)
+    contents, kept = SampledContents(CpuDevice()), torch.ones(8)
+    for iteration in range(500):
+        contents.compare(iteration, used(kept, torch.ones(3)))
+    assert len(contents._known) < 60
+    kept.data.zero_()
+    contents.compare(500, used(kept, torch.ones(3)))
+    assert [one.iteration for one in contents.changed()] == [500]
