@@ -31,7 +31,7 @@ Guarantees
 
 Assumptions
     - Tasks use no other attributes than they say or were recorded to use. One that does fails with
-      AttributeError; or, where nothing orders it before or after the others, may find the value
+      RuntimeError; or, where nothing orders it before or after the others, may find the value
       still there: its device work is then not waited for.
     - Who keeps memory of an attribute keeps a tensor that has it, not its ``untyped_storage()``
       alone: that cannot be told from the module's own.

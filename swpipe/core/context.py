@@ -39,9 +39,8 @@ class TypedContext:
         def __getattr__(self, name: str) -> Any:
             if name != RELEASED and (why := getattr(self, RELEASED, {}).get(name)) is not None:
                 number = self.__dict__.get("iter_idx")
-                raise AttributeError(
-                    f"iteration {number} has no attribute {name!r} any more: {why}"
-                )
+                # No AttributeError: hasattr, and a default, would take it for one never set.
+                raise RuntimeError(f"iteration {number} has no attribute {name!r} any more: {why}")
             raise AttributeError(
                 f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
                 f"(it has: {listed(sorted(self.__dict__))}). The task that sets it has not run "

@@ -71,7 +71,8 @@ class JobRun:
 
     def loss_of(self, ctx: Any) -> float | torch.Tensor | None:
         """The step's loss: ``ctx.loss``, if it is a number."""
-        loss = getattr(ctx, "loss", None)
+        there = "loss" in vars(ctx) or hasattr(type(ctx), "loss")  # it may have gone by keep
+        loss = ctx.loss if there else None
         if isinstance(loss, torch.Tensor):
             return loss.detach() if loss.numel() == 1 else None
         return loss if isinstance(loss, float) else None

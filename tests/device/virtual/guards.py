@@ -378,7 +378,7 @@ GUARDS = (
         run_early_end,
     ),
     Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), break_random),
-    Guard("attributes go after all users", _after_the_last_user, (AttributeError,), run_keeping),
+    Guard("attributes go after all users", _after_the_last_user, (RuntimeError,), run_keeping),
     Guard("memory that went waits for the device", unguarded.waiting, (UseAfterFree,), run_keeping),
     Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), run_two_readers),
     Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), run_keeping),
